@@ -24,7 +24,9 @@ from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.openai.requests import RequestDecoder
 from headrace.ipc.failure import HeadraceError, OptionError
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
+ANY_ENDPOINT = ", ".join(ENDPOINTS[:-1]) + f" or {ENDPOINTS[-1]}"
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
@@ -72,8 +74,8 @@ def decode_line(line: bytes) -> BatchRequest:
         raise
     if request.method != "POST":
         raise bad_field("method", f"method is {request.method!r:.50}; it must be POST")
-    if request.url not in (CHAT, COMPLETIONS):
-        raise bad_field("url", f"url is {request.url!r:.100}; it must be {CHAT} or {COMPLETIONS}")
+    if request.url not in ENDPOINTS:
+        raise bad_field("url", f"url is {request.url!r:.100}; it must be {ANY_ENDPOINT}")
     if not request.custom_id:
         raise bad_field("custom_id", "custom_id is empty; each line needs its own")
     return msgspec.json.decode(line, type=BatchRequest)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from headrace.frontend.batch_file.file import (
     CHAT,
+    RESPONSES,
     BatchRequest,
     BatchResult,
     Results,
@@ -22,7 +23,7 @@ from headrace.frontend.batch_file.file import (
 )
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import ApiError, bad_field
-from headrace.frontend.http.openai.chat import ChatParts, prepare_chat
+from headrace.frontend.http.openai.chat import prepare_chat
 from headrace.frontend.http.openai.completions import prepare_completion
 from headrace.frontend.http.openai.generation import PreparedRequest
 from headrace.frontend.http.openai.requests import (
@@ -30,14 +31,21 @@ from headrace.frontend.http.openai.requests import (
     CompletionRequest,
     GenerationRequest,
     RequestDecoder,
+    ResponsesRequest,
+    SharedFields,
 )
+from headrace.frontend.http.responses_api.create import ResponseParts, check_request, whole
 from headrace.ipc.failure import EngineDeadError, HeadraceError, QueueFullError
 
 _RETRY_AFTER_S = 0.2
-Prepare = Callable[[bytes, Callable[[bytes], PreparedRequest]], Awaitable[PreparedRequest]]
+T = TypeVar("T")
 
 
-async def _at_once(body: bytes, make: Callable[[bytes], PreparedRequest]) -> PreparedRequest:
+class Prepare(Protocol):
+    def __call__(self, body: bytes, make: Callable[[bytes], T]) -> Awaitable[T]: ...
+
+
+async def _at_once(body: bytes, make: Callable[[bytes], T]) -> T:
     return make(body)
 
 
@@ -46,21 +54,19 @@ class LineAnswers:
 
     def __init__(
         self,
-        chat: ChatParts,
+        parts: ResponseParts,
         decoder: RequestDecoder,
         engine_for: Callable[[str | None], Engine],
-        complete: Callable[[PreparedRequest], Awaitable[bytes]],
         *,
         tenant: str = "",
         url: str | None = None,
         done: Sequence[Results] = (),
         prepare: Prepare = _at_once,
     ) -> None:
-        """engine_for: that serves a model. complete: runs a request and gives its answer; both raise EngineDeadError
-        to end the run. url: the only one that lines may name. done: results that there are already. prepare: where
-        bodies are decoded."""
-        self._chat, self._decoder, self._tenant, self._url = chat, decoder, tenant, url
-        self._engine_for, self._complete, self._prepare_body = engine_for, complete, prepare
+        """engine_for: that serves a model; raises EngineDeadError to end the run, as an engine's end does. url: the
+        only one that lines may name. done: results that there are already. prepare: where bodies are decoded."""
+        self._parts, self._decoder, self._tenant, self._url = parts, decoder, tenant, url
+        self._engine_for, self._prepare_body = engine_for, prepare
         self._done_ids = set[str]().union(*(results.done_ids for results in done))
         self._done_lines = set[int]().union(*(results.done_lines for results in done))
         self._seen_ids: set[str] = set()
@@ -112,14 +118,29 @@ class LineAnswers:
 
     async def _answer(self, request: BatchRequest, request_id: str) -> bytes:
         """The response's JSON. Raises ApiError and HeadraceError."""
-        body = bytes(request.body)
-        prepared = await self._prepare_body(body, lambda body: self._prepared(request.url, body, request_id))
+        answer = await self._prepared_answer(request, request_id)
         while True:
             try:
-                return await self._complete(prepared)
+                return await answer()
             except QueueFullError as error:  # others use the engine too
                 retry_after_s = error.failure.retry_after_s if error.failure is not None else 0.0
                 await asyncio.sleep(max(retry_after_s, _RETRY_AFTER_S))
+
+    async def _prepared_answer(self, request: BatchRequest, request_id: str) -> Callable[[], Awaitable[bytes]]:
+        """What gives the response's JSON, and may be called again where there was no room."""
+        body = bytes(request.body)
+        if request.url == RESPONSES:
+            response = await self._prepare_body(body, self._response_request)
+            name = f"resp_{response.request_id or request_id}"
+            return lambda: whole(self._parts, response, self._engine_for(response.model), name, self._tenant)
+        prepared = await self._prepare_body(body, lambda body: self._prepared(request.url, body, request_id))
+        return lambda: self._parts.generator.complete(prepared)
+
+    def _response_request(self, body: bytes) -> ResponsesRequest:
+        request = self._decoder.decode(body, ResponsesRequest)
+        _check_whole(request, ("stream", "stream_options", "background"))
+        check_request(request, self._parts.store)
+        return request
 
     def _prepared(self, url: str, body: bytes, request_id: str) -> PreparedRequest:
         decoded: GenerationRequest
@@ -127,11 +148,17 @@ class LineAnswers:
             decoded = chat = self._decoder.decode(body, ChatCompletionRequest)
         else:
             decoded = completion = self._decoder.decode(body, CompletionRequest)
-        if decoded.stream or decoded.stream_options is not None:
-            name = "stream" if decoded.stream else "stream_options"
-            raise bad_field(name, f"{name}: a batch gives whole answers; leave it out")
+        _check_whole(decoded, ("stream", "stream_options"))
         name = decoded.request_id or request_id
         engine = self._engine_for(decoded.model)
         if url == CHAT:
-            return prepare_chat(chat, engine, self._chat, name, self._tenant)
-        return prepare_completion(completion, engine, self._chat.options, name, self._tenant)
+            return prepare_chat(chat, engine, self._parts.chat, name, self._tenant)
+        return prepare_completion(completion, engine, self._parts.chat.options, name, self._tenant)
+
+
+def _check_whole(request: SharedFields, names: Sequence[str]) -> None:
+    """Raises ApiError for fields that ask for another answer than a whole one."""
+    for name in names:
+        value = getattr(request, name)
+        if value not in (None, False):
+            raise bad_field(name, f"{name}: a batch gives whole answers; leave it out")

@@ -20,16 +20,19 @@ from headrace.frontend.batch_file.file import BatchResult, Results, read_lines
 from headrace.frontend.batch_file.lines import LineAnswers
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S
-from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.fleet.sources import Attached, Owned, Source
+from headrace.frontend.http.exchange import LargeBodies
+from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.openai.chat import ChatParts
-from headrace.frontend.http.openai.choosing import likeliest, search
-from headrace.frontend.http.openai.generation import PreparedRequest
+from headrace.frontend.http.openai.event_stream import KeepAlive
+from headrace.frontend.http.openai.generation import Generator
 from headrace.frontend.http.openai.prompts import ChatPrompts
 from headrace.frontend.http.openai.requests import RequestDecoder
 from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.responses_api.create import ResponseParts
+from headrace.frontend.http.responses_api.handlers import ResponsesState
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 
 
@@ -59,7 +62,8 @@ class BatchRun:
         self._waiting: dict[int, BatchResult | None] = {}  # for those of earlier requests, by place
         self._num_written = 0
         self._options = ServeOptions()
-        self._num_answered = self._num_failed = self._num_skipped = self._num_tokens = 0
+        self._num_answered = self._num_failed = self._num_skipped = 0
+        self._pages = Pages()
         self._on_result: Callable[[], None] = _nothing
 
     async def run(self, source: Source) -> int:
@@ -84,12 +88,16 @@ class BatchRun:
 
     async def _run_lines(self, pool: EnginePool, bound: int) -> None:
         # Templates run in a sandbox, and whoever runs a batch has chosen its lines.
-        chat = ChatParts.of(self._options, ChatPrompts(None, trusts_requests=True))
+        options, bodies = self._options, LargeBodies(self._options.max_body_bytes)
+        chat = ChatParts.of(options, ChatPrompts(None, trusts_requests=True))
+        generator = Generator(
+            KeepAlive(options.sse_keep_alive), options.request_timeout, self._pages, pool, bodies.threads
+        )
+        responses = ResponsesState(None, 0, ())
         answers = LineAnswers(
-            chat,
+            ResponseParts(responses.store, responses.tool_servers, responses.left_out, chat, generator, bodies),
             RequestDecoder(strict=False),
             lambda model: self._engine_for(pool, model),
-            lambda prepared: self._complete(prepared, pool),
             done=[self._results],
         )
         try:
@@ -99,6 +107,8 @@ class BatchRun:
         finally:
             for place in sorted(self._waiting):  # of a run that is cut short: they need not be run again
                 self._write(self._waiting.pop(place))
+            await responses.close()
+            bodies.close()
 
     def _engine_for(self, pool: EnginePool, model: str | None) -> Engine:
         self._check_alive(pool)
@@ -110,32 +120,6 @@ class BatchRun:
         if only.client is None:
             raise EngineDeadError.from_failure(only.failure or Failure(message="the engine is gone"))
         only.client.check_alive()
-
-    async def _complete(self, prepared: PreparedRequest, pool: EnginePool) -> bytes:
-        """Submits the prompts and waits for the last. Whatever ends it early aborts them all."""
-        model, choosing = prepared.engine.names[0], prepared.choosing
-        streams: list[RequestStream] = []
-        if choosing is not None and choosing.beams is not None:
-            client = prepared.engine.client
-            assert client is not None, "it was there when the request was prepared"
-            found = await search(prepared.jobs, choosing.beams, pool, model, client.welcome, client.tokenizer)
-            prepared.answer.attach(found)
-            self._num_tokens += sum(stream.num_tokens for stream in found)
-            return b"".join(prepared.answer.whole())
-        try:
-            for job in prepared.jobs:
-                streams.append(pool.submit(job.name, job.prompt, job.params, job.priority, model=model))
-            if choosing is None:
-                prepared.answer.attach(streams)
-            for stream in streams:
-                output = await stream.final()
-                self._num_tokens += sum(len(each.token_ids) for each in output.outputs)
-        finally:
-            for stream in streams:
-                pool.abort_stream(stream)
-        if choosing is not None:
-            prepared.answer.attach(likeliest(streams, choosing.num_outputs))
-        return b"".join(prepared.answer.whole())
 
     def _record(self, place: int, result: BatchResult | None) -> None:
         """`place` is the line's among those of the input."""
@@ -167,7 +151,7 @@ class BatchRun:
 
             def advance() -> None:
                 elapsed_s = bar.format_dict["elapsed"] or 1e-9
-                bar.set_postfix_str(f"{self._num_tokens / elapsed_s:.1f} output tok/s", refresh=False)
+                bar.set_postfix_str(f"{self._pages.num_generated(0) / elapsed_s:.1f} output tok/s", refresh=False)
                 bar.update()
 
             self._on_result = advance
@@ -179,7 +163,7 @@ class BatchRun:
             skipped += f" ({self._results.num_errors} of them an error; without its line in the output one runs again)"
         print(
             f"run-batch: {self._num_answered} answered, {self._num_failed} failed{skipped}; "
-            f"{self._num_tokens} output tokens",
+            f"{self._pages.num_generated(0)} output tokens",
             file=sys.stderr,
         )
 

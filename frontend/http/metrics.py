@@ -150,6 +150,11 @@ class Pages:
         first = self._start + _engine_offset(index)
         return self._numbers[first : first + _ENGINE_LAYOUT.size]
 
+    def num_generated(self, index: int) -> int:
+        """Tokens of one engine's requests that have ended."""
+        bounds, _ = ENGINE_HISTOGRAMS["request_generation_tokens"]
+        return int(self.engine(index)[_ENGINE_LAYOUT.at["request_generation_tokens"] + len(bounds) + 1])
+
     def count(self, name: str, amount: float = 1.0) -> None:
         self.process[_PROCESS_LAYOUT.at[name]] += amount
 

@@ -75,6 +75,7 @@ from headrace.frontend.http.openai.tool_choice import check_tools
 from headrace.frontend.http.process.engines import engine_for, why_unavailable
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.responses_api import handlers as responses_api
+from headrace.frontend.http.responses_api.create import ResponseParts
 from headrace.frontend.http.responses_api.handlers import (
     DeletedResponse,
     InputItemList,
@@ -124,6 +125,10 @@ class ServerState:
         self.exposition = Exposition(pages, pool, options.metrics_prefix)
         self.generator = Generator(
             KeepAlive(options.sse_keep_alive), options.request_timeout, pages, pool, self.bodies.threads
+        )
+        own = self.responses
+        self.response_parts = ResponseParts(
+            own.store, own.tool_servers, own.left_out, self.chat, self.generator, self.bodies
         )
         self.routes: Sequence[RouteSpec] = ()
         """What is served; the application sets it."""

@@ -24,7 +24,7 @@ from headrace.frontend.cli.main import main
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import AddRequest, Draining, EngineFailed
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
 @pytest.fixture
@@ -93,6 +93,26 @@ def test_answers_are_the_library_s_own_in_the_api_s_shape(
     assert "3 answered, 0 failed; 24 output tokens" in capsys.readouterr().err
 
 
+def test_responses_are_answered_and_nothing_of_them_is_kept(core: ZmqCore, tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in.jsonl",
+        line("said", RESPONSES, input="hi", max_output_tokens=6),
+        line("keeps", RESPONSES, input="hi", store=True),
+        line("follows", RESPONSES, input="hi", previous_response_id="resp_1"),
+        line("calls", RESPONSES, input="hi", tools=[{"type": "mcp", "server_label": "a"}]),
+        line("streams", RESPONSES, input="hi", stream=True),
+    )
+    assert run_batch(core, source, tmp_path / "out.jsonl") == 1
+    rows = by_id(tmp_path / "out.jsonl")
+    response = openai.types.responses.Response.model_validate(rows["said"]["response"]["body"], strict=True)
+    assert response.usage is not None
+    assert (response.usage.output_tokens, response.to_dict()["store"]) == (6, False)
+    assert rows["keeps"]["error"]["message"].startswith("line 2: store: this server keeps no responses")
+    assert rows["follows"]["response"]["status_code"] == 404
+    assert "--tool-server" in rows["calls"]["error"]["message"]
+    assert rows["streams"]["error"]["param"] == "stream"
+
+
 BAD_LINES: list[tuple[dict[str, Any] | bytes, str | None, str]] = [
     (b"{", None, "the line is not valid JSON"),
     (b"\xff\xfe", None, "the line is not valid JSON"),
@@ -103,7 +123,7 @@ BAD_LINES: list[tuple[dict[str, Any] | bytes, str | None, str]] = [
     ({**line("x"), "extra": 1}, "extra", "unknown field 'extra'"),
     ({**line("x"), "body": [1]}, "body", "body: expected object, got array"),
     ({**line("x"), "method": "GET"}, "method", "method is 'GET'; it must be POST"),
-    (line("x", "/v1/embeddings"), "url", "url is '/v1/embeddings'; it must be /v1/chat/completions or /v1/compl"),
+    (line("x", "/v1/embeddings"), "url", "url is '/v1/embeddings'; it must be /v1/chat/completions, /v1/compl"),
     (line("x", prompt="a", temprature=1), "temprature", "unknown field 'temprature'; did you mean temperature?"),
     (line("x", prompt="a", temperature="hot"), "temperature", "temperature: expected float"),
     (line("x", prompt="a", top_p=7), "top_p", "top_p = 7.0: must be over 0 and at most 1"),
@@ -191,7 +211,8 @@ def test_results_stand_in_the_inputs_order_unless_asked_for_as_completed(
     # The first might else have ended before the others were asked.
     monkeypatch.setattr(core.core, "step", lambda: step() if num_asked(core) >= wanted else [])
     assert run_batch(core, source, out, "--overwrite", "--as-completed", "--max-concurrency", "6") == 0
-    assert [row["custom_id"] for row in results(out)] == [*names[1:], "r0"], "the longest ends last"
+    *others, last = (row["custom_id"] for row in results(out))
+    assert (sorted(others), last) == (names[1:], "r0"), "the longest ends last, the others with one step"
     assert run_batch(core, source, out, "--overwrite", "--resume") == 2
 
 

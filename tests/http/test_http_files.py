@@ -28,7 +28,7 @@ from headrace.frontend.http.files.store import (
 )
 from headrace.frontend.http.last_heard import SILENT_S
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 END = "STOPHERE"
 TEMPLATE = "{{ messages[-1]['content'] }}"
 STORE_BYTES = 60_000
@@ -127,6 +127,52 @@ def test_a_batch_is_for_one_endpoint(client):
     batch = end_of(client, start(client, *lines, endpoint=COMPLETIONS))
     assert set(rows(client, batch.output_file_id)) == {"a"}
     assert "the batch is for /v1/completions" in rows(client, batch.error_file_id)["b"]["error"]["message"]
+
+
+def test_a_batch_of_responses_is_answered_as_the_route_answers(client):
+    """Stored ones are there by their ids, and may be followed; what has no place in a batch is refused by name."""
+
+    def response(custom_id: str, **body: Any) -> dict[str, Any]:
+        return line(custom_id, RESPONSES, input="hello" + END, stop=[END], max_output_tokens=20, **body)
+
+    before = client.responses.create(model="null", input="x", max_output_tokens=16)
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    batch = start(
+        client,
+        response("kept"),
+        response("not kept", store=False, tools=[tool]),
+        response("follows", previous_response_id=before.id),
+        response("gone", previous_response_id="resp_gone"),
+        response("streamed", stream=True),
+        response("background", background=True),
+        response("wrong", temperature=-1),
+        line("other", CHAT, messages=[]),
+        endpoint=RESPONSES,
+    )
+    batch = end_of(client, batch)
+    assert batch.request_counts.to_dict() == {"total": 8, "completed": 3, "failed": 5}
+    answers, errors = rows(client, batch.output_file_id), rows(client, batch.error_file_id)
+    told = {
+        id: openai.types.responses.Response.model_validate(row["response"]["body"], strict=True)
+        for id, row in answers.items()
+    }
+    assert {id: each.status for id, each in told.items()} == dict.fromkeys(("kept", "not kept", "follows"), "completed")
+    assert told["kept"].output_text == told["not kept"].output_text == "hello"
+    assert told["follows"].previous_response_id == before.id
+    assert client.responses.retrieve(told["kept"].id).output_text == "hello"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(told["not kept"].id)
+    words = {
+        "gone": (404, "previous_response_id", "the response 'resp_gone' is not here"),
+        "streamed": (400, "stream", "a batch gives whole answers"),
+        "background": (400, "background", "a batch gives whole answers"),
+        "wrong": (400, "temperature", "temperature"),
+    }
+    for id, (status, param, said_of) in words.items():
+        error = errors[id]["response"]["body"]["error"]
+        assert (errors[id]["response"]["status_code"], error["param"]) == (status, param)
+        assert said_of in error["message"]
+    assert "the batch is for /v1/responses" in errors["other"]["error"]["message"]
 
 
 def test_a_cancelled_batch_keeps_what_it_has_answered(client):

@@ -141,10 +141,9 @@ class Batch:
             batch.request_counts.failed = errors.num_errors
         batch.status, batch.in_progress_at = "in_progress", batch.in_progress_at or int(time.time())
         answers = LineAnswers(
-            state.chat,
+            state.response_parts,
             state.decoder,
             self._engine_for,
-            state.generator.complete,
             tenant=self._tenant,
             url=batch.endpoint,
             done=[each for each in (answered, errors) if each is not None],

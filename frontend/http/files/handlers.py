@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.frontend.batch_file.file import CHAT, COMPLETIONS
+from headrace.frontend.batch_file.file import ANY_ENDPOINT, ENDPOINTS
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.files.batches import WINDOW_S, Batch
@@ -32,7 +32,7 @@ class CreateBatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/batches"""
 
     input_file_id: str
-    endpoint: Annotated[str, Meta(description=f"{CHAT} or {COMPLETIONS}; every line's url")]
+    endpoint: Annotated[str, Meta(description=f"{ANY_ENDPOINT}; every line's url")]
     completion_window: Annotated[str, Meta(description="24h: what has no answer then gets none")]
     metadata: Annotated[
         Annotated[dict[str, str], Meta(max_length=16)] | None, Meta(description="Given back with the batch")
@@ -179,8 +179,8 @@ def _no_file(id: str, param: str) -> ApiError:
 
 async def create_batch(state: ServerState, exchange: Exchange) -> None:
     request = await exchange.prepare(lambda body: state.decoder.decode(body, CreateBatch))
-    if request.endpoint not in (CHAT, COMPLETIONS):
-        raise bad_field("endpoint", f"endpoint is {request.endpoint!r:.80}; it must be {CHAT} or {COMPLETIONS}")
+    if request.endpoint not in ENDPOINTS:
+        raise bad_field("endpoint", f"endpoint is {request.endpoint!r:.80}; it must be {ANY_ENDPOINT}")
     if request.completion_window != "24h":
         raise bad_field("completion_window", "completion_window must be 24h")
     state.check_accepting()

@@ -23,12 +23,12 @@ from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.http.connection import Connection
-from headrace.frontend.http.errors import ApiError, unavailable
+from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.metrics import Pages, RequestMeter
 from headrace.frontend.http.openai.choosing import Choosing, likeliest, search
 from headrace.frontend.http.openai.event_stream import EVENTS, TURN_S, Chunks, EventStream, KeepAlive, StreamForm
 from headrace.frontend.http.openai.prompts import as_api_error
-from headrace.ipc.failure import HeadraceError, InvalidRequestError, QueueFullError
+from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError, QueueFullError
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Running:
     def __init__(self, engine: Engine, jobs: Sequence[Job], pool: EnginePool, pages: Pages, form_field: str) -> None:
         """form_field: see PreparedRequest."""
         if engine.client is None:  # it was there when the request was prepared
-            raise unavailable("the engine is not running", code="engine_dead")
+            raise EngineDeadError("the engine is not running")
         self.engine, self._jobs, self._welcome = engine, jobs, engine.client.welcome
         self._pool, self._pages, self._form_field = pool, pages, form_field
         self._meters: dict[RequestStream, RequestMeter] = {}

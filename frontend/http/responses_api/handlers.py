@@ -6,35 +6,26 @@ import asyncio
 import collections
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.exchange import Exchange
-from headrace.frontend.http.openai.chat import ChatWork, chat_work, render
+from headrace.frontend.http.openai.chat import render
 from headrace.frontend.http.openai.event_stream import HEADERS
 from headrace.frontend.http.openai.generation import HOLD_S, first_of
 from headrace.frontend.http.openai.requests import RANK_HEADER, ResponsesRequest, decode_query, take_rank
 from headrace.frontend.http.process.engines import engine_for
-from headrace.frontend.http.responses_api.client_tools import HOSTED, LeftOut, client_tools
-from headrace.frontend.http.responses_api.conversation import (
-    ENCRYPTED,
-    approved_calls,
-    as_chat,
-    check_include,
-    size_of,
-    stored_form,
-    turns_to_drop,
-    without_oldest,
-)
-from headrace.frontend.http.responses_api.items import APPROVAL_REQUEST, CUSTOM_CALL, Item, new_id
-from headrace.frontend.http.responses_api.run import EventLog, Follower, ResponseObject, ResponseRun
+from headrace.frontend.http.responses_api.client_tools import LeftOut, client_tools
+from headrace.frontend.http.responses_api.conversation import as_chat, size_of, stored_form
+from headrace.frontend.http.responses_api.create import begin, check_request, history, mcp_tools
+from headrace.frontend.http.responses_api.items import Item
+from headrace.frontend.http.responses_api.run import EventLog, Follower, ResponseRun
 from headrace.frontend.http.responses_api.store import IN_PROGRESS, ResponseStore, Stored
-from headrace.frontend.http.responses_api.tool_servers import MOST_CALLS, Tool, ToolServers, by_name, failure, listing
+from headrace.frontend.http.responses_api.tool_servers import ToolServers
 
 if TYPE_CHECKING:
     from headrace.frontend.http.routes import ServerState
@@ -133,53 +124,18 @@ class InputItemsQuery(msgspec.Struct):
 async def create(state: ServerState, exchange: Exchange) -> None:
     own, tenant = state.responses, exchange.tenant
     request = await exchange.prepare(lambda body: state.decoder.decode(body, ResponsesRequest))
-    _check(request, own.store)
+    check_request(request, own.store)
     take_rank(request, exchange.header(RANK_HEADER))
     state.check_accepting()
     engine = engine_for(state.pool, request.model)
-    asked = stored_form(request.input)
-    items = [*await _history(own.store, tenant, request.previous_response_id), *asked]
-    id, name = new_id("resp"), f"resp_{exchange.request_id(request.request_id)}"
-    tools = client_tools(request.tools or (), own.left_out)
-    functions = [tool.function for tool in tools.values()]
-    called = await _mcp_tools(own.tool_servers, request, functions)
-    labels = {name: tool.label for name, tool in called.items()}
-    approved = approved_calls(asked, items, labels)
-    turns = _Turns(
-        state,
-        request,
-        items,
-        lambda request, items, tools: _work(state, request, items, tools, engine, name, tenant),
-        AnswerTools(functions, called),
+    log = EventLog(keeps=bool(request.background)) if request.stream else None
+    name, deadline_s = f"resp_{exchange.request_id(request.request_id)}", state.generator.deadline_s()
+    run, running, stored = await begin(
+        state.response_parts, request, engine, name, tenant, log=log, deadline_s=deadline_s
     )
-    work = await turns.first()
-    response = _response_of(request, id, work)
-    stored = Stored(id, response.status, request.previous_response_id, b"", msgspec.json.encode(asked))
-
-    async def save(response: ResponseObject) -> bool:
-        now = msgspec.structs.replace(stored, status=response.status, response=msgspec.json.encode(response))
-        if response.background:
-            return await own.store.put(tenant, now)
-        if response.store and response.status in ("completed", "incomplete"):
-            await own.store.add(tenant, now)
-        return True
-
-    log = EventLog(keeps=response.background) if request.stream else None
-    run = ResponseRun(
-        response,
-        state.generator,
-        log,
-        save,
-        with_encrypted=ENCRYPTED in (request.include or ()),
-        servers=labels,
-        asked_for=frozenset(name for name, tool in called.items() if tool.needs_approval),
-        tools=tools,
-    )
-    listings = [listing(label, called) for label in dict.fromkeys(labels.values())]
-    running = run.run(engine, work, turns.next if called else None, listings, approved)
-    if response.background:
-        await own.store.add(tenant, msgspec.structs.replace(stored, response=msgspec.json.encode(response)))
-        body = msgspec.json.encode(response)
+    if run.response.background:
+        body = msgspec.json.encode(run.response)
+        await own.store.add(tenant, msgspec.structs.replace(stored, response=body))
         own.runs.add(tenant, run, asyncio.create_task(_in_background(own, tenant, run, running)))
         await (exchange.answer(body) if log is None else _follow(state, exchange, log, 0, run.take_news))
     else:
@@ -193,171 +149,15 @@ async def input_tokens(state: ServerState, exchange: Exchange) -> None:
     state.check_accepting()
     engine = engine_for(state.pool, request.model)
     asked = stored_form(request.input)
-    items = [*await _history(own.store, exchange.tenant, request.previous_response_id), *asked]
+    items = [*await history(own.store, exchange.tenant, request.previous_response_id), *asked]
     functions = [tool.function for tool in client_tools(request.tools or (), own.left_out).values()]
-    called = await _mcp_tools(own.tool_servers, request, functions)
+    called = await mcp_tools(own.tool_servers, request, functions)
     tools = [*functions, *(tool.as_function() for tool in called.values())] or None
 
     def count() -> int:
         return len(render(as_chat(request, items, tools), engine, state.chat)[1])
 
     await exchange.answer(InputTokens(await state.bodies.work(size_of(items), count)))
-
-
-def _check(request: ResponsesRequest, store: ResponseStore) -> None:
-    check_include(request.include)
-    if request.background and request.store is False:
-        raise bad_field(
-            "background", "background can only be used when `store` is true: such a response is read by its id"
-        )
-    if (request.background or request.store) and not store.most_bytes:
-        field = "background" if request.background else "store"
-        raise bad_field(field, f"{field}: this server keeps no responses (its option response_store_bytes is 0)")
-    if request.reasoning is not None and not isinstance(request.reasoning.get("effort", ""), str | None):
-        raise bad_field("reasoning.effort", "reasoning.effort must be a text")
-
-
-async def _history(store: ResponseStore, tenant: str, previous: str | None) -> list[Item]:
-    if previous is None:
-        return []
-    items, missing = await store.history(tenant, previous)
-    if missing is None:
-        return items
-    param = "previous_response_id"
-    if missing == previous and await store.get(tenant, previous) is not None:
-        raise bad_field(param, f"the response {previous!r:.200} is not complete, and nothing can follow it")
-    also = "" if missing == previous else f", which {previous!r:.200} follows,"
-    raise ApiError(
-        HTTPStatus.NOT_FOUND,
-        f"the response {missing!r:.200}{also} is not here: it was deleted, was not stored, or had to make room",
-        param=param,
-        code="previous_response_not_found",
-    )
-
-
-def _work(
-    state: ServerState,
-    request: ResponsesRequest,
-    items: list[Item],
-    tools: list[Item] | None,
-    engine: Engine,
-    name: str,
-    tenant: str,
-) -> ChatWork:
-    """The prompt, without its oldest turns where the request allows it and they do not fit. Raises ApiError."""
-
-    def attempt(kept: list[Item]) -> ChatWork | ApiError:
-        try:
-            return chat_work(as_chat(request, kept, tools), engine, state.chat, name, tenant)
-        except ApiError as error:
-            if error.body.code != "context_length_exceeded" or request.truncation != "auto":
-                raise
-            return error
-
-    best = attempt(items)
-    cuts = turns_to_drop(items)
-    low, high = 0, len(cuts) if isinstance(best, ApiError) else 0
-    while low < high:  # the first cut that fits is one of these
-        middle = (low + high) // 2
-        found = attempt(without_oldest(items, cuts[middle]))
-        if isinstance(found, ApiError):
-            low = middle + 1
-        else:
-            best, high = found, middle
-    if isinstance(best, ApiError):
-        raise best
-    return best
-
-
-async def _mcp_tools(servers: ToolServers, request: ResponsesRequest, functions: Sequence[Item]) -> dict[str, Tool]:
-    """What this server calls, by name. Raises ApiError."""
-    found: list[Tool] = []
-    for index, tool in enumerate(request.tools or ()):
-        if tool["type"] == "mcp":
-            found += await servers.tools(tool, f"tools[{index}]")
-    return by_name(found, functions)
-
-
-class _Turns:
-    """What one response asks the model: once, and again after each turn whose calls this server has carried out."""
-
-    def __init__(
-        self, state: ServerState, request: ResponsesRequest, items: list[Item], make: MakeWork, tools: AnswerTools
-    ) -> None:
-        self._state, self._request, self._items, self._make, self._tools = state, request, items, make, tools
-        self._calls_left = min(request.max_tool_calls or MOST_CALLS, MOST_CALLS)
-
-    async def first(self) -> ChatWork:
-        return await self._work(self._request, self._items)
-
-    async def next(self, run: ResponseRun) -> ChatWork | None:
-        """None where there is nothing to answer: no calls, or some that the client has to carry out or to approve."""
-        if not run.items.calling:
-            return None
-        calls = [item for _, item in run.items.calling]
-        for item in calls[self._calls_left :]:
-            item["error"] = failure("not carried out: the response has made as many calls as it may (max_tool_calls)")
-        carried_out = calls[: self._calls_left]
-        self._calls_left -= len(carried_out)
-        await asyncio.gather(*map(self._state.responses.tool_servers.call, carried_out))
-        run.items.called()
-        if any(item["type"] in ("function_call", CUSTOM_CALL, APPROVAL_REQUEST) for item in run.items.done):
-            return None
-        # A call that had to be made has been.
-        request = msgspec.structs.replace(self._request, tool_choice=None)
-        if request.max_output_tokens is not None:
-            request.max_output_tokens -= run.usage.output_tokens
-            run.is_cut = request.max_output_tokens <= 0
-        return None if run.is_cut else await self._work(request, [*self._items, *run.items.done])
-
-    async def _work(self, request: ResponsesRequest, items: list[Item]) -> ChatWork:
-        called = [tool.as_function() for tool in self._tools.called.values()] if self._calls_left > 0 else []
-        tools = [*self._tools.functions, *called] or None
-        return await self._state.bodies.work(size_of(items), lambda: self._make(request, items, tools))
-
-
-MakeWork = Callable[[ResponsesRequest, list[Item], list[Item] | None], ChatWork]
-"""Of a request, the conversation's items and the tools that the model sees."""
-
-
-class AnswerTools(NamedTuple):
-    functions: list[Item]
-    """The client's, as chat completions have them."""
-    called: dict[str, Tool]
-    """Those of MCP servers, by name."""
-
-
-def _response_of(request: ResponsesRequest, id: str, work: ChatWork) -> ResponseObject:
-    params, text, reasoning = work.job.params, request.text or {}, request.reasoning or {}
-    return ResponseObject(
-        id=id,
-        created_at=int(time.time()),
-        status="queued" if request.background else "in_progress",
-        background=bool(request.background),
-        instructions=request.instructions,
-        max_output_tokens=request.max_output_tokens,
-        max_tool_calls=request.max_tool_calls,
-        model=work.answer.model,
-        output=[],
-        parallel_tool_calls=request.parallel_tool_calls is not False,
-        previous_response_id=request.previous_response_id,
-        reasoning={"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
-        store=request.store is not False,
-        temperature=params.temperature,
-        text={**text, "format": text.get("format") or {"type": "text"}},
-        tool_choice=request.tool_choice or "auto",
-        tools=[_told(tool) for tool in request.tools or () if tool["type"] not in HOSTED],
-        top_logprobs=request.top_logprobs or 0,
-        top_p=params.top_p,
-        truncation=request.truncation or "disabled",
-        user=request.user,
-        metadata=request.metadata or {},
-    )
-
-
-def _told(tool: Item) -> Item:
-    """As the response has it."""
-    return {"description": None, "parameters": None, "strict": None, **tool} if tool["type"] == "function" else tool
 
 
 async def _in_foreground(state: ServerState, exchange: Exchange, run: ResponseRun, task: asyncio.Task[None]) -> None:

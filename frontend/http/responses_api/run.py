@@ -204,15 +204,16 @@ class ResponseRun:
         next_turn: NextTurn | None = None,
         listings: Sequence[Item] = (),
         approved: Sequence[Item] = (),
+        deadline_s: float | None = None,
     ) -> None:
         """Until the response is complete, failed or cancelled, and saved. next_turn: see `NextTurn`. listings: items
         of tools that it begins with. approved: calls that are carried out before anything is generated; what is, then
-        is the next turn's."""
+        is the next turn's. deadline_s: of its end (monotonic)."""
         self._tell_response("created")
         if self.response.status == "queued":
             self._tell_response("queued")
         try:
-            async with asyncio.timeout_at(self._deadline()):
+            async with asyncio.timeout_at(_of_loop(deadline_s)):
                 await self._begin()
                 for item in listings:
                     self.items.add_listing(item)
@@ -274,10 +275,6 @@ class ResponseRun:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _deadline(self) -> float | None:
-        deadline_s = self._generator.deadline_s()
-        return None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s - time.monotonic()
-
     async def _generate(self, engine: Engine, work: ChatWork) -> str | None:
         """One prompt, to its answer's end; the finish reason."""
         form_field = "text.format" if work.form_field == "response_format" else work.form_field
@@ -326,6 +323,11 @@ class ResponseRun:
     def _tell(self, kind: str, **fields: Any) -> None:
         if self.log is not None:
             self.log.add(f"response.{kind}", fields)
+
+
+def _of_loop(time_s: float | None) -> float | None:
+    """A monotonic time as the event loop has it."""
+    return None if time_s is None else asyncio.get_running_loop().time() + time_s - time.monotonic()
 
 
 NextTurn = Callable[[ResponseRun], Awaitable[ChatWork | None]]

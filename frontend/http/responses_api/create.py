@@ -1,0 +1,281 @@
+"""From a request to a response that runs: what the model is asked with all that was said before, and by which tools.
+
+The server's routes and batches begin responses here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.exchange import LargeBodies
+from headrace.frontend.http.openai.chat import ChatParts, ChatWork, chat_work
+from headrace.frontend.http.openai.generation import Generator
+from headrace.frontend.http.openai.requests import ResponsesRequest
+from headrace.frontend.http.responses_api.client_tools import HOSTED, LeftOut, client_tools
+from headrace.frontend.http.responses_api.conversation import (
+    ENCRYPTED,
+    approved_calls,
+    as_chat,
+    check_include,
+    size_of,
+    stored_form,
+    turns_to_drop,
+    without_oldest,
+)
+from headrace.frontend.http.responses_api.items import APPROVAL_REQUEST, CUSTOM_CALL, Item, new_id
+from headrace.frontend.http.responses_api.run import EventLog, ResponseObject, ResponseRun
+from headrace.frontend.http.responses_api.store import ResponseStore, Stored
+from headrace.frontend.http.responses_api.tool_servers import MOST_CALLS, Tool, ToolServers, by_name, failure, listing
+from headrace.ipc.failure import QueueFullError
+
+
+class ResponseParts(NamedTuple):
+    """What a process makes responses with."""
+
+    store: ResponseStore
+    tool_servers: ToolServers
+    left_out: LeftOut
+    chat: ChatParts
+    generator: Generator
+    bodies: LargeBodies
+
+
+class Begun(NamedTuple):
+    run: ResponseRun
+    running: Coroutine[Any, Any, None]
+    """All of the run, still to be awaited."""
+    stored: Stored
+    """What is kept of it, without the response."""
+
+
+async def begin(
+    parts: ResponseParts,
+    request: ResponsesRequest,
+    engine: Engine,
+    name: str,
+    tenant: str,
+    *,
+    log: EventLog | None = None,
+    deadline_s: float | None = None,
+) -> Begun:
+    """log: where its events go. deadline_s: when it has to have ended (monotonic). Raises ApiError and HeadraceError.
+
+    One in the background is not stored yet."""
+    store = parts.store
+    asked = stored_form(request.input)
+    items = [*await history(store, tenant, request.previous_response_id), *asked]
+    tools = client_tools(request.tools or (), parts.left_out)
+    functions = [tool.function for tool in tools.values()]
+    called = await mcp_tools(parts.tool_servers, request, functions)
+    labels = {name: tool.label for name, tool in called.items()}
+    approved = approved_calls(asked, items, labels)
+    turns = _Turns(
+        parts,
+        request,
+        items,
+        lambda request, items, tools: _work(parts.chat, request, items, tools, engine, name, tenant),
+        AnswerTools(functions, called),
+    )
+    work = await turns.first()
+    response = _response_of(request, new_id("resp"), work, stores=store.most_bytes > 0)
+    stored = Stored(response.id, response.status, request.previous_response_id, b"", msgspec.json.encode(asked))
+
+    async def save(response: ResponseObject) -> bool:
+        now = msgspec.structs.replace(stored, status=response.status, response=msgspec.json.encode(response))
+        if response.background:
+            return await store.put(tenant, now)
+        if response.store and response.status in ("completed", "incomplete"):
+            await store.add(tenant, now)
+        return True
+
+    run = ResponseRun(
+        response,
+        parts.generator,
+        log,
+        save,
+        with_encrypted=ENCRYPTED in (request.include or ()),
+        servers=labels,
+        asked_for=frozenset(name for name, tool in called.items() if tool.needs_approval),
+        tools=tools,
+    )
+    listings = [listing(label, called) for label in dict.fromkeys(labels.values())]
+    running = run.run(engine, work, turns.next if called else None, listings, approved, deadline_s)
+    return Begun(run, running, stored)
+
+
+async def whole(parts: ResponseParts, request: ResponsesRequest, engine: Engine, name: str, tenant: str) -> bytes:
+    """A response that nobody waits for, as JSON. Raises ApiError and HeadraceError; QueueFullError where it may be
+    tried again, as nothing has been called."""
+    run, running, _ = await begin(parts, request, engine, name, tenant)
+    await running
+    if run.error is None:
+        return msgspec.json.encode(run.response)
+    if isinstance(run.error, QueueFullError) and any(item["type"] == "mcp_call" for item in run.items.done):
+        raise ApiError.of(run.error)
+    raise run.error
+
+
+def check_request(request: ResponsesRequest, store: ResponseStore) -> None:
+    """Raises ApiError, which names the field."""
+    check_include(request.include)
+    if request.background and request.store is False:
+        raise bad_field(
+            "background", "background can only be used when `store` is true: such a response is read by its id"
+        )
+    if (request.background or request.store) and not store.most_bytes:
+        field = "background" if request.background else "store"
+        raise bad_field(field, f"{field}: this server keeps no responses (its option response_store_bytes is 0)")
+    if request.reasoning is not None and not isinstance(request.reasoning.get("effort", ""), str | None):
+        raise bad_field("reasoning.effort", "reasoning.effort must be a text")
+
+
+async def history(store: ResponseStore, tenant: str, previous: str | None) -> list[Item]:
+    """What was said before. Raises ApiError."""
+    if previous is None:
+        return []
+    items, missing = await store.history(tenant, previous)
+    if missing is None:
+        return items
+    param = "previous_response_id"
+    if missing == previous and await store.get(tenant, previous) is not None:
+        raise bad_field(param, f"the response {previous!r:.200} is not complete, and nothing can follow it")
+    also = "" if missing == previous else f", which {previous!r:.200} follows,"
+    raise ApiError(
+        HTTPStatus.NOT_FOUND,
+        f"the response {missing!r:.200}{also} is not here: it was deleted, was not stored, or had to make room",
+        param=param,
+        code="previous_response_not_found",
+    )
+
+
+def _work(
+    chat: ChatParts,
+    request: ResponsesRequest,
+    items: list[Item],
+    tools: list[Item] | None,
+    engine: Engine,
+    name: str,
+    tenant: str,
+) -> ChatWork:
+    """The prompt, without its oldest turns where the request allows it and they do not fit. Raises ApiError."""
+
+    def attempt(kept: list[Item]) -> ChatWork | ApiError:
+        try:
+            return chat_work(as_chat(request, kept, tools), engine, chat, name, tenant)
+        except ApiError as error:
+            if error.body.code != "context_length_exceeded" or request.truncation != "auto":
+                raise
+            return error
+
+    best = attempt(items)
+    cuts = turns_to_drop(items)
+    low, high = 0, len(cuts) if isinstance(best, ApiError) else 0
+    while low < high:  # the first cut that fits is one of these
+        middle = (low + high) // 2
+        found = attempt(without_oldest(items, cuts[middle]))
+        if isinstance(found, ApiError):
+            low = middle + 1
+        else:
+            best, high = found, middle
+    if isinstance(best, ApiError):
+        raise best
+    return best
+
+
+async def mcp_tools(servers: ToolServers, request: ResponsesRequest, functions: Sequence[Item]) -> dict[str, Tool]:
+    """What this server calls, by name. Raises ApiError."""
+    found: list[Tool] = []
+    for index, tool in enumerate(request.tools or ()):
+        if tool["type"] == "mcp":
+            found += await servers.tools(tool, f"tools[{index}]")
+    return by_name(found, functions)
+
+
+class _Turns:
+    """What one response asks the model: once, and again after each turn whose calls this server has carried out."""
+
+    def __init__(
+        self, parts: ResponseParts, request: ResponsesRequest, items: list[Item], make: MakeWork, tools: AnswerTools
+    ) -> None:
+        self._parts, self._request, self._items, self._make, self._tools = parts, request, items, make, tools
+        self._calls_left = min(request.max_tool_calls or MOST_CALLS, MOST_CALLS)
+
+    async def first(self) -> ChatWork:
+        return await self._work(self._request, self._items)
+
+    async def next(self, run: ResponseRun) -> ChatWork | None:
+        """None where there is nothing to answer: no calls, or some that the client has to carry out or to approve."""
+        if not run.items.calling:
+            return None
+        calls = [item for _, item in run.items.calling]
+        for item in calls[self._calls_left :]:
+            item["error"] = failure("not carried out: the response has made as many calls as it may (max_tool_calls)")
+        carried_out = calls[: self._calls_left]
+        self._calls_left -= len(carried_out)
+        await asyncio.gather(*map(self._parts.tool_servers.call, carried_out))
+        run.items.called()
+        if any(item["type"] in ("function_call", CUSTOM_CALL, APPROVAL_REQUEST) for item in run.items.done):
+            return None
+        # A call that had to be made has been.
+        request = msgspec.structs.replace(self._request, tool_choice=None)
+        if request.max_output_tokens is not None:
+            request.max_output_tokens -= run.usage.output_tokens
+            run.is_cut = request.max_output_tokens <= 0
+        return None if run.is_cut else await self._work(request, [*self._items, *run.items.done])
+
+    async def _work(self, request: ResponsesRequest, items: list[Item]) -> ChatWork:
+        called = [tool.as_function() for tool in self._tools.called.values()] if self._calls_left > 0 else []
+        tools = [*self._tools.functions, *called] or None
+        return await self._parts.bodies.work(size_of(items), lambda: self._make(request, items, tools))
+
+
+MakeWork = Callable[[ResponsesRequest, list[Item], list[Item] | None], ChatWork]
+"""Of a request, the conversation's items and the tools that the model sees."""
+
+
+class AnswerTools(NamedTuple):
+    functions: list[Item]
+    """The client's, as chat completions have them."""
+    called: dict[str, Tool]
+    """Those of MCP servers, by name."""
+
+
+def _response_of(request: ResponsesRequest, id: str, work: ChatWork, *, stores: bool) -> ResponseObject:
+    params, text, reasoning = work.job.params, request.text or {}, request.reasoning or {}
+    return ResponseObject(
+        id=id,
+        created_at=int(time.time()),
+        status="queued" if request.background else "in_progress",
+        background=bool(request.background),
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        model=work.answer.model,
+        output=[],
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        previous_response_id=request.previous_response_id,
+        reasoning={"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+        store=stores and request.store is not False,
+        temperature=params.temperature,
+        text={**text, "format": text.get("format") or {"type": "text"}},
+        tool_choice=request.tool_choice or "auto",
+        tools=[_told(tool) for tool in request.tools or () if tool["type"] not in HOSTED],
+        top_logprobs=request.top_logprobs or 0,
+        top_p=params.top_p,
+        truncation=request.truncation or "disabled",
+        user=request.user,
+        metadata=request.metadata or {},
+    )
+
+
+def _told(tool: Item) -> Item:
+    """As the response has it."""
+    return {"description": None, "parameters": None, "strict": None, **tool} if tool["type"] == "function" else tool
