@@ -20,6 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 
 from headrace.frontend.api.unsupported import ONLY_GENERATION
+from headrace.frontend.http import messages, ollama
 from headrace.frontend.http.development import DEVELOPMENT_ROUTES, is_development
 from headrace.frontend.http.errors import ApiError, shortened
 from headrace.frontend.http.exchange import ClientGoneError, Exchange
@@ -37,6 +38,8 @@ _ADAPTERS = "LoRA adapters are not supported yet: merge one into the model's wei
 _NOTHING_STORED = "this server keeps files, batches and responses, and nothing else between requests"
 _RENDER = "POST /tokenize gives the tokens of a prompt, or of a conversation as the template renders it"
 
+_OF_MODELS = ("pull", "push", "create", "copy", "delete", "blobs")
+"""Routes by which Ollama fetches and keeps models."""
 _LONGEST_PATH = 200
 
 REASONS: Mapping[str, str] = types.MappingProxyType(
@@ -54,7 +57,9 @@ REASONS: Mapping[str, str] = types.MappingProxyType(
         **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), _RENDER),
         **dict.fromkeys(("/inference/v1/generate", "/generate", "/generate_stream"), _TEXT),
         **dict.fromkeys(("/api/embed", "/api/embeddings"), _GENERATION),
-        "/api": "of Ollama's API there are chat, generate, show, tags and version",
+        **dict.fromkeys((f"/api/{name}" for name in _OF_MODELS), "what is served is chosen when the server starts"),
+        "/api": "of Ollama's API there are chat, generate, show, tags, ps and version",
+        "/v1/messages/batches": "POST /v1/batches answers many requests, as OpenAI has them",
     }
 )
 _DEVELOPMENT = frozenset(route.path for route in DEVELOPMENT_ROUTES)
@@ -85,6 +90,8 @@ def _why(path: str, served: tuple[str, ...]) -> str:
     return f"; did you mean {close[0]}?" if close else "; GET /docs lists what there is"
 
 
+_ERRORS_OF = types.MappingProxyType({"/api/": ollama.error_body, "/v1/messages/": messages.error_body})
+"""How errors are written under these paths, where there is no route."""
 logger = logging.getLogger(__name__)
 EXCHANGE = "headrace.exchange"
 
@@ -117,13 +124,13 @@ class App:
         )
         routes = [Route(spec.path, _Endpoint(spec, state), methods=_methods(spec)) for spec in state.routes]
         self._router = Router(routes, redirect_slashes=False, default=self._not_found)
-        self._error_bodies = {spec.path: spec.error_body for spec in state.routes}
+        self._specs = {spec.path: spec for spec in state.routes}
         self._public = frozenset(spec.path for spec in state.routes if spec.public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         options = self._state.options
         exchange = Exchange(scope, receive, send, options, self._state.bodies)
-        exchange.error_body = self._error_bodies.get(scope["path"].removeprefix(options.root_path), ApiError.json)
+        self._set_form(exchange, scope["path"].removeprefix(options.root_path))
         scope[EXCHANGE] = exchange
         # Here and not in uvicorn, which would put it before the path: proxies take it off, others may leave it on.
         scope["root_path"] = options.root_path
@@ -159,6 +166,13 @@ class App:
                 logger.info(
                     "%s %s: %s in %.3f s", scope["method"], path, printable(outcome), time.monotonic() - began_s
                 )
+
+    def _set_form(self, exchange: Exchange, path: str) -> None:
+        """In which form bodies and errors come under a path, also where no route is."""
+        if (spec := self._specs.get(path)) is not None:
+            exchange.error_body, exchange.takes_any_type = spec.error_body, spec.takes_any_type
+        elif (api := next((api for api in _ERRORS_OF if path.startswith(api)), None)) is not None:
+            exchange.error_body = _ERRORS_OF[api]
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(self._state.options.root_path)

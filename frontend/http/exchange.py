@@ -40,6 +40,7 @@ _BODIES_IN_MEMORY = 8
 """Bodies of the largest size that may be read and wait at a time."""
 _COUNT_BYTES = 1 << 20
 _TRIM_BYTES = 1 << 20
+_OF_PAGES = (b"origin", b"referer")
 _LONGEST_HOLD_S = 10.0
 """How long the collector keeps still at most while large bodies follow on one another."""
 
@@ -171,6 +172,8 @@ class Exchange:
         """Of the response, once it has begun."""
         self.error_body: Callable[[ApiError], bytes] = ApiError.json
         """How this route's errors are written."""
+        self.takes_any_type = False
+        """See RouteSpec."""
         self.tenant = ""
         """Whose key the request came with, as text that gives nothing away."""
 
@@ -231,14 +234,20 @@ class Exchange:
 
     async def _json_body(self) -> bytes:
         content_type = (self.header(b"content-type") or "").partition(";")[0].strip().lower()
+        is_json = content_type == "application/json" or content_type.endswith("+json")
         # Anything else could come from a foreign web page's form, which browsers send without asking.
-        if content_type != "application/json" and not content_type.endswith("+json"):
+        if not is_json and not (self.takes_any_type and not self._is_of_a_page()):
             raise ApiError(  # the status that OpenAI's clients and vLLM's know
                 HTTPStatus.BAD_REQUEST,
                 "Unsupported Media Type: the body must be JSON, sent with Content-Type: application/json",
                 code="unsupported_media_type",
             )
         return await self._read_body()
+
+    def _is_of_a_page(self) -> bool:
+        """Whether a browser sends it for a page. Browsers name the page's origin in every POST, and say `null` for one
+        that hides it; a page can leave out neither that header nor those that begin with sec-fetch-."""
+        return any(name in _OF_PAGES or name.startswith(b"sec-fetch-") for name, _ in self.scope["headers"])
 
     def request_id(self, named: str | None = None) -> str:
         """The client's name for the request, or a new one: the same at each call. Raises ApiError."""

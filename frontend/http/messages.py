@@ -8,16 +8,21 @@ A request becomes a chat completion (`as_chat`); the answer is written as conten
 
 from __future__ import annotations
 
+import functools
 import json
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from headrace.frontend.api.parameters.thinking import reads_reasoning
 from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.openai.chat import ChatParts, prepare_chat
+from headrace.frontend.http.openai.generation import PreparedRequest
 from headrace.frontend.http.openai.requests import (
     ANY,
     ChatCompletionRequest,
@@ -29,8 +34,13 @@ from headrace.frontend.http.openai.requests import (
     one_of,
 )
 from headrace.frontend.http.openai.responses import Answer
-from headrace.frontend.text.formats.message import call_id
+from headrace.frontend.http.responses_api.items import as_encrypted, from_encrypted
+from headrace.frontend.text.formats.message import call_id, num_reasoning_tokens
 from headrace.frontend.text.formats.parser import Event, OutputParser
+
+_THINKING = ("enabled", "adaptive", "between_tools", "disabled")
+_SIGNATURE = "headrace:"
+"""Begins the signature of thinking that was written here."""
 
 # --- the request ------------------------------------------------------------------------------------------------------
 
@@ -56,7 +66,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     tools: Few[MessagesTool] | None = None
     tool_choice: Annotated[dict[str, Any] | None, Meta(description="{type: auto, any, none or tool, name}")] = None
     thinking: Annotated[
-        dict[str, Any] | None, Meta(description="{type: disabled}; with any other type the model may think")
+        dict[str, Any] | None,
+        Meta(description="{type: enabled, budget_tokens: ...}, adaptive, between_tools or disabled; display: omitted"),
     ] = None
     output_config: Annotated[
         dict[str, Any] | None, Meta(description="{effort: ..., format: {type: json_schema, schema: ...}}")
@@ -115,7 +126,7 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
         messages += _messages_of(message, f"messages[{index}].content")
     tools = [_tool_of(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())]
     choice, several = _choice_of(request.tool_choice)
-    thinks = (request.thinking or {}).get("type")
+    thinking = thinking_of(request)
     effort, form = _output_config_of(request.output_config)
     more: dict[str, Any] = {}
     if isinstance(request, MessagesRequest):
@@ -130,7 +141,7 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
         tool_choice=choice,
         parallel_tool_calls=several,
         continue_final_message=continues or None,
-        enable_thinking=None if thinks is None else thinks != "disabled",
+        enable_thinking=thinking.is_enabled,
         reasoning_effort=effort,
         response_format=form,
         **more,
@@ -157,7 +168,7 @@ def _messages_of(message: InputMessage, where: str) -> list[ChatMessage]:
                 function = {"name": _field(block, "name", at), "arguments": arguments}
                 calls.append({"id": _field(block, "id", at), "type": "function", "function": function})
             case "thinking":
-                thoughts.append(_field(block, "thinking", at))
+                thoughts.append(_field(block, "thinking", at) or _omitted(block, at))
             case "redacted_thinking":
                 pass  # nobody but its writer can read it
             case kind:
@@ -173,6 +184,18 @@ def _messages_of(message: InputMessage, where: str) -> list[ChatMessage]:
             reasoning_content="".join(thoughts) or None,
         ),
     ]
+
+
+def _omitted(block: dict[str, Any], where: str) -> str:
+    """The thinking that an answer left out, which the client brings back. What others have signed, nobody else can
+    read. Raises ApiError."""
+    signature = block.get("signature")
+    if not isinstance(signature, str) or not signature.startswith(_SIGNATURE):
+        return ""
+    try:
+        return from_encrypted(signature.removeprefix(_SIGNATURE))
+    except ValueError:
+        raise bad_field(f"{where}.signature", f"{where}.signature is not as this server wrote it") from None
 
 
 def _texts(content: str | Sequence[Any], where: str) -> str:
@@ -213,6 +236,48 @@ def _choice_of(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | No
     raise bad_field("tool_choice", "tool_choice must be {type: auto}, {type: any}, {type: none} or {type: tool, name}")
 
 
+class Thinking(NamedTuple):
+    """What a request says of it."""
+
+    is_enabled: bool | None = None
+    """None: the chat template decides."""
+    budget_tokens: int | None = None
+    is_omitted: bool = False
+    """Its blocks come without their text."""
+
+
+def thinking_of(request: CountTokensRequest) -> Thinking:
+    """Raises ApiError, which names the field."""
+    if request.thinking is None:
+        return Thinking()
+    kind, display = request.thinking.get("type"), request.thinking.get("display")
+    if kind not in _THINKING:
+        raise bad_field("thinking.type", f"thinking.type must be one of {', '.join(_THINKING)}")
+    if display not in (None, "summarized", "omitted"):
+        raise bad_field("thinking.display", "thinking.display must be summarized or omitted")
+    budget = request.thinking.get("budget_tokens") if kind == "enabled" else None
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
+        raise bad_field("thinking.budget_tokens", "thinking.budget_tokens must be an integer that is not negative")
+    return Thinking(kind != "disabled", budget, display == "omitted")
+
+
+def prepare_messages(
+    request: MessagesRequest, engine: Engine, parts: ChatParts, name: str, tenant: str
+) -> PreparedRequest:
+    """What to submit and how to answer. Raises ApiError and InvalidRequestError."""
+    thinking, chat = thinking_of(request), as_chat(request)
+    make_answer = functools.partial(MessagesAnswer, omits_thinking=thinking.is_omitted)
+    prepared = prepare_chat(chat, engine, parts, name, tenant, make_answer, "msg_")
+    if prepared.form_field == "response_format":
+        prepared.form_field = "output_config.format"
+    (job,) = prepared.jobs
+    assert engine.client is not None
+    # Where no reasoning is told from the answer there are no thinking blocks, which a budget could bound.
+    if thinking.budget_tokens is not None and reads_reasoning(job.prompt, engine.client.welcome):
+        job.params.thinking_token_budget = thinking.budget_tokens
+    return prepared
+
+
 def _output_config_of(config: dict[str, Any] | None) -> tuple[Effort | None, dict[str, Any] | None]:
     """OpenAI's reasoning_effort and response_format."""
     config = config or {}
@@ -227,11 +292,16 @@ def _output_config_of(config: dict[str, Any] | None) -> tuple[Effort | None, dic
 # --- the answer -------------------------------------------------------------------------------------------------------
 
 
+class ThinkingDetails(msgspec.Struct):
+    thinking_tokens: int
+
+
 class MessagesUsage(msgspec.Struct):
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
+    output_tokens_details: ThinkingDetails | None = None
 
 
 class MessagesResponse(msgspec.Struct):
@@ -249,9 +319,17 @@ class MessagesAnswer:
     """Both forms of the response (see `generation.ResponseText`). There is one output."""
 
     def __init__(
-        self, request: ChatCompletionRequest, answer: Answer, role: str, make_reader: Callable[[], OutputParser] | None
+        self,
+        request: ChatCompletionRequest,
+        answer: Answer,
+        role: str,
+        make_reader: Callable[[], OutputParser] | None,
+        *,
+        omits_thinking: bool = False,
     ) -> None:
-        self._request, self._answer = request, answer
+        self._request, self._answer, self._omits_thinking = request, answer, omits_thinking
+        self._thoughts: list[str] = []
+        self._num_closed = 0  # thoughts in blocks that are closed
         self._reader = OutputParser(None, None) if make_reader is None else make_reader()
         self._streams: Sequence[RequestStream] = ()
         self._began = False
@@ -268,6 +346,7 @@ class MessagesAnswer:
         blocks: list[dict[str, Any]] = []
         for told in self._read(output.text, ends=True):
             kind, _ = self._block_of(told)
+            self._thoughts.append(told.reasoning)
             if kind == "tool_use" and told.name:
                 blocks.append({"type": kind, "id": call_id(told), "name": told.name, "input": told.arguments})
             elif kind == "tool_use":
@@ -275,13 +354,15 @@ class MessagesAnswer:
             elif blocks and blocks[-1]["type"] == kind:
                 blocks[-1][kind] += told.content or told.reasoning
             else:
-                signature = {"signature": ""} if kind == "thinking" else {}
-                blocks.append({"type": kind, kind: told.content or told.reasoning, **signature})
+                blocks.append({"type": kind, kind: told.content or told.reasoning})
         for block in blocks:
             if block["type"] == "tool_use":
                 block["input"] = call_input(block["input"])
+            elif block["type"] == "thinking":
+                block["signature"] = self._signature(block["thinking"])
+                block["thinking"] = "" if self._omits_thinking else block["thinking"]
         reason, sequence_text = self._stop(output.finish_reason, output.stop_reason)
-        usage = self._usage(len(output.token_ids))
+        usage = self._usage(len(output.token_ids), ends=True)
         response = MessagesResponse(self._answer.id, self._answer.model, blocks, reason, sequence_text, usage)
         return [msgspec.json.encode(response)]
 
@@ -299,7 +380,7 @@ class MessagesAnswer:
                 _event(
                     "message_delta",
                     delta={"stop_reason": reason, "stop_sequence": stop_sequence},
-                    usage=self._usage(len(sequence.token_ids)),
+                    usage=self._usage(len(sequence.token_ids), ends=True),
                 )
             )
         return b"".join(parts)
@@ -340,6 +421,9 @@ class MessagesAnswer:
             delta = {"type": "input_json_delta", "partial_json": told.arguments}
         elif block[0] == "thinking":
             delta = {"type": "thinking_delta", "thinking": told.reasoning}
+            self._thoughts.append(told.reasoning)
+            if self._omits_thinking:
+                return parts
         if told.content or told.reasoning or told.arguments:
             parts.append(_event("content_block_delta", index=self._num_blocks, delta=delta))
         return parts
@@ -347,7 +431,13 @@ class MessagesAnswer:
     def _close(self) -> list[bytes]:
         if not self._open[0]:
             return []
-        parts = [_event("content_block_stop", index=self._num_blocks)]
+        parts = []
+        if self._open[0] == "thinking":
+            signed = self._signature("".join(self._thoughts[self._num_closed :]))
+            self._num_closed = len(self._thoughts)
+            delta = {"type": "signature_delta", "signature": signed}
+            parts.append(_event("content_block_delta", index=self._num_blocks, delta=delta))
+        parts.append(_event("content_block_stop", index=self._num_blocks))
         self._num_blocks, self._open = self._num_blocks + 1, ("", -1)
         return parts
 
@@ -360,11 +450,19 @@ class MessagesAnswer:
             return "tool_use", None
         return ("stop_sequence", stop_reason) if isinstance(stop_reason, str) else ("end_turn", None)
 
-    def _usage(self, num_output: int) -> MessagesUsage:
+    def _signature(self, thinking: str) -> str:
+        """Clients bring blocks back only with one. It holds the thinking where the block does not."""
+        return _SIGNATURE + (as_encrypted(thinking) if self._omits_thinking else "")
+
+    def _usage(self, num_output: int, *, ends: bool = False) -> MessagesUsage:
         """As Anthropic counts: what came from the cache is not part of input_tokens."""
         (stream,) = self._streams
         cached = stream.num_cached_tokens or 0
-        return MessagesUsage(len(stream.prompt.token_ids or ()) - cached, num_output, cached)
+        usage = MessagesUsage(len(stream.prompt.token_ids or ()) - cached, num_output, cached)
+        if ends:
+            thinking = num_reasoning_tokens(stream.tokenizer, "".join(self._thoughts), num_output)
+            usage.output_tokens_details = ThinkingDetails(thinking)
+        return usage
 
 
 def call_input(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""Ollama's API, as far as it says what ours can do: /api/chat, /api/generate, /api/tags, /api/show and /api/version.
+"""Ollama's API, as far as it says what ours can do: /api/chat, generate, tags, show, ps and version.
 
 A request becomes a chat completion, or with `raw` a completion (`_as_chat`, `_as_completion`), and is answered by their
 code. The answer is one JSON object, or lines of JSON, of which the last has the counts:
@@ -9,6 +9,7 @@ code. The answer is one JSON object, or lines of JSON, of which the last has the
 from __future__ import annotations
 
 import datetime
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -39,6 +40,7 @@ from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.choice import ToolChoice
 from headrace.frontend.text.formats.message import call_id
 from headrace.frontend.text.formats.parser import Event, OutputParser
+from headrace.ipc.messages import Welcome
 
 if TYPE_CHECKING:
     from headrace.frontend.http.routes import ServerState
@@ -53,7 +55,7 @@ _ANY_TOOL = {"type": "function", "function": {"name": "any"}}
 
 class OllamaMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
+    content: str | None = None
     thinking: str | None = None
     images: Few[Any] | None = None
     tool_calls: Few[dict[str, Any]] | None = None
@@ -105,10 +107,12 @@ _SAME_OPTIONS = (
 )
 _OF_LOADING = (
     *("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock", "num_thread"),
-    "num_keep",
+    *("num_keep", "penalize_newline"),
 )
-"""How Ollama loads a model, and what it keeps of a context that overflows, which none does here: no answer depends on
-them."""
+"""How Ollama loads a model, what it keeps of a context that overflows, which none does here, and what its examples have
+though it reads it no more: no answer depends on them."""
+_STAYS = datetime.timedelta(days=100 * 365)
+"""After which Ollama's clients call a loaded model's time for ever."""
 
 
 def _sampling(options: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
@@ -277,15 +281,31 @@ class OllamaDetails(msgspec.Struct):
     quantization_level: str = ""
 
 
-class OllamaModel(msgspec.Struct):
+class OllamaModel(msgspec.Struct, kw_only=True):
     name: str
     model: str
-    modified_at: str
+    digest: str
+    """Another one with other weights."""
     details: OllamaDetails
+    size: int = 0
+
+
+class OllamaListedModel(OllamaModel):
+    modified_at: str
+
+
+class OllamaLoadedModel(OllamaModel):
+    expires_at: str
+    context_length: int
+    size_vram: int = 0
 
 
 class OllamaModels(msgspec.Struct):
-    models: list[OllamaModel]
+    models: list[OllamaListedModel]
+
+
+class OllamaLoadedModels(msgspec.Struct):
+    models: list[OllamaLoadedModel]
 
 
 class OllamaVersion(msgspec.Struct):
@@ -497,6 +517,8 @@ def _prepare(
         if asked.max_tokens is None:  # OpenAI's completions are short unless they are told to be long
             prepared.jobs[0].params.max_tokens = None
     prepared.form = LINES
+    if prepared.form_field == "response_format":
+        prepared.form_field = "format"
     return prepared
 
 
@@ -509,8 +531,27 @@ async def _answer(state: ServerState, exchange: Exchange, prepared: PreparedRequ
 
 async def tags(state: ServerState, exchange: Exchange) -> None:
     since = _time(state.started_at)
-    models = [OllamaModel(name, name, since, OllamaDetails()) for name in state.pool.names]
+    models = [OllamaListedModel(modified_at=since, **_about(name, welcome)) for name, welcome in _served(state)]
     await exchange.answer(OllamaModels(models))
+
+
+async def loaded(state: ServerState, exchange: Exchange) -> None:
+    until = _time(state.started_at + _STAYS.total_seconds())
+    models = [
+        OllamaLoadedModel(expires_at=until, context_length=welcome.max_model_len, **_about(name, welcome))
+        for name, welcome in _served(state)
+    ]
+    await exchange.answer(OllamaLoadedModels(models))
+
+
+def _served(state: ServerState) -> list[tuple[str, Welcome]]:
+    serving = ((name, state.pool.serving(name)) for name in state.pool.names)
+    return [(name, engine.client.welcome) for name, engine in serving if engine is not None and engine.client]
+
+
+def _about(name: str, welcome: Welcome) -> dict[str, Any]:
+    version = f"{welcome.model}\0{welcome.model_version}".encode()
+    return {"name": name, "model": name, "digest": hashlib.sha256(version).hexdigest(), "details": OllamaDetails()}
 
 
 async def show(state: ServerState, exchange: Exchange) -> None:
@@ -547,7 +588,13 @@ async def version(state: ServerState, exchange: Exchange) -> None:
     await exchange.answer(OllamaVersion(API_VERSION))
 
 
+async def root(state: ServerState, exchange: Exchange) -> None:
+    """What Ollama's own command asks before all else."""
+    await exchange.answer_text(b"Headrace is running", "text/plain; charset=utf-8")
+
+
 _REFUSALS = (400, 404, 413, 415, 429, 500, 503, 504)
+_OWN: dict[str, Any] = {"error_body": error_body, "takes_any_type": True}
 ROUTES: tuple[RouteSpec, ...] = (
     post(
         "/api/chat",
@@ -556,7 +603,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         OllamaChatRequest,
         OllamaChatLine,
         _REFUSALS,
-        error_body=error_body,
+        **_OWN,
     ),
     post(
         "/api/generate",
@@ -565,7 +612,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         OllamaGenerateRequest,
         OllamaGenerateLine,
         _REFUSALS,
-        error_body=error_body,
+        **_OWN,
     ),
     post(
         "/api/show",
@@ -574,8 +621,10 @@ ROUTES: tuple[RouteSpec, ...] = (
         ShowRequest,
         ShowResponse,
         (400, 404, 413, 415, 503),
-        error_body=error_body,
+        **_OWN,
     ),
     get("/api/tags", tags, "The models that are served, as Ollama has it", OllamaModels, error_body=error_body),
+    get("/api/ps", loaded, "The models that are loaded, as Ollama has it", OllamaLoadedModels, error_body=error_body),
     get("/api/version", version, "Which of Ollama's versions has this API", OllamaVersion, error_body=error_body),
+    get("/", root, "That this server runs, as Ollama has it", public=True),
 )

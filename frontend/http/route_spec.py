@@ -38,6 +38,8 @@ class RouteSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How its errors are written."""
     refusals: tuple[int, ...] = ()
     """Statuses of errors that it may answer with."""
+    takes_any_type: bool = False
+    """JSON without its content type is taken from clients that are no web pages."""
 
 
 def get(path: str, handler: Handler, summary: str, response: Any = None, **more: Any) -> RouteSpec:

@@ -29,11 +29,11 @@ from headrace.frontend.http.messages import (
     MESSAGES_NEUTRAL,
     CountTokensRequest,
     CountTokensResponse,
-    MessagesAnswer,
     MessagesRequest,
     MessagesResponse,
     as_chat,
     error_body,
+    prepare_messages,
 )
 from headrace.frontend.http.metrics import Exposition, Pages
 from headrace.frontend.http.openai.chat import ChatParts, prepare_chat, render
@@ -188,11 +188,10 @@ async def messages(state: ServerState, exchange: Exchange) -> None:
     """Anthropic's API."""
 
     def prepare(body: bytes) -> PreparedRequest:
-        request = as_chat(state.decoder.decode(body, MessagesRequest))
+        request = state.decoder.decode(body, MessagesRequest)
         name = exchange.request_id(None)
         state.check_accepting()
-        engine = engine_for(state.pool, request.model)
-        return prepare_chat(request, engine, state.chat, name, exchange.tenant, MessagesAnswer, "msg_")
+        return prepare_messages(request, engine_for(state.pool, request.model), state.chat, name, exchange.tenant)
 
     prepared = await exchange.prepare(prepare)
     await state.generator.answer(prepared, exchange.connection, exchange.receive, exchange.send)

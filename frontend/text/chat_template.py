@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 _CONTINUE_HERE = "HEADRACE_CONTINUES_HERE "
-_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-"""What models call a message's reasoning; templates read the first."""
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning", "reasoning_text")
+"""What models and clients call a message's reasoning; templates read the first."""
 _TAKES_PARTS = re.compile(
     r"\bin\s+\w+(\.content|\[['\"]content['\"]\])|content\s+is\s+(not\s+)?(string|iterable)"
     r"|content(['\"]\])?\[\d+\]\s*[.\[]"
@@ -154,6 +154,9 @@ def text_parts(parts: Sequence[Any], where: str) -> list[str]:
             texts.append(part)
             continue
         kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "refusal" and isinstance(part.get(kind), str):
+            texts.append(part[kind])
+            continue
         if isinstance(kind, str) and kind not in ("text", "input_text", "output_text"):
             raise InvalidRequestError(f"{where}[{index}]: {kind:.50}: multimodal input is not supported")
         if kind is None or not isinstance(part.get("text"), str):
@@ -164,7 +167,9 @@ def text_parts(parts: Sequence[Any], where: str) -> list[str]:
 
 def _as_template_part(part: str | Mapping[str, Any]) -> dict[str, Any]:
     """With what else it has: templates of some models read a language, say."""
-    return {"type": "text", "text": part} if isinstance(part, str) else {**part, "type": "text"}
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {**part, "type": "text", "text": part["text" if "text" in part else "refusal"]}
 
 
 def _plain_mappings(name: str, values: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:

@@ -308,14 +308,13 @@ def test_an_unknown_model_or_route_or_method(server, client):
         ("/v1/audio/transcriptions", "text alone"),
         ("/v1/load_lora_adapter", "LoRA adapters are not supported yet"),
         ("/collective_rpc", "one of the development routes"),
-        ("/api/pull", "of Ollama's API there are chat, generate, show, tags and version"),
         ("/pause", "which --server-dev-mode serves"),
         ("/chat/completions", "did you mean /v1/chat/completions? The base address of OpenAI's clients ends in /v1."),
         ("/v1/v1/completions", "did you mean /v1/completions?"),
         ("/v1/completions/", "did you mean /v1/completions?"),
         ("/v1/tokenize", "did you mean /tokenize?"),
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
-        ("/", "GET /docs lists what there is"),
+        ("/elsewhere", "GET /docs lists what there is"),
     ],
 )
 def test_a_route_of_others_is_answered_by_name_with_what_there_is(client, path, said):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -60,6 +62,14 @@ def client(server):
         yield client
 
 
+@contextlib.contextmanager
+def parrot(template: str, *more: str) -> Iterator[anthropic.Anthropic]:
+    """Of a server of its own."""
+    arguments = ("--distributed-executor-backend", PARROT, "--chat-template", template, "--max-model-len", "1024")
+    with serving(*arguments, *more) as server, anthropic.Anthropic(base_url=server.url, api_key="k") as client:
+        yield client
+
+
 def body_of(said: str, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": said + END}]
     return {"model": "null", "messages": messages, "max_tokens": 200, "stop_sequences": [END], **more}
@@ -93,6 +103,57 @@ def test_the_clients_stream_helper_joins_the_same_message(client):
         block.model_dump(exclude=unique) for block in whole.content
     ]
     assert (streamed.stop_reason, streamed.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+
+
+def test_a_budget_ends_the_thinking(client):
+    thinking: Any = {"type": "enabled", "budget_tokens": len("<think>a l")}  # a token for each letter
+    message = client.messages.create(**body_of("<think>a long thought", thinking=thinking, max_tokens=20))
+    thought, text = message.content
+    assert (thought.thinking, thought.type, text.type) == ("a l", "thinking", "text")
+    assert message.usage.output_tokens_details.thinking_tokens == 3
+    for free in ({"type": "adaptive"}, {"type": "disabled", "budget_tokens": 3}):
+        message = client.messages.create(**body_of("<think>a long thought</think>x", thinking=free))
+        assert message.content[0].thinking == "a long thought"
+
+
+def test_a_budget_bounds_nothing_where_no_thinking_is_told():
+    thinking: Any = {"type": "enabled", "budget_tokens": 3}
+    with parrot("{{ messages[-1]['content'] }}") as client:
+        message = client.messages.create(**body_of("<think>a long thought</think>x", thinking=thinking))
+    assert [block.text for block in message.content] == ["<think>a long thought</think>x"]
+
+
+@pytest.mark.parametrize("display", ["summarized", "omitted"])
+def test_thinking_comes_back_whether_the_client_has_seen_it_or_not(display):
+    template = TEMPLATE.replace("{{ m.content }}", "({{ m.reasoning_content }}){{ m.content }}")
+    thinking: Any = {"type": "adaptive", "display": display}
+    asked = body_of("<think>hm</think>b", thinking=thinking)
+    with parrot(template, "--reasoning-parser", "qwen3") as client:
+        whole = client.messages.create(**asked)
+        with client.messages.stream(**asked) as stream:
+            kept = {"thinking", "signature", "text"}
+            assert [block.model_dump(include=kept) for block in stream.get_final_message().content] == [
+                block.model_dump(include=kept) for block in whole.content
+            ]
+        thought = whole.content[0]
+        assert thought.thinking == ("hm" if display == "summarized" else "")
+        assert thought.signature
+        assert whole.usage.output_tokens_details.thinking_tokens == 2
+        turns: Any = [
+            {"role": "assistant", "content": [block.model_dump() for block in whole.content]},
+            {"role": "user", "content": END},
+        ]
+        follows = client.messages.create(model="null", max_tokens=99, messages=turns, stop_sequences=[END])
+    assert [block.text for block in follows.content] == ["[assistant:(hm)b]"]
+
+
+def test_a_signature_of_others_is_no_obstacle(server):
+    block = {"type": "thinking", "thinking": "", "signature": "EqQBCgIYAhIM1gbcDa9GJwZA2b3hGgxBdjrkzLoky3dl1pk="}
+    asked: Any = body_of("x", messages=[{"role": "assistant", "content": [block, {"type": "text", "text": END}]}])
+    with server.client(headers={"x-api-key": "k"}) as client:
+        assert client.post("/v1/messages", json=asked).status_code == 200
+        block["signature"] = "headrace:?"
+        assert "signature is not as this server wrote it" in client.post("/v1/messages", json=asked).text
 
 
 def test_conversations_with_tools_reach_the_template(client):
@@ -191,6 +252,19 @@ def test_every_field_of_the_clients_is_known():
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format must be"),
         ({"output_config": {"effort": 3}}, "output_config.effort must be one of none, minimal, low"),
         ({"output_format": {"type": "json_schema"}}, "use output_config.format"),
+        ({"thinking": {"type": "often"}}, "thinking.type must be one of enabled, adaptive"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "many"}}, "thinking.budget_tokens must be an integer"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens must be an integer"),
+        ({"thinking": {"type": "adaptive", "display": "loud"}}, "thinking.display must be"),
+        (
+            {
+                "thinking": {"type": "enabled", "budget_tokens": 5},
+                "tools": [WEATHER],
+                "tool_choice": {"type": "any"},
+            },
+            "cannot be had beside a tool_choice that forces a call",
+        ),
+        ({"tools": [{**WEATHER, "input_schema": {"type": "nothing"}}], "tool_choice": {"type": "any"}}, "nothing"),
         ({"temperature": -1.0}, "temperature"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from typing import Any
 
@@ -132,6 +133,43 @@ def test_models_are_listed_and_shown(client, server):
     assert [int(each) for each in numbers] >= [0, 12, 11]
 
 
+def test_loaded_models_are_listed(client, server):
+    (model,) = client.ps().models
+    assert (model.name, model.context_length) == ("null", 1024)
+    assert model.expires_at - datetime.datetime.now(datetime.UTC) > datetime.timedelta(days=365 * 99)
+    assert len(model.digest) == 64, "Ollama's command shows the beginning"
+    assert client.list().models[0].digest == model.digest
+    with server.client() as plain:
+        assert plain.head("/").status_code == plain.get("/").status_code == 200, "that command asks first"
+
+
+@pytest.mark.parametrize("headers", [{"content-type": ""}, {"content-type": "application/x-www-form-urlencoded"}, {}])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/api/chat", chat_of("hi", stream=False)), ("/api/generate", {"model": "null", "stream": False})],
+)
+def test_json_needs_no_content_type_but_from_web_pages(server, path, body, headers):
+    """As in Ollama's own examples, in which curl says that it sends a form."""
+    with server.client() as client:
+        request = client.build_request("POST", path, content=json.dumps(body), headers=headers)
+        if not headers:
+            request.headers.pop("content-type", None)
+        assert client.send(request).json()["done"] is True
+        for name, value in (
+            ("origin", "http://evil.example"),
+            ("origin", "null"),
+            ("referer", "http://evil.example/page"),
+            ("sec-fetch-site", "cross-site"),
+            ("sec-fetch-mode", "no-cors"),
+        ):
+            refused = client.post(path, content=json.dumps(body), headers={**headers, name: value})
+            assert refused.status_code == 400
+            assert "Content-Type: application/json" in refused.json()["error"]
+        allowed = client.post(path, json=body, headers={"origin": server.url, "sec-fetch-site": "same-origin"})
+        assert allowed.json()["done"] is True
+        assert client.post("/v1/chat/completions", content=b"{}", headers=headers).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("call", "status", "words"),
     [
@@ -145,18 +183,24 @@ def test_models_are_listed_and_shown(client, server):
         (lambda client: client.generate("null", "a", suffix="b"), 400, "suffix is not supported"),
         (lambda client: client.generate("null", keep_alive=0), 400, "stays loaded"),
         (lambda client: client.chat("null", [{"role": "user", "content": "x", "images": [b"x"]}]), 400, "reads text"),
-        (lambda client: client.embed("null", "x"), 404, "/api/embed"),
+        (lambda client: client.embed("null", "x"), 404, "there is no /api/embed here: only generation is supported"),
+        (lambda client: client.embeddings("null", "x"), 404, "there is no /api/embeddings here: only generation"),
+        (lambda client: client.pull("null"), 404, "there is no /api/pull here: what is served is chosen when"),
+        (lambda client: client.delete("null"), 404, "there is no /api/delete here: what is served is chosen when"),
+        (lambda client: client.generate("null", "x", format={"type": "nothing"}), 400, "format"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(client, call, status, words):
     with pytest.raises(ollama.ResponseError) as refused:
         call(client)
     assert refused.value.status_code == status
-    assert words in str(refused.value)
+    assert isinstance(refused.value.error, str)
+    assert words in refused.value.error
 
 
 def test_options_of_loading_are_taken_and_a_context_within_the_models(client):
     options = {"num_ctx": 512, "num_gpu": 1, "num_thread": 4, "repeat_penalty": 1.1, "repeat_last_n": 0, "seed": -1}
+    options["penalize_newline"] = True
     assert client.chat(**chat_of("hello", options=options)).message.content == "hello"
 
 

@@ -90,6 +90,21 @@ def test_a_schema_that_is_none_is_refused(client: httpx.Client, parameters, choi
     assert answer.json()["error"]["param"] == "tool_choice"
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "reasoning_text"])
+def test_past_reasoning_and_parts_reach_the_template_by_every_name(name: str):
+    template = "{% for m in messages %}[{{ m.role }}:{{ m.reasoning_content }}:{{ m.content }}]{% endfor %}"
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "no"}]
+    turns = [
+        {"role": "assistant", name: "hm", "content": parts},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sunny"}]},
+        {"role": "user", "content": END},
+    ]
+    backend = ("--distributed-executor-backend", PARROT)
+    with serving(*backend, "--chat-template", template) as server, server.client() as client:
+        (choice,) = ask(client, CHAT, messages=turns, max_tokens=99, stop=[END])["choices"]
+    assert choice["message"]["content"] == "[assistant:hm:a\nno][tool::sunny][user::"
+
+
 def test_usage_counts_the_tokens_of_reasoning(client: httpx.Client):
     def count(said: str, **more: Any) -> Any:
         return ask(client, CHAT, **body_of(said, **more))["usage"]["completion_tokens_details"]

@@ -51,6 +51,11 @@ def thinking_of(
     return Thinking(end=end, begin=begin, is_open=is_open, budget=budget, forced=() if forced == end else forced)
 
 
+def reads_reasoning(prompt: Prompt, welcome: Welcome) -> bool:
+    """Whether a prompt's answer may have reasoning that is told from the rest."""
+    return _as_configured(prompt.reasoning or _declared(welcome.reasoning_parser), welcome) is not None
+
+
 def _as_configured(declared: ReasoningFormat | None, welcome: Welcome) -> ReasoningFormat | None:
     """A format with the texts of the engine's reasoning_config, or what these are by themselves."""
     begin, end = welcome.reasoning_begin, welcome.reasoning_end

@@ -148,6 +148,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    reasoning_text: str | None = None
     # An assistant's message comes back as the server gave it, with fields that say nothing.
     refusal: None = None
     annotations: Few[Any] | None = None
