@@ -1,0 +1,182 @@
+"""What requests of Ollama's API have, and what they are as chat completions or, with `raw`, as completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.http.errors import bad_field
+from headrace.frontend.http.openai.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, Few, Many
+
+
+class OllamaMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: Few[Any] | None = None
+    tool_calls: Few[dict[str, Any]] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: Annotated[str, Meta(description="One of /api/tags, with or without :latest")]
+    stream: Annotated[bool | None, Meta(description="Lines of JSON while the answer grows; default: true")] = None
+    format: Annotated[str | dict[str, Any] | None, Meta(description="The answer's form: json, or a JSON schema")] = None
+    options: Annotated[dict[str, Any] | None, Meta(description="Sampling: temperature, num_predict, stop, ...")] = None
+    keep_alive: Annotated[float | str | None, Meta(description="Taken, and not read: the model stays loaded")] = None
+    think: Annotated[bool | str | None, Meta(description="Whether to reason, or how much: low, medium, high")] = None
+    logprobs: Annotated[bool | None, Meta(description="Report log-probabilities")] = None
+    top_logprobs: Annotated[int | None, Meta(description="Likeliest tokens to report, with logprobs")] = None
+
+
+class OllamaChatRequest(OllamaRequest):
+    """POST /api/chat"""
+
+    messages: Many[OllamaMessage] | None = None
+    tools: Few[dict[str, Any]] | None = None
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """POST /api/generate"""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: Annotated[bool | None, Meta(description="The prompt is taken as it is, without the chat template")] = None
+    suffix: Annotated[str | None, Meta(description="Refused: nothing is filled in")] = None
+    template: Annotated[str | None, Meta(description="Refused: templates are the model's")] = None
+    context: Annotated[list[int] | None, Meta(description="Refused: retired; use /api/chat")] = None
+    images: Annotated[Few[Any] | None, Meta(description="Refused: the model reads text")] = None
+
+
+class ShowRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /api/show"""
+
+    model: str | None = None
+    name: Annotated[str | None, Meta(description="The older name of model")] = None
+    verbose: Annotated[bool | None, Meta(description="Taken, and not read")] = None
+
+
+_SAME_OPTIONS = (
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "stop", "presence_penalty", "frequency_penalty"),
+    *("mirostat", "mirostat_tau", "mirostat_eta"),
+)
+_OF_LOADING = (
+    *("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock", "num_thread"),
+    *("num_keep", "penalize_newline"),
+)
+"""How Ollama loads a model, what it keeps of a context that overflows, which none does here, and what its examples have
+though it reads it no more: no answer depends on them."""
+
+
+def _sampling(options: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
+    """Fields of a completion. Raises ApiError, which names the option."""
+    fields: dict[str, Any] = {}
+    given = {name: value for name, value in (options or {}).items() if value is not None}
+    for name, value in given.items():
+        where = f"options.{name}"
+        if name in _SAME_OPTIONS:
+            fields[name] = value
+        elif name == "seed":
+            fields["seed"] = None if _integer(value, where) < 0 else value
+        elif name == "num_predict":
+            fields["max_tokens"] = None if _integer(value, where) in (-1, -2) else value
+        elif name == "num_ctx":
+            assert engine.client is not None
+            limit = engine.client.welcome.max_model_len
+            if _integer(value, where) > limit:
+                raise bad_field(where, f"num_ctx is {value}; this server's context is {limit} tokens")
+        elif name == "repeat_penalty":
+            if given.get("repeat_last_n") != 0:
+                fields["repetition_penalty"] = value
+        elif name == "repeat_last_n":
+            if value not in (0, -1):
+                raise bad_field(where, "repeat_last_n must be -1 or 0: penalties are of the whole context, or none")
+        elif name not in _OF_LOADING:
+            raise bad_field(where, f"options.{name[:80]} is not supported", "unknown_parameter")
+    return fields
+
+
+def _integer(value: Any, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise bad_field(where, f"{where} must be an integer")
+    return value
+
+
+def _shared(request: OllamaRequest, engine: Engine) -> dict[str, Any]:
+    """Fields that a chat and a completion have both. Raises ApiError."""
+    form: dict[str, Any] | None = None
+    if isinstance(request.format, dict):
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": request.format}}
+    elif request.format == "json":
+        form = {"type": "json_object"}
+    elif request.format:
+        raise bad_field("format", "format must be json or a JSON schema")
+    return {
+        "model": served_name(request.model, engine.names),
+        "stream": request.stream is not False,
+        "response_format": form,
+        **_sampling(request.options, engine),
+    }
+
+
+def as_chat(
+    request: OllamaRequest, messages: Sequence[OllamaMessage], tools: Any, engine: Engine
+) -> ChatCompletionRequest:
+    """Raises ApiError, which names the field."""
+    thinks = request.think
+    try:
+        return msgspec.convert(
+            {
+                **_shared(request, engine),
+                "messages": [_message(each, f"messages[{index}]") for index, each in enumerate(messages)],
+                "tools": tools or None,
+                "enable_thinking": thinks if isinstance(thinks, bool) else None,
+                "reasoning_effort": thinks if isinstance(thinks, str) else None,
+                "logprobs": request.logprobs,
+                "top_logprobs": request.top_logprobs if request.logprobs else None,
+            },
+            ChatCompletionRequest,
+        )
+    except msgspec.ValidationError as error:
+        raise bad_field("options", f"options: {error}") from None
+
+
+def as_completion(request: OllamaGenerateRequest, engine: Engine) -> CompletionRequest:
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    fields = {**_shared(request, engine), "prompt": request.prompt, "logprobs": logprobs}
+    try:
+        return msgspec.convert(fields, CompletionRequest)
+    except msgspec.ValidationError as error:
+        raise bad_field("options", f"options: {error}") from None
+
+
+def _message(message: OllamaMessage, where: str) -> ChatMessage:
+    if message.images:
+        raise bad_field(f"{where}.images", f"{where}.images: the model reads text", "unsupported_parameter")
+    calls = []
+    for index, call in enumerate(message.tool_calls or ()):
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            at = f"{where}.tool_calls[{index}]"
+            raise bad_field(at, f"{at} must be {{function: {{name: ..., arguments: {{...}}}}}}")
+        named = {"name": function["name"], "arguments": function.get("arguments") or {}}
+        calls.append({"id": str(call.get("id") or f"call_{index}"), "type": "function", "function": named})
+    return ChatMessage(
+        role=message.role,
+        content=message.content,
+        name=message.tool_name,
+        tool_calls=calls or None,
+        tool_call_id=message.tool_call_id,
+        reasoning_content=message.thinking or None,
+    )
+
+
+def served_name(asked: str, names: Sequence[str]) -> str:
+    """Ollama's clients add a tag to names without one."""
+    plain = asked.removesuffix(":latest")
+    return plain if asked not in names and plain in names else asked
