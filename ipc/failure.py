@@ -102,7 +102,7 @@ class InvalidRequestError(HeadraceError, ValueError):
 
 
 _PARAMS_NAME = re.compile(r"SamplingParams\.(\w+(?:\.\w+)*)")
-_PROMPT_FIELDS = re.compile(r"^(the prompt|prompt_token_ids|'prompt|prompts?\b)")
+_PROMPT_FIELDS = re.compile(r"^(the (?:decoder )?prompt|prompt_token_ids|'prompt|prompts?\b)")
 _LONGEST_BEGINNING = 1000
 """Of a message: what may come later quotes a request, and is not looked at."""
 

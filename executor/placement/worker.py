@@ -174,12 +174,12 @@ class Worker:
         )
 
     def _share_experts(self, rank: Rank, load: LoadModel) -> None:
-        from headrace.executor.model_rank import ModelRank
-        from headrace.executor.parallel.expert_exchange import ExpertExchange
-
         shared = load.shared_experts
         if shared is None:
             return
+        from headrace.executor.model_rank import ModelRank  # these bring torch, which other ranks may do without
+        from headrace.executor.parallel.expert_exchange import ExpertExchange
+
         assert isinstance(rank, ModelRank), "ranks of the user's own share no experts"
         world = World.of_engines(load.plan, shared.size, self._place.world_size)
         limit_s = self._options.step_timeout + COLLECTIVES_GRACE_S

@@ -89,7 +89,8 @@ def test_flags_for_what_is_always_there_pass() -> None:
     with serving(*flags, null_model={"step_delay_s": 0.01}) as server, server.client() as client:
         assert client.get("/load").json() == {"server_load": 0}
         with client.stream("POST", COMPLETIONS, json=body) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # kept: to forget them is to hang up
+            next(lines)
             assert client.get("/load").json() == {"server_load": 1}
         wait_until(lambda: client.get("/load").json() == {"server_load": 0}, 10, "the end of the request")
         assert "headrace:generation_tokens_total" in client.get("/metrics").text

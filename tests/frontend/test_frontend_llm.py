@@ -114,9 +114,9 @@ def test_logprobs_have_vllms_form(llm: LLM, core: MemoryCore) -> None:
 @pytest.mark.parametrize(
     ("prompts", "params", "said"),
     [
-        ("", {}, "the prompt cannot be empty"),
+        ("", {}, "the decoder prompt cannot be empty"),
         ([["Hello"]], {}, r"prompt_token_ids\[0\] is 'Hello', which is no token id"),
-        ([[]], {}, "the prompt cannot be empty"),
+        ([[]], {}, "the decoder prompt cannot be empty"),
         ([1, -2, 3], {}, r"prompt_token_ids\[1\] is -2, which is out of vocabulary: the model's token ids are 0 to"),
         ([1, 5000, 9999], {}, r"prompt_token_ids\[1\] is 5000, which is out of vocabulary: the model's token ids"),
         ([[1, 2], [1, 2**80]], {}, r"prompt_token_ids\[1\] is 1208925819614629174706176"),

@@ -100,7 +100,7 @@ def check_error(response: httpx.Response, status: int, param: str | None, said: 
         ({"prompt": [5], "response_format": {"type": "xml"}}, "response_format", "type text, json_object, json_schema"),
         (
             {"prompt": [5], "response_format": {"type": "json_schema"}},
-            "response_format",
+            "response_format.json_schema",
             "json_schema must be an object",
         ),
         ({"prompt": [5], "structured_outputs": {"jsn": {}}}, "structured_outputs", "no field 'jsn'"),
@@ -148,7 +148,7 @@ def check_error(response: httpx.Response, status: int, param: str | None, said: 
         ),
         (
             {"prompt": [5], "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
-            "response_format",
+            "response_format.json_schema.strict",
             "strict must be true or false",
         ),
         ({"prompt": [5], "tempratur": 1}, "tempratur", "did you mean temperature"),
