@@ -454,8 +454,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["mp", "ray"],
         Option(
             PARALLEL,
-            "What starts the engines: mp as processes of this machine, ray where the Ray that RAY_ADDRESS or this host "
-            "has places them (else one that is started), and elsewhere when they die",
+            "What starts the engines: mp as processes of this machine; ray where the Ray of RAY_ADDRESS or this host "
+            "(else a new one) places them and coordinators that tell of them, again and elsewhere when they die",
             short="-dpb",
         ),
     ] = "mp"

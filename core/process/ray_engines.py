@@ -1,8 +1,14 @@
-"""Engine cores that Ray places: an actor each, on a placement group with one bundle per engine.
+"""Engine cores that Ray places: an actor each, on a placement group with one bundle per engine; and their coordinators.
 
     RayFleet.start(rank) -> RayEngine -- ready, ended, stop --> EngineActor, where Ray put it
-                                                                  | starts, as any parent does
-                            clients <====== tcp://, keys ======> engine-core
+       |                                                          | starts, as any parent does
+       |                    clients <====== tcp://, keys ======> engine-core
+       |                                                          | announces itself
+       +------------------> RayCoordinator --- address, ended --> CoordinatorActor, beside an engine
+                            frontends of other hosts <== tcp:// ==+
+
+There is a coordinator on the first host, and where engines are on several, one on a second. The frontend that started
+them has no need of it: it is for others (`headrace serve --coordinator`).
 
 Ray decides where engines live and notices when a host is gone; requests and tokens do not pass through it. A
 `RayEngine` is used as a `Child` is. Engines listen on their host's own address, with keys that are made for the fleet
@@ -22,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.coordinator.program import Coordinator
 from headrace.core.options.engine_options import Options
 from headrace.core.process.supervisor import START_GRACE_S, OnExit, OnProgress, start_engine
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError, OptionError
@@ -34,6 +41,9 @@ STRATEGY = "SPREAD"
 """Engines on as many hosts as there are: a host that dies should take few."""
 STOP_GRACE_S = 5.0
 CONNECT_S = 10.0
+MOST_COORDINATORS = 2
+COORDINATOR_STARTS_WITHIN_S, COORDINATOR_PAUSE_S = 60.0, 0.5
+logger = logging.getLogger(__name__)
 
 
 def load_ray(option: str) -> Any:
@@ -97,6 +107,21 @@ class RayFleet:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.keys = key_file() or self._new_keys()
         self._group = self._place()
+        self._bundles = self._by_host()
+        self._coordinators: list[RayCoordinator] = []
+        try:
+            nodes = {node: bundle for bundle, node in reversed(self._bundles)}
+            for bundle in sorted(nodes.values())[:MOST_COORDINATORS]:
+                self._coordinators.append(RayCoordinator(self._ray, self, bundle))
+        except BaseException:
+            self._end()
+            raise
+        logger.info("engines announce themselves at %s", " and ".join(self.coordinators))
+
+    @property
+    def coordinators(self) -> tuple[str, ...]:
+        """Addresses at which they tell of the engines."""
+        return tuple(each.address for each in self._coordinators)
 
     def _new_keys(self) -> Path:
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-keys-")
@@ -125,26 +150,39 @@ class RayFleet:
             )
         return group
 
-    def start(self, rank: int) -> RayEngine:
+    def _by_host(self) -> list[tuple[int, str]]:
+        """The bundle of each rank, and its node. Ranks of a node follow each other, so that they take parts of it."""
         from ray.util.placement_group import placement_group_table
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        neighbours = [each for each in sorted(nodes) if nodes[each] == nodes[rank]]
+        return sorted(nodes.items(), key=lambda each: (each[1], each[0]))
+
+    def _nodes(self) -> dict[int, str]:
+        return dict(self._by_host())
+
+    def actor(self, kind: type, bundle: int, *args: Any, **share: float) -> Any:
+        """One of this kind in the bundle, with this share of it. args: besides the keys, which come first."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
+        )
+        actor = self._ray.remote(max_restarts=0, max_concurrency=4)(kind).options(
+            **{"num_cpus": 0, **share}, scheduling_strategy=strategy, runtime_env={"env_vars": passed_on()}
+        )
+        return actor.remote(self.keys.read_text(encoding="utf-8"), *args)
+
+    def start(self, rank: int) -> RayEngine:
+        nodes, bundle = self._nodes(), self._bundles[rank][0]
         # Those of one host divide its cores and its memory among them.
         options = msgspec.structs.replace(
             self._options,
-            data_parallel_size=len(neighbours),
-            data_parallel_rank=neighbours.index(rank),
+            data_parallel_size_local=list(nodes.values()).count(nodes[bundle]),
+            data_parallel_rank=rank,
             data_parallel_backend="mp",
+            coordinator=self.coordinators,
         )
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=rank, placement_group_capture_child_tasks=False
-        )
-        actor = self._ray.remote(max_restarts=0, max_concurrency=4)(EngineActor).options(
-            **{"num_cpus": 0, **self._share}, scheduling_strategy=strategy, runtime_env={"env_vars": passed_on()}
-        )
-        handle = actor.remote(msgspec.msgpack.encode(options), self.keys.read_text(encoding="utf-8"))
+        handle = self.actor(EngineActor, bundle, msgspec.msgpack.encode(options), **self._share)
         engine = RayEngine(self._ray, handle, self, rank)
         with self._lock:
             self._running.add(engine)
@@ -156,6 +194,11 @@ class RayFleet:
             self._running.discard(engine)
             if self._running or not for_good:
                 return
+        self._end()
+
+    def _end(self) -> None:
+        for coordinator in self._coordinators:
+            coordinator.stop()
         with contextlib.suppress(Exception):  # a Ray that died took everything with it
             self._ray.util.remove_placement_group(self._group)
         if self._owns_ray:
@@ -168,7 +211,7 @@ class RayEngine:
     """One engine where Ray put it, with the interface of a `Child`."""
 
     def __init__(self, ray: Any, actor: Any, fleet: RayFleet, rank: int) -> None:
-        self._ray, self._actor, self._fleet, self._rank = ray, actor, fleet, rank
+        self._ray, self._actor, self.fleet, self._rank = ray, actor, fleet, rank
         self.keys: Path | None = fleet.keys
         self.ready: Ready | None = None
         self.pid = 0
@@ -182,7 +225,7 @@ class RayEngine:
 
     def again(self) -> RayEngine:
         """Another in its place, on another host where that one is gone."""
-        return self._fleet.start(self._rank)
+        return self.fleet.start(self._rank)
 
     @property
     def alive(self) -> bool:
@@ -190,7 +233,7 @@ class RayEngine:
 
     def wait_ready(self, timeout_s: float | None = None, on_progress: OnProgress | None = None) -> Ready:
         """Raises EngineStartError with the cause when it fails, or is not ready in time."""
-        limit_s = self._fleet._options.startup_timeout + 2 * START_GRACE_S if timeout_s is None else timeout_s
+        limit_s = self.fleet._options.startup_timeout + 2 * START_GRACE_S if timeout_s is None else timeout_s
         try:
             ready, failure, self.pid = self._ray.get(self._actor.ready.remote(), timeout=limit_s)
         except Exception as error:  # Ray's own, of many kinds
@@ -222,13 +265,18 @@ class RayEngine:
 
     def kill(self) -> None:
         self._is_stopping = True
+        self._end(for_good=True)
+
+    def make_way(self) -> None:
+        """As `kill`, and the placement group stays, even if all others are gone, for the one that comes."""
+        self._is_stopping = True
         self._end(for_good=False)
 
     def _end(self, *, for_good: bool) -> None:
         with contextlib.suppress(Exception):
             self._ray.kill(self._actor)
         self._ended.wait(STOP_GRACE_S)
-        self._fleet.ended(self, for_good=for_good)
+        self.fleet.ended(self, for_good=for_good)
 
     def _watch(self) -> None:
         try:
@@ -252,24 +300,114 @@ class RayEngine:
         )
 
 
+class RayCoordinator:
+    """One where Ray put it. When it dies, another is started, at the same address as long as its host is there."""
+
+    def __init__(self, ray: Any, fleet: RayFleet, bundle: int) -> None:
+        """Raises EngineStartError where it does not start."""
+        self._ray, self._fleet, self._bundle = ray, fleet, bundle
+        self._is_stopping = threading.Event()
+        self._actor: Any = None
+        self.address = ""
+        try:
+            self._begin()
+        except Exception as error:  # Ray's own, of many kinds
+            raise EngineStartError(f"the coordinator that Ray placed did not start: {error}") from error
+        threading.Thread(target=self._watch, name=f"ray-coordinator-{bundle}", daemon=True).start()
+
+    def stop(self) -> None:
+        self._is_stopping.set()
+        with contextlib.suppress(Exception):  # it may be gone
+            self._ray.kill(self._actor)
+
+    def _begin(self) -> None:
+        self._actor = self._fleet.actor(CoordinatorActor, self._bundle, self.address)
+        self.address = self._ray.get(self._actor.address.remote(), timeout=COORDINATOR_STARTS_WITHIN_S)
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                reason = self._ray.get(self._actor.ended.remote())
+            except Exception as error:  # Ray's own, of many kinds
+                reason = str(error)
+            if self._is_stopping.is_set():
+                return
+            first_line = reason.strip().partition("\n")[0]
+            logger.warning("the coordinator at %s is gone, and another is started: %s", self.address, first_line)
+            if not self._replace():
+                return
+
+    def _replace(self) -> bool:
+        """Until there is another; False where it is not wanted any more."""
+        before = self.address
+        while not self._is_stopping.wait(COORDINATOR_PAUSE_S):
+            try:
+                self._begin()
+            except Exception as error:  # Ray's own, of many kinds
+                logger.warning("a coordinator did not start: %s", error)
+                continue
+            moved = "" if self.address == before else ", where engines announce themselves that start from now on"
+            logger.warning("there is a coordinator at %s again%s", self.address, moved)
+            return True
+        return False
+
+
+class CoordinatorActor:
+    """In a process that Ray started: a coordinator on a thread."""
+
+    def __init__(self, keys: str, address: str) -> None:
+        """keys: what their file says. address: of the one before it, which it takes if it is on the same host."""
+        self._folder = use_keys(keys)
+        is_here = address.startswith(f"{own_host()}:")
+        self._coordinator = Coordinator(address if is_here else f"{own_host()}:*")
+        self._reason = "it stopped"
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+        self._thread.start()
+
+    def address(self) -> str:
+        return self._coordinator.address
+
+    def ended(self) -> str:
+        """Once it has: why."""
+        self._thread.join()
+        return self._reason
+
+    def _run(self) -> None:
+        try:
+            self._coordinator.run()
+        except Exception as error:  # told to the frontend
+            self._reason = f"{type(error).__name__}: {error}"
+        finally:
+            self._coordinator.close()
+
+
+def use_keys(keys: str) -> tempfile.TemporaryDirectory[str]:
+    """From now on this process and its children have these keys, in a file that goes with what is returned."""
+    folder = tempfile.TemporaryDirectory(prefix="headrace-keys-")
+    path = Path(folder.name) / "deployment.keys"
+    path.touch(mode=0o600)
+    path.write_text(keys, encoding="utf-8")
+    os.environ[VARIABLE] = str(path)
+    return folder
+
+
+def own_host() -> str:
+    """This host as Ray's others reach it: an address without its port."""
+    import ray
+
+    host = ray.util.get_node_ip_address()
+    return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+
+
 class EngineActor:
     """In a process that Ray started: the parent of one engine-core."""
 
-    def __init__(self, options: bytes, keys: str) -> None:
+    def __init__(self, keys: str, options: bytes) -> None:
         """keys: what their file says."""
-        import ray
-
-        self._folder = tempfile.TemporaryDirectory(prefix="headrace-keys-")
-        path = Path(self._folder.name) / "deployment.keys"
-        path.touch(mode=0o600)
-        path.write_text(keys, encoding="utf-8")
-        os.environ[VARIABLE] = str(path)
+        self._folder = use_keys(keys)
         self._failure: Failure | None = None
         self._has_ended = threading.Event()
-        host = ray.util.get_node_ip_address()
-        self._child = start_engine(
-            msgspec.msgpack.decode(options, type=Options), f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
-        )
+        self._child = start_engine(msgspec.msgpack.decode(options, type=Options), f"{own_host()}:*")
         self._child.on_exit(self._end)
 
     def ready(self) -> tuple[bytes | None, bytes | None, int]:

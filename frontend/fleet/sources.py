@@ -107,6 +107,9 @@ class EngineProcess(Protocol):
     def ask_to_stop(self, deadline_s: float) -> None: ...
     def stop(self, deadline_s: float = 5.0) -> None: ...
     def kill(self) -> None: ...
+    def make_way(self) -> None:
+        """As `kill`, for another that will take its place."""
+        ...
 
 
 class Owned(Source):
@@ -154,7 +157,7 @@ class Owned(Source):
             self._restarts_left = (self._restarts if self._was_stable else self._restarts_left) - 1
             self._ready_s = math.inf
             # A lost connection is no death: what still lives would keep its weights and its cache.
-            await asyncio.to_thread(self._child.kill)
+            await asyncio.to_thread(self._child.make_way)
             if self._child.alive:
                 raise EngineStartError(f"engine-core (pid {self._child.pid}) does not end, so no other is started")
             self.on_restart()

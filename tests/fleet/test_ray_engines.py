@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,8 +15,10 @@ from http_server import wait_until
 from headrace import LLM, SamplingParams
 from headrace.core.engine.engine import load_executor
 from headrace.core.options.parsing import parse_options
+from headrace.core.process.ray_engines import RayEngine
 from headrace.frontend.fleet.client import start_ranks
 from headrace.ipc.failure import EngineStartError, OptionError
+from headrace.ipc.transport.keys import VARIABLE, make_key_file
 
 NULL: dict[str, Any] = {
     "distributed_executor_backend": "headrace.executor.testing.null:NullExecutor", "skip_tokenizer_init": True,
@@ -53,6 +56,46 @@ def test_requests_of_an_engine_under_ray_that_dies_go_on_and_ray_starts_another(
         again = llm.generate(prompts, params, use_tqdm=False)
         assert [each.outputs[0].token_ids for each in again] == expected
     wait_until(lambda: not daemons(others), 20, "their end")
+
+
+def coordinators() -> list[psutil.Process]:
+    below = psutil.Process().children(recursive=True)
+    return [each for each in below if "CoordinatorActor" in " ".join(each.cmdline())]
+
+
+@pytest.mark.system
+def test_a_coordinator_under_ray_tells_others_of_the_engines_and_is_replaced_when_it_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_key_file(tmp_path / "deployment.keys")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "deployment.keys"))
+    prompts = [[5, each] for each in range(8)]
+    params = SamplingParams(max_tokens=5, ignore_eos=True, seed=1)
+
+    def ask() -> list[list[int]]:
+        """A frontend of its own, which knows where the coordinator is and nothing else."""
+        with LLM(coordinator=addresses) as llm:
+            pool = llm._client.pool  # type: ignore[union-attr]
+            wait_until(lambda: [each.index for each in pool.engines if each.usable] == [0, 1], 20, "both engines")
+            return [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
+
+    engines = start_ranks(parse_options(model="null", data_parallel_size=2, **NULL))
+    try:
+        for each in engines:
+            each.wait_ready()
+        first = engines[0]
+        assert isinstance(first, RayEngine)
+        addresses = first.fleet.coordinators
+        expected = ask()
+        (before,) = coordinators()
+        before.kill()
+        wait_until(lambda: not before.is_running() and len(coordinators()) == 1, 60, "the one that takes its place")
+        assert ask() == expected
+        assert first.fleet.coordinators == addresses
+    finally:
+        for each in engines:
+            each.stop()
+    wait_until(lambda: not coordinators(), 20, "its end")
 
 
 def test_a_ray_that_is_not_there_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
