@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_parts import make_plan, welcome_of
@@ -15,6 +19,7 @@ from headrace.frontend.cli.main import main
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.ipc.failure import EngineDeadError
+from headrace.ipc.messages import Hello
 from headrace.ipc.transport.keys import KeyFileError, add_client, make_key_file, read_keys
 from headrace.ipc.transport.sockets import AddressError, check_address
 
@@ -26,12 +31,12 @@ def keys(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def address(keys: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(params=["127.0.0.1", "[::1]"])
+def address(keys: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
     """Of a port that listens with `keys`, in an environment that names none."""
     with monkeypatch.context() as patched:
         patched.setenv("HEADRACE_KEYS", str(keys))
-        port = ZmqPort("tcp://127.0.0.1:*")
+        port = ZmqPort(f"tcp://{request.param}:*")
         port.serve(Sessions(Inbox(), welcome_of(*make_plan()), None))
     yield port.address
     port.close()
@@ -56,6 +61,58 @@ def test_a_client_with_the_deployments_keys_is_welcomed(
     assert greet(address, keys)
     monkeypatch.setenv("HEADRACE_KEYS", str(keys))
     assert greet(address, None)
+
+
+def recorded(address: str, keys: Path) -> bytes:
+    """What a client sends that is welcomed, byte for byte."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    sent = bytearray()
+
+    def pass_on(source: socket.socket, sink: socket.socket, note: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                note += data
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(3) as pool:
+
+        def stand_between() -> None:
+            client, _ = listener.accept()
+            with client, socket.create_connection((host.strip("[]"), int(port))) as engine:
+                back = pool.submit(pass_on, engine, client, bytearray())
+                pass_on(client, engine, sent)
+                back.result()
+
+        between = pool.submit(stand_between)
+        greet(f"tcp://127.0.0.1:{listener.getsockname()[1]}", keys)
+        between.result()
+    return bytes(sent)
+
+
+def test_what_a_client_has_sent_opens_no_session_when_somebody_sends_it_again(
+    address: str, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greetings: list[Hello] = []
+    greet_one = Sessions.greet
+
+    def noted(sessions: Sessions, hello: Hello) -> Any:
+        greetings.append(hello)
+        return greet_one(sessions, hello)
+
+    monkeypatch.setattr(Sessions, "greet", noted)
+    session = recorded(address, keys)
+    assert len(greetings) == 1
+    assert b"CURVE" in session
+    assert b"MESSAGE" in session, "all of it, and not the handshake alone"
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=20) as again:
+        again.sendall(session)
+        with contextlib.suppress(ConnectionResetError):
+            while again.recv(65536):  # the engine's half of a handshake, and then it hangs up
+                pass
+    assert greet(address, keys)
+    assert len(greetings) == 2
 
 
 def test_a_client_without_keys_is_told_that_the_engine_wants_some(address: str) -> None:
