@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -33,6 +34,8 @@ from headrace.ipc.messages import (
     Sampling,
     StepOutputs,
 )
+
+logger = logging.getLogger(__name__)
 
 UNREAD_TOKENS = 32
 """Tokens of an output that is read at its end, told at once: so many at most are missing when it is aborted."""
@@ -184,7 +187,10 @@ class RequestTable:
             self._aborted.discard(finish.slot)
         now_s = time.monotonic()
         for stream in touched:
-            stream.notify(now_s)
+            try:
+                stream.notify(now_s)
+            except Exception:  # of whoever listens: the other requests' news must not be lost with it
+                logger.exception("request %s: what a step brought could not be told", stream.request_id)
 
     def _take_details(self, step: StepOutputs, slots: list[int]) -> None:
         for admitted in step.admitted:

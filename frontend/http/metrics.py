@@ -50,7 +50,7 @@ ENGINE_HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
 }
 _ALSO_KNOWN_AS = {"inter_token_latency_seconds": "time_per_output_token_seconds"}
 """Names of earlier versions of vLLM, which dashboards made for them ask for."""
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _SUCCESS = "request_success"
 _REJECTIONS, _FULL = "admission_rejections", "max_num_queued_reqs"
 """The one reason that there is: queues are bounded by requests (max_waiting_requests), under vLLM's name for it."""

@@ -96,6 +96,27 @@ def merged(outputs: list[RequestOutput], params: SamplingParams) -> list[tuple[A
     return answers
 
 
+def test_a_listener_that_fails_loses_nothing_of_the_other_requests(caplog: pytest.LogCaptureFixture) -> None:
+    core = FakeCore(bundle_of(byte_level_tokenizer()), lambda prompt, seed, position: 77, eos_token_id=EOS)
+    table = RequestTable(lambda message: core.take("client", message))
+    streams = [
+        table.add(name, Prompt(token_ids=[7]), SamplingParams(), max_tokens=5, priority=0, tokenizer=tokenizer())
+        for name in ("first", "second")
+    ]
+
+    def fail(stream: RequestStream) -> None:
+        raise KeyError("nobody counts this")
+
+    streams[0].on_done = fail
+    while core.running:
+        for _, message in core.step():
+            table.on_step(message)
+    assert [stream.done for stream in streams] == [True, True]
+    assert [each.token_ids for stream in streams for each in stream.sequences] == [[77] * 5] * 2
+    assert "request first: what a step brought could not be told" in caplog.text
+    assert "nobody counts this" in caplog.text
+
+
 SCRIPT = st.one_of(
     st.text("stop STOP.😀é\u0301世", max_size=12).map(lambda text: tokenizer().encode(text)),
     st.lists(st.integers(0, 399), max_size=20),

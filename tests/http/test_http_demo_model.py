@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
-from http_server import Server, address_of_engine, serving
+from http_server import Server, address_of_engine, ask, metric, serving, stream
 
 from headrace import LLM, SamplingParams, connect
 
@@ -47,6 +48,20 @@ def test_greedy_completions_are_llms(sdk, llm):
     assert [choice.text for choice in answer.choices] == [output.outputs[0].text for output in ours]
     assert answer.usage.prompt_tokens == sum(len(output.prompt_token_ids) for output in ours)
     assert answer.usage.completion_tokens == sum(len(output.outputs[0].token_ids) for output in ours)
+
+
+def test_an_output_that_repeats_itself_ends_with_that_reason(server):
+    loop = {"logit_bias": {"77": 100}, "repetition_detection": {"max_pattern_size": 2, "min_count": 4}}
+    body = {"prompt": [5], "max_tokens": 60, "return_token_ids": True} | loop
+    chat = {"model": "demo", "messages": MESSAGES, "max_tokens": 60} | loop
+    with server.client() as client:
+        counted = functools.partial(metric, client, "headrace:request_success_total", finished_reason="repetition")
+        before = counted()
+        choice = ask(client, "/v1/completions", **body)["choices"][0]
+        assert (choice["token_ids"], choice["finish_reason"]) == ([77] * 4, "repetition")
+        assert stream(client, "/v1/completions", body)[-1]["choices"][0]["finish_reason"] == "repetition"
+        assert ask(client, "/v1/chat/completions", **chat)["choices"][0]["finish_reason"] == "repetition"
+        assert counted() == before + 3
 
 
 def test_tokenizer_info_is_what_a_client_needs_to_render_and_cut_text(server, llm):

@@ -153,15 +153,14 @@ class Running:
             stream.sequences.clear()
 
     def _on_step(self, stream: RequestStream, now_s: float) -> None:
-        self._meters[stream].on_step(stream, now_s)
         if not self.news.done():
             self.news.set_result(None)
         if self.events is not None:
             self.events.on_step(stream)
+        self._meters[stream].on_step(stream, now_s)
 
     def _on_done(self, stream: RequestStream) -> None:
         """Comes before the last `on_step`, and alone when the request failed."""
-        self._meters[stream].on_done(stream)
         self._num_running -= 1
         if stream.error is not None and self.error is None:
             self.error = self._named(stream.error)
@@ -171,6 +170,7 @@ class Running:
                 self.events.fail(self.error)
         if (self._num_running == 0 or self.error is not None) and not self.ended.done():
             self.ended.set_result(None)
+        self._meters[stream].on_done(stream)
 
     def _named(self, error: HeadraceError) -> HeadraceError:
         """The same error, in the words of the request."""
