@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch
 from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import ModelDescription, Plan
+from headrace.core.options.resolve import FP8_CACHES
 from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from headrace.executor.checkpoints.identity import weights_identity
 from headrace.executor.cpu.batch import SamplingColumns
@@ -48,8 +50,10 @@ from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.plugins import load_class
 from headrace.ipc.wait import BoundedCalls, WaitTimeoutError
 
+logger = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 
 
 class ModelRank(Rank):
@@ -62,8 +66,8 @@ class ModelRank(Rank):
     def __init__(self, options: Options, place: RankPlace, device: torch.device) -> None:
         self._options, self._place, self._device = options, place, device
         self._found: FoundModel | None = None
-        self._cache_scales: tuple[tuple[float, float], ...] = ()
-        """Of each of the model's layers, for keys and values, where the checkpoint's are used."""
+        self._cache_scales: tuple[kv_cache.LayerScales, ...] = ()
+        """Of each of the model's layers, where the checkpoint's are used."""
         self._plan: Plan | None = None
         self._profile = WorkerProfile(options.profiler_config.get("torch_profiler_dir"), place.rank)
         self._bounded = BoundedCalls(options.control_timeout)
@@ -97,6 +101,10 @@ class ModelRank(Rank):
         spec = found.spec
         if found.config is not None and self._device.type != "cpu":
             raise ModelError(f"{spec.architecture} is computed by transformers' code, for which there is a CPU alone")
+        if self._options.kv_cache_dtype == "fp8_e5m2" and self._device.type != "cpu":
+            raise OptionError(
+                "kv_cache_dtype=fp8_e5m2 is for a CPU alone; on a GPU fp8, which is fp8_e4m3, holds as many tokens"
+            )
         check_shares(spec, self._place)
         check_experts(spec, self._options)
         self._weights = weights_identity(checkpoint)
@@ -104,8 +112,8 @@ class ModelRank(Rank):
         if self._options.disable_hybrid_kv_cache_manager:
             groups = ONE_GROUP
         kv_rows, kv_elements = own_kv(spec, self._place, groups)
-        if self._options.kv_cache_dtype in ("fp8", "fp8_e4m3") and not self._options.calculate_kv_scales:
-            self._cache_scales = checkpoint.cache_scales(spec)
+        if self._options.kv_cache_dtype in FP8_CACHES and not self._options.calculate_kv_scales:
+            self._cache_scales = self._own_cache_scales(checkpoint, spec)
         return ModelDescription(
             name=checkpoint.name,
             architecture=spec.architecture,
@@ -127,6 +135,17 @@ class ModelRank(Rank):
             prompt_logprobs_cost=prompt_logprobs_cost(spec),
             why_no_prefix_caching=_why_no_prefix_caching(spec),
         )
+
+    def _own_cache_scales(self, checkpoint: Checkpoint, spec: ArchSpec) -> tuple[kv_cache.LayerScales, ...]:
+        """The checkpoint's, where the device's kernels read such."""
+        found = checkpoint.cache_scales(spec)
+        if self._device.type != "cpu" and any(len(scale) > 1 for pair in found for scale in pair):
+            logger.warning(
+                "the checkpoint's scales of a quantised cache have no effect, as a GPU's kernels read none of single "
+                "heads: scales are taken from what is written"
+            )
+            return ()
+        return found
 
     def tokenizer(self) -> TokenizerBundle | None:
         if self._options.skip_tokenizer_init:

@@ -211,11 +211,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         bool, Option(CACHE, "Keep all tokens of layers with a sliding window too, as if they attended to all")
     ] = False
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "int8"],
+        Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],
         Option(
             CACHE,
             "Type that keys and values are kept in; auto is dtype, or float16 beside weights that are computed packed. "
-            "fp8 (fp8_e4m3) and int8 have a scale for each token and head, or fp8 a checkpoint's of each layer",
+            "8 bits have a scale for each token and head, or in fp8 (fp8_e4m3) and fp8_e5m2 (CPU) a checkpoint's own",
         ),
     ] = "auto"
     calculate_kv_scales: Annotated[

@@ -10,7 +10,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, MemoryReading, Plan
 from headrace.ipc.failure import OptionError
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "int8": 1}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 SCALE_BYTES = 4
 """Of the float32 that goes with each row of a cache in fp8 or int8."""
 CPU_CACHE_BYTES = 4 << 30

@@ -91,7 +91,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     weight_bits: int | None = None
     """8 or 4: float weights become blocks as they are loaded, in groups of options.quantization_group_size."""
     kv_cache_dtype: str = "bfloat16"
-    """float32, float16, bfloat16, fp8_e4m3 or int8; the last two with a float32 scale for each row.
+    """float32, float16, bfloat16, fp8_e4m3, fp8_e5m2 or int8; the last three with a float32 scale for each row.
 
     Where packed weights are not computed packed, and nobody asked for a type, keys and values are of `dtype` instead.
     """

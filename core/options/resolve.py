@@ -27,6 +27,8 @@ LARGE_GPU_MAX_NUM_SEQS = 1024
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _KV_CACHE_DTYPES = {"fp8": "fp8_e4m3"}
+FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""Of `kv_cache_dtype`."""
 _GROUP_SIZES = (32, 64, 128)
 BY_DEVICE = ("int8", "int4", "fp8")
 """How `quantization` quantises float weights as they are loaded, with kernels of the device's own."""
@@ -125,7 +127,7 @@ def _dtype(options: Options, model: ModelDescription) -> tuple[str, str]:
 
 
 def _kv_cache_dtype(options: Options, dtype: str, packed: bool, rounds_inputs: bool) -> tuple[str, str]:
-    if options.calculate_kv_scales and options.kv_cache_dtype not in ("fp8", "fp8_e4m3"):
+    if options.calculate_kv_scales and options.kv_cache_dtype not in FP8_CACHES:
         raise OptionError(
             f"calculate_kv_scales=True is of an fp8 cache, and kv_cache_dtype is {options.kv_cache_dtype}; ask for "
             "kv_cache_dtype=fp8, or leave it out"

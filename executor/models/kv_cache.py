@@ -15,13 +15,16 @@ from torch import Tensor
 
 from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup, group_layers
 from headrace.executor.models.arch import ArchSpec, TokenCache
+from headrace.executor.models.blocks import Axis
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError
 from headrace.kernels.reference.attention import CacheScales
 from headrace.kernels.reference.rotary_cache import LayerCache
 
-SCALED = (torch.int8, torch.float8_e4m3fn)
+SCALED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 """What a cache can keep only with scales."""
+LayerScales = tuple[tuple[float, ...], tuple[float, ...]]
+"""What a layer's keys and its values are divided by before they are rounded: one number, or one for each head."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +33,8 @@ class KVCache:
     that it shares with layers of other cache groups. Where a value is a part of its key, both are one tensor.
 
     A block belongs to one group at a time, and is number n * layers_in_place of the group's tensors (see `Layout`). In
-    int8 and fp8 (float8_e4m3fn) each row of head_dim elements is stored divided by its scale, or its layer's.
+    int8 and fp8 (float8_e4m3fn, float8_e5m2) each row of head_dim elements is stored divided by its scale, or by its
+    layer's or head's.
     """
 
     num_blocks: int
@@ -40,8 +44,8 @@ class KVCache:
     values: tuple[Tensor, ...]
     key_scales: tuple[Tensor, ...] = ()  # per layer, where scaled: [blocks, num_kv_heads, block_size] float32
     value_scales: tuple[Tensor, ...] = ()
-    layer_scales: tuple[tuple[float, float], ...] = ()
-    """Per layer, where those of the checkpoint are used: of its keys and of its values."""
+    layer_scales: tuple[CacheScales, ...] = ()
+    """Per layer, where those of the checkpoint are used."""
     groups: tuple[int, ...] = ()
     """Of each layer: the number of its cache group, whose block tables it reads."""
     num_groups: int = 1
@@ -58,7 +62,7 @@ class KVCache:
     def scales(self, layer: int) -> CacheScales | None:
         if self.key_scales:
             return CacheScales(keys=self.key_scales[layer], values=self.value_scales[layer])
-        return CacheScales(*self.layer_scales[layer]) if self.layer_scales else None
+        return self.layer_scales[layer] if self.layer_scales else None
 
     def release(self) -> None:
         """Gives its memory back, with what it held, until `restore`. The tensors stay the same objects; on a device
@@ -170,6 +174,17 @@ def block_bytes(
     return block_size * (layout.elements * dtype.itemsize + scale_bytes)
 
 
+def _own_scale(
+    scale: tuple[float, ...], num_heads: int, place: RankPlace, device: torch.device | str
+) -> float | Tensor:
+    """The rank's part of one scale for all heads, or of one for each; num_heads: with those of padding."""
+    if len(scale) == 1:
+        return scale[0]
+    own = Axis(num_heads).own(place) or slice(None)
+    padded = [*scale, *(1.0,) * (num_heads - len(scale))]
+    return torch.tensor(padded[own], dtype=torch.float32, device=device)
+
+
 class _Memory:
     """Memory of layers' parts, which those of one key share."""
 
@@ -206,11 +221,11 @@ def allocate(
     device: torch.device | str = "cpu",
     place: RankPlace = SINGLE,
     groups: Sequence[CacheGroup] = ONE_GROUP,
-    layer_scales: Sequence[tuple[float, float]] = (),
+    layer_scales: Sequence[LayerScales] = (),
 ) -> KVCache:
     """A rank's zeroed cache; on a CPU its pages take memory once they are written. Raises ModelError if it cannot.
 
-    layer_scales: of the whole model's layers, for keys and values; without, a quantised cache has one for each row.
+    layer_scales: of the whole model's layers and heads; without, a quantised cache has one for each row.
     """
     if num_blocks < 1 or block_size < 1:
         raise ModelError(f"a cache needs at least one block of one token, got {num_blocks} blocks of {block_size}")
@@ -234,9 +249,13 @@ def allocate(
     except (OSError, OverflowError, RuntimeError) as error:
         total = num_blocks * block_bytes(spec, block_size, dtype, place, groups)
         raise ModelError(f"a cache of {num_blocks} blocks needs {total:,} bytes on {device}: {error}") from error
-    own_scales = tuple(layer_scales[layer] for layer in place.layers(spec.num_layers)) if layer_scales else ()
-    if values is keys:  # what is written of a value is its key
-        own_scales = tuple((key, key) for key, _ in own_scales)
+    own_scales = []
+    for layer in place.layers(spec.num_layers) if layer_scales else ():
+        key, value = layer_scales[layer]
+        heads = spec.for_ranks(place.tp_size).layers[layer].mixer.cache.num_heads
+        if values is keys:  # what is written of a value is its key
+            value = key
+        own_scales.append(CacheScales(_own_scale(key, heads, place, device), _own_scale(value, heads, place, device)))
     return KVCache(
         num_blocks,
         tuple(memory.of_key.values()),
@@ -244,7 +263,7 @@ def allocate(
         values,
         key_scales,
         value_scales,
-        own_scales,
+        tuple(own_scales),
         tuple(each.group for each in layers),
         len(groups),
         tuple(memory.pages),

@@ -42,7 +42,9 @@ class EngineOptions(TypedDict, total=False):
     skip_tokenizer_init: bool | None
     block_size: int | str | None
     disable_hybrid_kv_cache_manager: bool | None
-    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "int8"] | str | None
+    kv_cache_dtype: (
+        Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"] | str | None
+    )
     calculate_kv_scales: bool | None
     gpu_memory_utilization: float | None
     cpu_offload_gb: float | None

@@ -8,15 +8,16 @@
 //   a group of values:  [kGroupKeys / pair][head_dim][pair]    the pair is of neighbouring keys
 //
 // Groups lie where their rows would, so a block is the same bytes long and as contiguous in either layout.
-// int8 and e4m3 rows carry a scale: either one for the layer (key_scale, value_scale) or one per row, made when the
-// row is written, in [num_blocks, num_kv_heads, block_size] float.
+// int8, e4m3 and e5m2 rows carry a scale: one for the layer (key_scale, value_scale), one for each head
+// (key_heads, value_heads), or one per row, made when the row is written, in [num_blocks, num_kv_heads, block_size]
+// float.
 #pragma once
 
 #include "common.h"
 
 namespace headrace {
 
-enum class CacheType : int32_t { kFloat = 0, kBf16 = 1, kHalf = 2, kInt8 = 3, kE4m3 = 4 };
+enum class CacheType : int32_t { kFloat = 0, kBf16 = 1, kHalf = 2, kInt8 = 3, kE4m3 = 4, kE5m2 = 5 };
 enum class CacheLayout : int32_t { kRows = 0, kGroups = 1 };
 
 // Keys of a group. Blocks of a cache in groups are whole multiples of it, and so are its heads' dimensions.
@@ -25,8 +26,10 @@ constexpr int kGroupKeys = 16;
 struct KvCache {
   void* keys;
   void* values;
-  float* key_scales;    // per row, or null: key_scale holds for all
+  float* key_scales;    // per row, or null
   float* value_scales;  // per row, or null
+  const float* key_heads;    // [num_kv_heads], or null: key_scale holds for all
+  const float* value_heads;  // [num_kv_heads], or null
   float key_scale;
   float value_scale;
   CacheType type;
@@ -41,8 +44,20 @@ struct KvCache {
 // The largest head that the kernels take.
 constexpr int kMostHeadDim = 256;
 
-// int8 and e4m3 rows are stored divided by a scale.
-inline bool is_scaled(CacheType type) { return type == CacheType::kInt8 || type == CacheType::kE4m3; }
+// Rows of one byte a value are stored divided by a scale.
+inline bool is_scaled(CacheType type) { return type >= CacheType::kInt8; }
+
+// The largest magnitude that a scaled type holds.
+inline float largest_stored(CacheType type) {
+  return type == CacheType::kInt8 ? 127.0f : type == CacheType::kE4m3 ? 448.0f : 57344.0f;
+}
+
+// The scale of a head's keys or values, in a cache that keeps none per row.
+inline float scale_of_head(const KvCache& cache, bool is_key, int64_t head) {
+  const float* const heads = is_key ? cache.key_heads : cache.value_heads;
+  if (heads != nullptr) return heads[head];
+  return is_key ? cache.key_scale : cache.value_scale;
+}
 
 inline int64_t bytes_of(CacheType type) {
   return type == CacheType::kFloat ? 4 : (type == CacheType::kBf16 || type == CacheType::kHalf) ? 2 : 1;
@@ -72,6 +87,27 @@ inline uint8_t e4m3_of_float(float value) {
   uint32_t bits;
   std::memcpy(&bits, &magnitude, 4);
   return static_cast<uint8_t>(sign | (((bits + 0x7ffffu + ((bits >> 20) & 1)) >> 20) - (120u << 3)));
+}
+
+// e5m2 is the upper byte of a half; read as float bits with the exponent off by 2^112.
+inline float float_of_e5m2(uint8_t code) {
+  const uint32_t bits = (code & 0x7fu) << 21;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  value *= 5.192296858534828e33f;
+  return code & 0x80u ? -value : value;
+}
+
+// To nearest even, saturating at 57344; a NaN too.
+inline uint8_t e5m2_of_float(float value) {
+  const uint8_t sign = std::signbit(value) ? 0x80 : 0;
+  float magnitude = std::fabs(value);
+  if (!(magnitude < 57344.0f)) magnitude = 57344.0f;
+  if (magnitude < 6.103515625e-5f)
+    return static_cast<uint8_t>(sign | static_cast<uint8_t>(std::nearbyint(magnitude * 65536.0f)));
+  uint32_t bits;
+  std::memcpy(&bits, &magnitude, 4);
+  return static_cast<uint8_t>(sign | (((bits + 0xfffffu + ((bits >> 21) & 1)) >> 21) - (112u << 2)));
 }
 
 inline Floats magnitude(Floats value) { return larger(value, -value); }
@@ -114,6 +150,9 @@ inline void store_cache_row(CacheType type, const float* from, int count, float 
     case CacheType::kE4m3:
       for (int i = 0; i < count; ++i) static_cast<uint8_t*>(to)[i] = e4m3_of_float(from[i] * inverse_scale);
       break;
+    case CacheType::kE5m2:
+      for (int i = 0; i < count; ++i) static_cast<uint8_t*>(to)[i] = e5m2_of_float(from[i] * inverse_scale);
+      break;
   }
 }
 
@@ -144,10 +183,10 @@ inline void spread_row(const char* from, int head_dim, bool is_key, int pair, in
 // them. Writers of neighbouring rows do not disturb each other: no byte of another row is written.
 inline void write_cache_row(const KvCache& cache, bool is_key, int64_t index, const float* from) {
   float* scales = is_key ? cache.key_scales : cache.value_scales;
-  float scale = is_key ? cache.key_scale : cache.value_scale;
+  float scale = scale_of_head(cache, is_key, index / cache.block_size % cache.num_kv_heads);
   if (scales != nullptr && is_scaled(cache.type)) {
     const float largest = largest_magnitude(from, cache.head_dim);
-    scale = largest > 0.0f ? largest / (cache.type == CacheType::kInt8 ? 127.0f : 448.0f) : 1.0f;
+    scale = largest > 0.0f ? largest / largest_stored(cache.type) : 1.0f;
     scales[index] = scale;
   }
   const int64_t bytes = bytes_of(cache.type), row_bytes = cache.head_dim * bytes;

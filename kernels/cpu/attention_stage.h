@@ -24,16 +24,23 @@ constexpr uint16_t bf16_bits_of_e4m3(unsigned code) {
   return exponent == 0 ? bf16_bits(mantissa, -9) : bf16_bits(8 + mantissa, static_cast<int>(exponent) - 10);
 }
 
+constexpr uint16_t bf16_bits_of_e5m2(unsigned code) {
+  const unsigned exponent = code >> 2, mantissa = code & 3;
+  return exponent == 0 ? bf16_bits(mantissa, -16) : bf16_bits(4 + mantissa, static_cast<int>(exponent) - 17);
+}
+
 // The two bytes of the bf16 values of the magnitudes 0 .. 127.
 struct ByteTable {
   std::array<uint8_t, 128> low, high;
 };
 
-template <bool kIsE4m3>
+template <CacheType kType>
 constexpr ByteTable byte_table() {
   ByteTable table = {};
   for (unsigned code = 0; code < 128; ++code) {
-    const uint16_t bits = kIsE4m3 ? bf16_bits_of_e4m3(code) : bf16_bits(code, 0);
+    const uint16_t bits = kType == CacheType::kE4m3   ? bf16_bits_of_e4m3(code)
+                          : kType == CacheType::kE5m2 ? bf16_bits_of_e5m2(code)
+                                                      : bf16_bits(code, 0);
     table.low[code] = static_cast<uint8_t>(bits & 0xff);
     table.high[code] = static_cast<uint8_t>(bits >> 8);
   }
@@ -41,11 +48,13 @@ constexpr ByteTable byte_table() {
 }
 
 // kLanes numbers of one byte as floats, without their scale.
-template <bool kIsE4m3>
+template <CacheType kType>
 inline Floats float_of_byte(Ints byte) {
-  if (!kIsE4m3) return __builtin_convertvector((byte << 24) >> 24, Floats);
-  // The exponent is off by 2^120.
-  const Floats magnitude = reinterpret_cast<Floats>((byte & 0x7f) << 20) * 1.329227995784916e36f;
+  if (kType == CacheType::kInt8) return __builtin_convertvector((byte << 24) >> 24, Floats);
+  // The exponent is off by 2^120, of e5m2 by 2^112.
+  const Floats magnitude = kType == CacheType::kE4m3
+                               ? reinterpret_cast<Floats>((byte & 0x7f) << 20) * 1.329227995784916e36f
+                               : reinterpret_cast<Floats>((byte & 0x7f) << 21) * 5.192296858534828e33f;
   return reinterpret_cast<Floats>(reinterpret_cast<Ints>(magnitude) | ((byte & 0x80) << 24));
 }
 
@@ -79,24 +88,25 @@ inline void widen_group(CacheType type, const char* from, int rows, int words, f
   switch (type) {
     case CacheType::kBf16: return part_pairs<4>(from, rows, words, to, words, [](Ints x) { return float_of_bf16(x); });
     case CacheType::kHalf: return part_pairs<4>(from, rows, words, to, words, [](Ints x) { return float_of_f16(x); });
-    case CacheType::kInt8: return part_pairs<2>(from, rows, words, to, words, float_of_byte<false>);
-    case CacheType::kE4m3: return part_pairs<2>(from, rows, words, to, words, float_of_byte<true>);
+    case CacheType::kInt8: return part_pairs<2>(from, rows, words, to, words, float_of_byte<CacheType::kInt8>);
+    case CacheType::kE4m3: return part_pairs<2>(from, rows, words, to, words, float_of_byte<CacheType::kE4m3>);
+    case CacheType::kE5m2: return part_pairs<2>(from, rows, words, to, words, float_of_byte<CacheType::kE5m2>);
     default: std::memcpy(to, from, sizeof(float) * 2 * static_cast<size_t>(rows * words));
   }
 }
 
 // The same in bf16, where pairs stay together: every value of one byte is exact.
-template <bool kIsE4m3>
+template <CacheType kType>
 inline void widen_bytes(const char* from, int count, Bf16* to) {
   int i = 0;
 #if defined(HEADRACE_AVX512) && defined(__AVX512VBMI__)
-  static constexpr ByteTable kTable = byte_table<kIsE4m3>();
+  static constexpr ByteTable kTable = byte_table<kType>();
   const __m512i low_0 = _mm512_loadu_si512(kTable.low.data()), low_1 = _mm512_loadu_si512(kTable.low.data() + 64);
   const __m512i high_0 = _mm512_loadu_si512(kTable.high.data()), high_1 = _mm512_loadu_si512(kTable.high.data() + 64);
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), sign = _mm512_set1_epi8(-128);
   for (; i + 64 <= count; i += 64) {
     const __m512i codes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(from + i));
-    const __m512i index = kIsE4m3 ? codes : _mm512_abs_epi8(codes);  // a look-up takes the lower seven bits
+    const __m512i index = kType == CacheType::kInt8 ? _mm512_abs_epi8(codes) : codes;  // a look-up takes the lower seven bits
     const __m512i low = _mm512_permutex2var_epi8(low_0, index, low_1);
     const __m512i high = _mm512_permutex2var_epi8(high_0, index, high_1);
     const __m512i with_sign = _mm512_ternarylogic_epi32(high, codes, sign, 0xf8);  // high | (codes & sign)
@@ -106,15 +116,18 @@ inline void widen_bytes(const char* from, int count, Bf16* to) {
 #endif
   for (; i < count; ++i) {
     const uint8_t code = static_cast<uint8_t>(from[i]);
-    to[i] = bf16_of_float(kIsE4m3 ? float_of_e4m3(code) : static_cast<float>(static_cast<int8_t>(code)));
+    to[i] = bf16_of_float(kType == CacheType::kE4m3   ? float_of_e4m3(code)
+                          : kType == CacheType::kE5m2 ? float_of_e5m2(code)
+                                                      : static_cast<float>(static_cast<int8_t>(code)));
   }
 }
 
 inline void widen_group(CacheType type, const char* from, int rows, int words, Bf16* to) {
   const int count = 2 * rows * words;
   switch (type) {
-    case CacheType::kInt8: return widen_bytes<false>(from, count, to);
-    case CacheType::kE4m3: return widen_bytes<true>(from, count, to);
+    case CacheType::kInt8: return widen_bytes<CacheType::kInt8>(from, count, to);
+    case CacheType::kE4m3: return widen_bytes<CacheType::kE4m3>(from, count, to);
+    case CacheType::kE5m2: return widen_bytes<CacheType::kE5m2>(from, count, to);
     default: std::memcpy(to, from, sizeof(Bf16) * static_cast<size_t>(count));
   }
 }
@@ -132,14 +145,18 @@ inline void widen_row(CacheType type, const char* from, int count, int padded, f
     case CacheType::kE4m3:
       for (int i = 0; i < count; ++i) to[i] = float_of_e4m3(bytes[i]);
       break;
+    case CacheType::kE5m2:
+      for (int i = 0; i < count; ++i) to[i] = float_of_e5m2(bytes[i]);
+      break;
   }
   for (int i = count; i < padded; ++i) to[i] = 0.0f;
 }
 
 inline void widen_row(CacheType type, const char* from, int count, int padded, Bf16* to) {
   switch (type) {
-    case CacheType::kInt8: widen_bytes<false>(from, count, to); break;
-    case CacheType::kE4m3: widen_bytes<true>(from, count, to); break;
+    case CacheType::kInt8: widen_bytes<CacheType::kInt8>(from, count, to); break;
+    case CacheType::kE4m3: widen_bytes<CacheType::kE4m3>(from, count, to); break;
+    case CacheType::kE5m2: widen_bytes<CacheType::kE5m2>(from, count, to); break;
     default: std::memcpy(to, from, sizeof(Bf16) * static_cast<size_t>(count));
   }
   for (int i = count; i < padded; ++i) to[i] = 0;

@@ -369,7 +369,7 @@ class Worker {
   ScoreRule rule_for(const Item& item) {
     ScoreRule rule = {args_.scale, args_.soft_cap, nullptr, nullptr, 0.0f, 0.0f};
     if (!is_scaled(cache_.type)) return rule;
-    if (cache_.key_scales == nullptr) rule.scale *= cache_.key_scale;
+    if (cache_.key_scales == nullptr) rule.scale *= scale_of_head(cache_, true, item.kv_head);
     if (cache_.key_scales != nullptr) rule.key_scales = scales_of(item, cache_.key_scales, scratch_.key_scales);
     if (cache_.value_scales != nullptr) rule.value_scales = scales_of(item, cache_.value_scales, scratch_.value_scales);
     return rule;
@@ -400,7 +400,7 @@ class Worker {
   void write_output(const Item& item) {
     const int value_dim = args_.value_dim;
     const bool scaled = is_scaled(cache_.type) && cache_.value_scales == nullptr;
-    const float value_scale = scaled ? cache_.value_scale : 1.0f;
+    const float value_scale = scaled ? scale_of_head(cache_, false, item.kv_head) : 1.0f;
     for (int row = 0; row < item.tokens * shape_.group; ++row) {
       const int head = item.kv_head * shape_.group + row % shape_.group;
       void* to = row_at(args_.output, item.first_row + row / shape_.group, args_.output_stride, args_.output_type) +

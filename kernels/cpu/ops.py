@@ -23,7 +23,14 @@ from .linear import ACTIVATIONS, DTYPES, ROWS_FIXED, Runtime, runtime
 from .program_args import ActivationArgs, AttentionArgs, KvCacheC, NormArgs, RotaryArgs
 from .threads import Step
 
-CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
+CACHE_TYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.int8: 3,
+    torch.float8_e4m3fn: 4,
+    torch.float8_e5m2: 5,
+}
 LAYOUT_ROWS, LAYOUT_GROUPS = 0, 1
 """`CacheLayout` in attention_cache.h, which draws both."""
 GROUP_KEYS = 16
@@ -66,8 +73,10 @@ def describe_cache(
         values=value_cache.data_ptr(),
         key_scales=None if scales.keys is None else scales.keys.data_ptr(),
         value_scales=None if scales.values is None else scales.values.data_ptr(),
-        key_scale=scales.key,
-        value_scale=scales.value,
+        key_heads=scales.key.data_ptr() if isinstance(scales.key, Tensor) else None,
+        value_heads=scales.value.data_ptr() if isinstance(scales.value, Tensor) else None,
+        key_scale=1.0 if isinstance(scales.key, Tensor) else scales.key,
+        value_scale=1.0 if isinstance(scales.value, Tensor) else scales.value,
         type=CACHE_TYPES[key_cache.dtype],
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -205,7 +214,7 @@ class CpuOps:
         scales: CacheScales | None = None,
         layout: int = LAYOUT_ROWS,
     ) -> None:
-        """As `reference.write_cache`; an int8 or e4m3 cache is written divided by its scales."""
+        """As `reference.write_cache`; an int8, e4m3 or e5m2 cache is written divided by its scales."""
         key, value = _rows_of_heads(key), _rows_of_heads(value)
         args = RotaryArgs(
             key=key.data_ptr(),
@@ -227,10 +236,10 @@ class CpuOps:
         scales: CacheScales | None = None,
         layout: int = LAYOUT_ROWS,
     ) -> Tensor:
-        """As `reference.attention.paged_attention`, and for caches in int8 and e4m3 with their scales.
+        """As `reference.attention.paged_attention`, and for caches in int8, e4m3 and e5m2 with their scales.
 
-        Over bf16, int8 and e4m3 caches the query and the softmax weights are rounded to bf16 where the CPU multiplies
-        bf16; sums are in float32 always.
+        Over bf16, int8, e4m3 and e5m2 caches the query and the softmax weights are rounded to bf16 where the CPU
+        multiplies bf16; sums are in float32 always.
         """
         query = _rows_of_heads(query)
         _, num_heads, head_dim = query.shape

@@ -13,6 +13,8 @@ class KvCacheC(ctypes.Structure):
         ("values", ctypes.c_void_p),
         ("key_scales", ctypes.c_void_p),
         ("value_scales", ctypes.c_void_p),
+        ("key_heads", ctypes.c_void_p),
+        ("value_heads", ctypes.c_void_p),
         ("key_scale", ctypes.c_float),
         ("value_scale", ctypes.c_float),
         ("type", ctypes.c_int32),

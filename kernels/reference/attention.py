@@ -67,10 +67,11 @@ class AttentionParams:
 
 @dataclass(frozen=True)
 class CacheScales:
-    """The scales of an int8 or e4m3 cache: one for the layer, or (dynamic) one per row, made as rows are written."""
+    """The scales of an int8, e4m3 or e5m2 cache: one for the layer, one for each head, or (dynamic) one per row, made
+    as rows are written."""
 
-    key: float = 1.0
-    value: float = 1.0
+    key: float | Tensor = 1.0  # [num_kv_heads] float32
+    value: float | Tensor = 1.0  # [num_kv_heads] float32
     keys: Tensor | None = None  # [num_blocks, num_kv_heads, block_size] float32
     values: Tensor | None = None  # [num_blocks, num_kv_heads, block_size] float32
 
@@ -86,7 +87,7 @@ def paged_attention(
     """Each token attends to its sequence's cached keys up to its own position, which are already written.
 
     query [num_tokens, num_heads, head_dim]; caches [num_blocks, num_kv_heads, block_size, head_dim], in query's dtype,
-    int8 or float8_e4m3fn, the last two with their scales; query head h reads key/value head
+    int8, float8_e4m3fn or float8_e5m2, the last three with their scales; query head h reads key/value head
     h // (num_heads / num_kv_heads). Returns [num_tokens, num_heads, head_dim] in query's dtype. Sums are accumulated
     in float32. Slots beyond a sequence's length are never used, whatever they hold; the tokens of a sequence of length
     0 are padding and get zeros.
@@ -196,7 +197,7 @@ class _Cache:
 
     stored: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim]
     dtype: torch.dtype
-    scale: float
+    scale: float | Tensor  # [num_kv_heads] float32
     row_scales: Tensor | None  # [num_blocks, num_kv_heads, block_size] float32
 
     @property
@@ -218,15 +219,18 @@ def _gather(cache: _Cache, rows: Tensor, *shape: int) -> Tensor:
     """[*shape, length, head_dim] in the cache's dtype for reading."""
     num_blocks, num_kv_heads, block_size, head_dim = cache.stored.shape
     flat = cache.stored.view(num_blocks * num_kv_heads, block_size * head_dim)
-    if flat.dtype == torch.float8_e4m3fn:
+    if flat.dtype.itemsize == 1:
         flat = flat.view(torch.uint8)  # bytes are gathered on every device
     found = flat.index_select(0, rows).view(*shape, -1, head_dim)
     if cache.stored.dtype == cache.dtype:
         return found
     wide = found.view(cache.stored.dtype).float()
-    if cache.row_scales is None:
+    if cache.row_scales is not None:
+        factors = cache.row_scales.view(num_blocks * num_kv_heads, block_size).index_select(0, rows)
+    elif isinstance(cache.scale, Tensor):
+        factors = cache.scale[rows % num_kv_heads, None].expand(-1, block_size).contiguous()
+    else:
         return (wide * cache.scale).to(cache.dtype)
-    factors = cache.row_scales.view(num_blocks * num_kv_heads, block_size).index_select(0, rows)
     return (wide * factors.view(*shape, -1, 1)).to(cache.dtype)
 
 

@@ -39,7 +39,7 @@ class LayerCache:
     """[num_blocks, num_kv_heads, block_size, head_dim]"""
     values: Tensor
     scales: CacheScales | None = None
-    """Of an int8 or float8_e4m3fn cache."""
+    """Of an int8, float8_e4m3fn or float8_e5m2 cache."""
 
 
 def rotary_and_write(

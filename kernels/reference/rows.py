@@ -101,8 +101,9 @@ def write_cache(
     """Stores each token's key and value at its slot. A token whose slot is negative is padding and stored nowhere.
 
     key, value: [num_tokens, num_kv_heads, head_dim]; caches [num_blocks, num_kv_heads, block_size, head_dim], mutated.
-    An int8 or float8_e4m3fn cache takes values divided by their scale, rounded to nearest and clamped; where `scales`
-    has rows, a row's scale is its largest magnitude over the type's largest value (1 for a row of zeros), and stored.
+    An int8, float8_e4m3fn or float8_e5m2 cache takes values divided by their scale, rounded to nearest and clamped;
+    where `scales` has rows, a row's scale is its largest magnitude over the type's largest value (1 for a row of
+    zeros), and stored.
     """
     slots = batch.slot_mapping
     if bool((slots < 0).any()):
@@ -118,7 +119,7 @@ def write_cache(
         if cache.dtype not in LARGEST_STORED:
             cache[block, :, offset] = rows.to(cache.dtype)
             continue
-        divisor: Tensor | float = scale
+        divisor: Tensor | float = scale[:, None] if isinstance(scale, Tensor) else scale
         if row_scales is not None:
             largest = rows.float().abs().amax(-1, keepdim=True)
             divisor = torch.where(largest > 0, largest / LARGEST_STORED[cache.dtype], 1.0)
@@ -126,12 +127,14 @@ def write_cache(
         cache[block, :, offset] = narrow(rows.float() / divisor, cache.dtype)
 
 
-LARGEST_STORED: Mapping[torch.dtype, float] = MappingProxyType({torch.int8: 127.0, torch.float8_e4m3fn: 448.0})
+LARGEST_STORED: Mapping[torch.dtype, float] = MappingProxyType(
+    {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+)
 """The cache types that carry scales."""
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x float32 of any shape, rounded to nearest and clamped to what int8 or float8_e4m3fn holds."""
+    """x float32 of any shape, rounded to nearest and clamped to what int8 or a float8 holds."""
     clamped = x.clamp(-LARGEST_STORED[dtype], LARGEST_STORED[dtype])
     return clamped.round().to(dtype) if dtype == torch.int8 else clamped.to(dtype)
 

@@ -87,6 +87,8 @@ class Launch:
         if not key_cache.is_contiguous() or not value_cache.is_contiguous():
             raise ValueError("the key and value caches of a layer must each be contiguous")
         scales = scales or CacheScales()
+        assert isinstance(scales.key, float), "no kernel here reads scales of heads"
+        assert isinstance(scales.value, float), "no kernel here reads scales of heads"
         kind = CACHE_KINDS.get(key_cache.dtype, 0)
         if key_cache.dtype == torch.float8_e4m3fn:
             key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)

@@ -80,6 +80,8 @@ class _Launch:
     ) -> None:
         if not cache.is_contiguous():
             raise ValueError("the cache of a layer must be contiguous")
+        assert isinstance(scales.key, float), "all heads share one vector of a token, and one scale"
+        assert isinstance(scales.value, float), "all heads share one vector of a token, and one scale"
         kind, block_size = CACHE_KINDS.get(cache.dtype, 0), cache.shape[2]
         if cache.dtype == torch.float8_e4m3fn:
             cache = cache.view(torch.uint8)

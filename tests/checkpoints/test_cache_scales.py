@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,25 @@ import pytest
 import quantised_checkpoints as made
 import tiny_models
 import torch
+from gpu_parts import HostBackend
 from model_driver import Driver
+from rank_threads import pool_for_each_rank
 from safetensors.torch import load_file, save_file
 from test_packed_engine import started
+from test_parallel_model import THREADS, first_logprobs
 from test_quantisation import PROMPT, opened, relative_to_spread
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import block_bytes
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
+from headrace.executor.gpu.hardware.device import GpuFacts
+from headrace.executor.gpu.rank import GpuRank
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.kernels.cpu import build
+
+__all__ = ["pool_for_each_rank"]  # a fixture
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 
@@ -58,38 +66,46 @@ def test_scales_are_found_by_every_name_that_tools_give_them(kind: str, tmp_path
     folder = checkpoint_with(tmp_path, named(kind))
     checkpoint = open_checkpoint(Options(model=str(folder)))
     found = checkpoint.cache_scales(spec_from_config(checkpoint.config))
-    assert found == tuple(tuple(float(torch.tensor(scale)) for scale in pair) for pair in OWN)
+    assert found == tuple(tuple((float(torch.tensor(scale)),) for scale in pair) for pair in OWN)
 
 
 def test_one_scale_for_both_is_taken_twice(tmp_path: Path) -> None:
     both = {f"model.layers.{layer}.self_attn.kv_scale": torch.tensor([0.5]) for layer in range(2)}
     checkpoint = open_checkpoint(Options(model=str(checkpoint_with(tmp_path, both))))
-    assert checkpoint.cache_scales(spec_from_config(checkpoint.config)) == ((0.5, 0.5), (0.5, 0.5))
+    assert checkpoint.cache_scales(spec_from_config(checkpoint.config)) == (((0.5,), (0.5,)), ((0.5,), (0.5,)))
 
 
-def test_the_program_and_the_reference_divide_by_the_checkpoints_scales(tmp_path: Path) -> None:
-    folder = checkpoint_with(tmp_path, named())
+def of_heads(factors: Sequence[float] = (1.0, 1.3, 0.8, 1.1)) -> dict[str, torch.Tensor]:
+    """As llm-compressor names and shapes those of its strategy attn_head: OWN with a factor for each of 4 heads."""
+    return {name: scale * torch.tensor(factors)[:, None, None] for name, scale in named().items()}
+
+
+@pytest.mark.parametrize("scales", [named, of_heads], ids=["of layers", "of heads"])
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_the_program_and_the_reference_divide_by_the_checkpoints_scales(
+    scales: Any, stored: torch.dtype, tmp_path: Path
+) -> None:
+    folder = checkpoint_with(tmp_path, scales())
     program = opened(folder)
     checkpoint = open_checkpoint(Options(model=str(folder)))
     by_op = Decoder(program.spec, checkpoint.weights(), torch.float32, "cpu")
-    scales = checkpoint.cache_scales(program.spec)
+    own = checkpoint.cache_scales(program.spec)
 
     def logits(decoder: Any, **options: Any) -> torch.Tensor:
-        driver = Driver(decoder, cache_dtype=torch.float8_e4m3fn, **options)
+        driver = Driver(decoder, cache_dtype=stored, **options)
         return driver.greedy([PROMPT], 1, chunk=4)[1][0]
 
-    assert relative_to_spread(logits(program, layer_scales=scales), logits(by_op, layer_scales=scales)) < (
-        SAME_CODES_ERROR
-    )
+    assert relative_to_spread(logits(program, layer_scales=own), logits(by_op, layer_scales=own)) < SAME_CODES_ERROR
     # Scales that cut most values off: both compute the same wrong thing, and no other.
-    small = ((1e-5, 1e-5),) * 2
+    small = (((1e-5,), (1e-5,)),) * 2
     cut = logits(by_op, layer_scales=small)
     assert relative_to_spread(logits(program, layer_scales=small), cut) < SAME_CODES_ERROR
     assert relative_to_spread(cut, logits(by_op)) > 10 * SAME_CODES_ERROR
 
 
-def test_the_first_scale_is_of_keys_and_the_second_of_values(tmp_path: Path) -> None:
-    folder = checkpoint_with(tmp_path, named())
+@pytest.mark.parametrize("scales", [named, of_heads], ids=["of layers", "of heads"])
+def test_the_first_scale_is_of_keys_and_the_second_of_values(scales: Any, tmp_path: Path) -> None:
+    folder = checkpoint_with(tmp_path, scales())
     checkpoint = open_checkpoint(Options(model=str(folder)))
     spec = spec_from_config(checkpoint.config)
     decoder = Decoder(spec, checkpoint.weights(), torch.float32, "cpu")
@@ -97,11 +113,11 @@ def test_the_first_scale_is_of_keys_and_the_second_of_values(tmp_path: Path) -> 
     scaled = Driver(decoder, cache_dtype=torch.float8_e4m3fn, layer_scales=checkpoint.cache_scales(spec))
     for driver in (exact, scaled):
         driver.greedy([PROMPT], 1, chunk=64)
-    for name, scale in zip(("keys", "values"), OWN[0], strict=True):
+    for name, scale in zip(("keys", "values"), checkpoint.cache_scales(spec)[0], strict=True):
         expected, stored = (getattr(driver.cache, name)[0].float() for driver in (exact, scaled))
         written = expected.isfinite()
         assert written.sum() == len(PROMPT) * spec.layers[0].mixer.cache.num_heads * expected.shape[-1]
-        found = stored[written] * scale
+        found = (stored * torch.tensor(scale)[:, None, None])[written]
         assert relative_to_spread(found, expected[written].double()) < ROUNDING_ERROR
 
 
@@ -109,6 +125,7 @@ def test_the_first_scale_is_of_keys_and_the_second_of_values(tmp_path: Path) -> 
     ("asked", "expected"),
     [
         ({"kv_cache_dtype": "fp8"}, OWN),
+        ({"kv_cache_dtype": "fp8_e5m2"}, OWN),
         ({"kv_cache_dtype": "fp8", "calculate_kv_scales": True}, ()),
         ({"kv_cache_dtype": "int8"}, ()),
         ({}, ()),
@@ -120,15 +137,13 @@ def test_an_fp8_cache_has_them_unless_they_are_to_be_calculated(
     executor, plan, _ = started(checkpoint_with(tmp_path, named()), **asked)
     assert executor._runner is not None
     cache = executor._runner._kv_cache
-    assert [pair == pytest.approx(own) for pair, own in zip(cache.layer_scales, expected, strict=True)] == (
-        [True] * len(expected)
-    )
+    assert [(found.key, found.value) for found in cache.layer_scales] == [pytest.approx(own) for own in expected]
     assert cache.nbytes == 200 * block_bytes(plan), "no memory for scales of rows beside them"
     assert bool(cache.key_scales) == (cache.keys[0].itemsize == 1 and not expected)
 
 
-@pytest.mark.parametrize("held", ["keys alone", "one for each head", "of one layer"])
-def test_what_is_not_one_number_for_each_layer_is_calculated_and_that_is_said(
+@pytest.mark.parametrize("held", ["keys alone", "of three heads", "of one layer"])
+def test_what_is_not_a_number_for_each_layer_or_head_is_calculated_and_that_is_said(
     held: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     scales = named()
@@ -137,12 +152,39 @@ def test_what_is_not_one_number_for_each_layer_is_calculated_and_that_is_said(
     elif held == "of one layer":
         scales = {name: scale for name, scale in scales.items() if "layers.0" in name}
     else:
-        scales = {name: torch.full((4,), 0.1) for name in scales}
+        scales = {name: torch.full((3,), 0.1) for name in scales}
     executor, _, _ = started(checkpoint_with(tmp_path, scales), kv_cache_dtype="fp8")
     assert executor._runner is not None
     assert not executor._runner._kv_cache.layer_scales
     assert executor._runner._kv_cache.key_scales
     assert "scales of a quantised cache (model.layers.0.self_attn.k_scale ...) have no effect" in caplog.text
+
+
+def test_a_gpu_takes_neither_scales_of_heads_nor_e5m2(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gpu = GpuFacts("A GPU", (9, 0), 4 << 30, 3 << 30)
+
+    def rows_with_scales(folder: Path, kv_cache_dtype: Any) -> int:
+        asked = Options(model=str(folder), skip_tokenizer_init=True, kv_cache_dtype=kv_cache_dtype)
+        described = GpuRank(asked, torch.device("cuda", 0), HostBackend(gpu)).describe(lambda phase: None)
+        return described.kv_rows_per_token
+
+    even = checkpoint_with(tmp_path / "even", named())
+    assert rows_with_scales(even, "fp8") == 0
+    assert rows_with_scales(checkpoint_with(tmp_path / "own", of_heads()), "fp8") == 2 * 2 * 4
+    assert "a GPU's kernels read none of single heads" in caplog.text
+    with pytest.raises(OptionError, match="kv_cache_dtype=fp8_e5m2 is for a CPU alone; on a GPU fp8"):
+        rows_with_scales(even, "fp8_e5m2")
+
+
+def test_ranks_divide_by_the_scales_of_their_own_heads(tmp_path: Path) -> None:
+    # The smaller ones cut values off, so that a head which took another's would be seen.
+    folder = checkpoint_with(tmp_path / "own", of_heads((1.0, 1e-3, 2e-3, 5e-4)))
+    even = checkpoint_with(tmp_path / "even", named())
+    options = {"dtype": "float32", "kv_cache_dtype": "fp8"}
+    two = first_logprobs(folder, **options, distributed_executor_backend=THREADS, tensor_parallel_size=2)
+    one = first_logprobs(folder, **options)
+    assert two == pytest.approx(one, abs=0.06)
+    assert one != pytest.approx(first_logprobs(even, **options), abs=0.12)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])

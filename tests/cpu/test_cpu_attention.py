@@ -13,10 +13,12 @@ from torch import Tensor
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.ops import LAYOUT_GROUPS, CacheScales, CpuOps, best_layout, describe_cache
 from headrace.kernels.reference.attention import AttentionParams, PagedBatch
+from headrace.kernels.reference.rows import LARGEST_STORED
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 
 FLOAT_TYPES = [torch.float32, torch.bfloat16, torch.float16]
+SCALED = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
 EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Largest relative error of rounding to a type."""
 
@@ -216,16 +218,18 @@ def test_fp16_cache(ops: CpuOps) -> None:
     assert (found - expected).abs().max() < 2.0**-11 * expected.abs().max()
 
 
-@pytest.mark.parametrize("per_row", [False, True], ids=["one scale", "a scale per row"])
-@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantised_caches(ops: CpuOps, cache_dtype: torch.dtype, per_row: bool) -> None:
+@pytest.mark.parametrize("per", ["layer", "head", "row"])
+@pytest.mark.parametrize("cache_dtype", SCALED)
+def test_quantised_caches(ops: CpuOps, cache_dtype: torch.dtype, per: str) -> None:
     wide = make_case(MIXED, (6, 2, 64), 16, torch.float32, torch.float32)
     shape = wide.keys.shape
     keys, values = torch.zeros(2, *shape, dtype=torch.float32).to(cache_dtype).unbind(0)
-    largest = 127.0 if cache_dtype == torch.int8 else 448.0
-    if per_row:
+    largest = LARGEST_STORED[cache_dtype]
+    if per == "row":
         row_scales = torch.full((2, *shape[:3]), torch.nan)
         scales = CacheScales(keys=row_scales[0], values=row_scales[1])
+    elif per == "head":
+        scales = CacheScales(key=torch.tensor([5.0, 4.9]) / largest, value=torch.tensor([6.0, 5.0]) / largest)
     else:
         scales = CacheScales(key=5 / largest, value=6 / largest)
     for seq, length in enumerate(wide.context_lens):
@@ -233,13 +237,14 @@ def test_quantised_caches(ops: CpuOps, cache_dtype: torch.dtype, per_row: bool) 
         blocks, offsets = every.slot_mapping // 16, every.slot_mapping % 16
         ops.write_cache(wide.keys[blocks, :, offsets], wide.values[blocks, :, offsets], keys, values, every, scales)
 
-    def exact(cache: Tensor, rows: Tensor | None, scale: float) -> Tensor:
-        return cache.float() * (scale if rows is None else rows.nan_to_num()[..., None])
+    def exact(cache: Tensor, rows: Tensor | None, scale: float | Tensor) -> Tensor:
+        whole = scale[:, None, None] if isinstance(scale, Tensor) else scale
+        return cache.float() * (whole if rows is None else rows.nan_to_num()[..., None])
 
     exact_keys, exact_values = exact(keys, scales.keys, scales.key), exact(values, scales.values, scales.value)
     written = ~wide.keys.isnan()
-    # Half the distance of neighbours: 1 in int8, 32 among the largest of e4m3.
-    step = 5 / largest * (0.5 if cache_dtype == torch.int8 else 16)
+    # Half the distance of neighbours: 1 in int8, 32 among the largest of e4m3, 8192 of e5m2.
+    step = 5 / largest * {torch.int8: 0.5, torch.float8_e4m3fn: 16, torch.float8_e5m2: 4096}[cache_dtype]
     assert (exact_keys - wide.keys)[written].abs().max() <= step * 1.01
     found = attend(ops, replace(wide, keys=keys, values=values), PARAMS["plain"], scales)
     error = (found - wide.expected(PARAMS["plain"], exact_keys, exact_values)).abs()
@@ -247,27 +252,34 @@ def test_quantised_caches(ops: CpuOps, cache_dtype: torch.dtype, per_row: bool) 
     assert error.mean() < 0.002
 
 
-def test_e4m3_writes_round_as_torch_does_and_saturate(ops: CpuOps) -> None:
-    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+@pytest.mark.parametrize(("cache_dtype", "count"), [(torch.float8_e4m3fn, 127), (torch.float8_e5m2, 124)])
+def test_writes_in_floats_of_8_bits_round_as_torch_does_and_saturate(
+    ops: CpuOps, cache_dtype: torch.dtype, count: int
+) -> None:
+    values = torch.arange(count, dtype=torch.uint8).view(cache_dtype).float()
     halfway = (values[1:] + values[:-1]) / 2  # to the even one
-    beyond = torch.tensor([447.0, 449.0, 500.0, 1e6])
+    largest = float(values[-1])
+    assert largest == LARGEST_STORED[cache_dtype]
+    beyond = torch.tensor([largest * 0.998, largest * 1.002, largest * 1.1, 1e9])
     every = torch.cat((values, halfway, halfway * 1.001, halfway * 0.999, beyond))
     every = torch.cat((every, -every, torch.zeros(-2 * len(every) % 32))).view(-1, 1, 32)
     count = len(every)
-    caches = torch.zeros(2, count, 1, 1, 32).to(torch.float8_e4m3fn)
+    caches = torch.zeros(2, count, 1, 1, 32).to(cache_dtype)
     batch = PagedBatch(
         torch.tensor([0, count]), torch.tensor([count]), torch.arange(count)[None], torch.arange(count), 1
     )
     ops.write_cache(every, every, caches[0], caches[1], batch)
-    wanted = every.clamp(-448, 448).to(torch.float8_e4m3fn)
+    wanted = every.clamp(-largest, largest).to(cache_dtype)
     assert torch.equal(caches[0].view(torch.uint8).flatten(), wanted.view(torch.uint8).flatten())
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("cache_dtype", SCALED)
 def test_every_number_of_one_byte_is_read_exactly(ops: CpuOps, cache_dtype: torch.dtype) -> None:
     case = make_case([(1, 1)], (1, 1, 256), 16, torch.float32, torch.float32)
     codes = torch.arange(256, dtype=torch.uint8)
     codes[[127, 128, 255]] = 0  # no numbers in e4m3; int8 has no -128
+    if cache_dtype == torch.float8_e5m2:
+        codes[(codes & 127) > 123] = 0  # infinities and NaN, which are never written
     case.values = codes.view(cache_dtype).expand(case.values.shape).contiguous()
     case.keys = torch.zeros_like(case.values)
     # Of a single key the output is the value.
@@ -308,7 +320,7 @@ def test_a_lone_long_sequence_is_divided_and_stays_the_same(ops: CpuOps, other_o
             assert torch.equal(attend(other, case), alone)
 
 
-@pytest.mark.parametrize("cache_dtype", [*FLOAT_TYPES, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("cache_dtype", [*FLOAT_TYPES, *SCALED])
 def test_a_cache_in_groups_has_the_rows_in_another_order(ops: CpuOps, cache_dtype: torch.dtype) -> None:
     key, value = torch.randn(5, 2, 2, 48).unbind(1)
     slots = torch.tensor([3, 39, 32, 16, 94])  # of 3 blocks of 32

@@ -107,10 +107,11 @@ def test_every_instruction_set_level_computes_the_same_things(level: str) -> Non
     for params in test_cpu_attention.PARAMS.values():
         test_cpu_attention.test_bf16_attention_is_within_its_roundings(ops, torch.bfloat16, params)
     test_cpu_attention.test_fp16_cache(ops)
-    test_cpu_attention.test_quantised_caches(ops, torch.int8, per_row=True)
-    test_cpu_attention.test_quantised_caches(ops, torch.float8_e4m3fn, per_row=False)
-    test_cpu_attention.test_e4m3_writes_round_as_torch_does_and_saturate(ops)
-    for one_byte in (torch.int8, torch.float8_e4m3fn):
+    test_cpu_attention.test_quantised_caches(ops, torch.int8, per="row")
+    for one_byte, count in ((torch.float8_e4m3fn, 127), (torch.float8_e5m2, 124)):
+        test_cpu_attention.test_quantised_caches(ops, one_byte, per="head")
+        test_cpu_attention.test_writes_in_floats_of_8_bits_round_as_torch_does_and_saturate(ops, one_byte, count)
+    for one_byte in test_cpu_attention.SCALED:
         test_cpu_attention.test_every_number_of_one_byte_is_read_exactly(ops, one_byte)
     for dtype in FLOAT_TYPES:
         test_norms(ops, dtype, 577, with_residual=True)

@@ -47,7 +47,7 @@ def test_a_gguf_file_is_not_quantised_again(q4_1_file: Path) -> None:
         started(q4_1_file, quantization="int8")
 
 
-@pytest.mark.parametrize("cache_dtype", ["int8", "fp8_e4m3", "float32"])
+@pytest.mark.parametrize("cache_dtype", ["int8", "fp8_e4m3", "fp8_e5m2", "float32"])
 def test_the_cache_takes_the_memory_that_the_core_counted(q4_1_file: Path, cache_dtype: str) -> None:
     executor, plan, _ = started(q4_1_file, kv_cache_dtype=cache_dtype)
     assert executor._runner is not None

@@ -59,6 +59,7 @@ def exact(passages: list[dict[str, Any]]) -> float:
         {},  # packed, as the file stores them; keys and values in bf16
         {"kv_cache_dtype": "int8"},
         {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e5m2"},
     ],
 )
 def test_perplexity_stays_near_that_of_the_dequantised_float32_model(

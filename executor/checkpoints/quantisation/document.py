@@ -30,10 +30,11 @@ as it is read.
 Keys and values beside packed weights are float16, finer than bfloat16; where activations become int8 they are of
 `--dtype`, as what they lose is less than that. `--kv-cache-dtype` says otherwise.
 
-`--kv-cache-dtype fp8` divides keys and values by the checkpoint's scales (`k_scale` and `v_scale`, or Quark's
-`output_scale`) where it has one of each for every layer. Where it has others, as one for each head, or none, with
-`--calculate-kv-scales`, and in an `int8` cache each token and head has a scale of its own, taken from what is written,
-which is finer and takes 4 bytes of each head's row.
+`--kv-cache-dtype fp8` (e4m3) and `fp8_e5m2` divide keys and values by the checkpoint's scales (`k_scale` and `v_scale`,
+or Quark's `output_scale`) where it has them for every layer: one of each, or one for each head. Where it has others or
+none, with `--calculate-kv-scales`, and in an `int8` cache each token and head has a scale of its own, taken from what
+is written, which is finer and takes 4 bytes of each head's row. A GPU has no `fp8_e5m2`, and scales of its own where
+the checkpoint's are of heads.
 
 Ranks (tensor parallel) divide matrices between groups. Where a share begins within a group, or where GPTQ's
 `desc_act` orders the inputs that ranks divide, that matrix is kept in floats, which is logged. Experts are computed
