@@ -7,6 +7,7 @@ INTO/model is the checkpoint as the tool saves it, INTO/dequantised.safetensors 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -188,17 +189,23 @@ def gptqmodel(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
 
 
 def autoround(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
-    """What it stands for is what the tool's own layers make of the unit vectors."""
+    """What it stands for is what the tool's own functions make of the stored tensors: not of all layouts has it a layer
+    for a CPU. Schemes of gptq and awq are checkpoints of those formats."""
     from auto_round import AutoRound
+    from auto_round.export.export_to_awq.utils import dequantize_gemm
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     layout, changes = {
         "4 bits": ("auto_round", {"bits": 4}),
-        "4 bits asymmetric": ("auto_round", {"bits": 4, "sym": False}),
+        "4 bits asymmetric": ("auto_round:auto_gptq", {"bits": 4, "sym": False}),
         "4 bits awq": ("auto_round:auto_awq", {"bits": 4, "sym": False}),
         "3 bits": ("auto_round", {"bits": 3}),
         "2 bits asymmetric": ("auto_round", {"bits": 2, "sym": False}),
         "8 bits": ("auto_round", {"bits": 8}),
+        "awq 4 bits": ("auto_awq", {"bits": 4, "sym": False}),
+        "gptq 3 bits": ("auto_gptq", {"bits": 3}),
+        "gptq 2 bits asymmetric": ("auto_gptq", {"bits": 2, "sym": False}),
     }[scheme]
     folder = tempfile.mkdtemp()
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -208,13 +215,23 @@ def autoround(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
     )
     _, folders = tool.quantize_and_save(folder, format=layout)
     stored = Path(folders[0] if isinstance(folders, list | tuple) else folders)
-    loaded = AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, device_map="cpu")
+    config = json.loads((stored / "config.json").read_text())["quantization_config"]
+    packing = config.get("packing_format", config["quant_method"])
+    bits, size = config["bits"], config["group_size"]
+    layers = qlinear_torch if packing == "auto_round" else qlinear_torch_zp
+    tensors: dict[str, Any] = {}
+    for file in stored.glob("*.safetensors"):
+        tensors |= load_file(file)
     values = {}
-    for name, module in loaded.named_modules():
-        if hasattr(module, "qweight"):
-            module.scales = module.scales.float()  # as they are stored, but the product is not rounded to their type
-            width = getattr(module, "infeatures", None) or module.in_features
-            values[f"{name}.weight"] = module(torch.eye(width)).T
+    for name in (each.removesuffix(".qweight") for each in tensors if each.endswith(".qweight")):
+        words, zeros, scales = (tensors[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales"))
+        if "awq" in packing:
+            values[f"{name}.weight"] = dequantize_gemm(words, zeros, scales.float(), bits, size).T
+            continue
+        width = words.shape[0] * 32 // bits
+        layer = layers.QuantLinear(bits, size, width, words.shape[1], bias=False)
+        layer.qweight, layer.qzeros, layer.scales = words, zeros, scales.float()
+        values[f"{name}.weight"] = layer(torch.eye(width)).T
     return _Exported(lambda into: shutil.copytree(stored, into)), values
 
 

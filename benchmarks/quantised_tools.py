@@ -38,7 +38,10 @@ SCHEMES = {
     "hqq": ("8 bits", "4 bits", "2 bits"),
     "modelopt": ("FP8_DEFAULT", "NVFP4_DEFAULT"),
     "gptqmodel": ("4 bits", "4 bits asymmetric", "4 bits desc_act", "8 bits", "3 bits", "2 bits"),
-    "auto_round": ("4 bits", "4 bits asymmetric", "4 bits awq", "3 bits", "2 bits asymmetric", "8 bits"),
+    "auto_round": (
+        "4 bits", "4 bits asymmetric", "4 bits awq", "3 bits", "2 bits asymmetric", "8 bits", "awq 4 bits",
+        "gptq 3 bits", "gptq 2 bits asymmetric",
+    ),
     "quark": ("fp8", "int8", "int4", "uint4", "mxfp4", "mxfp6 e2m3", "mxfp6 e3m2"),
 }  # fmt: skip
 DISTRIBUTIONS = {"modelopt": "nvidia-modelopt", "quark": "amd-quark", "auto_round": "auto-round"}
