@@ -162,25 +162,42 @@ def quark(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
 def gptqmodel(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it wants no fewer, and takes one of two cores by itself
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+    from gptqmodel.quantization.config import FP8Config
 
     # Codes are packed by torch: the tool's own extension takes minutes to compile.
-    shaped: dict[str, Any] = {
+    options: dict[str, dict[str, Any]] = {
         "4 bits": {"bits": 4},
         "4 bits asymmetric": {"bits": 4, "sym": False},
         "4 bits desc_act": {"bits": 4, "desc_act": True},
         "8 bits": {"bits": 8},
         "3 bits": {"bits": 3},
         "2 bits": {"bits": 2},
-    }[scheme]
-    model = GPTQModel.load(model_path, QuantizeConfig(group_size=32, pack_impl="original", **shaped), device="cpu")
-    model.quantize(_texts(), batch_size=1)
+        "2 bits asymmetric": {"bits": 2, "sym": False},
+        "awq 4 bits": {"bits": 4, "sym": False, "method": "awq", "format": "gemm"},
+        "fp8 matrix": {"weight_scale_method": "tensor"},
+        "fp8 rows": {"weight_scale_method": "row"},
+        "fp8 blocks": {"weight_scale_method": "block", "weight_block_size": [128, 128]},
+    }
+    shaped = options[scheme]
+    in_groups = {"group_size": 32, "pack_impl": "original"}
+    config: Any = FP8Config(**shaped) if "fp8" in scheme else QuantizeConfig(**in_groups, **shaped)
+    model = GPTQModel.load(model_path, config, device="cpu")
+    model.quantize(None if "fp8" in scheme else _texts(), batch_size=1)
     folder = Path(tempfile.mkdtemp())
     model.save(str(folder))
-    stored = GPTQModel.load(str(folder), device="cpu", backend=BACKEND.TORCH, dtype=torch.float16)
+    backend = BACKEND.FP8_TORCH if "fp8" in scheme else BACKEND.AWQ_TORCH if "awq" in scheme else BACKEND.TORCH
+    stored = GPTQModel.load(str(folder), device="cpu", backend=backend, dtype=torch.float16)
     values = {}
     for name, module in stored.model.named_modules():
-        if hasattr(module, "dequantize_weight"):
-            module.scales = module.scales.float()  # as they are stored, but the product is not rounded to their type
+        # Scales as they are stored, but the product is not rounded to their type.
+        if "awq" in scheme and hasattr(module, "qweight"):
+            tensors = (module.qweight, module.qzeros, module.scales.float(), module.bits, module.group_size)
+            values[f"{name}.weight"] = dequantize_gemm(*tensors).T
+        elif "fp8" in scheme and hasattr(module, "dequantize_weight"):
+            values[f"{name}.weight"] = module.dequantize_weight(dtype=torch.float32).T
+        elif hasattr(module, "dequantize_weight"):
+            module.scales = module.scales.float()
             values[f"{name}.weight"] = module.dequantize_weight().T.detach().clone()
     modules = {name.removesuffix(".weight") for name in values}
     for file in folder.glob("*.safetensors"):  # the other weights, which it rounds to bfloat16

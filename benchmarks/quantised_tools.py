@@ -33,11 +33,15 @@ SCHEMES = {
     "bitsandbytes": ("nf4", "nf4 double", "fp4", "int8"),
     "llmcompressor": (
         "W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "MXFP4A16",
+        "MXFP8A16",
     ),
     "torchao": ("Int8WeightOnly", "IntxWeightOnly", "Int8DynamicActivationInt8Weight", "Float8WeightOnly"),
     "hqq": ("8 bits", "4 bits", "2 bits"),
     "modelopt": ("FP8_DEFAULT", "NVFP4_DEFAULT"),
-    "gptqmodel": ("4 bits", "4 bits asymmetric", "4 bits desc_act", "8 bits", "3 bits", "2 bits"),
+    "gptqmodel": (
+        "4 bits", "4 bits asymmetric", "4 bits desc_act", "8 bits", "3 bits", "2 bits", "2 bits asymmetric",
+        "awq 4 bits", "fp8 matrix", "fp8 rows", "fp8 blocks",
+    ),
     "auto_round": (
         "4 bits", "4 bits asymmetric", "4 bits awq", "3 bits", "2 bits asymmetric", "8 bits", "awq 4 bits",
         "gptq 3 bits", "gptq 2 bits asymmetric",

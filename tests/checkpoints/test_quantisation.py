@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from test_cpu_decoder import LIMITS
 from test_parallel_model import THREADS, first_logprobs
 from torch import Tensor
+from transformers.integrations import mxfp4
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
@@ -98,6 +99,9 @@ CASES: dict[str, Case] = {
     "fp8 matrix": (lambda: made.fp8("matrix"), {"e4m3"}, EXACT_ERROR),
     "fp8 rows": (lambda: made.fp8("rows"), {"e4m3"}, EXACT_ERROR),
     "fp8 blocks": (lambda: made.fp8("blocks"), {"e4m3"}, EXACT_ERROR),
+    "fp8 exponents": (lambda: made.fp8("exponents"), {"e4m3"}, EXACT_ERROR),
+    "fp8 exponents as bytes": (lambda: made.fp8("exponents as bytes"), {"e4m3"}, EXACT_ERROR),
+    "fp8 divisors": (lambda: made.fp8("divisors"), {"e4m3"}, EXACT_ERROR),
     "modelopt fp8": (lambda: made.modelopt("FP8"), {"e4m3"}, EXACT_ERROR),
     "modelopt nvfp4": (lambda: made.modelopt("NVFP4"), {"float4"}, EXACT_ERROR),
     "quark fp8": (lambda: made.quark("fp8_e4m3"), {"e4m3"}, EXACT_ERROR),
@@ -113,6 +117,7 @@ CASES: dict[str, Case] = {
     "compressed W8A16": (lambda: made.compressed("W8A16", **made.W8), {"int8"}, MOST_ERROR),
     "compressed W8A8": (lambda: made.compressed("W8A8", **made.W8), {"int8"}, MOST_ERROR),
     "compressed fp8": (lambda: made.compressed("fp8", **(made.W8 | {"type": "float"})), {"e4m3"}, EXACT_ERROR),
+    "compressed mxfp8": (lambda: made.compressed("MXFP8", **made.F8), {"e4m3"}, EXACT_ERROR),
     "compressed nvfp4": (lambda: made.compressed("NVFP4", **made.F4), {"float4"}, EXACT_ERROR),
     "compressed mxfp4": (lambda: made.compressed("MXFP4", **made.F4), {"float4"}, EXACT_ERROR),
     "torchao int8": (lambda: made.torchao("Int8WeightOnly"), {"int8"}, MOST_ERROR),
@@ -295,11 +300,11 @@ def test_gpt_oss_is_read_from_its_stacks_of_4_bit_floats_which_the_program_keeps
             continue
         rows = tensor.transpose(1, 2).flatten(0, 1).contiguous()  # [experts * out, in]
         exponents, scales = made.mxfp4_scales(rows)
-        codes, values = made.in_fp4(rows, scales)
+        codes, _ = made.in_fp4(rows, scales)
         count, _, out = tensor.shape
-        stored[f"{name}_blocks"] = codes.view(count, out, -1, 16)
-        stored[f"{name}_scales"] = exponents.view(count, out, -1)
-        state[name] = values.view(count, out, -1).transpose(1, 2)
+        blocks, exponents = codes.view(count, out, -1, 16), exponents.view(count, out, -1)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+        state[name] = mxfp4.convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
     config = model.config.to_dict() | {"architectures": ["GptOssForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
@@ -524,6 +529,7 @@ def test_each_format_names_tensors_that_do_not_fit(
         ({"quant_method": "hqq", "nbits": 3, "group_size": 32}, "HQQ weights of 3 bits are not supported; 1, 2, 4 and"),
         ({"quant_method": "hqq", "nbits": 4, "group_size": 32, "axis": 0}, "in groups along the outputs"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size is 128; two whole numbers are expected"),
+        ({"quant_method": "fp8", "weight_scale_semantics": "log"}, "weight_scale_semantics is 'log'; inverse is known"),
     ],
 )
 def test_each_format_names_a_config_that_it_cannot_serve(

@@ -182,21 +182,26 @@ def awq(group: int = 32) -> tuple[dict[str, Any], Writer]:
 
 
 def fp8(kind: str) -> tuple[dict[str, Any], Writer]:
-    """Scales of the matrix, of rows, or of blocks of 32 x 64."""
-    rows, columns = {"matrix": (1 << 20, 1 << 20), "rows": (1, 1 << 20), "blocks": (32, 64)}[kind]
+    """Scales of the matrix, of rows, or (all others) of blocks of 32 x 64."""
+    rows, columns = {"matrix": (1 << 20, 1 << 20), "rows": (1, 1 << 20)}.get(kind, (32, 64))
+    in_blocks, of_two = kind not in ("matrix", "rows"), kind.startswith("exponents")
 
     def writer(module: str, weight: Tensor) -> Written:
-        codes, scales, values = in_fp8(weight, rows, columns)
-        if kind == "blocks":
-            return {".weight": codes, ".weight_scale_inv": scales}, values
+        codes, scales, values = in_fp8(weight, rows, columns, of_two)
+        if in_blocks:
+            if of_two:
+                exponents = (scales.log2() + 127).to(torch.uint8)
+                scales = exponents if kind.endswith("bytes") else exponents.view(torch.float8_e8m0fnu)
+            return {".weight": codes, ".weight_scale_inv": 1 / scales if kind == "divisors" else scales}, values
         return {".weight": codes, ".weight_scale": scales[0, 0] if kind == "matrix" else scales}, values
 
     config: dict[str, Any] = {"quant_method": "fbgemm_fp8" if kind == "rows" else "fp8", "activation_scheme": "dynamic"}
-    return config | ({"weight_block_size": [rows, columns]} if kind == "blocks" else {}), writer
+    config |= {"weight_block_size": [rows, columns]} if in_blocks else {}
+    return config | ({"weight_scale_semantics": "inverse"} if kind == "divisors" else {}), writer
 
 
-def in_fp8(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, ...]:
-    """codes, scales of blocks [ceil, ceil] and the values."""
+def in_fp8(weight: Tensor, rows: int, columns: int, of_two: bool = False) -> tuple[Tensor, ...]:
+    """codes, scales of blocks [ceil, ceil], as powers of two where asked, and the values."""
     n, k = weight.shape
     scales = torch.empty(-(-n // rows), -(-k // columns))
     wide = torch.empty(n, k)
@@ -204,6 +209,8 @@ def in_fp8(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, ...]:
         for j in range(scales.shape[1]):
             part = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
             scales[i, j] = weight[part].abs().max() / 448
+            if of_two:
+                scales[i, j] = scales[i, j].log2().ceil().exp2()
             wide[part] = scales[i, j]
     codes = (weight / wide).to(torch.float8_e4m3fn)
     return codes, scales, codes.float() * wide
@@ -353,6 +360,11 @@ def _float_quantized(weight: Tensor) -> Written:
     return {".weight": codes, ".weight_scale": scales}, values
 
 
+def _mxfp8(weight: Tensor) -> Written:
+    codes, scales, values = in_fp8(weight, 1, 32, of_two=True)
+    return {".weight": codes, ".weight_scale": (scales.log2() + 127).to(torch.uint8)}, values
+
+
 def _nvfp4(weight: Tensor) -> Written:
     small, most, _ = nvfp4_scales(weight)
     divisor = (1 / most)[None]
@@ -373,12 +385,14 @@ COMPRESSED: dict[str, tuple[str, Callable[[Tensor], Written]]] = {
     "W8A16": ("pack-quantized", _pack_quantized(8, -1, symmetric=True)),
     "W8A8": ("int-quantized", _int_quantized),
     "fp8": ("float-quantized", _float_quantized),
+    "MXFP8": ("mxfp8-quantized", _mxfp8),
     "NVFP4": ("nvfp4-pack-quantized", _nvfp4),
     "MXFP4": ("mxfp4-pack-quantized", _mxfp4),
 }
 W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 W8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 F4 = {"num_bits": 4, "type": "float", "strategy": "group"}
+F8 = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}
 
 
 def bitsandbytes(kind: str) -> tuple[dict[str, Any], Writer]:

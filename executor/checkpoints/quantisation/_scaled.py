@@ -17,8 +17,11 @@ from headrace.kernels.grouped import FP4_E2M1, SCALE_DTYPES, GroupedWeight, Inpu
 def floats_of_8_bits(
     module: str, weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None
 ) -> GroupedWeight:
-    """weight [n, k] float8_e4m3fn; scales of the whole, of each row, of groups, or of blocks (rows, columns)."""
+    """weight [n, k] float8_e4m3fn; scales of the whole, of each row, of groups, or of blocks (rows, columns): numbers,
+    or as bytes the exponents of powers of two (e8m0)."""
     expect(weight.dtype == torch.float8_e4m3fn, module, f"they are {weight.dtype}; float8_e4m3fn is expected")
+    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        scales = powers_of_two(scales)
     wide, group = scales_of_rows(module, tuple(weight.shape), scales, block)
     return GroupedWeight("e4m3", weight.view(torch.uint8), wide, group)
 
@@ -65,7 +68,7 @@ def input_rounding(module: str, config: Mapping[str, object], tensors: Mapping[s
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
-    """e8m0 scales, uint8, as float32."""
+    """e8m0 scales, uint8 or float8_e8m0fnu, as float32."""
     return torch.ldexp(torch.ones(exponents.shape), exponents.view(torch.uint8).to(torch.int32) - 127)
 
 

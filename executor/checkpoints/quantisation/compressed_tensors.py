@@ -5,6 +5,7 @@
     int-quantized           weight int8 [n, k], weight_scale of the whole, rows or groups, weight_zero_point; of
                             static inputs input_scale and input_zero_point [1]
     float-quantized         weight float8_e4m3fn [n, k], weight_scale of the whole, rows, groups or blocks
+    mxfp8-quantized         weight float8_e4m3fn [n, k], weight_scale uint8 [n, k / 32], exponents
     nvfp4-pack-quantized    weight_packed uint8 [n, k / 2], weight_scale float8_e4m3fn [n, k / 16], weight_global_scale,
                             by which scales are divided
     mxfp4-pack-quantized    weight_packed uint8 [n, k / 2], weight_scale uint8 [n, k / 32], exponents
@@ -34,9 +35,10 @@ from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
 
-PACKED, INTEGERS, FLOATS = "pack-quantized", ("int-quantized", "naive-quantized"), "float-quantized"
+PACKED, INTEGERS = "pack-quantized", ("int-quantized", "naive-quantized")
+FLOATS = ("float-quantized", "mxfp8-quantized")
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
-KNOWN = (PACKED, *INTEGERS, FLOATS, NVFP4, MXFP4)
+KNOWN = (PACKED, *INTEGERS, *FLOATS, NVFP4, MXFP4)
 SPARSE = "2:4 sparse weights are not supported; a checkpoint of the same scheme that is dense is"
 
 
@@ -63,7 +65,7 @@ class Scheme:
         if layout == "dense" or layout not in KNOWN:
             advice = SPARSE if "24" in layout or "sparse" in layout else f"known are {', '.join(KNOWN)}"
             raise ModelError(f"compressed-tensors' layout {layout} is not supported: {advice}")
-        if (layout == PACKED and bits not in range(2, 9)) or (layout in (*INTEGERS, FLOATS) and bits != 8):
+        if (layout == PACKED and bits not in range(2, 9)) or (layout in (*INTEGERS, *FLOATS) and bits != 8):
             raise ModelError(f"weights of {bits} bits are not supported in compressed-tensors' layout {layout}")
         block = weights.get("block_structure")
         if isinstance(block, str):
@@ -99,9 +101,9 @@ class CompressedTensors(Format):
             ("compressed W8A8", "test_inputs_become_int8_where_the_checkpoint_means_it"),
         ),
         Stored(
-            "W8A8 fp8, a scale for the matrix, rows, groups or blocks; activations stay in floats",
+            "W8A8 fp8, a scale for the matrix, rows, groups (MXFP8 too) or blocks; activations stay in floats",
             ("e4m3",),
-            ("compressed fp8",),
+            ("compressed fp8", "compressed mxfp8"),
         ),
         Stored("NVFP4 and MXFP4; activations stay in floats", ("float4",), ("compressed nvfp4", "compressed mxfp4")),
         Stored(

@@ -1,8 +1,9 @@
 """Floats of 8 bits as Hugging Face, DeepSeek and FBGEMM store them: `weight` in float8_e4m3fn beside its scales.
 
 `weight_scale` is of the whole matrix or of each row; `weight_scale_inv`, with `weight_block_size`, of blocks
-(DeepSeek-V3, section 3.3). Weights are multiplied by either. The scales of activations are not needed: those stay in
-floats.
+(DeepSeek-V3, section 3.3). Codes are multiplied by either, but divided by it where `weight_scale_semantics` is inverse
+(GPTQModel). Scales that are powers of two may be stored as their exponents (e8m0). The scales of activations are not
+needed: those stay in floats.
 """
 
 from __future__ import annotations
@@ -27,25 +28,30 @@ class Fp8(Format):
     names = ("fp8", "fbgemm_fp8")
     stored = (
         Stored(
-            "float8_e4m3fn, a scale for the matrix, each row (FBGEMM), or blocks of 128 x 128 (DeepSeek); "
-            "activations stay in floats",
+            "float8_e4m3fn, a scale for the matrix, each row (FBGEMM), or blocks of 128 x 128 (DeepSeek), as a number "
+            "or as an exponent of two; activations stay in floats",
             ("e4m3",),
-            ("fp8 matrix", "fp8 rows", "fp8 blocks"),
+            ("fp8 matrix", "fp8 rows", "fp8 blocks", "fp8 exponents", "fp8 exponents as bytes", "fp8 divisors"),
         ),
     )
     made_by = "a writer in tests"
     block: tuple[int, int] | None
     """Rows and columns that share a scale."""
+    divides: bool = False
+    """Weights are divided by what is stored as scales."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        block = config.get("weight_block_size")
+        block, semantics = config.get("weight_block_size"), config.get("weight_scale_semantics")
+        if semantics not in (None, "inverse"):
+            raise ModelError(f"the fp8 config's weight_scale_semantics is {semantics!r}; inverse is known")
+        divides = semantics is not None
         if block is None:
-            return cls(None)
+            return cls(None, divides)
         numbers = block if isinstance(block, list | tuple) else ()
         if len(numbers) != 2 or not all(isinstance(each, int) and each > 0 for each in numbers):
             raise ModelError(f"the fp8 config's weight_block_size is {block!r}; two whole numbers are expected")
-        return cls((numbers[0], numbers[1]))
+        return cls((numbers[0], numbers[1]), divides)
 
     def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
         scales = next((name for name in SCALES if f"{module}.{name}" in held), None)
@@ -62,7 +68,8 @@ class Fp8(Format):
         return columns if self.block is None else self.block[1]
 
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
-        return floats_of_8_bits(module, tensors["weight"], tensors["scales"], self.block)
+        scales = tensors["scales"]
+        return floats_of_8_bits(module, tensors["weight"], 1 / scales.float() if self.divides else scales, self.block)
 
 
 FORMAT = Fp8
