@@ -14,11 +14,20 @@ import zlib
 CHUNK_TOKENS = 64
 """About how many tokens one name stands for."""
 TOKEN_BYTES = 4
+_TELL_EVERY_S = 0.25
+_MOST_TOLD_PER_S = 400
+"""Messages that one engine sends to all that follow its cache: each costs it, and those who get them, some 10 us."""
 
 
 def chunk_tokens(block_size: int) -> int:
     """Whole blocks of about CHUNK_TOKENS."""
     return block_size * max(1, -(-CHUNK_TOKENS // block_size))
+
+
+def tell_every_s(num_followers: int) -> float:
+    """How often an engine tells so many clients what its cache has come to hold: of more than a hundred, less often.
+    Each of those sends it fewer requests, and chooses by older news."""
+    return max(_TELL_EVERY_S, num_followers / _MOST_TOLD_PER_S)
 
 
 def first_key(cache_salt: str) -> int:

@@ -1,4 +1,5 @@
-"""Clients that are told what the prefix cache holds: a few messages a second, the same for all of them."""
+"""Clients that are told what the prefix cache holds: a few messages a second, the same for all of them, and fewer where
+there are many."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from headrace.core.schedule.prefix_events import PrefixEvents
 from headrace.core.schedule.scheduler import Scheduler
 from headrace.ipc import messages
 from headrace.ipc.codec import Tensor
+from headrace.ipc.prefix_names import tell_every_s
 
-TELL_EVERY_S = 0.25
 MOST_TOLD_AT_FIRST = 1 << 16
 
 
@@ -32,11 +33,10 @@ class PrefixFollowers:
             return
         if self._events is None:
             self._events = PrefixEvents(self._scheduler.pool, hasher)
-        self.tell()
         if not self._clients:  # what nobody was told may have gaps
             self._events.take()
         self._clients.add(client)
-        self.due_s = min(self.due_s, time.monotonic() + TELL_EVERY_S)
+        self.due_s = min(self.due_s, time.monotonic() + tell_every_s(len(self._clients)))
         self._send(client, _message(self._events.held()[-MOST_TOLD_AT_FIRST:], []))
 
     def forget(self, client: int) -> None:
@@ -48,7 +48,7 @@ class PrefixFollowers:
         """Everybody, what has changed since the last time."""
         if self._events is None or not self._clients:
             return
-        self.due_s = (time.monotonic() if now_s is None else now_s) + TELL_EVERY_S
+        self.due_s = (time.monotonic() if now_s is None else now_s) + tell_every_s(len(self._clients))
         if not len(self._events):
             return
         message = _message(*self._events.take())

@@ -9,6 +9,7 @@ import msgspec
 from headrace.core.options.engine_options import Option
 from headrace.frontend.api.parameters.sampling_fields import flag_fields
 from headrace.frontend.api.parameters.sampling_params import FIELDS
+from headrace.frontend.fleet.prefixes import MOST_PREFIXES
 
 WORKLOAD, TARGET, TRAFFIC, SAMPLING, RESULT, RUN = (
     "Workload",
@@ -245,6 +246,9 @@ class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     mean_prompt_tokens: Annotated[int, Option(RUN, "Mean length of prompts", "tokens", minimum=1)] = 96
     max_num_seqs: Annotated[int, Option(RUN, "Requests that an engine runs at once", "requests", minimum=1)] = 8
     num_sessions: Annotated[int, Option(RUN, "Conversations, whose requests begin with the same", minimum=1)] = 12
+    most_prefixes: Annotated[
+        int, Option(RUN, "Beginnings of prompts of which each router knows who holds them", "prefixes", minimum=2)
+    ] = MOST_PREFIXES
 
 
 class OverheadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

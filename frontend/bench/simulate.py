@@ -55,7 +55,7 @@ def scenario_of(asked: SimulateOptions) -> Scenario:
         mean_prompt_tokens=asked.mean_prompt_tokens,
         num_sessions=asked.num_sessions,
         engine=EngineShape(max_num_seqs=asked.max_num_seqs),
-        router=RouterOptions(max_migrations=asked.max_migrations),
+        router=RouterOptions(max_migrations=asked.max_migrations, most_prefixes=asked.most_prefixes),
     )
 
 

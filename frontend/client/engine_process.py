@@ -55,8 +55,8 @@ class EngineProcess:
 
     @classmethod
     def find(cls, pid: int) -> EngineProcess | None:
-        """None where it is not to be seen from here."""
-        status = status_of(pid)
+        """None where it is not to be seen from here. pid: 0 where the engine does not tell."""
+        status = status_of(pid) if pid else None
         if status is None:
             return None
         command = b""

@@ -52,7 +52,7 @@ class RequestTable:
         self._sequences: dict[int, SequenceState] = {}  # by slot
         self._streams: dict[str, RequestStream] = {}  # by request id
         self._next_slot = 0
-        self._aborted: set[int] = set()  # slots whose Finish is still to come
+        self._aborted: dict[int, None] = {}  # slots whose Finish is still to come
         self.stream_interval = 1
         """The engine's, once it has said so."""
         self.num_tokens_after_abort = 0
@@ -184,7 +184,7 @@ class RequestTable:
                     sequence.stream.touched = True
                     touched.append(sequence.stream)
                 self._on_finish(sequence, finish)
-            self._aborted.discard(finish.slot)
+            self._aborted.pop(finish.slot, None)
         now_s = time.monotonic()
         for stream in touched:
             try:
@@ -252,7 +252,7 @@ class RequestTable:
         slots = [slot for slot in stream.unfinished_slots() if self._sequences.pop(slot, None) is not None]
         self._streams.pop(stream.request_id, None)
         if slots:
-            self._aborted.update(slots)
+            self._aborted.update(dict.fromkeys(slots))
             self._send(Abort(slots=tuple(slots)))
 
 

@@ -11,7 +11,7 @@ not heard all engines yet; and of two, one that hears an engine is enough.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import msgspec
 
@@ -38,14 +38,14 @@ class Left(msgspec.Struct, frozen=True):
     withdrew: bool
 
 
-class LoadOf(msgspec.Struct, frozen=True):
-    address: str
-    num_running: int
-    num_waiting: int
-    is_paused: bool
+class Loads(msgspec.Struct, frozen=True):
+    """What engines have, all that one message tells."""
+
+    of: list[tuple[str, int, int, bool]]
+    """An engine's address, requests that run and that wait, and whether it is paused."""
 
 
-Change = Found | Left | LoadOf
+Change = Found | Left | Loads
 
 
 class _Coordinator:
@@ -115,7 +115,8 @@ class Directory:
             yield from self._gone(said, gone)
         for each in members.listed:
             yield from self._list(said, each.key, each.entry)
-        yield from self._loads(said, members.loads.tolist())
+        if len(members.loads):
+            yield Loads(self._loads(said, members.loads.tolist()))
 
     def tick(self, now_s: float) -> Iterator[Change]:
         """Comes about once a second."""
@@ -123,10 +124,13 @@ class Directory:
         if not any(each.knows_all(now_s) for each in speaking):
             self._unlisted_since_s.clear()  # nobody can tell that an engine is gone
             return
-        for address in list(self._known):
-            if any(address in each.listed for each in speaking):
-                self._unlisted_since_s.pop(address, None)
-            elif now_s - self._unlisted_since_s.setdefault(address, now_s) > FORGET_AFTER_S:
+        unlisted: Set[str] = self._known.keys()
+        for each in speaking:
+            unlisted = unlisted - each.listed.keys()
+        for address in self._unlisted_since_s.keys() - unlisted:
+            del self._unlisted_since_s[address]
+        for address in [each for each in self._known if each in unlisted] if unlisted else ():
+            if now_s - self._unlisted_since_s.setdefault(address, now_s) > FORGET_AFTER_S:
                 yield self._forget(address, withdrew=False)
 
     def follow(self, now_s: float) -> Iterator[tuple[str, Follow]]:
@@ -163,8 +167,10 @@ class Directory:
         return Left(self._known.pop(address), withdrew)
 
     @staticmethod
-    def _loads(said: _Coordinator, numbers: list[int]) -> Iterator[LoadOf]:
-        for at in range(0, len(numbers) - 3, 4):
-            address = said.address_of.get(numbers[at])
-            if address is not None:
-                yield LoadOf(address, numbers[at + 1], numbers[at + 2], bool(numbers[at + 3]))
+    def _loads(said: _Coordinator, numbers: list[int]) -> list[tuple[str, int, int, bool]]:
+        address_of, columns = said.address_of, (numbers[each::4] for each in range(4))
+        return [
+            (address_of[key], num_running, num_waiting, bool(is_paused))
+            for key, num_running, num_waiting, is_paused in zip(*columns, strict=False)
+            if key in address_of
+        ]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from headrace.frontend.client.transport import Transport, ZmqTransport
-from headrace.frontend.fleet.directory import Change, Directory, Found, Left, LoadOf
+from headrace.frontend.fleet.directory import Change, Directory, Found, Left, Loads
 from headrace.frontend.fleet.sources import Discovered, Source
 from headrace.ipc.coordination import Denied, EngineEntry, FromCoordinator, Members, Unfollow
 from headrace.ipc.failure import Failure
@@ -28,7 +28,7 @@ class Fleet(Protocol):
 
     def add(self, source: Source, rank: int | None = None) -> object: ...
     def let_go(self, address: str) -> None: ...
-    def note_load(self, address: str, num_running: int, num_waiting: int, *, is_paused: bool) -> None: ...
+    def note_loads(self, loads: Loads) -> None: ...
 
 
 class Discovery:
@@ -75,9 +75,9 @@ class Discovery:
                 # One that drains says so to its clients; here it might be news of a life that is over.
             case Left(entry):
                 fleet.let_go(entry.address)
-            case LoadOf():
-                fleet.note_load(change.address, change.num_running, change.num_waiting, is_paused=change.is_paused)
-        if not isinstance(change, LoadOf):
+            case Loads():
+                fleet.note_loads(change)
+        if not isinstance(change, Loads):
             logger.info("%s", _said(change))
 
     async def _run(self) -> None:

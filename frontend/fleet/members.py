@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 
 _STALL_WEIGHT, _MOST_STALLED = 0.1, 0.75
+_LEARNT_SHARE = 1 / 16
+"""Of the engines that were measured, how many have to be measured again before their common pace is learnt anew."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +57,8 @@ class Member:
         "cost_per_token_s",
         "cost_s",
         "elsewhere_until_s",
+        "entry_cost_s",
+        "entry_order",
         "facts",
         "full_until_s",
         "heard_s",
@@ -62,6 +66,7 @@ class Member:
         "is_gone",
         "is_paused",
         "num_outputs",
+        "order",
         "pending_tokens",
         "per_row",
         "progress_s",
@@ -70,7 +75,6 @@ class Member:
         "requests_elsewhere",
         "speed",
         "stalled_share",
-        "stamp",
         "token_s",
         "wait_s",
     )  # fmt: skip
@@ -105,7 +109,10 @@ class Member:
         """The same of each token of its prompt that has to be computed."""
         self.wait_s = 0.0
         """How long one would wait for its turn."""
-        self.stamp = 0
+        self.order = self.entry_order = -1
+        """By which its group finds it: of its last weighing as one that takes requests, and of its entry among them; -1
+        without."""
+        self.entry_cost_s = 0.0
 
     @property
     def ailment(self) -> str:
@@ -215,7 +222,11 @@ class Member:
 
 
 class Group:
-    """Engines of one version. The cheapest is found in a heap of their costs, of which old ones are skipped."""
+    """Engines of one version. The cheapest, of equal ones the one weighed first, is found in a heap of their costs.
+
+    A member that became dearer keeps its entry, which then stands too early and is put right once it is the first: most
+    changes of loads cost no work in the heap. One that became cheaper gets another entry, and the former is skipped.
+    """
 
     def __init__(self, version: str) -> None:
         self.version = version
@@ -230,7 +241,8 @@ class Group:
         self._models: tuple[str, ...] = ()
         self.pace = Pace()
         self._measured: dict[Member, None] = {}
-        self._heap: list[tuple[float, int, int, Member]] = []  # cost, a running number, stamp, member
+        self._num_news = 0  # of those since the pace was learnt
+        self._heap: list[tuple[float, int, Member]] = []  # cost, a running number, member
         self._order = itertools.count()
 
     def serves(self, model: str) -> bool:
@@ -245,6 +257,7 @@ class Group:
 
     def add(self, member: Member) -> None:
         self.members[member] = None
+        member.order = member.entry_order = -1
         self.by_bit[member.bit] = member
         self.pace.expect(member.facts.capacity)
         member.keep_pace(self.pace)
@@ -258,26 +271,41 @@ class Group:
 
     def update(self, member: Member, now_s: float) -> None:
         """Its cost has changed, or whether it takes requests."""
-        member.stamp += 1
         if not member.is_usable(now_s):
-            self.usable &= ~member.bit
+            member.order = -1
+            if self.usable & member.bit:
+                self.usable ^= member.bit
             return
-        self.usable |= member.bit
-        heapq.heappush(self._heap, (member.cost_s, next(self._order), member.stamp, member))
+        if not self.usable & member.bit:
+            self.usable |= member.bit
+        member.order = next(self._order)
+        if member.entry_order >= 0 and member.cost_s >= member.entry_cost_s:
+            return
+        member.entry_order, member.entry_cost_s = member.order, member.cost_s
+        heapq.heappush(self._heap, (member.cost_s, member.order, member))
         if len(self._heap) > 4 * len(self.members) + 64:
-            self._heap = [entry for entry in self._heap if entry[2] == entry[3].stamp and not entry[3].is_gone]
+            self._heap = [
+                entry for entry in self._heap if entry[1] == entry[2].entry_order and entry[2] in self.members
+            ]
             heapq.heapify(self._heap)
 
     def least_loaded(self, now_s: float, refused_by: set[str]) -> Member | None:
         """None where all are full, drained or ailing, or have refused."""
         heap = self._heap
         while heap:
-            _, _, stamp, member = heap[0]
-            if stamp == member.stamp and member.is_usable(now_s):
+            _, order, member = heap[0]
+            if order != member.entry_order or member not in self.members:
+                heapq.heappop(heap)  # it has another one
+            elif member.order < 0 or not member.is_usable(now_s):
+                heapq.heappop(heap)
+                member.entry_order = -1
+            elif order == member.order:
                 break
-            heapq.heappop(heap)
+            else:
+                member.entry_order, member.entry_cost_s = member.order, member.cost_s
+                heapq.heapreplace(heap, (member.cost_s, member.order, member))
         if not refused_by:
-            return heap[0][3] if heap else None
+            return heap[0][2] if heap else None
         usable = [each for each in self.members if each.is_usable(now_s) and each.facts.name not in refused_by]
         return min(usable, key=lambda each: each.cost_s, default=None)
 
@@ -287,10 +315,19 @@ class Group:
             if not self.usable & member.bit and member.is_usable(now_s):
                 self.update(member, now_s)
 
-    def learn(self, news: Iterable[Member]) -> Iterable[Member]:
-        """Its pace, from these that were measured again. Those that are to be weighed anew."""
+    def learn(self, news: Sequence[Member]) -> Iterable[Member]:
+        """Its pace, from these that were measured again. Those that are to be weighed anew.
+
+        All that were measured are gone through only once a share of them is news: a thousand engines of which a few
+        have requests cost what those few cost.
+        """
         self._measured |= dict.fromkeys(news)
-        weighed = self.members if self.pace.learn(each.speed for each in self._measured) else news
+        self._num_news += len(news)
+        weighed: Iterable[Member] = news
+        if self._num_news >= _LEARNT_SHARE * len(self._measured):
+            self._num_news = 0
+            if self.pace.learn(each.speed for each in self._measured):
+                weighed = self.members
         for member in weighed:
             member.keep_pace(self.pace)
         return weighed

@@ -21,7 +21,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, KeysView, Sequence
 
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
@@ -38,6 +38,7 @@ from headrace.frontend.fleet.decisions import (
     NoEngineError,
     RoutedRequest,
 )
+from headrace.frontend.fleet.directory import Loads
 from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.members import EngineFacts
 from headrace.frontend.fleet.router import Router, RouterOptions
@@ -224,6 +225,11 @@ class EnginePool:
         """Whether an engine is usable that is not silent."""
         return any(engine.usable and not engine.is_silent for engine in self.engines)
 
+    @property
+    def addresses(self) -> KeysView[str]:
+        """Of the engines that were added."""
+        return self._by_address.keys()
+
     def num_in_flight(self) -> int:
         return len(self._streams)
 
@@ -405,9 +411,10 @@ class EnginePool:
         if known is not None:
             known.source.stay()
             return known
-        taken = {engine.index for engine in self.engines}
-        free = (index for index in itertools.count() if index not in taken)
-        index = rank if rank is not None and rank not in taken else next(free)
+        index = rank
+        if index is None or f"engine {index}" in self._by_name:
+            taken = {engine.index for engine in self.engines}
+            index = next(index for index in itertools.count() if index not in taken)
         engine = Engine(index, source, is_needed=False)
         bisect.insort(self.engines, engine, key=lambda each: each.index)
         self._by_name[engine.name] = engine
@@ -427,11 +434,12 @@ class EnginePool:
             engine.task.cancel()
             self._forget(engine, engine.failure or Failure(message="it has left", phase="serve"))
 
-    def note_load(self, address: str, num_running: int, num_waiting: int, *, is_paused: bool) -> None:
-        """What an engine has, as others have heard. Where requests of ours run, it tells us itself."""
-        if (engine := self._by_address.get(address)) is not None:
-            now_s = time.monotonic()
-            self.router.load_elsewhere(engine.name, num_running, num_waiting, now_s, is_paused=is_paused)
+    def note_loads(self, loads: Loads) -> None:
+        """What engines have, as others have heard. Where requests of ours run, they tell us themselves."""
+        now_s, by_address, note = time.monotonic(), self._by_address, self.router.load_elsewhere
+        for address, num_running, num_waiting, is_paused in loads.of:
+            if (engine := by_address.get(address)) is not None:
+                note(engine.name, num_running, num_waiting, now_s, is_paused=is_paused)
 
     async def _keep(self, engine: Engine) -> None:
         """Keeps one engine connected for as long as its source gives one."""
@@ -472,12 +480,15 @@ class EnginePool:
         self._late_tokens_of_former += engine.num_late_tokens()
         self.engines.remove(engine)
         del self._by_name[engine.name]
-        self._by_address = {address: each for address, each in self._by_address.items() if each is not engine}
+        if self._by_address.get(engine.source.address) is engine:
+            del self._by_address[engine.source.address]
         self._forget_names()
         self._carry_out(self.router.give_up(engine.name, failure))
 
     def _note_start(self) -> None:
         """Of several engines that others run, some may come later."""
+        if self.started.is_set():
+            return
         is_settled = all(
             each.client is not None or (each.failure is not None and each.is_foreign)
             for each in self.engines

@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Iterable
 
 MOST_PREFIXES = 1 << 17
+_SWEPT_PER_ENGINE = 1024
+"""Prefixes that are gone through for each engine that leaves."""
 
 
 class PrefixIndex:
@@ -18,6 +20,8 @@ class PrefixIndex:
         self._most = max(1, most_prefixes // 2)
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
+        self._retired = 0
+        """Bits of engines that are gone and still stand in masks: nobody who looks for holders asks for them."""
 
     def __len__(self) -> int:
         return len(self._young) + sum(key not in self._young for key in self._old)
@@ -57,9 +61,22 @@ class PrefixIndex:
 
     def forget(self, engine: int) -> None:
         """The engine holds nothing."""
+        self._clear(engine)
+
+    def retire(self, engine: int) -> list[int]:
+        """The engine is gone for good. Bits that may be given to others: those of engines whose traces are removed,
+        which happens to many at once in a large index."""
+        self._retired |= engine
+        if self._retired.bit_count() * _SWEPT_PER_ENGINE < len(self._young) + len(self._old):
+            return []
+        retired, self._retired = self._retired, 0
+        self._clear(retired)
+        return [1 << number for number in range(retired.bit_length()) if retired >> number & 1]
+
+    def _clear(self, engines: int) -> None:
         for generation in (self._young, self._old):
-            for key in [key for key, mask in generation.items() if mask & engine]:
-                generation[key] &= ~engine
+            for key in [key for key, mask in generation.items() if mask & engines]:
+                generation[key] &= ~engines
                 if not generation[key]:
                     del generation[key]
 

@@ -28,7 +28,7 @@ import msgspec
 from headrace.frontend.fleet.blame import guilty_of, quarantined, suspects_of, used_up
 from headrace.frontend.fleet.decisions import AllFullError, Decision, Fail, Move, NoEngineError, RoutedRequest, Wait
 from headrace.frontend.fleet.members import EngineFacts, Group, Member
-from headrace.frontend.fleet.prefixes import EngineBits, PrefixIndex
+from headrace.frontend.fleet.prefixes import MOST_PREFIXES, EngineBits, PrefixIndex
 from headrace.ipc.failure import PEER_LOST, Failure
 from headrace.ipc.prefix_names import chunk_tokens, prefix_keys
 
@@ -65,6 +65,8 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How many of the requests that all engines can run at once may move per second, over a burst of four seconds."""
     mean_output_tokens: float = 128.0
     """What an answer is thought to have before any has ended."""
+    most_prefixes: int = MOST_PREFIXES
+    """Beginnings of prompts of which is known who holds them."""
 
 
 class Router:
@@ -82,7 +84,7 @@ class Router:
         self._bits = EngineBits()
         self._arrivals = itertools.count()
         self._sessions: OrderedDict[str, tuple[str, int]] = OrderedDict()  # the engine, and tokens of the last prompt
-        self.prefixes = PrefixIndex()
+        self.prefixes = PrefixIndex(options.most_prefixes)
         self._mean_output_tokens = options.mean_output_tokens
         self._allowance: float | None = None  # of migrations, now
         self._last_tick_s: float | None = None
@@ -135,8 +137,8 @@ class Router:
             group.failure = failure
         if is_awaited:
             group.awaited.add(name)
-        self.prefixes.forget(member.bit)
-        self._bits.give_back(member.bit)
+        for bit in self.prefixes.retire(member.bit):
+            self._bits.give_back(bit)
         on_board = list(member.requests)
         guilty: set[RoutedRequest] = set()
         # Of engines that fail together, the first alone counts: what was on board of the others caused nothing.
@@ -216,9 +218,11 @@ class Router:
     ) -> None:
         """The same as somebody else has heard it, which is no sign that the engine can be reached from here."""
         member = self.members.get(name)
-        if member is not None and not member.requests:
-            member.note_load(num_running + num_waiting, now_s + _LOAD_ELSEWHERE_HOLDS_S)
-            member.is_paused = is_paused
+        if member is None or member.requests:
+            return
+        had, member.is_paused = member.requests_elsewhere, is_paused
+        member.note_load(num_running + num_waiting, now_s + _LOAD_ELSEWHERE_HOLDS_S)
+        if member.requests_elsewhere != had:  # of two coordinators, the second tells what the first has told
             self._update(member, now_s)
 
     # --- requests -----------------------------------------------------------------------------------------------

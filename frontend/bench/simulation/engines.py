@@ -37,7 +37,7 @@ from headrace.ipc.messages import (
     StepOutputs,
     Welcome,
 )
-from headrace.ipc.prefix_names import prefix_keys
+from headrace.ipc.prefix_names import prefix_keys, tell_every_s
 
 MODEL = "simulated"
 POISON = 2
@@ -47,7 +47,6 @@ _VOCABULARY = 32_000
 _END_OF_256 = 3
 """Of 256 possible draws, how many end an answer that may end."""
 _LOAD_EVERY_S = 1.0
-_PREFIXES_EVERY_S = 0.25
 _PREFIXES_LOST = 0.1
 """Share of what is told of caches that nobody hears: it may make choices worse, and nothing wrong."""
 
@@ -218,7 +217,7 @@ class SimulatedEngine:
         elif isinstance(message, FollowPrefixes):
             if not self._prefix_followers:
                 self._prefix_changes.clear()
-                self._loop.call_later(_PREFIXES_EVERY_S, self._tell_prefixes, self._life)
+                self._loop.call_later(tell_every_s(len(self._prefix_followers)), self._tell_prefixes, self._life)
             self._prefix_followers[link] = None
             link.push(_prefix_events(dict.fromkeys(self._cache, True)))
         elif isinstance(message, Abort):
@@ -365,7 +364,7 @@ class SimulatedEngine:
             for link in self._prefix_followers if changes else ():
                 if self._chance.random() >= _PREFIXES_LOST:
                     link.push(events)
-        self._loop.call_later(_PREFIXES_EVERY_S, self._tell_prefixes, life)
+        self._loop.call_later(tell_every_s(len(self._prefix_followers)), self._tell_prefixes, life)
 
     def _tell_all(self, message: CoreMessage) -> None:
         for link in list(self.links):

@@ -39,16 +39,20 @@ class Membership:
             return []
         found: list[str] = []
         steady_s = now_s - min(each.up_since_s for each in self._coordinators)
+        expected, gone = dict[str, float](), dict[str, float]()  # by name: for how long
         for name, announcing in self._announcing.items():
             self._note(name, announcing, now_s)
             heard_s = now_s - self._heard_since_s.get(name, now_s)
             gone_s = now_s - self._gone_since_s.get(name, now_s)
-            for index, pool in enumerate(self._pools):
-                is_known = any(engine.source.address == name for engine in pool.engines)
-                if heard_s > KNOWN_WITHIN_S and not is_known:
-                    found += self._once(index, name, f"has not been found for {heard_s:.0f} s")
-                elif min(gone_s, steady_s) > FORGOTTEN_WITHIN_S and is_known:
-                    found += self._once(index, name, f"is known {gone_s:.0f} s after its end")
+            if heard_s > KNOWN_WITHIN_S:
+                expected[name] = heard_s
+            if min(gone_s, steady_s) > FORGOTTEN_WITHIN_S:
+                gone[name] = gone_s
+        for index, pool in enumerate(self._pools):
+            for name in sorted(expected.keys() - pool.addresses):
+                found += self._once(index, name, f"has not been found for {expected[name]:.0f} s")
+            for name in sorted(gone.keys() & pool.addresses):
+                found += self._once(index, name, f"is known {gone[name]:.0f} s after its end")
         return found
 
     def _note(self, name: str, announcing: Announcing, now_s: float) -> None:

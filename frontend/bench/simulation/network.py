@@ -44,12 +44,13 @@ class _Way:
         self._chance, self._deliver = chance, deliver
         self._loop = virtual_loop()
         self._last_s = 0.0
-        self._held: list[Any] = []
+        self._held: list[Any] | None = None  # what is sent while it is cut
         self.is_cut = False
         self.delay_s = MEAN_DELAY_S
 
     def send(self, message: Any) -> None:
         if self.is_cut:
+            self._held = self._held or []
             self._held.append(message)
             return
         self._last_s = max(self._last_s, self._loop.time() + self._chance.expovariate(1 / self.delay_s))
@@ -60,8 +61,8 @@ class _Way:
 
     def heal(self) -> None:
         self.is_cut = False
-        held, self._held = self._held, []
-        for message in held:
+        held, self._held = self._held, None
+        for message in held or ():
             self.send(message)
 
 

@@ -47,6 +47,7 @@ from headrace.frontend.fleet.router import RouterOptions
 from headrace.frontend.fleet.sources import Source
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import HeadraceError, QueueFullError
+from headrace.ipc.process.gc_pauses import lasting_objects
 
 KINDS_WITH_COORDINATORS = ("coordinator", "deaf", "replace")
 _LOOK_EVERY_S = 1.0
@@ -98,7 +99,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def simulate(seed: int, scenario: Scenario | None = None) -> Report:
     """One run. Equal seeds and scenarios give equal reports."""
-    return run_virtually(_World(seed, scenario or Scenario()).run())
+    with lasting_objects() as made:
+        return run_virtually(_World(seed, scenario or Scenario()).run(on_start=made))
 
 
 class EngineSource(Source):
@@ -165,6 +167,7 @@ class _Frontend:
     ) -> None:
         self.index, self._links = index, random.Random(f"{seed} links {index}")
         self.sources = [self._source(engine) for engine in engines]
+        self._by_address = {each.address: each for each in self.sources}
         chance, discovery = random.Random(f"{seed} router {index}"), None
         if coordinators:
             ways = random.Random(f"{seed} coordinators {index}")
@@ -184,10 +187,11 @@ class _Frontend:
 
     def add(self, engine: SimulatedEngine) -> None:
         """There is another one, of which the pool does not know."""
-        self.sources.append(self._source(engine))
+        source = self._by_address[engine.name] = self._source(engine)
+        self.sources.append(source)
 
     def _found(self, address: str) -> EngineSource:
-        source = next(each for each in self.sources if each.address == address)
+        source = self._by_address[address]
         source.stay()
         return source
 
@@ -214,7 +218,8 @@ class _World:
         self._chance = random.Random(f"{seed} world")
         self._violations: list[str] = []
         self._digest = hashlib.sha256()
-        self._answers: Counter[str] = Counter()
+        self._num_answers = bytearray(scenario.num_requests)
+        """Terminal answers to each request."""
         self._failures: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
         self._live: dict[str, _Watched] = {}
@@ -224,7 +229,8 @@ class _World:
         self._gaps_s: dict[str, list[float]] = {"died": [], "left": []}
         self._heads = functools.cache(self._head)
 
-    async def run(self) -> Report:
+    async def run(self, on_start: Callable[[], None]) -> Report:
+        """on_start: called when all frontends have their engines."""
         scenario = self.scenario
         self._loop = asyncio.get_running_loop()
         self.engines = [
@@ -247,6 +253,7 @@ class _World:
         await asyncio.wait_for(
             asyncio.gather(*(frontend.pool.started.wait() for frontend in self.frontends)), _START_TIMEOUT_S
         )
+        on_start()
         began_s = self._loop.time()
         disturb = asyncio.ensure_future(self._disturb())
         look = asyncio.ensure_future(self._look())
@@ -287,8 +294,8 @@ class _World:
         for engine in self.engines:
             killed_by += engine.killed_by
         found += [f"one request killed {times} engines" for times in killed_by.values() if times > _MOST_KILLED]
-        num_ended = sum(self._answers.values())
-        if num_ended != self.scenario.num_requests or max(self._answers.values(), default=1) > 1:
+        num_ended = sum(self._num_answers)
+        if set(self._num_answers) - {1}:
             found.append(f"{num_ended} terminal answers to {self.scenario.num_requests} requests")
         return Report(
             seed=self.seed,
@@ -327,7 +334,7 @@ class _World:
                 request_id, Prompt(token_ids=prompt), params, priority, model=MODEL, affinity=affinity
             )
         except HeadraceError as error:
-            self._end(request_id, None, frontend, error)
+            self._end(number, None, frontend, error)
             return
         watched = self._live[request_id] = _Watched(frontend, stream, self._loop.time())
         if params.output_kind is RequestOutputKind.DELTA:
@@ -337,7 +344,7 @@ class _World:
             failure = await self._read(stream, params, prompt, chance if aborts else None)
         finally:
             del self._live[request_id]
-        self._end(request_id, stream, frontend, failure)
+        self._end(number, stream, frontend, failure)
 
     def _prompt(self, session: int, chance: random.Random, *, is_poison: bool) -> list[int]:
         """A conversation's beginning, which its requests share, and something of its own."""
@@ -370,15 +377,13 @@ class _World:
         self._digest.update(repr((stream.request_id, got, f"{self._loop.time():.9f}")).encode())
         return None
 
-    def _end(
-        self, request_id: str, stream: RequestStream | None, frontend: _Frontend, error: HeadraceError | None
-    ) -> None:
-        self._answers[request_id] += 1
+    def _end(self, number: int, stream: RequestStream | None, frontend: _Frontend, error: HeadraceError | None) -> None:
+        self._num_answers[number] += 1
         if error is None:
             return
         kind = self._reason(stream, frontend, error)
         self._failures[kind] += 1
-        self._digest.update(repr((request_id, kind, f"{self._loop.time():.9f}")).encode())
+        self._digest.update(repr((f"request-{number}", kind, f"{self._loop.time():.9f}")).encode())
 
     def _reason(self, stream: RequestStream | None, frontend: _Frontend, error: HeadraceError) -> str:
         """Why it failed, in a word; what is no true reason is a violation."""

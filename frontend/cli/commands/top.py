@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace.frontend.client.engine_watch import EngineSnapshot, EngineWatch
+    from headrace.frontend.fleet.directory import Loads
     from headrace.frontend.fleet.discovery import Discovery
     from headrace.frontend.fleet.sources import Source
 
@@ -90,8 +91,8 @@ class FoundEngines:
     def let_go(self, address: str) -> None:
         self.addresses.pop(address, None)
 
-    def note_load(self, address: str, num_running: int, num_waiting: int, *, is_paused: bool) -> None:
-        """The engine itself is asked, which tells more."""
+    def note_loads(self, loads: Loads) -> None:
+        """The engines themselves are asked, which tells more."""
 
 
 class WatchedEngines:
