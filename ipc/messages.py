@@ -367,8 +367,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     forward_s: float = 0.0
     """Sum of the times of all forward passes, sampling within them included."""
     paused: bool = False
-    sleeping: bool = False
-    """Weights or cache have given their memory back, until WakeUp."""
+    sleep_level: int = 0
+    """Sleep's, while weights or cache have given their memory back; 0 once WakeUp has taken all of it again."""
     times: EngineTimes = EngineTimes()
     num_drafts: int = 0
     """Times that a request got draft tokens in a step."""

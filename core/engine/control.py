@@ -122,6 +122,8 @@ class Controller:
         self.pause = Pause(scheduler, self._pause_reached)
         self.asleep: frozenset[str] = frozenset()
         """Which tags of WakeUp are asleep now."""
+        self._level = 0
+        """Of the last Sleep."""
         self._bounded = BoundedCalls(plan.options.control_timeout)
         self._folder = profile_folder(plan.options)
         self._prefix = ""
@@ -151,6 +153,11 @@ class Controller:
         self._reply(client, Reply(call=call, result=result, failure=failure))
         if death is not None:  # the client has its answer before the engine ends
             raise death
+
+    @property
+    def sleep_level(self) -> int:
+        """0: nothing is asleep."""
+        return self._level if self.asleep else 0
 
     def _pause_reached(self, client: int, call: int, command: PauseGeneration | Sleep) -> None:
         if isinstance(command, PauseGeneration):
@@ -200,7 +207,7 @@ class Controller:
         except HeadraceError:
             self._executor.control(WakeUp())  # the ranks that had fallen asleep
             raise
-        self.asleep = ASLEEP
+        self.asleep, self._level = ASLEEP, command.level
 
     def _reload_weights(self, command: ReloadWeights) -> None:
         if "weights" in self.asleep:

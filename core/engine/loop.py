@@ -535,7 +535,7 @@ class Loop:
             step_gap_s=self._statistics.gaps.gap_s,
             forward_s=self._statistics.gaps.forward_s,
             paused=self._pause.is_asked,
-            sleeping=bool(self._controller.asleep),
+            sleep_level=self._controller.sleep_level,
             times=self._statistics.times(),
             num_drafts=drafts.num_drafts,
             num_draft_tokens=drafts.num_draft_tokens,

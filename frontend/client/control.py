@@ -243,7 +243,7 @@ class AsyncControls:
 
     async def is_sleeping(self) -> bool:
         """Whether weights or cache have given their memory back."""
-        return (await self.get_stats()).sleeping
+        return (await self.get_stats()).sleep_level > 0
 
 
 def blocking(

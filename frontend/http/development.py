@@ -169,7 +169,7 @@ async def wake_up(state: ServerState, exchange: Exchange) -> None:
 
 async def is_sleeping(state: ServerState, exchange: Exchange) -> None:
     """Whether any engine is, or a part of one."""
-    await exchange.answer(SleepingResponse(any(each.sleeping for each in await _stats(state))))
+    await exchange.answer(SleepingResponse(any(each.sleep_level for each in await _stats(state))))
 
 
 async def reset_prefix_cache(state: ServerState, exchange: Exchange) -> None:

@@ -338,8 +338,8 @@ class Exposition:
             counts = stats.times.step_tokens or (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
             bounds = tuple(map(float, STEP_TOKEN_BOUNDS))
             tokens.add_metric(_labels(engine), _buckets(bounds, counts), sum_value=stats.times.step_tokens_sum)
-            for state, value in (("awake", not stats.sleeping), ("weights_offloaded", stats.sleeping)):
-                asleep.add_metric((*_labels(engine), state), float(value))
+            for level, state in enumerate(("awake", "weights_offloaded", "discard_all")):
+                asleep.add_metric((*_labels(engine), state), float(stats.sleep_level == level))
         yield from (tokens, asleep)
 
     def _request_families(self) -> Iterator[Any]:

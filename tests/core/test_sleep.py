@@ -63,13 +63,13 @@ def test_requests_that_are_kept_wait_for_the_waking_and_compute_anew() -> None:
     driver.turns(4)
     assert failure_of(driver, call) == ""
     stats = driver.core.loop.stats()
-    assert (stats.sleeping, stats.paused, stats.num_cached_blocks) == (True, True, 0)
+    assert (stats.sleep_level, stats.paused, stats.num_cached_blocks) == (1, True, 0)
     driver.turns(6)
     assert standing <= driver.num_tokens(0) <= standing + 2, "of the steps that were in flight"
     call = driver.send(WakeUp())
     driver.core.run_until_idle()
     assert failure_of(driver, call) == ""
-    assert not driver.core.loop.stats().sleeping
+    assert not driver.core.loop.stats().sleep_level
     assert driver.num_tokens(0) == 20
     assert driver.core.loop.scheduler.num_preemptions == 1
     assert commands_of(driver) == [Sleep(mode="keep"), WakeUp()]
@@ -127,11 +127,11 @@ def test_it_wakes_in_parts_and_weights_are_changed_in_between() -> None:
     assert commands_of(driver).count(Sleep()) == 1
     assert told[2] == told[5] == "the engine sleeps, and cannot compute; wake_up takes its memory again and resumes"
     assert told[3] == "the weights sleep, and cannot be changed; wake them with wake_up(tags=['weights'])"
-    assert driver.core.loop.stats().sleeping
+    assert driver.core.loop.stats().sleep_level
     driver.send(WakeUp(tags=("kv_cache",)))
     driver.turns(1)
     stats = driver.core.loop.stats()
-    assert (stats.sleeping, stats.paused) == (False, False)
+    assert (stats.sleep_level, stats.paused) == (0, False)
 
 
 def test_a_sleep_that_fails_leaves_the_engine_awake_and_at_work() -> None:
@@ -156,7 +156,7 @@ def test_a_pause_of_the_users_own_outlasts_the_sleep_and_one_called_off_ends_it(
         driver.send(command)
         driver.turns(1)
     stats = driver.core.loop.stats()
-    assert (stats.sleeping, stats.paused) == (False, True)
+    assert (stats.sleep_level, stats.paused) == (0, True)
     driver = new_driver()
     driver.client.add(0, [5, 6, 7], max_tokens=20)
     driver.turns(2)
@@ -165,7 +165,7 @@ def test_a_pause_of_the_users_own_outlasts_the_sleep_and_one_called_off_ends_it(
     driver.send(ResumeGeneration())
     driver.turns(1)
     assert failure_of(driver, call) == "generation was resumed before the engine could sleep"
-    assert not driver.core.loop.stats().sleeping
+    assert not driver.core.loop.stats().sleep_level
 
 
 # --- the CPU's executor -----------------------------------------------------------------------------------------

@@ -83,6 +83,11 @@ def test_a_pause_may_wait_for_requests(server, client, query):
     assert '"finish_reason":"length"' in rest[-2]
 
 
+def sleep_states(client: httpx.Client) -> dict[str, float]:
+    states = ("awake", "weights_offloaded", "discard_all")
+    return {state: metric(client, "headrace:engine_sleep_state", sleep_state=state) for state in states}
+
+
 def test_an_engine_sleeps_until_all_of_it_is_woken(server, client):
     assert client.get("/is_sleeping").json() == {"is_sleeping": False}
     assert client.post("/sleep?level=2&mode=keep").json() == {"status": "sleeping"}
@@ -94,10 +99,15 @@ def test_an_engine_sleeps_until_all_of_it_is_woken(server, client):
         assert int(refused.headers["retry-after"]) > 0
     assert client.post("/wake_up?tags=weights").status_code == 200
     assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert sleep_states(client) == {"awake": 0, "weights_offloaded": 0, "discard_all": 1}
     assert client.post("/wake_up?tags=weights&tags=kv_cache").json() == {"status": "awake"}
+    assert sleep_states(client) == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
     assert client.post(COMPLETIONS, json=ASKED).status_code == 200
     assert client.get("/is_sleeping").json() == {"is_sleeping": False}
     assert client.post("/wake_up?tags=dreams").status_code == client.post("/sleep?level=3").status_code == 400
+    assert client.post("/sleep?level=1").status_code == 200
+    assert sleep_states(client) == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}
+    assert client.post("/wake_up").json() == {"status": "awake"}
 
 
 def test_the_prefix_cache_is_forgotten(server, client):
