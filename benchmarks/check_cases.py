@@ -89,6 +89,23 @@ def answer_reader(repeats: int) -> None:
         parser.feed(" word" if number % 50 else "\n")
 
 
+def arguments_reader(repeats: int) -> None:
+    """One piece after another of a text within a call's arguments, in JSON and as xml has it."""
+    from headrace.frontend.text.formats.declaration import load_format
+    from headrace.frontend.text.formats.parser import OutputParser
+
+    begun = {
+        "hermes": '<tool_call>{"name": "f", "arguments": {"a": "',
+        "qwen3_xml": "<tool_call>\n<function=f>\n<parameter=a>\n",
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}]
+    for name, beginning in begun.items():
+        parser = OutputParser(None, load_format(name), tools=tools)
+        parser.feed(beginning)
+        for number in range(repeats):
+            parser.feed(" word" if number % 50 else "\n")
+
+
 def kernels(_: int) -> None:
     """Prints microseconds of each CPU kernel on the demo model's shapes: the median of some calls."""
     import torch
@@ -183,6 +200,7 @@ CASES: dict[str, Callable[[int], None]] = {
     "codec": codec,
     "detokeniser": detokeniser,
     "answer reader": answer_reader,
+    "arguments reader": arguments_reader,
     "kernels": kernels,
 }
 

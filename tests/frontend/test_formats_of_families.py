@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from example_tools import NOW
-from read_answers import read
+from read_answers import parser_of, read
 
 from headrace.frontend.text.formats.declaration import known_formats, load_format
 
@@ -293,6 +293,24 @@ def test_an_answer_that_is_cut_within_its_calls_says_no_part_of_their_markers(wa
             assert said == "{}" or whole.startswith(said), text[:at]
             num_begun += said not in ("{}", whole)
     assert num_begun >= len("Zürich"), "arguments stream before the call is complete"
+
+
+@pytest.mark.parametrize("way", WAYS, ids=IDS)
+def test_a_long_text_within_arguments_is_told_without_a_turn_of_the_reader(way):
+    """What most pieces of a call are. Such a turn costs several times as much, which streams of calls would pay."""
+    long = "It rains, and it is 9 degrees. " * 20
+    parser = parser_of(way.format, "", way.special, reasoning=None, tools=TOOLS)
+    text, said, num_direct = way.write([("get_weather", {"city": long, "days": 3})]), "", 0
+    for at in range(0, len(text), 5):
+        piece = text[at : at + 5]
+        if (told := parser.go_on(piece)) is not None:
+            num_direct += parser.call == 0
+            said += told if parser.call == 0 else ""
+        else:
+            said += "".join(each.arguments for each in parser.feed(piece))
+    said += "".join(each.arguments for each in parser.finish())
+    assert json.loads(said) == {"city": long, "days": 3}
+    assert num_direct >= len(long) // 5 - 2
 
 
 def test_a_further_call_of_a_section_that_is_cut_before_its_name_is_left_out():

@@ -14,11 +14,10 @@ import msgspec
 import pytest
 from http_server import ask, events_of, serving
 from null_with_tokenizer import PARROT
+from read_answers import parser_of
 
 from headrace.frontend.http.messages import call_input
-from headrace.frontend.text.formats.channels import ChannelParser
 from headrace.frontend.text.formats.declaration import known_formats, load_format
-from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.formats.values import NoCallError, as_json, nest_as_json, python_as_json
 
 SIZE = 1 << 20
@@ -27,13 +26,6 @@ MOST_S = 4.0
 PIECE = 7
 """Characters of a token, about."""
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
-
-
-def parser_of(name: str) -> OutputParser:
-    declared = load_format(name)
-    if declared.channels is not None:
-        return ChannelParser(declared.channels, reads_calls=True)
-    return OutputParser(declared, declared, tools=TOOLS)
 
 
 def hostile_texts(name: str) -> dict[str, str]:
@@ -65,7 +57,7 @@ def hostile_texts(name: str) -> dict[str, str]:
 def test_any_beginning_that_goes_on_for_ever_is_read_in_bounded_time(name: str) -> None:
     size = SIZE // 16
     for what, text in hostile_texts(name).items():
-        parser, began_s = parser_of(name), time.process_time()
+        parser, began_s = parser_of(name, tools=TOOLS), time.process_time()
         parser.feed(text[:size])
         parser.finish()
         assert time.process_time() - began_s < MOST_S / 4, what
@@ -92,7 +84,7 @@ def test_a_megabyte_without_an_end_is_read_in_bounded_time_in_pieces_and_whole(
     name: str, beginning: str, endless: str, piece: int
 ) -> None:
     text = beginning + endless * (SIZE // len(endless))
-    parser, began_s = parser_of(name), time.process_time()
+    parser, began_s = parser_of(name, tools=TOOLS), time.process_time()
     for start in range(0, len(text), piece):
         parser.feed(text[start : start + piece])
     parser.finish()

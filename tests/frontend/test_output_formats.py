@@ -230,7 +230,9 @@ def test_pieces_in_which_no_marker_can_begin_are_known_at_once():
     assert Read.of(parser.feed(" no\n")) == Read(" no", "", [])
     assert parser.go_on("but") == "\nbut"
     assert Read.of([*parser.feed('<tool_call>{"name": "now", "arguments": {"a": "')]).calls == [("now", '{"a": "')]
-    assert parser.go_on("text") is None, "it is the call's"
+    assert (parser.go_on("text"), parser.call) == ("text", 0)
+    assert parser.go_on('\\"') is None
+    assert [each.arguments for each in parser.feed('"}}</tool_call>')] == ['"}']
 
 
 def test_special_tokens_that_are_no_markers_are_left_out():

@@ -67,6 +67,14 @@ def test_calls_are_streamed_as_openais_clients_join_them(client: httpx.Client):
     assert [event["choices"][0]["finish_reason"] for event in events if event["choices"]][-1] == "tool_calls"
 
 
+def test_one_call_alone_is_streamed_where_several_are_not_wanted(client: httpx.Client):
+    said = f"<tool_call>{CALL}</tool_call>" * 2
+    events = stream(client, CHAT, body_of(said, parallel_tool_calls=False, stream_interval=1))
+    parts = [part for event in events for part in event["choices"][0]["delta"].get("tool_calls") or ()]
+    assert {part["index"] for part in parts} == {0}
+    assert json.loads("".join(part["function"].get("arguments", "") for part in parts)) == ZURICH
+
+
 def test_answers_and_their_events_are_of_the_clients_own_types(client: httpx.Client):
     thought = "<think>hm</think>" + SAID
     whole = ask(client, CHAT, **body_of(thought, logprobs=True, top_logprobs=1))

@@ -33,20 +33,23 @@ class Read(NamedTuple):
         return cls("".join(each.content for each in events), "".join(each.reasoning for each in events), calls)
 
 
-def read(
+def parser_of(
     name: str,
-    pieces: Iterable[str],
     prompt: str = "",
     hidden: tuple[str, ...] = (),
     *,
     reasoning: str | None = "",
     tools: Sequence[Mapping[str, Any]] = TOOLS,
-) -> Read:
+) -> OutputParser:
     """reasoning: the name of another format for it; None: it is not read."""
     declared = load_format(name)
     if declared.channels is not None:
-        parser: OutputParser = ChannelParser(declared.channels, reads_calls=True, prompt=prompt, hidden=hidden)
-    else:
-        thinking = declared if reasoning == "" else None if reasoning is None else load_format(reasoning)
-        parser = OutputParser(thinking, declared, prompt=prompt, tools=tools, hidden=hidden)
+        return ChannelParser(declared.channels, reads_calls=True, prompt=prompt, hidden=hidden)
+    thinking = declared if reasoning == "" else None if reasoning is None else load_format(reasoning)
+    return OutputParser(thinking, declared, prompt=prompt, tools=tools, hidden=hidden)
+
+
+def read(name: str, pieces: Iterable[str], *arguments: Any, **more: Any) -> Read:
+    """In the words of `parser_of`."""
+    parser = parser_of(name, *arguments, **more)
     return Read.of([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()])

@@ -309,19 +309,19 @@ class ChatAnswer(OpenAIEvents):
             choice.began = True
             first = self._first(stream, sequence)
         output = sequence.read(delta=True, tokenizer=stream.tokenizer)
+        reader, finish_reason = choice.reader, output.finish_reason
+        if self._is_plain and finish_reason is None:
+            if reader is None:
+                return first + choice.text_event.of(output.text)
+            if (said := reader.go_on(output.text)) is not None:
+                return first + self._went_on(choice, reader, said, output.index)
+            events = self._read(reader, output, ends=False)
+            return first + b"".join([self._event_of(choice, each, output.index) for each in events])
         deltas = [Delta(content=output.text)]
-        finish_reason = output.finish_reason
-        if choice.reader is not None:
-            is_plain = self._is_plain and finish_reason is None
-            if is_plain and (said := choice.reader.go_on(output.text)) is not None:
-                return first + self._went_on(choice, said, output.index)
-            events = self._read(choice.reader, output, ends=finish_reason is not None)
-            if is_plain:
-                return first + b"".join([self._event_of(choice, each, output.index) for each in events])
+        if reader is not None:
+            events = self._read(reader, output, ends=finish_reason is not None)
             deltas = [_delta_of(each) for each in events] or [Delta()]
-            finish_reason = self._finish_reason(choice.reader, finish_reason)
-        elif self._is_plain and finish_reason is None:
-            return first + choice.text_event.of(output.text)
+            finish_reason = self._finish_reason(reader, finish_reason)
         choice.num_tokens += len(output.token_ids)
         told = ChatChunkChoice(
             index=output.index,
@@ -347,13 +347,17 @@ class ChatAnswer(OpenAIEvents):
         if self._request.include_reasoning is False:
             events = [each for each in events if not each.reasoning]
         if self._request.parallel_tool_calls is False:
-            events = [each for each in events if each.call <= 0]
+            events = [each for each in events if not self._is_left_out(each.call)]
         return events
 
-    def _went_on(self, choice: _Choice, said: str, index: int) -> bytes:
-        """The event of a piece that is all content, or all reasoning."""
-        assert choice.reader is not None
-        if not choice.reader.is_thinking:
+    def _is_left_out(self, call: int) -> bool:
+        return call > 0 and self._request.parallel_tool_calls is False
+
+    def _went_on(self, choice: _Choice, reader: OutputParser, said: str, index: int) -> bytes:
+        """The event of a piece that is all content, or reasoning, or arguments."""
+        if reader.call >= 0:
+            return b"" if self._is_left_out(reader.call) else self._arguments_event(choice, reader.call, index).of(said)
+        if not reader.is_thinking:
             return choice.text_event.of(said)
         self._thoughts.setdefault(index, []).append(said)
         if self._request.include_reasoning is False:
@@ -372,11 +376,14 @@ class ChatAnswer(OpenAIEvents):
             return choice.text_event.of(told.content)
         if told.call < 0 or told.name:
             return event(self._chunk([ChatChunkChoice(index=index, delta=_delta_of(told))]))
-        if choice.arguments_event is None or choice.call != told.call:
-            delta = _delta_of(Event(call=told.call, arguments=TextEvent.PLACE))
+        return self._arguments_event(choice, told.call, index).of(told.arguments)
+
+    def _arguments_event(self, choice: _Choice, call: int, index: int) -> TextEvent:
+        if choice.arguments_event is None or choice.call != call:
+            delta = _delta_of(Event(call=call, arguments=TextEvent.PLACE))
             choice.arguments_event = TextEvent(self._chunk([ChatChunkChoice(index=index, delta=delta)]))
-            choice.call = told.call
-        return choice.arguments_event.of(told.arguments)
+            choice.call = call
+        return choice.arguments_event
 
     def end(self) -> bytes:
         if not self._answer.include_usage:

@@ -16,7 +16,7 @@ from headrace.frontend.text.formats.declaration import ChannelFormat
 from headrace.frontend.text.formats.grammar import NO_ARGUMENTS, Rules, literal
 from headrace.frontend.text.formats.markers import make_markers
 from headrace.frontend.text.formats.parser import Event, OutputParser
-from headrace.frontend.text.formats.pieces import Reads
+from headrace.frontend.text.formats.pieces import Reads, as_it_is
 
 _LONGEST_HEADER = 300
 _RECIPIENT = " to="
@@ -43,7 +43,7 @@ class ChannelParser(OutputParser):
                 yield from self._message(*self._said_in(_RECIPIENT + header))
             else:
                 self._say(_RECIPIENT)
-        while (marker := (yield from self._until(headers, self._say))) is not None:
+        while (marker := (yield from self._until(headers, self._say, told=as_it_is))) is not None:
             if marker in (form.start, form.channel):
                 header = marker + (yield from self._short_until_or_end(form.message))
                 yield from self._message(*self._said_in(header))
@@ -60,24 +60,31 @@ class ChannelParser(OutputParser):
             call = self.num_calls
             self._events.append(Event(call=call, name=name))
             self.num_calls += 1
-        told = False
+        self.call = call
+        self.is_thinking = channel in form.reasoning or bool(recipient and not recipient.startswith(form.functions))
+        has_arguments = False
+
+        def told(text: str) -> str:
+            nonlocal has_arguments
+            has_arguments = has_arguments or not text.isspace()
+            return text
 
         def give(text: str) -> None:
-            nonlocal told
-            told = told or bool(text.strip())
+            told(text)
             if call >= 0:
                 self._events.append(Event(call=call, arguments=text))
-            elif channel in form.reasoning or (recipient and not recipient.startswith(form.functions)):
+            elif self.is_thinking:
                 self._events.append(Event(reasoning=text))
             else:
                 self._say(text)
 
         ends = make_markers((*form.ends, form.start, *self._left_out))
-        while (end := (yield from self._until(ends, give, is_value=call >= 0))) in self._left_out:
+        while (end := (yield from self._until(ends, give, told=told, is_value=call >= 0))) in self._left_out:
             pass
+        self.call, self.is_thinking = -1, False
         if end == form.start:  # the next header has begun
             self._text = end + self._text
-        if call >= 0 and not told:
+        if call >= 0 and not has_arguments:
             self._events.append(Event(call=call, arguments="{}"))
 
     def _short_until_or_end(self, marker: str) -> Reads:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 @functools.lru_cache(maxsize=64)
@@ -22,6 +22,8 @@ class Markers:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         first_characters = sorted({re.escape(each[0]) for each in self._markers})
         self._first = re.compile("|".join(first_characters) or r"(?!)")
+        self.may_begin_in: Callable[[str], object] = self._first.search
+        """Says whether any of them could; text in which none could is told from others fast."""
         self._most_held = max(map(len, self._markers), default=1) - 1
         longer = {each: tuple(o for o in self._markers if o != each and o.startswith(each)) for each in self._markers}
         self._longer = {each: others for each, others in longer.items() if others}
@@ -33,10 +35,6 @@ class Markers:
             return found
         rest = text[found.start() :]
         return None if any(o.startswith(rest) for o in self._longer.get(found.group(), ())) else found
-
-    def may_begin_in(self, text: str) -> bool:
-        """Whether any of them could; text in which none could is told from others fast."""
-        return self._first.search(text) is not None
 
     def held(self, text: str) -> int:
         """Length of the longest end of `text` that begins a marker."""

@@ -22,13 +22,14 @@ import msgspec
 
 from headrace.frontend.text.formats.declaration import CallFormat, OutputFormat
 from headrace.frontend.text.formats.markers import make_markers
-from headrace.frontend.text.formats.pieces import READ_AT_ONCE, SPACE, PieceReader, Reads
+from headrace.frontend.text.formats.pieces import READ_AT_ONCE, SPACE, PieceReader, Reads, as_it_is
 from headrace.frontend.text.formats.values import (
     NoCallError,
     as_json,
     as_text,
     nest_as_json,
     types_of,
+    within_text,
 )
 
 _NAME = re.compile(r"[\w.\-/ ]{1,256}")
@@ -86,32 +87,28 @@ class OutputParser(PieceReader):
         self._closers = make_markers((end, *ignored))
         self._space = ""  # the end of the content so far: dropped when a call follows
         self._events: list[Event] = []
-        self._has_called = False
-        """What is read belongs to a call whose name is known, or follows one in its section."""
+        self.call = -1
+        """Of the calls whose names are known, from 0, the one that what is read belongs to, or follows in its section;
+        -1 outside."""
         self.num_calls = 0
         self.is_thinking = False
         """What was read last is reasoning, and it has not ended."""
         self._reader = self._read(prompt)
 
     def go_on(self, text: str) -> str | None:
-        """What is certain now, where the text goes on with the content, or the reasoning (`is_thinking`), and with
-        nothing else: as most pieces of an answer do. None where that is not sure; then `feed` has to read it."""
-        if self._awaited is None or not text or self._awaited.may_begin_in(text):
+        """What is certain now, where the text goes on with the arguments of `call`, or the reasoning (`is_thinking`),
+        or else the content, and with nothing else: as most pieces of an answer do. None where that is not sure; then
+        `feed` has to read it."""
+        if self._stops is None or not text or self._stops(text):
             return None
-        if self._calls is None or self.is_thinking:
-            return text
-        if text[-1] in SPACE:
-            return None
-        text, self._space = self._space + text, ""
-        return text
+        return text if self._told is as_it_is else self._told(text)
 
     def feed(self, text: str) -> list[Event]:
         """What is certain now."""
         if (said := self.go_on(text)) is not None:
+            if self.call >= 0:
+                return [Event(call=self.call, arguments=said)]
             return [Event(reasoning=said) if self.is_thinking else Event(content=said)]
-        if self._value is not None and not self._value[0].may_begin_in(text):
-            self._value[1](text)
-            return self._news()
         for start in range(0, len(text), READ_AT_ONCE):
             self._text += text[start : start + READ_AT_ONCE]
             next(self._reader, None)
@@ -133,7 +130,8 @@ class OutputParser(PieceReader):
         if self._reasoning is not None:
             yield from self._first_reasoning(prompt)
         yield from self._bare_calls()
-        while (marker := (yield from self._until(self._openers, self._content, is_plain=True))) is not None:
+        told = as_it_is if self._calls is None else self._told_content
+        while (marker := (yield from self._until(self._openers, self._content, told=told))) is not None:
             if marker in self._call_openers:
                 yield from self._try_calls(marker)
             elif marker not in self._ignored:
@@ -155,7 +153,7 @@ class OutputParser(PieceReader):
 
     def _reason(self) -> Reads:
         self._space, self.is_thinking = "", True
-        while (yield from self._until(self._closers, self._think, is_plain=True)) in self._ignored:
+        while (yield from self._until(self._closers, self._think, told=as_it_is)) in self._ignored:
             pass
         self.is_thinking = False
 
@@ -167,6 +165,13 @@ class OutputParser(PieceReader):
         num_said = len(text) if self._calls is None else max(len(text.rstrip(SPACE)), len(text) - _MOST_SPACE)
         self._space = text[num_said:]
         self._events.append(Event(content=text[:num_said]))
+
+    def _told_content(self, text: str) -> str | None:
+        """As `_content` gives it."""
+        if text[-1] in SPACE:
+            return None
+        text, self._space = self._space + text, ""
+        return text
 
     def _bare_calls(self) -> Reads:
         """Where the answer, or what follows the reasoning, begins with them."""
@@ -190,11 +195,11 @@ class OutputParser(PieceReader):
             yield from self._section()
         except NoCallError:
             raw = "".join(self._raw or ())
-            if self._has_called and self._ended and _BEGUN.fullmatch(self._text):
+            if self.call >= 0 and self._ended and _BEGUN.fullmatch(self._text):
                 self._text = ""
             elif raw.strip():
                 self._content(raw)
-        self._raw, self._has_called = None, False
+        self._raw, self.call = None, -1
 
     def _section(self) -> Reads:
         calls = self._calls
@@ -226,7 +231,7 @@ class OutputParser(PieceReader):
         """Takes it, if it comes next; after a call, also what there is of it where the answer ends."""
         if (yield from self._accept(marker)):
             return True
-        if not (self._has_called and self._ended and self._text and marker.startswith(self._text)):
+        if not (self.call >= 0 and self._ended and self._text and marker.startswith(self._text)):
             return False
         self._take(len(self._text))
         return True
@@ -260,13 +265,17 @@ class OutputParser(PieceReader):
             id, name = name, name.split(".", 1)[-1].rsplit(":", 1)[0]
         if not name:
             raise NoCallError
-        self._space, self._raw, self._has_called = "", None, True
-        self._events.append(Event(call=self.num_calls, name=name, id=id))
+        self._space, self._raw, self.call = "", None, self.num_calls
+        self._events.append(Event(call=self.call, name=name, id=id))
         self.num_calls += 1
-        return self.num_calls - 1
+        return self.call
 
     def _arguments(self, call: int, text: str) -> None:
         self._events.append(Event(call=call, arguments=text))
+
+    def _more_text(self, call: int) -> Callable[[str], None]:
+        """Gives what is between a text's quotes."""
+        return lambda text: self._arguments(call, within_text(text))
 
     def _list(self, read_one: Callable[[], Reads]) -> Reads:
         yield from self._expect("[")
@@ -320,7 +329,7 @@ class OutputParser(PieceReader):
             text = yield from self._json_string()
             self._arguments(call, text)
             return text or "{}"
-        yield from self._json_value(lambda text: self._arguments(call, text))
+        yield from self._json_value(lambda text: self._arguments(call, text), told=as_it_is)
         return "{}"
 
     def _named_call(self, calls: CallFormat) -> Reads:
@@ -335,7 +344,7 @@ class OutputParser(PieceReader):
         if (yield from self._peek(1)) != "{":
             self._arguments(call, "{}")
             return
-        yield from self._json_value(lambda text: self._arguments(call, text))
+        yield from self._json_value(lambda text: self._arguments(call, text), told=as_it_is)
 
     def _python_call(self) -> Reads:
         name = yield from self._short_until("(")
@@ -352,7 +361,7 @@ class OutputParser(PieceReader):
             yield from self._skip_space()
             if (yield from self._peek(1)) in ("'", '"'):
                 self._arguments(call, '"')
-                yield from self._python_text(lambda text: self._arguments(call, as_text(text)[1:-1]))
+                yield from self._python_text(self._more_text(call), within_text)
                 self._arguments(call, '"')
                 yield from self._skip_space()
                 if (yield from self._peek(1)) not in (",", ")"):
@@ -389,7 +398,6 @@ class OutputParser(PieceReader):
 
     def _xml_value(self, call: int, after: str, types: frozenset[str]) -> Reads:
         """Text is given as it comes, without the line breaks that set it off; other values once they are whole."""
-        end = make_markers((after,))
         if "string" in types:
             has_lines = self._calls is not None and self._calls.values_have_lines
             if has_lines:
@@ -398,15 +406,8 @@ class OutputParser(PieceReader):
                 self._arguments(call, "null")
                 return
             self._arguments(call, '"')
-            held = ""
-
-            def give(text: str) -> None:
-                nonlocal held
-                text = held + text
-                held = "\n" if has_lines and text.endswith("\n") else ""
-                self._arguments(call, as_text(text.removesuffix(held) if held else text)[1:-1])
-
-            if (yield from self._until(end, give, is_value=True)) is None:
+            end = make_markers(("\n" + after, after) if has_lines else (after,))
+            if (yield from self._until(end, self._more_text(call), told=within_text, is_value=True)) is None:
                 raise NoCallError
             self._arguments(call, '"')
             return
@@ -414,7 +415,7 @@ class OutputParser(PieceReader):
         yield from self._skip_space()
         if (yield from self._peek(1)) in ("{", "["):  # which may hold the marker as text
             yield from self._nest(parts.append)
-        if (yield from self._until(end, parts.append)) is None:
+        if (yield from self._until(make_markers((after,)), parts.append)) is None:
             raise NoCallError
         self._arguments(call, as_json("".join(parts).strip(SPACE)))
 
@@ -452,8 +453,8 @@ class OutputParser(PieceReader):
                 return
             if is_text:
                 self._arguments(call, '"')
-            give = (lambda text: self._arguments(call, as_text(text)[1:-1])) if is_text else parts.append
-            if (yield from self._until(make_markers((escape,)), give, is_value=True)) is None:
+            give, told = (self._more_text(call), within_text) if is_text else (parts.append, None)
+            if (yield from self._until(make_markers((escape,)), give, told=told, is_value=True)) is None:
                 raise NoCallError
             self._arguments(call, '"' if is_text else as_json("".join(parts).strip(SPACE)))
             return

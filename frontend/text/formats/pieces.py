@@ -16,6 +16,8 @@ from headrace.frontend.text.formats.values import NoCallError, python_as_json, p
 
 Reads = Generator[None, None, Any]
 """Yields when it needs more text, and returns what it read."""
+Tell = Callable[[str], str | None]
+"""What is told of a text that comes; None where that is not sure."""
 SPACE = " \t\r\n"
 _IN_STRING = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 _OUTSIDE = re.compile(r'["{}\[\]]')
@@ -35,6 +37,10 @@ READ_AT_ONCE = 2048
 _LONGEST_SCALAR = 4096
 
 
+def as_it_is(text: str) -> str:
+    return text
+
+
 class PieceReader:
     """The text that has come and is not read yet."""
 
@@ -42,10 +48,10 @@ class PieceReader:
         self._text, self._ended = "", False
         self._raw: list[str] | None = None
         """What has been read of a call whose name is not known yet; None outside."""
-        self._awaited: Markers | None = None
-        """All has been read, in `_until(..., is_plain=True)`, up to one of these."""
-        self._value: tuple[Markers, Callable[[str], None]] | None = None
-        """All has been read, in `_until(..., is_value=True)`, up to one of these; text without them goes there."""
+        self._stops: Callable[[str], object] | None = None
+        """Finds what needs a turn of the reader: where there is nothing of that in a text, and all before has been
+        read, the text is `told` as it comes. None: every text needs a turn."""
+        self._told: Tell = as_it_is
 
     @property
     def _is_over(self) -> bool:
@@ -85,13 +91,25 @@ class PieceReader:
         if not (yield from self._accept(literal)):
             raise NoCallError
 
+    def _turn(self, stops: Callable[[str], object], told: Tell | None) -> Reads:
+        """Waits for more text, which is told without a turn of the reader where it has none of the stops."""
+        if told is not None and not self._text:
+            self._stops, self._told = stops, told
+        yield
+        self._stops = None
+
     def _until(
-        self, markers: Markers, give: Callable[[str], None], *, is_plain: bool = False, is_value: bool = False
+        self,
+        markers: Markers,
+        give: Callable[[str], None],
+        *,
+        told: Tell | None = None,
+        is_value: bool = False,
     ) -> Reads:
         """Gives what comes before the first of the markers, and takes that; None at the end of the answer.
 
-        is_plain: who feeds the text may look by itself whether any of it is more than text to `give`. is_value: a part
-        of a marker, with which the answer ends, is not given."""
+        told: what `give` would say of a text in which no marker can begin. is_value: a part of a marker, with which the
+        answer ends, is not given."""
         while True:
             found = markers.find(self._text, is_over=self._ended)
             if found is not None:
@@ -106,12 +124,7 @@ class PieceReader:
             if self._ended:
                 self._text = ""
                 return None
-            if is_plain and not self._text:
-                self._awaited = markers
-            if is_value and not self._text:
-                self._value = markers, give
-            yield
-            self._awaited = self._value = None
+            yield from self._turn(markers.may_begin_in, told)
 
     def _short_until(self, marker: str) -> Reads:
         """A name or key. At most 300 characters, else this is no call."""
@@ -152,10 +165,13 @@ class PieceReader:
             yield
         return self._take(len(self._text) if end is None else end.start())
 
-    def _json_value(self, give: Callable[[str], None], outside: re.Pattern[str] = _OUTSIDE) -> Reads:
+    def _json_value(
+        self, give: Callable[[str], None], outside: re.Pattern[str] = _OUTSIDE, *, told: Tell | None = None
+    ) -> Reads:
         """One value, given as it comes. Raises NoCallError where the answer ends within it.
 
-        outside: what counts outside of texts: quotes, but for a word's apostrophe, and brackets."""
+        outside: what counts outside of texts: quotes, but for a word's apostrophe, and brackets. told: as in `_until`,
+        and only where no apostrophe counts: whether one is a word's depends on what was before."""
         if (first := (yield from self._peek(1))) and first not in '"{[':
             give((yield from self._scalar()))
             return
@@ -194,13 +210,13 @@ class PieceReader:
                 if self._text:
                     give(self._take(len(self._text)))
                 raise NoCallError
-            yield
+            yield from self._turn((_IN_STRING[quote] if quote else outside).search, told)
 
     def _nest(self, give: Callable[[str], None]) -> Reads:
         """An object or a list, in JSON or as Python writes it."""
         yield from self._json_value(give, _OUTSIDE_EITHER)
 
-    def _python_text(self, give: Callable[[str], None]) -> Reads:
+    def _python_text(self, give: Callable[[str], None], told: Tell) -> Reads:
         """A text in quotes, or several in a row, as they come. Raises NoCallError where the answer ends within."""
         while (yield from self._peek(1)) in ("'", '"'):
             quote = self._text[0]
@@ -208,7 +224,7 @@ class PieceReader:
                 quote *= 3
             self._take(len(quote))
             stops = make_markers((quote, "\\"))
-            while (stop := (yield from self._until(stops, give, is_value=True))) == "\\":
+            while (stop := (yield from self._until(stops, give, told=told, is_value=True))) == "\\":
                 is_long = (yield from self._peek(1)) in _LONG_ESCAPES
                 escape = _PYTHON_ESCAPE.match((yield from self._peek(_LONGEST_ESCAPE if is_long else 1)))
                 if escape is None:

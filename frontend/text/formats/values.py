@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from json.encoder import encode_basestring
 from typing import Any
 
 _PYTHON_ESCAPES = {
@@ -15,8 +16,6 @@ _PYTHON_ESCAPES = {
     **{each: each for each in "\\'\""},
     "\n": "",
 }
-_ENCODER = json.JSONEncoder(ensure_ascii=False)
-"""Once: every piece of a text within arguments goes through it."""
 _BARE_KEY = re.compile(r"([{,]\s*)([\w.\-]+)\s*:")
 
 
@@ -29,7 +28,12 @@ class NoCallError(Exception):
 
 
 def as_text(text: str) -> str:
-    return _ENCODER.encode(text)
+    return encode_basestring(text)
+
+
+def within_text(text: str) -> str:
+    """As it stands between a text's quotes."""
+    return encode_basestring(text)[1:-1]
 
 
 def types_of(schema: Mapping[str, Any]) -> frozenset[str]:

@@ -1,0 +1,58 @@
+"""Formats are known by the names that vLLM's users give, each a short declaration, and a server says which it found."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from headrace.frontend.text.chat_template import RenderedChat
+from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
+from headrace.frontend.text.formats.declaration import FOLDER, load_format
+
+CALLS = """
+hermes llama3_json llama4_json llama4_pythonic pythonic mistral qwen3_xml qwen3_coder deepseek_v3 deepseek_v31 granite
+granite-20b-fc internlm jamba xlam phi4_mini_json kimi_k2 glm45 glm47 minimax minimax_m2 hunyuan_a13b seed_oss step3
+olmo3 gigachat3 ernie45 longcat openai functiongemma
+"""
+REASONING = """
+deepseek_r1 deepseek_v3 qwen3 granite mistral glm45 openai_gptoss gptoss hunyuan_a13b minimax_m2 kimi_k2 olmo3 seed_oss
+step3 ernie45
+"""
+
+
+@pytest.mark.parametrize("name", CALLS.split())
+def test_a_format_of_calls_is_known_by_vllms_name(name):
+    declared = load_format(name)
+    assert declared.calls or declared.channels
+    OutputFormats(name)
+
+
+@pytest.mark.parametrize("name", REASONING.split())
+def test_a_format_of_reasoning_is_known_by_vllms_name(name):
+    declared = load_format(name)
+    assert declared.reasoning or declared.channels
+    OutputFormats(reasoning_parser=name)
+
+
+def test_a_declaration_is_short():
+    lengths = {path.stem: len(path.read_text().splitlines()) for path in FOLDER.glob("*.yaml")}
+    assert {name: length for name, length in lengths.items() if length >= 40} == {}
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ('{# <tool_call> "arguments" <think></think> #}', ["answers are read as hermes", "reasoning is that of qwen3"]),
+        ("{# <|channel|> <|message|> analysis #}", ["answers are read as openai"]),
+        ("{{ messages }}", ["the chat template matches no known tool-call format"]),
+    ],
+)
+def test_what_the_chat_template_speaks_for_is_said_once(template, said, caplog):
+    caplog.set_level(logging.INFO)
+    formats = OutputFormats(reasoning_parser="auto")
+    for _ in range(2):
+        formats.of(RenderedChat("", template), ToolChoice([]))
+    told = [record.message for record in caplog.records]
+    assert [each for each in told if any(each.startswith(words) for words in said)] == told[: len(said)]
+    assert len(told) == len(said)
