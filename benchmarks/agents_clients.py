@@ -35,6 +35,7 @@ def call_of(name: str, /, **arguments: Any) -> str:
 
 
 WEATHER = call_of("get_weather", city="Zürich")
+THOUGHT = "<think>hm</think>"
 PERSON = '{"name": "Änn", "age": 3}'
 SUNNY = "sunny in Zürich"
 
@@ -45,6 +46,69 @@ def check(found: Any, wanted: Any, what: str) -> None:
 
 
 # --- the frameworks, each in a process of its environment's ----------------------------------------------------------
+
+
+def openai_client(url: str) -> None:
+    from openai import OpenAI, pydantic_function_tool
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        name: str
+        age: int
+
+    class get_weather(BaseModel):  # noqa: N801: the function's name
+        city: str
+
+    client, tools = OpenAI(base_url=f"{url}/v1", api_key="none"), [pydantic_function_tool(get_weather)]
+
+    def asked(said: str) -> Any:
+        return {"model": "null", "messages": [{"role": "user", "content": said}]}
+
+    parsed = client.chat.completions.parse(**asked(PERSON), response_format=Person).choices[0].message.parsed
+    check(parsed, Person(name="Änn", age=3), "parse")
+    (call,) = client.chat.completions.parse(**asked(WEATHER), tools=tools).choices[0].message.tool_calls or ()
+    check(call.function.parsed_arguments, get_weather(city="Zürich"), "parse with tools")
+    with client.chat.completions.stream(**asked(THOUGHT + WEATHER), tools=tools) as stream:
+        pieces = [each.arguments_delta for each in stream if each.type == "tool_calls.function.arguments.delta"]
+        message = stream.get_final_completion().choices[0].message
+    (call,) = message.tool_calls or ()
+    check(call.function.parsed_arguments, get_weather(city="Zürich"), "streamed")
+    check(json.loads("".join(pieces)), {"city": "Zürich"}, "the arguments' events")
+    check(len(pieces) > 1, True, "arguments come in pieces")
+
+    function: Any = {"type": "function", "name": "get_weather", "parameters": get_weather.model_json_schema()}
+    with client.responses.stream(model="null", input=THOUGHT + WEATHER, tools=[function]) as events:
+        kinds = {each.type for each in events}
+        first = events.get_final_response()
+    wanted = {"response.reasoning_text.delta", "response.function_call_arguments.delta", "response.completed"}
+    check(wanted - kinds, set(), "events of a response")
+    (made,) = (each for each in first.output if each.type == "function_call")
+    result: Any = {"type": "function_call_output", "call_id": made.call_id, "output": SUNNY}
+    second = client.responses.create(model="null", previous_response_id=first.id, input=[result])
+    check(second.output_text, f"It is {SUNNY}.", "previous_response_id")
+    form: Any = client.responses.parse(model="null", input=PERSON, text_format=Person)
+    check(form.output_parsed, Person(name="Änn", age=3), "a response parsed")
+
+
+def anthropic(url: str) -> None:
+    from anthropic import Anthropic
+
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    asked: Any = {"model": "null", "max_tokens": 300, "tools": [{"name": "get_weather", "input_schema": schema}]}
+    client, question = Anthropic(base_url=url, api_key="none"), {"role": "user", "content": THOUGHT + WEATHER}
+    with client.messages.stream(**asked, messages=[question]) as stream:
+        kinds = {each.type for each in stream}
+        message = stream.get_final_message()
+    check({"thinking", "input_json", "content_block_stop"} - kinds, set(), "events")
+    thinking, call = message.content
+    check((thinking.type, thinking.thinking), ("thinking", "hm"), "thinking")  # type: ignore[union-attr]
+    check((call.name, call.input, message.stop_reason), ("get_weather", {"city": "Zürich"}, "tool_use"), "a call")  # type: ignore[union-attr]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": SUNNY}  # type: ignore[union-attr]
+    turns = [question, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    (said,) = client.messages.create(**asked, messages=turns).content
+    check(said.text, f"It is {SUNNY}.", "the result's answer")  # type: ignore[union-attr]
+    counted = client.messages.count_tokens(model="null", messages=[{"role": "user", "content": "abc"}])
+    check(counted.input_tokens > 0, True, "count_tokens")
 
 
 def openai_agents(url: str) -> None:
@@ -206,6 +270,8 @@ Cases = dict[str, tuple[Callable[[str], None], tuple[str, ...]]]
 """The function that uses a framework, and the packages that it needs, by the framework's name."""
 
 CASES: Cases = {
+    "openai": (openai_client, ("openai",)),
+    "anthropic": (anthropic, ("anthropic",)),
     "openai-agents": (openai_agents, ("openai-agents",)),
     "langchain-openai": (langchain_openai, ("langchain-openai",)),
     "langchain-ollama": (langchain_ollama, ("langchain-ollama",)),
@@ -280,7 +346,7 @@ def run(script: str, arguments: argparse.Namespace, cases: Cases, serve: Sequenc
 
 ECHO = (
     *("null", "--chat-template", TEMPLATE, "--max-model-len", "4096", "--hf-overrides", '{"vocab_size": 400}'),
-    *("--distributed-executor-backend", "null_with_tokenizer:EchoExecutor"),
+    *("--distributed-executor-backend", "null_with_tokenizer:EchoExecutor", "--reasoning-parser", "qwen3"),
 )
 
 if __name__ == "__main__":
