@@ -66,12 +66,12 @@ def openai_client(url: str) -> None:
 
     parsed = client.chat.completions.parse(**asked(PERSON), response_format=Person).choices[0].message.parsed
     check(parsed, Person(name="Änn", age=3), "parse")
-    (call,) = client.chat.completions.parse(**asked(WEATHER), tools=tools).choices[0].message.tool_calls or ()
+    (call,) = client.chat.completions.parse(**asked(WEATHER), tools=tools).choices[0].message.tool_calls or []
     check(call.function.parsed_arguments, get_weather(city="Zürich"), "parse with tools")
     with client.chat.completions.stream(**asked(THOUGHT + WEATHER), tools=tools) as stream:
         pieces = [each.arguments_delta for each in stream if each.type == "tool_calls.function.arguments.delta"]
         message = stream.get_final_completion().choices[0].message
-    (call,) = message.tool_calls or ()
+    (call,) = message.tool_calls or []
     check(call.function.parsed_arguments, get_weather(city="Zürich"), "streamed")
     check(json.loads("".join(pieces)), {"city": "Zürich"}, "the arguments' events")
     check(len(pieces) > 1, True, "arguments come in pieces")
@@ -95,7 +95,8 @@ def anthropic(url: str) -> None:
 
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     asked: Any = {"model": "null", "max_tokens": 300, "tools": [{"name": "get_weather", "input_schema": schema}]}
-    client, question = Anthropic(base_url=url, api_key="none"), {"role": "user", "content": THOUGHT + WEATHER}
+    client = Anthropic(base_url=url, api_key="none")
+    question: Any = {"role": "user", "content": THOUGHT + WEATHER}
     with client.messages.stream(**asked, messages=[question]) as stream:
         kinds = {each.type for each in stream}
         message = stream.get_final_message()
@@ -104,10 +105,10 @@ def anthropic(url: str) -> None:
     check((thinking.type, thinking.thinking), ("thinking", "hm"), "thinking")  # type: ignore[union-attr]
     check((call.name, call.input, message.stop_reason), ("get_weather", {"city": "Zürich"}, "tool_use"), "a call")  # type: ignore[union-attr]
     result = {"type": "tool_result", "tool_use_id": call.id, "content": SUNNY}  # type: ignore[union-attr]
-    turns = [question, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    turns: Any = [question, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
     (said,) = client.messages.create(**asked, messages=turns).content
-    check(said.text, f"It is {SUNNY}.", "the result's answer")  # type: ignore[union-attr]
-    counted = client.messages.count_tokens(model="null", messages=[{"role": "user", "content": "abc"}])
+    check(said.text, f"It is {SUNNY}.", "the result's answer")
+    counted = client.messages.count_tokens(model="null", messages=[question])
     check(counted.input_tokens > 0, True, "count_tokens")
 
 
