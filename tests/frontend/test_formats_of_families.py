@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 from family_answers import CALLS, PLAIN, THINK, TOOLS, WAYS, kimi, listed, step3
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from read_answers import parser_of, read
 
 from headrace.frontend.text.formats.declaration import known_formats, load_format
@@ -41,6 +44,20 @@ def test_calls_are_read_as_their_family_writes_them(way, case):
             found = read(way.format, pieces, prompt, way.special, reasoning=read_in, tools=TOOLS)
             assert [(name, json.loads(said)) for name, said in found.calls] == calls, answer
             assert (found.content.strip(), found.reasoning.strip()) == (content, reasoning), answer
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    way=st.sampled_from(WAYS),
+    case=st.sampled_from(sorted(CALLS)),
+    cuts=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=40),
+)
+def test_calls_are_read_alike_in_any_pieces(way, case, cuts):
+    text = "So: " * way.takes_text + way.write(CALLS[case][: 1 if way.format == "gigachat3" else None])
+    places = sorted(int(each * len(text)) for each in cuts)
+    pieces = [text[begin:end] for begin, end in itertools.pairwise([0, *places, len(text)])]
+    found, whole = (read(way.format, each, "", way.special, reasoning=None, tools=TOOLS) for each in (pieces, [text]))
+    assert found == whole
 
 
 @pytest.mark.parametrize("way", WAYS, ids=IDS)
