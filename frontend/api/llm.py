@@ -181,9 +181,10 @@ class LLM(Controls, NamesWhatIsMissing):
         """Answers a conversation, or each of a list of them.
 
         `template_options`: add_generation_prompt (True unless continue_final_message), continue_final_message,
-        chat_template (its text, or a name of the model's), tools, documents, and chat_template_kwargs, a dict of
-        what else the template should see. With tools, outputs have a `message` with the calls in it; tool_call_parser
-        (by default auto) and reasoning_parser name formats as the server's options do. Raises as `generate` does.
+        chat_template (its text, or a name of the model's), chat_template_content_format (auto, string or openai: how
+        the template gets a message's content), tools, documents, and chat_template_kwargs, a dict of what else the
+        template should see. With tools, outputs have a `message` with the calls in it; tool_call_parser (by default
+        auto) and reasoning_parser name formats as the server's options do. Raises as `generate` does.
         """
         self._check_usable()
         check_arguments("chat", {"lora_request": lora_request})

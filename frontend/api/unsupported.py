@@ -51,7 +51,6 @@ ARGUMENTS: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
         "prompt_text": ("a prompt's text goes with its tokens: {'prompt': ..., 'prompt_token_ids': [...]}", ()),
         "mm_processor_kwargs": (NO_MEDIA, ({},)),
         "media_io_kwargs": (NO_MEDIA, ({},)),
-        "chat_template_content_format": ("what the template does with content is found out and followed", ("auto",)),
         "reasoning_ended": ("reasoning is not told apart from the answer", (False,)),
         "trace_headers": (NO_TRACES, ({},)),
         "arrival_time": ("a request arrives when it is submitted", ()),

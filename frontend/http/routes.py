@@ -113,6 +113,7 @@ class ServerState:
             template,
             trusts_requests=options.trust_request_chat_template,
             defaults=template_variables(options.default_chat_template_kwargs),
+            content_format=options.chat_template_content_format,
         )
         self.chat = ChatParts.of(options, prompts)
         self.responses = ResponsesState(

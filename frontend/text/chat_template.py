@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import jinja2
 
 Message = Mapping[str, Any]
+ContentFormat = Literal["auto", "string", "openai"]
+"""How a template gets a message's content: text, or a list of parts as OpenAI's API has it. auto: text as text, and
+parts as parts where the template takes them."""
 _CONTINUE_HERE = "HEADRACE_CONTINUES_HERE "
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning", "reasoning_text")
 """What models and clients call a message's reasoning; templates read the first."""
@@ -47,18 +50,24 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
+    content_format: ContentFormat = "auto",
 ) -> str:
     """The prompt's text. `variables` are what else the template sees, such as bos_token.
 
     Raises InvalidRequestError for messages that are none, and with the template's own words when it refuses.
     """
+    if content_format not in get_args(ContentFormat):
+        raise InvalidRequestError(
+            f"chat_template_content_format must be auto, string or openai, not {content_format!r:.100}"
+        )
     if continue_final_message and add_generation_prompt:
         raise InvalidRequestError(
             "continue_final_message and add_generation_prompt exclude each other: the one goes on with the last "
             "message, the other begins a new one"
         )
     try:
-        chat = _plain_messages(messages, takes_parts=_TAKES_PARTS.search(template) is not None)
+        takes_parts = content_format == "openai" or (content_format == "auto" and bool(_TAKES_PARTS.search(template)))
+        chat = _plain_messages(messages, takes_parts=takes_parts, wraps_text=content_format == "openai")
         final_text = _mark_end(chat) if continue_final_message else ""
         context = {
             **_plain(variables or {}),
@@ -89,7 +98,8 @@ def _render(template: str, context: dict[str, Any]) -> str:
         ) from error
 
 
-def _plain_messages(messages: Sequence[Message], *, takes_parts: bool) -> list[dict[str, Any]]:
+def _plain_messages(messages: Sequence[Message], *, takes_parts: bool, wraps_text: bool) -> list[dict[str, Any]]:
+    """takes_parts: parts stay parts. wraps_text: text becomes one, too."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise InvalidRequestError(
             f"messages must be a list of {{'role': ..., 'content': ...}}, not {type(messages).__name__}"
@@ -102,6 +112,8 @@ def _plain_messages(messages: Sequence[Message], *, takes_parts: bool) -> list[d
             raise InvalidRequestError(f"messages[{index}] must be a dict with a 'role', not {message!r:.100}")
         # APIs write absent fields as None; templates take a missing key and print "None" for the other.
         plain = {name: _plain(value) for name, value in message.items() if value is not None}
+        if wraps_text and isinstance(plain.get("content"), str):
+            plain["content"] = [plain["content"]] if plain["content"] else []
         if isinstance(plain.get("content"), list | tuple):
             texts = text_parts(plain["content"], f"messages[{index}].content")
             plain["content"] = (

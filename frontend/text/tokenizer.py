@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.frontend.text.chat_template import Message, render_chat
+from headrace.frontend.text.chat_template import ContentFormat, Message, render_chat
 from headrace.frontend.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from headrace.ipc.failure import InvalidRequestError, ModelError
 from headrace.ipc.messages import TokenizerBundle
@@ -211,6 +211,7 @@ class Tokenizer:
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_content_format: ContentFormat = "auto",
         **variables: Any,
     ) -> Any:
         """The prompt for a conversation: token ids, or its text without `tokenize`.
@@ -225,6 +226,7 @@ class Tokenizer:
             tools=tools,
             documents=documents,
             variables={**self._bundle.special_tokens, **variables},
+            content_format=chat_template_content_format,
         )
         # The template writes the special tokens itself.
         return self.encode(text, add_special_tokens=False) if tokenize else text

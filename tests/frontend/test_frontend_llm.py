@@ -201,6 +201,30 @@ def test_chat_takes_text_in_parts(llm: LLM, template: str, prompt: str) -> None:
     assert output.prompt == prompt
 
 
+@pytest.mark.parametrize(
+    ("given", "content", "prompt"),
+    [
+        ("string", PARTS, "Say\nhi"),
+        ("openai", PARTS, "<Say><hi>"),
+        ("openai", "hi", "<hi>"),
+        ("openai", "", ""),
+        ("auto", "hi", "hi"),
+    ],
+)
+def test_a_template_gets_contents_in_the_form_that_was_asked_for(
+    llm: LLM, given: str, content: Any, prompt: str
+) -> None:
+    """The template takes parts, so that auto would give them to it."""
+    parts = "{% for p in m.content %}<{{ p.text }}>{% endfor %}"
+    one = "{% if m.content is string %}{{ m.content }}{% else %}" + parts + "{% endif %}"
+    template = "{% for m in messages %}" + one + "{% endfor %}."
+    messages = [{"role": "user", "content": content}]
+    (output,) = llm.chat(messages, chat_template=template, chat_template_content_format=given, use_tqdm=False)
+    assert output.prompt == f"{prompt}."
+    with pytest.raises(InvalidRequestError, match="chat_template_content_format must be auto, string or openai"):
+        llm.chat(messages, chat_template_content_format="text")
+
+
 def test_chat_refuses_other_parts_by_name(llm: LLM) -> None:
     image = {"type": "image_url", "image_url": {"url": "x"}}
     with pytest.raises(InvalidRequestError, match="image_url: multimodal input is not supported"):

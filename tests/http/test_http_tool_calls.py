@@ -113,6 +113,16 @@ def test_past_reasoning_and_parts_reach_the_template_by_every_name(name: str):
     assert choice["message"]["content"] == "[assistant:hm:a\nno][tool::sunny][user::"
 
 
+def test_a_server_may_be_told_in_which_form_its_template_gets_contents():
+    template = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
+    given = ("--chat-template", template, "--chat-template-content-format", "openai")
+    with serving("--distributed-executor-backend", PARROT, *given) as server, server.client() as client:
+        (choice,) = ask(client, CHAT, messages=[{"role": "user", "content": f"hi{END}"}], max_tokens=9, stop=[END])[
+            "choices"
+        ]
+    assert choice["message"]["content"] == "[hi"
+
+
 def test_usage_counts_the_tokens_of_reasoning(client: httpx.Client):
     def count(said: str, **more: Any) -> Any:
         return ask(client, CHAT, **body_of(said, **more))["usage"]["completion_tokens_details"]

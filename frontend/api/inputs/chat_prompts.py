@@ -26,7 +26,10 @@ def chat_prompt(tokenizer: Tokenizer, conversation: Sequence[Message], options: 
 
 def chat_options(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of apply_chat_template for those of `chat`. Raises InvalidRequestError for an unknown one."""
-    known = ("add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents")
+    known = (
+        *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_content_format"),
+        *("tools", "documents"),
+    )
     others = {name: value for name, value in given.items() if name not in (*known, "chat_template_kwargs")}
     if unknown := [name for name in others if name not in ARGUMENTS]:
         raise InvalidRequestError(

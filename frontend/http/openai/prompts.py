@@ -20,7 +20,13 @@ from headrace.frontend.api.parameters.token_rules import openai_bias
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.openai.requests import UNREAD_IN_MESSAGES, ChatMessage, GenerationRequest, StreamOptions
 from headrace.frontend.http.process.options import ServeOptions
-from headrace.frontend.text.chat_template import RenderedChat, complete_message, render_chat, text_parts
+from headrace.frontend.text.chat_template import (
+    ContentFormat,
+    RenderedChat,
+    complete_message,
+    render_chat,
+    text_parts,
+)
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError, OptionError
 from headrace.ipc.messages import Welcome
@@ -242,10 +248,16 @@ class ChatPrompts:
     """Renders conversations with the server's template, the model's, or (where trusted) the request's."""
 
     def __init__(
-        self, template: str | None, *, trusts_requests: bool, defaults: Mapping[str, Any] = NO_VARIABLES
+        self,
+        template: str | None,
+        *,
+        trusts_requests: bool,
+        defaults: Mapping[str, Any] = NO_VARIABLES,
+        content_format: ContentFormat = "auto",
     ) -> None:
         """defaults: variables that every template sees, unless a request sets them."""
         self._template, self._trusts_requests, self._defaults = template, trusts_requests, defaults
+        self._content_format: ContentFormat = content_format
 
     def render(
         self,
@@ -292,6 +304,7 @@ class ChatPrompts:
             tools=tools,
             documents=documents,
             variables={**tokenizer.special_tokens_map, **self._defaults, **variables},
+            content_format=self._content_format,
         )
         return RenderedChat(text, template)
 

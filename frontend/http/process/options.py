@@ -9,6 +9,7 @@ import msgspec
 
 from headrace.core.options.engine_options import Option
 from headrace.core.options.values import option_specs, read_options
+from headrace.frontend.text.chat_template import ContentFormat
 from headrace.ipc.failure import OptionError
 from headrace.ipc.process.log import LEVEL_VARIABLE
 
@@ -194,6 +195,14 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None,
         Option(CHAT, "A chat template, or a file with one", default_text="the model's own"),
     ] = None
+    chat_template_content_format: Annotated[
+        ContentFormat,
+        Option(
+            CHAT,
+            "How the template gets a message's content: string (text alone), openai (a list of parts, also of one "
+            "text), or auto (text as text, and parts as parts where the template takes them)",
+        ),
+    ] = "auto"
     trust_request_chat_template: Annotated[
         bool, Option(CHAT, "Let requests bring a chat template of their own; it runs in a sandbox")
     ] = False
