@@ -16,6 +16,7 @@ from headrace.core.engine.timeline import Timeline
 from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import cache_size
 from headrace.core.options.plan import Facts, Plan
+from headrace.core.options.values import shown_options
 from headrace.core.schedule.scheduler import Scheduler
 from headrace.ipc.control import (
     ASLEEP,
@@ -264,12 +265,10 @@ class Controller:
         return ProfileFiles(paths=(str(path), *(file for answer in answers for file in answer.files)))
 
     def _describe(self, command: DescribeEngine) -> EngineReport:
-        default, asked = Options(), self._plan.options
-        changed = {n: getattr(asked, n) for n in Options.__struct_fields__ if getattr(asked, n) != getattr(default, n)}
         facts: dict[str, Any] = msgspec.to_builtins(self._facts)
         facts["kv_cache_tokens"], facts["kv_cache_requests"] = cache_size(self._facts, self._plan)
         return EngineReport(
-            options=msgspec.to_builtins(changed),
+            options=shown_options(self._plan.options),
             decisions=tuple((d.name, d.value, d.reason) for d in self._plan.decisions),
             facts=facts,
             workers=tuple({"rank": answer.rank, **answer.facts} for answer in self._executor.control(command)),

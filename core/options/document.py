@@ -93,6 +93,8 @@ def _keyword_type(spec: OptionSpec) -> str:
         "choice": f"Literal[{', '.join(map(json.dumps, spec.choices))}] | str",
         "list": "Sequence[str] | str",
         "numbers": "Sequence[int] | str",
+        "secret": "str | bool" if spec.option.alone else "str",
+        "secrets": "Sequence[str] | str",
         "dict": "dict[str, Any]",
         "int": "int | str" if with_suffix else "int",
     }

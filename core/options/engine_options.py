@@ -11,27 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-
-class Option(msgspec.Struct, frozen=True):
-    """What an option needs besides its name, type and default."""
-
-    group: str
-    help: str
-    unit: str = ""
-    """What a number counts. Numbers of tokens and bytes may be written with a suffix, as in 8k or 4GiB."""
-    minimum: float | None = None
-    maximum: float | None = None
-    forms: tuple[str, ...] = ()
-    """What a text may be; INDEX in one stands for a whole number."""
-    words: dict[str, Any] = {}
-    """Values with a name of their own, such as {"auto": None}."""
-    default_text: str = ""
-    """What the default means, where the value does not say it."""
-    short: str = ""
-    """A single-dash name besides."""
-    repeated: bool = False
-    """A list whose flag takes one value and is given once for each, so that a positional argument may follow."""
-
+from headrace.core.options.option import Option, Secret
 
 MODEL, TOKENIZER, CACHE, SCHEDULER, PROCESS = "Model", "Tokenizer", "KV cache", "Scheduler", "Process"
 PARALLEL = "Parallel execution"
@@ -152,7 +132,26 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = None
     ignore_patterns: Annotated[tuple[str, ...], Option(MODEL, "Files of a hub model that are not fetched")] = ()
     hf_config_path: Annotated[str | None, Option(MODEL, "Where another config.json lies", default_text="none")] = None
+    hf_token: Annotated[
+        Secret | None,
+        Option(
+            MODEL,
+            "Token for private and gated models of the hub. Others see it on a command line: HF_TOKEN in the "
+            "environment, or a config file, is read by this user alone",
+            words={"true": None},
+            default_text="the environment's HF_TOKEN, else that of `hf auth login`; true is the default",
+            alone="true",
+        ),
+    ] = None
     trust_remote_code: Annotated[bool, Option(MODEL, "Allow code that a checkpoint ships to run")] = False
+    code_revision: Annotated[
+        str | None,
+        Option(
+            MODEL,
+            "Branch, tag or commit of a hub model's code, with trust_remote_code",
+            default_text="revision; main of code in a repository of its own",
+        ),
+    ] = None
     model_impl: Annotated[
         Literal["auto", "headrace", "transformers"],
         Option(

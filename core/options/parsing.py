@@ -10,8 +10,9 @@ import argparse
 import json
 import os
 import sys
+import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -19,7 +20,7 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.resolve import check_sampling_defaults
-from headrace.core.options.values import OptionSpec, nearest, option_specs, range_text, read_options
+from headrace.core.options.values import OptionKind, OptionSpec, nearest, option_specs, range_text, read_options
 from headrace.core.options.vllm_environment import options_from_variables
 from headrace.core.options.vllm_options import is_vllm_option, renamed_options, successor, unsupported_options
 from headrace.ipc.failure import OptionError
@@ -181,10 +182,15 @@ class OptionParser(argparse.ArgumentParser):
             values = given.get(action.dest)
             if action.nargs == "+" and isinstance(values, list) and len(values) > 1:
                 name = action.option_strings[-1]
+                shown = "[...]" if self._is_secret(action.dest) else json.dumps(values[:-1])
                 self.error(
                     f"{name} took {len(values)} values, and no model is named: give the model first, or with --model "
-                    f"(a list may also be written as JSON: {name} '{json.dumps(values[:-1])}')"
+                    f"(a list may also be written as JSON: {name} '{shown}')"
                 )
+
+    def _is_secret(self, name: str) -> bool:
+        specs = [option_specs(struct).get(name) for struct in getattr(self, _STRUCTS, [])]
+        return any(spec is not None and spec.is_secret for spec in specs)
 
     def _explain(self, argument: str) -> str:
         if not argument.startswith("-"):
@@ -350,6 +356,10 @@ def _read_yaml(path: Path) -> Any:
 
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except yaml.MarkedYAMLError as error:  # without the line itself, which may hold a secret
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        raise ValueError(f"it is not YAML: {error.problem or error.context}{where}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"it is not YAML: {error}") from None
 
@@ -374,15 +384,28 @@ def default_text(spec: OptionSpec) -> str:
     return json.dumps(spec.default) if isinstance(spec.default, dict) else f"{spec.default}"
 
 
+_TYPE_TEXTS: Mapping[OptionKind, str] = types.MappingProxyType(
+    {
+        "int": "N",
+        "float": "NUMBER",
+        "str": "TEXT",
+        "list": "NAME",
+        "numbers": "N",
+        "dict": "JSON",
+        "bool": "",
+        "secret": "SECRET",
+        "secrets": "SECRET",
+    }
+)
+
+
 def type_text(spec: OptionSpec) -> str:
     """What an option takes, in one word or as its choices."""
     if spec.kind == "choice":
         return "{" + ",".join(spec.choices) + "}"
     if spec.option.unit:
         return spec.option.unit.upper()
-    return {"int": "N", "float": "NUMBER", "str": "TEXT", "list": "NAME", "numbers": "N", "dict": "JSON", "bool": ""}[
-        spec.kind
-    ]
+    return _TYPE_TEXTS[spec.kind]
 
 
 class _MergeJson(argparse.Action):
@@ -427,7 +450,9 @@ def _argument(spec: OptionSpec) -> dict[str, Any]:
     if spec.kind == "bool":  # the opposite of --no-x would be --no-no-x
         return {**argument, "action": "store_true" if spec.name.startswith("no_") else argparse.BooleanOptionalAction}
     argument["metavar"] = type_text(spec)
-    if spec.kind in ("list", "numbers"):
+    if spec.option.alone:
+        argument.update(nargs="?", const=spec.option.alone)
+    if spec.kind in ("list", "numbers", "secrets"):
         argument.update({"action": "append"} if spec.option.repeated else {"nargs": "+", "action": "extend"})
     if spec.kind == "dict":
         argument["action"] = _MergeJson

@@ -20,7 +20,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from headrace.core.options.engine_options import Option, Options
+from headrace.core.options.engine_options import Options
+from headrace.core.options.option import HIDDEN, Option, Secret
 from headrace.core.options.vllm_options import (
     check_unsupported,
     rename,
@@ -32,9 +33,20 @@ from headrace.ipc.failure import OptionError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-OptionKind = Literal["bool", "int", "float", "str", "choice", "list", "numbers", "dict"]
+OptionKind = Literal["bool", "int", "float", "str", "choice", "list", "numbers", "dict", "secret", "secrets"]
 KINDS: Mapping[Any, OptionKind] = types.MappingProxyType(
-    {bool: "bool", int: "int", float: "float", str: "str", Literal: "choice", tuple: "list", dict: "dict"}
+    {
+        bool: "bool",
+        int: "int",
+        float: "float",
+        str: "str",
+        Literal: "choice",
+        tuple[str, ...]: "list",
+        tuple[int, ...]: "numbers",
+        dict: "dict",
+        Secret: "secret",
+        tuple[Secret, ...]: "secrets",
+    }
 )
 UNITS_WITH_SUFFIX = ("tokens", "bytes")
 
@@ -48,6 +60,11 @@ class OptionSpec(msgspec.Struct, frozen=True, kw_only=True):
     default: Any
     nullable: bool
     choices: tuple[str, ...] = ()
+
+    @property
+    def is_secret(self) -> bool:
+        """No message and no record shows the value."""
+        return self.kind in ("secret", "secrets")
 
 
 @functools.cache
@@ -63,7 +80,7 @@ def option_specs(struct: type[msgspec.Struct] = Options) -> Mapping[str, OptionS
         default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
         specs[field.name] = OptionSpec(
             name=field.name,
-            kind="numbers" if inner == tuple[int, ...] else KINDS[typing.get_origin(inner) or inner],
+            kind=KINDS[inner if inner in KINDS else typing.get_origin(inner)],
             option=option,
             default=default,
             nullable=type(None) in parts,
@@ -109,7 +126,7 @@ def read_options(
         try:
             value = convert(spec, value)
         except ValueError as error:
-            problems.append(f"{spell(name)}={_show(value)}: {error}")
+            problems.append(f"{spell(name)}={HIDDEN if spec.is_secret else _show(value)}: {error}")
             continue
         if name in taken and spec.kind != "dict":
             problems.append(f"{spell(name)} is given twice, as {spell(given_as[name])} and as {spell(given_name)}")
@@ -119,6 +136,33 @@ def read_options(
     if problems:
         raise OptionError(problems[0] if len(problems) == 1 else _list(problems))
     return struct(**taken), tuple(notes)
+
+
+def plain_options(struct: msgspec.Struct) -> dict[str, Any]:
+    """Every option as plain data, secrets among it: what another process reads it from. Not to be shown."""
+    return {name: _plain(getattr(struct, name), secret=lambda each: each.value) for name in struct.__struct_fields__}
+
+
+def shown_options(struct: msgspec.Struct) -> dict[str, Any]:
+    """What differs from the defaults, as plain data for people to see: that a secret is given, but not what it is."""
+    default = type(struct)()
+    names = [name for name in struct.__struct_fields__ if getattr(struct, name) != getattr(default, name)]
+    return {name: _plain(getattr(struct, name), secret=repr) for name in names}
+
+
+def _plain(value: Any, secret: Callable[[Secret], str]) -> Any:
+    if isinstance(value, Secret):
+        return secret(value)
+    if isinstance(value, tuple):
+        return [_plain(item, secret) for item in value]
+    return msgspec.to_builtins(value)
+
+
+def with_secrets(options: T, theirs: T | None) -> T:
+    """The options with the secrets of `theirs` in the place of their own; without any if None."""
+    names = [name for name, spec in option_specs(type(options)).items() if spec.is_secret]
+    source = type(options)() if theirs is None else theirs
+    return msgspec.structs.replace(options, **{name: getattr(source, name) for name in names})
 
 
 def convert(spec: OptionSpec, value: Any) -> Any:
@@ -287,6 +331,22 @@ def _as_json_list(value: Any) -> Any:
         raise ValueError(f"it looks like a JSON list and is none ({error})") from None
 
 
+def _to_secret(spec: OptionSpec, value: Any) -> Secret:
+    if isinstance(value, Secret):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"it must be text, not {type(value).__name__}")
+    return Secret(value)
+
+
+def _to_secrets(spec: OptionSpec, value: Any) -> tuple[Secret, ...]:
+    items = _as_json_list(value)
+    items = [items] if isinstance(items, str | Secret) else items
+    if not isinstance(items, list | tuple):
+        raise ValueError("it must be a text or a list of texts")
+    return tuple(_to_secret(spec, item) for item in items)
+
+
 def _to_numbers(spec: OptionSpec, value: Any) -> tuple[int, ...]:
     items = _as_json_list(value)
     items = [items] if isinstance(items, str | int) else items
@@ -329,5 +389,7 @@ _CONVERTERS: Mapping[OptionKind, Callable[[OptionSpec, Any], Any]] = types.Mappi
         "list": _to_list,
         "numbers": _to_numbers,
         "dict": _to_dict,
+        "secret": _to_secret,
+        "secrets": _to_secrets,
     }
 )

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.options.engine_options import Options
+from headrace.core.options.values import plain_options
 from headrace.core.process.child_output import ChildLog, LoadBar
 from headrace.ipc.codec import CodecError
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError
@@ -362,7 +363,7 @@ def ask_for_stacks(children: Sequence[Child]) -> None:
 
 def start_engine(options: Options, address: str = "") -> Child:
     """Starts an engine-core of one's own: it ends when this process does. `wait_ready` gives its address."""
-    start = Start(schema_hash=SCHEMA_HASH, options=msgspec.to_builtins(options), bind=address)
+    start = Start(schema_hash=SCHEMA_HASH, options=plain_options(options), bind=address)
     # One that is killed leaves its socket.
     child = ChildOptions(
         startup_timeout_s=options.startup_timeout, shows_loading=options.use_tqdm_on_load, at_end=sweep_sockets

@@ -154,6 +154,11 @@ def open_checkpoint(options: Options) -> Checkpoint:
 
     Raises ModelError when it is missing, foreign or truncated, and OptionError when `load_format` does not fit it.
     """
+    if options.code_revision is not None and not options.trust_remote_code:
+        raise OptionError(
+            f"code_revision={options.code_revision} is of code that the model brings, which runs with "
+            "trust_remote_code alone"
+        )
     if not _names_demo_model(options):
         choice = HubChoice.of(options)
         name, path = options.model, locate(options.model, choice)
@@ -329,7 +334,7 @@ def _config_folder(options: Options) -> Path:
     asked = options.hf_config_path
     assert asked is not None
     try:
-        folder = locate(asked, HubChoice(download_dir=options.download_dir, load_format="dummy"))
+        folder = locate(asked, HubChoice.of(options).beside())
     except ModelError as error:
         raise ModelError(f"hf_config_path={asked}: {error}", hint=error.hint) from None
     if not (folder / "config.json").is_file():

@@ -1,8 +1,8 @@
 """From what the user called the model to a folder or .gguf file on this machine.
 
 A name is tried as a local path first, then on the Hugging Face hub through huggingface_hub, which honours
-HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT and its cache. One file of a repository of GGUF files is named by
-`owner/name:FILE.gguf`, `owner/name/FILE.gguf` or `owner/name:Q4_K_M`.
+HF_HUB_OFFLINE, HF_TOKEN (unless hf_token is given), HF_ENDPOINT and its cache. One file of a repository of GGUF files
+is named by `owner/name:FILE.gguf`, `owner/name/FILE.gguf` or `owner/name:Q4_K_M`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from headrace.core.options.engine_options import Options
-from headrace.ipc.failure import ModelError
+from headrace.core.options.option import Secret
+from headrace.ipc.failure import ModelError, OptionError
 
-CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
+CODE_PATTERN = "*.py"
+CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "merges.txt", "vocab.txt")
 WEIGHT_PATTERNS = {
     "safetensors": ("*.safetensors",),
     "pt": ("*.bin", "*.pt", "*.pth"),
@@ -26,6 +29,7 @@ WEIGHT_PATTERNS = {
 # Of a training run, or the same weights once more for another program.
 NEEDLESS = ("*/*", "consolidated*", "optimizer*", "scheduler*", "training_args*", "rng_state*", "tf_model*", "flax_*")
 HUB_TIMEOUT_S = 10.0
+TOKEN_HINT = "give a token of yours by HF_TOKEN in the environment, or hf_token"
 _HUB_NAME = re.compile(r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?::(?P<tag>[^:]+))?")
 _HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<tag>.+\.gguf)")
 
@@ -40,10 +44,34 @@ class HubChoice:
     """As the option; dummy fetches no weights."""
     ignore_patterns: tuple[str, ...] = ()
     """Files that are not fetched."""
+    token: Secret | None = None
+    """None leaves it to the library: HF_TOKEN, or what its login saved."""
+    with_code: bool = False
+    """Fetches what the model's code is in, too."""
 
     @classmethod
     def of(cls, options: Options) -> HubChoice:
-        return cls(options.revision, options.download_dir, options.load_format, options.ignore_patterns)
+        """For the model itself. Raises OptionError for a token that cannot be one."""
+        token = options.hf_token
+        if token is not None and not (token.value.isascii() and token.value.isprintable() and token.value.strip()):
+            raise OptionError("hf_token is no token: it must be printable ASCII characters, and some")
+        return cls(
+            options.revision,
+            options.download_dir,
+            options.load_format,
+            options.ignore_patterns,
+            token,
+            options.trust_remote_code,
+        )
+
+    def beside(self, revision: str | None = None) -> HubChoice:
+        """For another repository that has no weights of the model: a tokenizer, a config."""
+        return replace(self, revision=revision, load_format="dummy", ignore_patterns=())
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Arguments of the library's functions that fetch."""
+        return {"revision": self.revision, "cache_dir": self.download_dir, "token": self.token and self.token.value}
 
 
 def locate(model: str, choice: HubChoice) -> Path:
@@ -69,6 +97,12 @@ def locate(model: str, choice: HubChoice) -> Path:
             f"Hugging Face hub: {error}",
             hint=error.hint,
         ) from error
+
+
+def repository_of(model: str) -> str | None:
+    """The hub's repository that a name is of; None for what is no such name."""
+    match = _HUB_FILE.fullmatch(model) or _HUB_NAME.fullmatch(model)
+    return None if match is None else match["repo"]
 
 
 def cached_config(model: str, choice: HubChoice) -> Path | None:
@@ -105,10 +139,8 @@ def _fetch(repo: str, tag: str | None, choice: HubChoice) -> Path:
         if files is None:
             snapshot = _cached_snapshot(repo, choice)
         else:
-            patterns = [*_split_parts(gguf, files), "*.json"] if gguf else _patterns(files, choice.load_format)
-            snapshot = hub.snapshot_download(
-                repo, revision=choice.revision, cache_dir=choice.download_dir, allow_patterns=patterns
-            )
+            patterns = [*_split_parts(gguf, files), "*.json"] if gguf else _patterns(files, choice)
+            snapshot = hub.snapshot_download(repo, allow_patterns=patterns, **choice.how)
     except Exception as error:  # the hub's own errors, httpx's and OSError, with no common base
         raise _explained(repo, error, choice, reason) from error
     folder = Path(snapshot)
@@ -123,9 +155,7 @@ def _cached_snapshot(repo: str, choice: HubChoice) -> str:
     import huggingface_hub as hub
 
     try:
-        return hub.snapshot_download(
-            repo, revision=choice.revision, cache_dir=choice.download_dir, local_files_only=True
-        )
+        return hub.snapshot_download(repo, local_files_only=True, **choice.how)
     except Exception as error:
         # Newer versions call a snapshot incomplete that lacks a file of the repository, needed or not.
         partial = getattr(error, "snapshot_path", None)
@@ -145,7 +175,7 @@ def _listing(repo: str, choice: HubChoice) -> tuple[list[str] | None, str]:
     if constants.HF_HUB_OFFLINE:
         return None, "HF_HUB_OFFLINE is set"
     try:
-        info = hub.HfApi().model_info(repo, revision=choice.revision, timeout=HUB_TIMEOUT_S)
+        info = hub.HfApi(token=choice.how["token"]).model_info(repo, revision=choice.revision, timeout=HUB_TIMEOUT_S)
         files = [each.rfilename for each in info.siblings or ()]
         return [file for file in files if not _matches(file, choice.ignore_patterns)], ""
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
@@ -154,9 +184,9 @@ def _listing(repo: str, choice: HubChoice) -> tuple[list[str] | None, str]:
         return None, f"the hub cannot be reached ({_first_line(error)})"
 
 
-def _patterns(files: Sequence[str], load_format: str) -> list[str]:
-    """What to fetch: the config, the tokenizer and one form of the weights, safetensors before PyTorch's."""
-    wanted = ["safetensors", "pt", "mistral"] if load_format == "auto" else [load_format]
+def _patterns(files: Sequence[str], choice: HubChoice) -> list[str]:
+    """What to fetch: the config, the tokenizer and one form of the weights, safetensors before PyTorch's; code."""
+    wanted = ["safetensors", "pt", "mistral"] if choice.load_format == "auto" else [choice.load_format]
     for each in wanted:
         needless = () if each == "mistral" else NEEDLESS
         weights = [
@@ -166,7 +196,8 @@ def _patterns(files: Sequence[str], load_format: str) -> list[str]:
             break
     else:
         weights = []
-    return [*weights, *(file for file in files if _matches(file, CONFIG_PATTERNS) and "/" not in file)]
+    beside = [file for file in files if _matches(file, CONFIG_PATTERNS) and "/" not in file]
+    return [*weights, *beside, *(file for file in files if choice.with_code and _matches(file, (CODE_PATTERN,)))]
 
 
 def _matches(file: str, patterns: Sequence[str]) -> bool:
@@ -207,11 +238,11 @@ def _explained(repo: str, error: Exception, choice: HubChoice, reason: str) -> M
 
     revision = choice.revision or "main"
     if isinstance(error, errors.GatedRepoError):
-        return ModelError(f"{repo} is gated", hint="ask for access on its page, and set HF_TOKEN to a token of yours")
+        return ModelError(f"{repo} is gated", hint=f"ask for access on its page, and {TOKEN_HINT}")
     if isinstance(error, errors.RevisionNotFoundError):
         return ModelError(f"{repo} has no branch, tag or commit {revision}")
     if isinstance(error, errors.RepositoryNotFoundError):
-        return ModelError(f"there is no {repo}, or it is private", hint="HF_TOKEN gives access to private models")
+        return ModelError(f"there is no {repo}, or it is private", hint=f"for a private one, {TOKEN_HINT}")
     if reason:
         cache = choice.download_dir or "the hub's cache"
         return ModelError(

@@ -18,6 +18,8 @@ from headrace.executor.checkpoints.converted_tokenizers import cached_bundle
 from headrace.executor.checkpoints.gguf.header import GGUFHeader
 from headrace.executor.checkpoints.gguf.tokenizer import gguf_bundle
 from headrace.executor.checkpoints.hub import HubChoice, locate
+from headrace.executor.checkpoints.remote_code import with_code
+from headrace.executor.checkpoints.tiktoken_files import TiktokenKind, tiktoken_json, tiktoken_kind
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import TokenizerBundle
 
@@ -39,7 +41,7 @@ def load_bundle(checkpoint: Checkpoint, options: Options) -> TokenizerBundle | N
     if options.tokenizer:
         # Only the weights depend on the load format, and dummy ones need no file.
         try:
-            path = locate(options.tokenizer, HubChoice(options.tokenizer_revision, options.download_dir, "dummy"))
+            path = locate(options.tokenizer, HubChoice.of(options).beside(options.tokenizer_revision))
         except ModelError as error:
             raise ModelError(f"tokenizer={options.tokenizer}: {error}", hint=error.hint) from None
         header = GGUFHeader(path) if path.is_file() else None
@@ -47,7 +49,9 @@ def load_bundle(checkpoint: Checkpoint, options: Options) -> TokenizerBundle | N
         return _gguf(header)
     if (path / "tokenizer.json").is_file():
         return _fast(path)
-    return _slow(path, options.trust_remote_code)
+    if (kind := tiktoken_kind(path, _config(path))) is not None:
+        return _of_tiktoken(path, kind)
+    return _slow(with_code(path, options), options.trust_remote_code)
 
 
 def _gguf(header: GGUFHeader) -> TokenizerBundle:
@@ -94,6 +98,26 @@ def _completed(data: bytes, config: Mapping[str, Any], special: Mapping[str, str
     missing += [AddedToken(text, special=True) for text in dict.fromkeys(special.values()) if text not in known]
     tokenizer.add_tokens(missing)
     return tokenizer.to_str().encode() if missing else data
+
+
+def _of_tiktoken(folder: Path, kind: TiktokenKind) -> TokenizerBundle:
+    """A vocabulary of tiktoken's, with its chat templates and special tokens."""
+    config = _config(folder)
+    digest = hashlib.sha256(f"{_library_versions()} {kind}".encode())
+    for file in (folder / kind.file, *sorted(folder.glob("*.json")), *sorted(folder.rglob("*.jinja"))):
+        if not file.name.endswith(".index.json"):
+            digest.update(file.name.encode())
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+
+    def convert() -> TokenizerBundle:
+        data = tiktoken_json(folder, kind, config)
+        return TokenizerBundle(
+            tokenizer_json=data,
+            chat_templates=_chat_templates(folder, config),
+            special_tokens=_special_tokens(folder, config),
+        )
+
+    return cached_bundle(f"tiktoken {digest.hexdigest()}", convert)
 
 
 def _slow(folder: Path, trust_remote_code: bool) -> TokenizerBundle:

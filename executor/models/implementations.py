@@ -10,6 +10,7 @@ import torch
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import Checkpoint
+from headrace.executor.checkpoints.remote_code import with_code
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import NotNativeError, UnknownArchitectureError, spec_from_config
 from headrace.executor.models.registry import class_of_plugin, registered_model
@@ -79,11 +80,12 @@ def _config_of(checkpoint: Checkpoint, options: Options) -> Any:
             "the checkpoint brings code of its own, which may do anything that you may; trust_remote_code=True lets it "
             "run"
         )
+    folder = with_code(checkpoint.config_folder or checkpoint.path, options)
     try:
         for architecture in checkpoint.config.get("architectures") or ():
             _tell_transformers(registered_model(architecture) or class_of_plugin(architecture))
         config = AutoConfig.from_pretrained(
-            str(checkpoint.config_folder or checkpoint.path),
+            str(folder),
             trust_remote_code=options.trust_remote_code,
             local_files_only=True,
         )

@@ -27,6 +27,7 @@ import msgspec
 from headrace import __version__
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.core.options.values import with_secrets
 from headrace.executor.placement.base import Executor
 from headrace.executor.placement.messages import (
     PROOF_BYTES,
@@ -108,9 +109,10 @@ class MultiNodeExecutor(Executor):
         self._wait_for_nodes()
         self._start_ends = Deadline(self._options.startup_timeout + GRACE_S)
         report("find model")
+        shared = with_secrets(self._options, None)  # what nodes say is not encrypted
         for number, node in self._nodes.items():
             first = number * self._ranks_per_node
-            node.send(RunNode(options=self._options, first_rank=first, num_ranks=self._ranks_per_node))
+            node.send(RunNode(options=shared, first_rank=first, num_ranks=self._ranks_per_node))
         described = self._said.gather(NodeDescribed, report=report, deadline=self._start_ends)
         found = [message.description for message in described]
         check_equal(found, "node")
@@ -214,7 +216,7 @@ class MultiNodeExecutor(Executor):
     def _start_nodes(self) -> None:
         """Those that do not come by themselves: here, this very host."""
         with self._changed:
-            self._nodes[0] = LocalNode(self._options.master_addr, lambda message: self.hear(0, message))
+            self._nodes[0] = LocalNode(self._options.master_addr, self._options, lambda message: self.hear(0, message))
 
     def _wait_for_nodes(self) -> None:
         timeout_s = self._options.node_join_timeout
@@ -260,8 +262,8 @@ class Node(Protocol):
 class LocalNode:
     """The core's own host: an agent on a thread."""
 
-    def __init__(self, host: str, hear: Callable[[Message], None]) -> None:
-        self._agent = NodeAgent(host, hear)
+    def __init__(self, host: str, own: Options, hear: Callable[[Message], None]) -> None:
+        self._agent = NodeAgent(host, own, hear)
         self._thread = threading.Thread(target=self._agent.run, name="node 0", daemon=True)
         self._thread.start()
 
@@ -368,8 +370,9 @@ class NodeListener:
         return self._check_fits(join)
 
     def _check_fits(self, join: JoinNode) -> int:
+        here = with_secrets(self._options, None)
         for name in join.options.__struct_fields__:
-            ours, theirs = getattr(self._options, name), getattr(join.options, name)
+            ours, theirs = getattr(here, name), getattr(join.options, name)
             if ours != theirs and name not in OWN_TO_A_NODE:
                 raise OptionError(
                     f"{name} is {ours!r} at the engine core and {theirs!r} at the node; give all nodes the same options"

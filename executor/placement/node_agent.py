@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from headrace import __version__
 from headrace.core.options.engine_options import Options
+from headrace.core.options.values import with_secrets
 from headrace.executor.placement.messages import (
     WORKER_SCHEMA_HASH,
     AllocateCache,
@@ -55,9 +56,11 @@ RETRY_S = 0.2
 class NodeAgent:
     """Takes messages from any thread; carries them out, in order, on the one that calls `run`."""
 
-    def __init__(self, host: str, send: Callable[[Message], None]) -> None:
-        """host: this machine's address as the other nodes reach it. `send` reaches the core, and must not raise."""
-        self._host, self._send = host, send
+    def __init__(self, host: str, own: Options, send: Callable[[Message], None]) -> None:
+        """host: this machine's address as the other nodes reach it. own: options that this host was started with,
+        whose secrets never leave it. `send` reaches the core, and must not raise.
+        """
+        self._host, self._own, self._send = host, own, send
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._executor: MultiprocExecutor | None = None
@@ -118,7 +121,8 @@ class NodeAgent:
         store = None
         if 0 in ranks:  # bound here, so that its port is known before the others need it
             store = socket.create_server((self._host, 0))
-        executor = self._executor = MultiprocExecutor(message.options, ranks, store.fileno() if store else None)
+        options = with_secrets(message.options, self._own)
+        executor = self._executor = MultiprocExecutor(options, ranks, store.fileno() if store else None)
         executor.watch(self._fail)
         description = executor.describe(self._reporter)
         address = (self._host, store.getsockname()[1]) if store else None
@@ -161,7 +165,7 @@ def run_node(options: Options) -> None:
     """
     where = f"{options.master_addr}:{options.master_port}"
     channel, host = _join(options, where)
-    agent = NodeAgent(host, lambda message: _say(channel, message))
+    agent = NodeAgent(host, options, lambda message: _say(channel, message))
     began = threading.Event()
 
     def listen() -> None:
@@ -212,7 +216,7 @@ def _join(options: Options, where: str) -> tuple[Channel, str]:
             schema_hash=WORKER_SCHEMA_HASH,
             version=__version__,
             node_rank=options.node_rank,
-            options=options,
+            options=with_secrets(options, None),
             proof=prove(cluster_key(), challenge.nonce),
         )
     )

@@ -29,7 +29,9 @@ class EngineOptions(TypedDict, total=False):
     download_dir: str | None
     ignore_patterns: Sequence[str] | str | None
     hf_config_path: str | None
+    hf_token: str | bool | None
     trust_remote_code: bool | None
+    code_revision: str | None
     model_impl: Literal["auto", "headrace", "transformers"] | str | None
     hf_overrides: dict[str, Any] | None
     generation_config: str | None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
-from headrace.core.options.engine_options import Option
+from headrace.core.options.option import Option, Secret
 from headrace.frontend.api.parameters.sampling_fields import flag_fields
 from headrace.frontend.api.parameters.sampling_params import FIELDS
 from headrace.frontend.fleet.prefixes import MOST_PREFIXES
@@ -99,7 +99,7 @@ class TargetOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host: Annotated[str, Option(TARGET, "Where it listens")] = "127.0.0.1"
     port: Annotated[int, Option(TARGET, "Where it listens", minimum=1, maximum=65535)] = 8000
     endpoint: Annotated[str | None, Option(TARGET, "Path of the API", default_text="the backend's")] = None
-    header: Annotated[tuple[str, ...], Option(TARGET, "Headers to send, as KEY=VALUE")] = ()
+    header: Annotated[tuple[Secret, ...], Option(TARGET, "Headers to send, as KEY=VALUE")] = ()
     insecure: Annotated[bool, Option(TARGET, "Do not check the server's certificate")] = False
     model: Annotated[str | None, Option(TARGET, "The model's name", default_text="the first that it serves")] = None
     served_model_name: Annotated[str | None, Option(TARGET, "The name to ask for, where it differs from model")] = None

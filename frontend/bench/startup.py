@@ -13,9 +13,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
 from headrace.core.options.parsing import options_from_arguments, struct_from_arguments
+from headrace.core.options.values import plain_options
 from headrace.frontend.bench.offline import finish, progress
 from headrace.frontend.bench.options import ResultOptions, StartupOptions
 from headrace.frontend.bench.results import record as records
@@ -36,7 +35,7 @@ def bench_startup(arguments: argparse.Namespace) -> int:
         raise OptionError("--num-iters-cold and --num-iters-warm are both 0: nothing would be measured")
     records.check_writable(result)
     record = records.new_record("startup", result, records.given(asked, options), options.seed or 0)
-    plain = json.dumps(msgspec.to_builtins(options))
+    plain = json.dumps(plain_options(options))
     cold: list[dict[str, Any]] = []
     warm: list[dict[str, Any]] = []
     with progress(asked.num_iters_cold + asked.num_iters_warmup + asked.num_iters_warm, "start", result) as bar:

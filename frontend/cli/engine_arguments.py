@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import msgspec
 
-from headrace.core.options.engine_options import Option, Options
+from headrace.core.options.engine_options import Options
+from headrace.core.options.option import Option
 from headrace.core.options.parsing import add_options, flag, options_from_arguments, struct_from_arguments
 from headrace.core.options.values import option_specs
 from headrace.ipc.failure import InvalidRequestError, OptionError

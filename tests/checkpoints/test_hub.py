@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
+from fake_hub import commit_of, serve_hub
 
 from headrace.executor.checkpoints import demo_model
 from headrace.ipc.failure import ModelError
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+COMMIT = commit_of("main")
+TOKEN = "hf_DoNotTell"
 REPOSITORIES: Mapping[str, tuple[str, ...]] = {
     "mills/both": (
         "config.json",
@@ -31,76 +30,29 @@ REPOSITORIES: Mapping[str, tuple[str, ...]] = {
         "tokenizer.json",
         "a.py",
     ),
+    "mills/private": ("config.json", "model.safetensors"),
     "mills/bins": ("config.json", "pytorch_model.bin", "training_args.bin", "tokenizer.model"),
     "mills/one-gguf": ("README.md", "mill.Q4_K_M.gguf"),
     "mills/ggufs": ("mill.Q4_K_M.gguf", "mill.Q8_0-00001-of-00002.gguf", "mill.Q8_0-00002-of-00002.gguf"),
 }
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """The two routes of the hub that fetching a snapshot uses."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        parts = urlsplit(self.path).path.strip("/").split("/")
-        if parts[:2] == ["api", "models"]:
-            self._describe("/".join(parts[2:4]), parts[4:])
-        else:
-            self._file("/".join(parts[:2]), parts[2:4], "/".join(parts[4:]))
-
-    do_HEAD = do_GET
-
-    def _describe(self, repo: str, rest: list[str]) -> None:
-        revision = rest[1] if rest[:1] in (["revision"], ["tree"]) else "main"
-        if repo not in REPOSITORIES:
-            self._answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
-        elif revision not in ("main", COMMIT):
-            self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        elif rest[:1] == ["tree"]:
-            files = [{"type": "file", "path": name, "size": len(name), "oid": name} for name in REPOSITORIES[repo]]
-            self._answer(200, json.dumps(files).encode(), {})
-        else:
-            siblings = [{"rfilename": name} for name in REPOSITORIES[repo]]
-            self._answer(200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode(), {})
-
-    def _file(self, repo: str, route: list[str], name: str) -> None:
-        if route[:1] == ["resolve"] and name in REPOSITORIES.get(repo, ()):
-            headers = {"ETag": f'"{hashlib.sha256(name.encode()).hexdigest()}"', "X-Repo-Commit": COMMIT}
-            self._answer(200, name.encode(), headers)
-        else:
-            self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
-
-    def _answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Quiet."""
-
-
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join(10)
+    files = {repo: {"main": {name: name.encode() for name in names}} for repo, names in REPOSITORIES.items()}
+    with serve_hub(files, {"mills/private": TOKEN}) as address:
+        yield address
 
 
 LOCATE = """
 import json, sys
+from headrace.core.options.option import Secret
 from headrace.executor.checkpoints.hub import HubChoice, locate
 from headrace.ipc.failure import ModelError
 answers = []
 for model, choice in json.load(sys.stdin):
     try:
+        choice["token"] = Secret(choice["token"]) if "token" in choice else None
         path = locate(model, HubChoice(**choice))
         held = sorted(str(each.relative_to(path)) for each in path.rglob("*") if each.is_file())
         beside = sorted(each.name for each in path.parent.glob("*.gguf"))
@@ -113,6 +65,7 @@ json.dump(answers, sys.stdout)
 
 def locate_all(asked: list[tuple[str, dict[str, Any]]], hub: str, home: Path, **environment: str) -> list[list[object]]:
     """In a process of its own: huggingface_hub reads its environment once."""
+    home.mkdir(exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
     done = subprocess.run(
         [sys.executable, "-c", LOCATE],
@@ -149,6 +102,26 @@ def test_a_hub_name_fetches_config_tokenizer_and_one_form_of_the_weights(hub: st
         ["", ["config.json", "pytorch_model.bin", "tokenizer.model"]],
         ["", ["config.json", "pytorch_model.bin"]],
     ]
+
+
+def test_code_is_fetched_where_it_may_run(hub: str, tmp_path: Path) -> None:
+    choice = {"with_code": True, "load_format": "dummy"}
+    with_code, without = locate_all([("mills/both", choice), ("mills/bins", choice)], hub, tmp_path)
+    assert with_code == ["", ["a.py", "config.json", "tokenizer.json"]]
+    assert without == ["", ["config.json", "tokenizer.model"]]
+
+
+def test_a_token_opens_what_is_private_and_stands_in_no_error(hub: str, tmp_path: Path) -> None:
+    asked = [("mills/private", {}), ("mills/private", {"token": "hf_Wrong"}), ("mills/private", {"token": TOKEN})]
+    without, wrong, right = locate_all(asked, hub, tmp_path)
+    for refused in (without, wrong):
+        assert "there is no mills/private, or it is private" in str(refused[0])
+        assert "hf_token" in str(refused[1])
+        assert "hf_Wrong" not in str(refused)
+    assert right == ["", ["config.json", "model.safetensors"]]
+    (by_environment,) = locate_all(asked[:1], hub, tmp_path / "other", HF_TOKEN=TOKEN)
+    (before_it,) = locate_all(asked[2:], hub, tmp_path / "third", HF_TOKEN="hf_Wrong")
+    assert by_environment == before_it == right
 
 
 def test_one_file_of_a_gguf_repository_is_named_by_file_or_type(hub: str, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.options.document import DOCS_PAGE, options_page
-from headrace.core.options.engine_options import Option, Options
+from headrace.core.options.engine_options import Options
+from headrace.core.options.option import Option, Secret
 from headrace.core.options.parsing import (
     OptionParser,
     add_options,
@@ -199,7 +200,6 @@ def test_neutral_values_are_recognised_as_text() -> None:
     [
         (["-dpr", "1"], "--data-parallel-start-rank=1 is refused"),
         (["-dcp", "2"], "--decode-context-parallel-size=2 is refused"),
-        (["--hf-token"], "--hf-token=True is refused: not supported: set HF_TOKEN"),
         (["--headless"], "--headless=True is refused: not supported here: it is of `headrace serve`"),
         (["--enable-lora", "True"], "--enable-lora=True is refused: LoRA"),
         (["--max-log-len", "80"], "--max-log-len=80 is refused: not supported: a logged request shows no prompt"),
@@ -351,7 +351,7 @@ def test_a_model_after_an_api_key_is_refused_in_a_sentence_and_no_second_key(
         parser.parse_args(["--api-key", "K", "some/model"])
     assert "--api-key took 2 values, and no model is named: give the model first" in capsys.readouterr().err
     parsed = parser.parse_args(["some/model", "--api-key", "K"])
-    assert struct_from_arguments(parsed, ServeOptions).api_key == ("K",)
+    assert struct_from_arguments(parsed, ServeOptions).api_key == (Secret("K"),)
     assert options_from_arguments(parsed).model == "some/model"
 
 
@@ -441,7 +441,7 @@ class OtherOptions(msgspec.Struct, frozen=True, kw_only=True):
     """As a server would declare beside the engine's."""
 
     port: Annotated[int, Option("Server", "Where to listen", minimum=0, maximum=65535)] = 8000
-    api_key: Annotated[tuple[str, ...], Option("Server", "Who may ask")] = ()
+    engine: Annotated[tuple[str, ...], Option("Server", "Who computes")] = ()
 
 
 def test_several_sets_of_options_share_a_parser_and_a_config_file(tmp_path: Path) -> None:
@@ -450,8 +450,8 @@ def test_several_sets_of_options_share_a_parser_and_a_config_file(tmp_path: Path
     add_options(parser)
     file = tmp_path / "server.yaml"
     file.write_text("port: 9000\nblock-size: 32\ndata-parallel-size: 1\n")
-    arguments = parser.parse_args(["--config", str(file), "--api-key", "a", "b", "--api-key", "c"])
-    assert struct_from_arguments(arguments, OtherOptions) == OtherOptions(port=9000, api_key=("a", "b", "c"))
+    arguments = parser.parse_args(["--config", str(file), "--engine", "a", "b", "--engine", "c"])
+    assert struct_from_arguments(arguments, OtherOptions) == OtherOptions(port=9000, engine=("a", "b", "c"))
     assert options_from_arguments(arguments).block_size == 32
     file.write_text("prot: 9000\n")
     for read in (options_from_arguments, lambda given: struct_from_arguments(given, OtherOptions)):

@@ -19,6 +19,7 @@ import pytest
 from http_server import ask, metric, null_engine_arguments, serving, wait_until
 from test_serve_fleet import stream
 
+from headrace.core.options.option import Secret
 from headrace.core.options.parsing import parse_options
 from headrace.frontend.fleet.client import start_ranks
 from headrace.frontend.http.process.options import ServeOptions, check_serve_options
@@ -130,7 +131,7 @@ def test_what_contradicts_is_refused(engine: dict[str, Any], server: dict[str, A
     "given",
     [
         {"port": 8080},
-        {"max_migrations": 1, "api_key": ("secret",)},
+        {"max_migrations": 1, "api_key": (Secret("secret"),)},
         {"api_server_count": 2, "tool_call_parser": "hermes", "metrics_prefix": "vllm"},
     ],
 )

@@ -22,6 +22,7 @@ import pytest
 from fake_tokenizers import bundle_of, byte_level_tokenizer
 from http_server import Server, ask, connection, read_all, serving, wait_until
 
+from headrace.core.options.option import Secret
 from headrace.frontend.http.errors import LONGEST_MESSAGE, LONGEST_PARAM, ApiError
 from headrace.frontend.http.exchange import MOST_CONTAINERS, LargeBodies, check_shape
 from headrace.frontend.http.openai.prompts import tokenize_texts
@@ -357,12 +358,12 @@ def test_a_key_of_the_environment_guards_and_an_empty_one_opens_nothing(monkeypa
     assert read_keys(ServeOptions()) == []
     monkeypatch.setenv(name, "secret")
     assert read_keys(ServeOptions()) == ["secret"]
-    assert read_keys(ServeOptions(api_key=("mine",))) == ["mine"]
+    assert read_keys(ServeOptions(api_key=(Secret("mine"),))) == ["mine"]
     monkeypatch.setenv(name, " ")
     with pytest.raises(OptionError, match=name):
         read_keys(ServeOptions())
     with pytest.raises(OptionError, match="api_key is empty"):
-        read_keys(ServeOptions(api_key=("",)))
+        read_keys(ServeOptions(api_key=(Secret(""),)))
 
 
 def nested(depth: int) -> Any:

@@ -66,6 +66,14 @@ _TEKKEN = Split(
     ignore_merges=True,
     adds_bos=True,
 )
+_NO_HAN_UPPER, _NO_HAN_LOWER = rf"[{_UPPER}&&[^\p{{Han}}]]", rf"[{_LOWER}&&[^\p{{Han}}]]"
+_KIMI = Split(
+    r"[\p{Han}]+"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_NO_HAN_UPPER}*{_NO_HAN_LOWER}+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_NO_HAN_UPPER}+{_NO_HAN_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}",
+    ignore_merges=True,
+)
 SPLITS: Mapping[str, Split] = MappingProxyType(
     {
         "gpt-2": Split(),
@@ -82,6 +90,7 @@ SPLITS: Mapping[str, Split] = MappingProxyType(
         "glm4": Split(_LLAMA3.regex),
         "deepseek-v3": _DEEPSEEK3,
         "hunyuan-dense": _DEEPSEEK3,
+        "kimi-k2": _KIMI,
         **dict.fromkeys(("mpt", "olmo", "jais"), Split()),
         **dict.fromkeys(("starcoder", "refact", "command-r", "exaone"), Split(single_digits=True)),
     }

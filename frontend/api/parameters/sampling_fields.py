@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from headrace.core.options.engine_options import Option
+from headrace.core.options.option import Option
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Sampling
 from headrace.ipc.ranges import FLOAT32, Range, model_defaults, ranges_of

@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.options.option import Secret
+from headrace.core.options.values import shown_options
 from headrace.frontend.bench.options import ResultOptions
 from headrace.ipc.failure import HeadraceError, OptionError
 
@@ -28,11 +30,11 @@ class ResultError(HeadraceError):
     """A result file that cannot be written or read."""
 
 
-def parse_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:
+def parse_pairs(pairs: Sequence[str | Secret], option: str) -> dict[str, str]:
     """KEY=VALUE each. Raises OptionError."""
     found = {}
     for pair in pairs:
-        key, equals, value = pair.partition("=")
+        key, equals, value = (pair.value if isinstance(pair, Secret) else pair).partition("=")
         if not key or not equals:
             raise OptionError(f"--{option} {pair}: it must be KEY=VALUE")
         found[key] = value
@@ -115,11 +117,7 @@ def given(*structs: msgspec.Struct) -> dict[str, Any]:
     """What differs from the defaults: the arguments of the run."""
     found: dict[str, Any] = {}
     for struct in structs:
-        plain, default = msgspec.to_builtins(struct), msgspec.to_builtins(type(struct)())
-        found |= {name: value for name, value in plain.items() if value != default.get(name)}
-    found.pop("api_key", None)
-    if "header" in found:  # it may hold a key
-        found["header"] = [pair.partition("=")[0] + "=..." for pair in found["header"]]
+        found |= shown_options(struct)
     return found
 
 

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from headrace.core.options.option import HIDDEN
 from headrace.ipc.failure import OptionError
 
 REFUSED, UNREACHABLE, CONNECT_TIMEOUT, TLS = "connection refused", "host unreachable", "connect timeout", "TLS"
@@ -63,7 +64,7 @@ class Target:
                 self.tls.check_hostname, self.tls.verify_mode = False, ssl.CERT_NONE
         for name, value in headers.items():
             if not name or not (name + value).isprintable() or ":" in name:
-                raise OptionError(f"--header={name}={value}: it must be KEY=VALUE of printable characters")
+                raise OptionError(f"--header={name}={HIDDEN}: it must be KEY=VALUE of printable characters")
         lines = {"Host": parts.netloc.rpartition("@")[2], "Accept": "text/event-stream, application/json", **headers}
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from headrace.core.options.engine_options import Option
+from headrace.core.options.option import Option, Secret
 from headrace.core.options.values import option_specs, read_options
 from headrace.frontend.text.chat_template import ContentFormat
 from headrace.ipc.failure import OptionError
@@ -132,7 +132,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 60.0
 
     api_key: Annotated[
-        tuple[str, ...],
+        tuple[Secret, ...],
         Option(
             SECURITY,
             "Keys that guard every route but those of health, /metrics and /version; repeatable",

@@ -111,7 +111,7 @@ def url_of(options: ServeOptions, sock: socket.socket) -> str:
 
 def read_keys(options: ServeOptions) -> list[str]:
     """All API keys. Raises OptionError for an empty one, and for a file that cannot be read or holds none."""
-    keys = list(options.api_key)
+    keys = [key.value for key in options.api_key]
     if options.api_key_file is not None:
         try:
             lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()

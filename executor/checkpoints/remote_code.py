@@ -1,0 +1,121 @@
+"""Code that a checkpoint names (`auto_map` of its config files), brought beside its files, from where transformers runs
+it. Nothing is run here.
+
+A reference is FILE.CLASS of the checkpoint's own files, or OWNER/NAME--FILE.CLASS of another repository on the hub.
+`code_revision` says of which revision: of the model's own repository, too, whose files are those of `revision` else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.hub import CODE_PATTERN, HubChoice, locate, repository_of
+from headrace.ipc.cache import cache_folder
+from headrace.ipc.failure import ModelError, OptionError
+
+NAMING_FILES = ("config.json", "tokenizer_config.json")
+ELSEWHERE = "--"
+FOLDER = "remote_code"
+"""In the cache folder: a folder for each checkpoint whose code lies elsewhere."""
+
+
+def with_code(folder: Path, options: Options) -> Path:
+    """The folder, or one with the same files and the code that they name, where that lies elsewhere.
+
+    Raises ModelError for code that cannot be fetched, and OptionError for a code_revision that nothing has.
+    """
+    if not options.trust_remote_code:
+        return folder
+    configs = {name: _read(folder / name) for name in NAMING_FILES if (folder / name).is_file()}
+    named = sorted({each for config in configs.values() for each in _references(config.get("auto_map"))})
+    if not named:
+        return folder
+    sources = {reference.rpartition(ELSEWHERE)[0] for reference in named}
+    if options.code_revision is not None and "" in sources:
+        own = None if Path(options.model).expanduser().exists() else repository_of(options.model)
+        if own is None:
+            raise OptionError(
+                f"code_revision={options.code_revision} is of a model on the hub; {folder} has its code with it"
+            )
+        sources = sources - {""} | {own}
+    if sources == {""}:
+        return folder
+    if len(sources) > 1:
+        where = ", ".join(source or "its own files" for source in sorted(sources))
+        raise ModelError(f"{folder} names code in several places, and one is allowed: {where}")
+    (source,) = sources
+    choice = HubChoice.of(options).beside(options.code_revision)
+    try:
+        code = locate(source, replace(choice, with_code=True))
+    except ModelError as error:
+        raise ModelError(f"the code of {options.model} in {source}: {error}", hint=error.hint) from None
+    return _assembled(folder, configs, code)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """As JSON; what is wrong with it is said by those who need what it says."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _references(auto_map: Any) -> Iterator[str]:
+    """Of an auto_map, whose values are references, lists of them, and null."""
+    if isinstance(auto_map, str):
+        yield auto_map
+    elif isinstance(auto_map, dict | list):
+        for each in auto_map.values() if isinstance(auto_map, dict) else auto_map:
+            yield from _references(each)
+
+
+def _as_own(auto_map: Any) -> Any:
+    """With references as they are beside the code."""
+    if isinstance(auto_map, str):
+        return auto_map.rpartition(ELSEWHERE)[2]
+    if isinstance(auto_map, dict):
+        return {name: _as_own(value) for name, value in auto_map.items()}
+    return [_as_own(each) for each in auto_map] if isinstance(auto_map, list) else auto_map
+
+
+def _assembled(folder: Path, configs: dict[str, dict[str, Any]], code: Path) -> Path:
+    """A folder with links to the files of one, the code of the other, and configs that name it there."""
+    written = {
+        name: json.dumps({**config, "auto_map": _as_own(config.get("auto_map"))}) for name, config in configs.items()
+    }
+    parts = sorted(file for file in code.rglob(CODE_PATTERN))
+    digest = hashlib.sha256(json.dumps([str(folder.resolve()), written, sorted(os.listdir(folder))]).encode())
+    for file in parts:
+        digest.update(str(file.relative_to(code)).encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    made = cache_folder() / FOLDER / digest.hexdigest()[:32]
+    if made.is_dir():
+        return made
+    made.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=made.parent))
+    try:
+        for file in folder.iterdir():
+            if file.name not in written and file.suffix != ".py":
+                (work / file.name).symlink_to(file.resolve())
+        for name, text in written.items():
+            (work / name).write_text(text, encoding="utf-8")
+        for file in parts:
+            (work / file.relative_to(code)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, work / file.relative_to(code))
+        try:
+            work.rename(made)
+        except OSError:
+            if not made.is_dir():  # else another process was faster
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return made

@@ -1,0 +1,103 @@
+"""Code that a model brings: of which repository and revision it is, and that the token reaches it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from fake_hub import serve_hub
+
+from headrace import LLM, HeadraceError, SamplingParams
+
+TOKEN = "hf_DoNotTell"
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from .names import MODEL_TYPE
+
+
+class OwnConfig(LlamaConfig):
+    model_type = MODEL_TYPE
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def forward(self, **arguments):
+        found = super().forward(**arguments)
+        found.logits = SIGN * found.logits
+        return found
+"""
+SMALL: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 64, "max_num_seqs": 2, "skip_tokenizer_init": True,
+    "kv_cache_memory_bytes": 1 << 20, "trust_remote_code": True, "hf_token": TOKEN,
+}  # fmt: skip
+
+
+def code(sign: str) -> dict[str, bytes]:
+    return {"own.py": CODE.replace("SIGN", sign).encode(), "names.py": b'MODEL_TYPE = "own"\n'}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a Llama model, which the hub has with code of its own. Environment: that hub, an empty cache."""
+    llama = tiny_models.save("llama", tmp_path / "llama")
+    config = json.loads((llama / "config.json").read_text())
+    config |= {"architectures": ["OwnForCausalLM"], "model_type": "own"}
+    files = {file.name: file.read_bytes() for file in llama.iterdir()}
+
+    def model(source: str, parts: dict[str, bytes]) -> dict[str, bytes]:
+        classes = {"AutoConfig": f"{source}own.OwnConfig", "AutoModelForCausalLM": f"{source}own.OwnForCausalLM"}
+        return files | {"config.json": json.dumps(config | {"auto_map": classes}).encode()} | parts
+
+    repositories = {
+        "mills/own": {"main": model("", code("1")), "turned": model("", code("-1"))},
+        "mills/weights": {"main": model("mills/code--", {})},
+        "mills/code": {"main": code("1"), "turned": code("-1")},
+    }
+    with serve_hub(repositories, dict.fromkeys(repositories, TOKEN)) as address:
+        for name in [name for name in os.environ if name.startswith(("HF_", "HUGGINGFACE"))]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        yield llama
+
+
+def tokens(model: str, **options: Any) -> list[int]:
+    with LLM(model, **SMALL | options) as llm:
+        (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+def test_code_is_of_the_revision_that_is_named_in_its_own_repository_or_another(hub: Path) -> None:
+    straight = tokens(str(hub))
+    assert tokens("mills/own") == straight
+    turned = tokens("mills/own", code_revision="turned")
+    assert turned != straight
+    assert tokens("mills/own", revision="turned") == turned
+    assert tokens("mills/weights") == straight
+    assert tokens("mills/weights", code_revision="turned") == turned
+
+
+def test_what_has_no_such_code_is_refused(hub: Path) -> None:
+    with pytest.raises(HeadraceError, match="code_revision=turned is of code that the model brings"):
+        LLM("mills/own", code_revision="turned", **SMALL | {"trust_remote_code": False})
+    with pytest.raises(HeadraceError, match=r"the code of mills/own in mills/own: .*no branch, tag or commit nowhere"):
+        LLM("mills/own", code_revision="nowhere", **SMALL)
+    with pytest.raises(HeadraceError, match="there is no mills/own, or it is private") as told:
+        LLM("mills/own", **SMALL | {"hf_token": "hf_WrongOne"})
+    assert "hf_WrongOne" not in str(told.value) + str(told.value.hint)
+
+
+def test_a_folder_has_its_code_with_it(hub: Path) -> None:
+    config = json.loads((hub / "config.json").read_text())
+    config |= {"architectures": ["OwnForCausalLM"], "model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (hub / "config.json").write_text(json.dumps(config))
+    with pytest.raises(HeadraceError, match=r"code_revision=main is of a model on the hub; .* has its code with it"):
+        LLM(str(hub), code_revision="main", **SMALL)
