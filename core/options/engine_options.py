@@ -15,6 +15,7 @@ from headrace.core.options.option import Option, Secret
 
 MODEL, TOKENIZER, CACHE, SCHEDULER, PROCESS = "Model", "Tokenizer", "KV cache", "Scheduler", "Process"
 PARALLEL = "Parallel execution"
+FileFormat = Literal["safetensors", "pt", "gguf", "mistral", "sharded_state"]
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,12 +106,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ),
     ] = None
     load_format: Annotated[
-        Literal["auto", "safetensors", "pt", "gguf", "mistral", "sharded_state", "dummy"],
+        Literal["auto", FileFormat, "runai_streamer", "fastsafetensors", "dummy"],
         Option(
             MODEL,
             "How to read the weights; hf is auto, mistral its consolidated files, sharded_state those that "
-            "save-sharded-state wrote for these ranks, dummy makes random ones of the right shape",
-            words={"hf": "auto"},
+            "save-sharded-state wrote for these ranks, runai_streamer and fastsafetensors are libraries (extras of "
+            "these names) that read safetensors whole into memory, dummy makes random ones of the right shape; npcache "
+            "is pt, whose files are mapped into memory anyway",
+            words={"hf": "auto", "npcache": "pt"},
         ),
     ] = "auto"
     safetensors_load_strategy: Annotated[
@@ -146,11 +149,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     trust_remote_code: Annotated[bool, Option(MODEL, "Allow code that a checkpoint ships to run")] = False
     code_revision: Annotated[
         str | None,
-        Option(
-            MODEL,
-            "Branch, tag or commit of a hub model's code, with trust_remote_code",
-            default_text="revision; main of code in a repository of its own",
-        ),
+        Option(MODEL, "Branch, tag or commit of a hub model's code", default_text="revision, or main elsewhere"),
     ] = None
     model_impl: Annotated[
         Literal["auto", "headrace", "transformers"],

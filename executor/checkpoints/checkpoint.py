@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import DTYPE_BYTES
@@ -33,6 +35,8 @@ SHARDED_STATE = "model-rank-*-part-0.safetensors"
 MISTRAL_PARAMS, MISTRAL_FILES = "params.json", "consolidated*.safetensors"
 MISTRAL_END = 2
 """The token that ends an answer in every tokenizer of Mistral's: its params.json does not name it."""
+BY_LIBRARY = ("runai_streamer", "fastsafetensors")
+"""Load formats that name a library for safetensors files."""
 # What lies beside weights and holds none of the model's.
 NOT_WEIGHTS = ("adapter_model", "consolidated", "optimizer", "scheduler", "scaler", "training_args", "rng_state")
 # generation_config.json's names -> SamplingParams'.
@@ -59,6 +63,8 @@ class Checkpoint:
     """Whose config.json it is, where that is not the folder of the weights."""
     load_strategy: Strategy = "lazy"
     """How safetensors files are read."""
+    library: str = ""
+    """The load format whose library reads them; empty where ours does."""
     gguf: GGUFFile | None = field(default=None, repr=False)
     """The opened file, where the config came from one."""
     quantisation: Quantisation | None = field(default=None, repr=False)
@@ -141,6 +147,10 @@ class Checkpoint:
 
             return ShardedWeights(self.path, place, spec_from_config(self.config).num_layers, self.load_strategy)
         stored: WeightSource = _folder_weights(self.path, self.format, self.load_strategy, place)
+        if self.library:
+            from headrace.executor.checkpoints.library_readers import LibraryWeights
+
+            stored = LibraryWeights(self.library, self.weight_files, stored)
         if self.quantisation is None:
             return stored
         from headrace.executor.checkpoints.quantisation.weights import QuantisedWeights
@@ -159,6 +169,7 @@ def open_checkpoint(options: Options) -> Checkpoint:
             f"code_revision={options.code_revision} is of code that the model brings, which runs with "
             "trust_remote_code alone"
         )
+    library, options = _library(options)
     if not _names_demo_model(options):
         choice = HubChoice.of(options)
         name, path = options.model, locate(options.model, choice)
@@ -176,7 +187,25 @@ def open_checkpoint(options: Options) -> Checkpoint:
     strategy = options.safetensors_load_strategy
     if strategy != "lazy" and wanted not in ("safetensors", "mistral", "sharded_state"):
         raise OptionError(f"safetensors_load_strategy={strategy} does not apply to {path}, whose weights are {wanted}")
-    return _open_gguf(name, path, wanted, options) if found == "gguf" else _open_folder(name, path, wanted, options)
+    if found == "gguf":
+        return _open_gguf(name, path, wanted, options)
+    return replace(_open_folder(name, path, wanted, options), library=library)
+
+
+def _library(options: Options) -> tuple[str, Options]:
+    """The load format whose library is to read safetensors files, and the options that ask for these files.
+
+    Raises OptionError where it is not installed, or something else is asked of their reading.
+    """
+    asked = options.load_format
+    if asked not in BY_LIBRARY:
+        return "", options
+    from headrace.executor.checkpoints.library_readers import check_installed  # brings torch
+
+    check_installed(asked)
+    if options.safetensors_load_strategy != "lazy":
+        raise OptionError(f"safetensors_load_strategy={options.safetensors_load_strategy}: {asked} reads its own way")
+    return asked, msgspec.structs.replace(options, load_format="safetensors")
 
 
 def _names_demo_model(options: Options) -> bool:

@@ -60,7 +60,7 @@ def tiktoken_json(folder: Path, kind: TiktokenKind, config: Mapping[str, Any]) -
         raise ModelError(f"the tokenizer in {path} is not sound: {error}") from error
     tokenizer = Tokenizer(model)
     assert kind.split.regex is not None
-    steps = [pre_tokenizers.Split(Regex(kind.split.regex), behavior="isolated")]
+    steps: list[Any] = [pre_tokenizers.Split(Regex(kind.split.regex), behavior="isolated")]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()

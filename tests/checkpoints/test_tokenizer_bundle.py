@@ -269,6 +269,7 @@ def test_a_byte_level_gguf_tokenizer_gives_the_ids_of_transformers(
     [
         ("deepseek-v3", ["Paying", " ", "123", "45", "元", "don", "'t", " (", "x", ")\n"]),
         ("glm4", ["Paying", " ", "123", "45", "元don", "'t", " (", "x", ")\n"]),
+        ("kimi-k2", ["Paying", " ", "123", "45", "元", "don't", " (", "x", ")\n"]),
         ("starcoder", ["Paying", " ", "1", "2", "3", "4", "5", "元don", "'t", " (", "x", ")", "\n"]),
         ("mpt", ["Paying", " 12345", "元don", "'t", " (", "x", ")", "\n"]),
     ],

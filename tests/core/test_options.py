@@ -60,6 +60,7 @@ def test_every_option_has_a_type_a_group_and_help() -> None:
         ("dtype", types.SimpleNamespace(__name__="float16"), "float16"),
         ("max_model_len", "auto", None),
         ("load_format", "hf", "auto"),
+        ("load_format", "npcache", "pt"),
         ("model_impl", "vllm", "headrace"),
         ("max_model_len", -1, None),
         ("max_model_len", "8k", 8000),
@@ -216,11 +217,8 @@ def test_vllms_flags_are_answered_by_name_with_what_works(arguments: list[str], 
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        ("npcache", "which needs no copy in numpy's format: use pt"),
         ("bitsandbytes", "a checkpoint that bitsandbytes wrote is recognised by its config: use auto"),
         ("tensorizer", "tensorizer's files are not read: use safetensors"),
-        ("runai_streamer", "use safetensors with safetensors_load_strategy=prefetch"),
-        ("fastsafetensors", "use safetensors with safetensors_load_strategy=eager"),
     ],
 )
 def test_vllms_other_ways_of_loading_are_answered_with_what_to_use(value: str, sentence: str) -> None:
