@@ -77,13 +77,19 @@ def options_page() -> str:
 def keywords_module() -> str:
     """The module as it should be."""
     names = [(name, spec) for name, spec in option_specs().items() if name != "model"]
-    return _KEYWORDS_INTRO + "".join(_keyword(name, _keyword_type(spec)) for name, spec in names)
+    lines = (_keyword(name, _keyword_type(spec), spec.choices) for name, spec in names)
+    return _KEYWORDS_INTRO + "".join(lines)
 
 
-def _keyword(name: str, type_: str) -> str:
+def _keyword(name: str, type_: str, choices: Sequence[str]) -> str:
     """As the formatter breaks a line that is too long."""
-    line = f"    {name}: {type_}\n"
-    return line if len(line) <= MOST_COLUMNS + 1 else f"    {name}: (\n        {type_}\n    )\n"
+    line, within = f"    {name}: {type_}\n", f"        {type_}\n"
+    if len(line) <= MOST_COLUMNS + 1:
+        return line
+    if len(within) > MOST_COLUMNS + 1:
+        listed = "".join(f"            {json.dumps(each)},\n" for each in choices)
+        within = f"        Literal[\n{listed}        ]\n        | str\n        | None\n"
+    return f"    {name}: (\n{within}    )\n"
 
 
 def _keyword_type(spec: OptionSpec) -> str:

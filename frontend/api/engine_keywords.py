@@ -22,7 +22,21 @@ class EngineOptions(TypedDict, total=False):
     quantization: str | None
     quantization_group_size: int | None
     max_model_len: int | str | None
-    load_format: Literal["auto", "safetensors", "pt", "gguf", "mistral", "sharded_state", "runai_streamer", "fastsafetensors", "dummy"] | str | None
+    load_format: (
+        Literal[
+            "auto",
+            "safetensors",
+            "pt",
+            "gguf",
+            "mistral",
+            "sharded_state",
+            "runai_streamer",
+            "fastsafetensors",
+            "dummy",
+        ]
+        | str
+        | None
+    )
     safetensors_load_strategy: Literal["lazy", "eager", "prefetch"] | str | None
     use_tqdm_on_load: bool | None
     revision: str | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
 
@@ -23,10 +24,11 @@ def test_the_load_formats_are_those_of_the_libraries() -> None:
 def test_a_library_that_is_not_installed_is_named_with_the_line_that_installs_it(
     load_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.executor.checkpoints.library_readers.util.find_spec", lambda name: None)
-    folder = tiny_models.save("llama", tmp_path / "llama")
-    with pytest.raises(OptionError, match=rf"not installed: pip install 'headrace\[{load_format}\]'"):
-        open_checkpoint(parse_options(model=str(folder), load_format=load_format))
+    absent = {load_format: replace(LIBRARIES[load_format], package="not_a_package")}
+    monkeypatch.setattr("headrace.executor.checkpoints.library_readers.LIBRARIES", absent)
+    expected = rf"needs not_a_package, which is not installed: pip install 'headrace\[{load_format}\]'"
+    with pytest.raises(OptionError, match=expected):
+        open_checkpoint(parse_options(model=str(tmp_path), load_format=load_format))
 
 
 @pytest.mark.parametrize("load_format", LIBRARIES)
