@@ -21,6 +21,14 @@ def test_log_probabilities_may_be_asked_for_as_a_flag() -> None:
     assert SamplingParams(logprobs=False, prompt_logprobs=False) == SamplingParams()
 
 
+# tests/entrypoints/openai/chat_completion/test_thinking_token_budget_validation.py, responses/test_sampling_params.py
+def test_values_that_ask_for_nothing_are_taken() -> None:
+    assert SamplingParams(thinking_token_budget=-1).thinking_token_budget is None
+    assert not SamplingParams(spaces_between_special_tokens=False).spaces_between_special_tokens
+    with pytest.raises(InvalidRequestError, match="spaces_between_special_tokens = False: is not supported without"):
+        SamplingParams(spaces_between_special_tokens=False, skip_special_tokens=False)
+
+
 def test_parameters_tell_how_they_sample() -> None:
     kinds = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(seed=3)]
     assert [each.sampling_type for each in kinds] == [

@@ -63,7 +63,6 @@ def test_the_defaults_are_vllms() -> None:
         ("allowed_token_ids", []),
         ("allowed_token_ids", 5),
         ("bad_words", "word"),
-        ("spaces_between_special_tokens", False),
         ("output_kind", "delta"),
     ],
 )

@@ -146,7 +146,7 @@ def test_what_is_not_known_is_named(folder: str) -> None:
     with LLM(model=folder, **ENGINE) as llm, pytest.raises(BAD, match=said):
         ask(llm, "the water", form(3))
     with pytest.raises(BAD, match="thinking_token_budget"):
-        SamplingParams(thinking_token_budget=-1)
+        SamplingParams(thinking_token_budget=-2)
     with pytest.raises(OptionError, match="structured_outputs_config has reasoning_parser=5"):
         LLM(model=folder, structured_outputs_config={"reasoning_parser": 5}, **ENGINE)
 

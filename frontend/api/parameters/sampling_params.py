@@ -192,14 +192,17 @@ class SamplingParams:
         RepetitionDetectionParams | None, Field("End an output that repeats a run of tokens")
     ] = None
     thinking_token_budget: Annotated[
-        int | None, Field("End the reasoning after so many tokens, where its format is known", Range(0, INT32))
+        int | None,
+        Field("End the reasoning, where its format is known, after so many tokens; -1: never", Range(0, INT32)),
     ] = None
     extra_args: Annotated[
         dict[str, Any] | None, Field("What logits processors of the engine read; vllm_xargs in bodies", in_body=False)
     ] = None
     detokenize: Annotated[bool, Field("False leaves the output's text empty", in_body=False)] = True
     skip_special_tokens: Annotated[bool, Field("Leave special tokens out of the text")] = True
-    spaces_between_special_tokens: Annotated[bool, Field("Only True is supported, as fast tokenisers do it")] = True
+    spaces_between_special_tokens: Annotated[
+        bool, Field("False needs skip_special_tokens=True, with which no text depends on it")
+    ] = True
     include_stop_str_in_output: Annotated[bool, Field("Keep the stop string, or the stop token's text")] = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
@@ -209,6 +212,8 @@ class SamplingParams:
             self.seed = None
         if self.top_k == -1:
             self.top_k = 0
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
         for name in ("logprobs", "prompt_logprobs"):  # OpenAI's API has them as flags
             if isinstance(asked := getattr(self, name), bool):
                 setattr(self, name, 1 if asked else None)
@@ -298,8 +303,8 @@ class SamplingParams:
                 check(value)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise bad("output_kind", self.output_kind, "must be a RequestOutputKind")
-        if not self.spaces_between_special_tokens:
-            raise bad("spaces_between_special_tokens", False, "is not supported; leave it True")
+        if not self.spaces_between_special_tokens and not self.skip_special_tokens:
+            raise bad("spaces_between_special_tokens", False, "is not supported without skip_special_tokens=True")
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputsParams):
                 raise bad("structured_outputs", self.structured_outputs, "must be a StructuredOutputsParams")
