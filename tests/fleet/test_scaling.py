@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -55,6 +56,26 @@ def test_commands_drain_an_engine_and_scale_a_server(capsys: pytest.CaptureFixtu
         assert main(["scale", "2", "--url", server.url]) == 0
         assert "Scaled to 2" in capsys.readouterr().out
         assert metric(client, "headrace:engine_up") == 2
+
+
+def test_a_pause_holds_the_streams_of_all_engines_and_moves_none() -> None:
+    arguments = ("-dp", "2", "--server-dev-mode")
+    with serving(*arguments, null_model=SLOW) as server, server.client() as client, ThreadPoolExecutor(6) as pool:
+        expected = list(pool.map(lambda each: stream(server, each), range(6)))
+        streams = [pool.submit(stream, server, each) for each in range(6)]
+        running = [{"engine": str(rank)} for rank in range(2)]
+        wait_until(
+            lambda: all(metric(client, "headrace:num_requests_running", **each) for each in running), 10, "both to work"
+        )
+        assert client.post("/pause?mode=keep&clear_cache=false").json() == {"status": "paused"}
+        try:
+            num_tokens = metric(client, "headrace:generation_tokens_total")
+            time.sleep(3.0)  # longer than an engine may be silent
+            assert metric(client, "headrace:generation_tokens_total") == num_tokens
+        finally:
+            assert client.post("/resume").json() == {"status": "resumed"}
+        assert [each.result(60) for each in streams] == expected
+        assert metric(client, "headrace:router_migrations_total") == 0
 
 
 def test_engines_of_others_are_not_scaled() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -117,6 +119,17 @@ COORDINATED = Scenario(
 def test_engines_are_found_and_forgotten_and_no_stream_suffers(num_coordinators: int) -> None:
     scenario = msgspec.structs.replace(COORDINATED, num_coordinators=num_coordinators)
     assert violations(scenario, range(25)) == []
+
+
+def test_each_change_of_membership_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headrace.frontend.fleet.discovery")
+    simulate(4, COORDINATED)  # of which one engine leaves, and one is lost
+    told = Counter(each.rpartition(") ")[2] for each in caplog.messages)
+    frontends = COORDINATED.num_frontends
+    assert told["has left"] == told["is forgotten: no coordinator has told of it of late"] == frontends
+    for number in range(COORDINATED.num_engines):
+        found = f" at engine-{number} (simulated) is there"
+        assert sum(each.endswith(found) for each in caplog.messages) >= frontends, number
 
 
 def test_a_coordinator_that_tells_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
