@@ -38,6 +38,8 @@ def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankPlace = SINGLE) -> st
         return f"the program computes in float32, float16 and bfloat16, not in {dtype}."
     if spec.uses_prompt_lens:
         return "dynamic rotary scaling depends on the length of a prompt, and the program's tables on positions alone."
+    if spec.stream is not None:
+        return "the program keeps one row of hidden values of a token from layer to layer, and this model more."
     for block in dict.fromkeys(block for layer in spec.layers for block in (layer.mixer, layer.ffn)):
         if reason := block.why_no_program(spec, place.tp_size):
             return reason

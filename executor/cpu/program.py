@@ -18,8 +18,8 @@ from headrace.executor.cpu.model import CpuModel, rotary_tables
 from headrace.executor.cpu.weights import CpuAttend, CpuLatent, CpuLinear, CpuNorm
 from headrace.executor.models.arch import RopeSpec
 from headrace.executor.models.blocks import Routing, emit_layer
-from headrace.executor.models.eager import stream_scale
 from headrace.executor.models.kv_cache import KVCache
+from headrace.executor.models.vocabulary import stream_scale
 from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.cpu.collectives import GroupC

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from headrace.ipc.failure import ModelError
 
 if TYPE_CHECKING:
-    from headrace.executor.models.blocks import Ffn, Mixer, Weight
+    from headrace.executor.models.blocks import Ffn, Mixer, Stream, Weight
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Placement = Literal["pre", "sandwich", "output", "parallel", "post"]
@@ -72,11 +72,24 @@ class LayerSpec:
 
     mixer: Mixer
     ffn: Ffn
+    cache_of: int | None = None
+    """The number of the layer before it whose keys and values its mixer reads; None where it keeps its own."""
 
     @property
     def sliding_window(self) -> int | None:
         """A token sees itself and the sliding_window - 1 before it; None sees all."""
         return self.mixer.sliding_window
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """Token embeddings beside those that the stream begins with."""
+
+    name: str
+    """Below the model's prefix, without `.weight`."""
+    vocab_size: int
+    width: int
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -218,6 +231,8 @@ class ArchSpec:
     final_norm: bool = True
     names: WeightNames = WeightNames()
     stacked: StackedExperts | None = None
+    stream: Stream | None = None
+    """What stands around the blocks, where that is not one row of hidden values: of the norms, those of a sandwich."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "vocab_size", "max_positions"):
@@ -233,6 +248,10 @@ class ArchSpec:
         self._require(0 < self.norm.eps < 1, f"the norm's eps must be between 0 and 1, got {self.norm.eps}")
         for block in {block for layer in self.layers for block in (layer.mixer, layer.ffn)}:
             self._require(not block.problem(), block.problem())
+        if self.stream is not None:
+            self._require(not self.stream.problem(), self.stream.problem())
+            self._require(self.norm_placement == "sandwich", "a stream of several rows needs norms on both sides")
+        self._check_shared_caches()
         heads = sorted({mixer.num_heads for mixer in self.mixers})
         self._require(len(heads) == 1, f"layers differ in the number of their heads: {heads}")
         caches = {mixer.cache for mixer in self.mixers}
@@ -245,6 +264,16 @@ class ArchSpec:
             )
         for rope in self.ropes:
             self._check_rope(rope)
+
+    def _check_shared_caches(self) -> None:
+        for index, layer in enumerate(self.layers):
+            if layer.cache_of is None:
+                continue
+            known = 0 <= layer.cache_of < index and self.layers[layer.cache_of].cache_of is None
+            self._require(known, f"layer {index} reads the cache of layer {layer.cache_of}, which keeps none before it")
+            own, source = layer.mixer, self.layers[layer.cache_of].mixer
+            fits = (own.cache, own.sliding_window) == (source.cache, source.sliding_window)
+            self._require(fits, f"layer {index} reads the cache of layer {layer.cache_of}, which is another kind")
 
     def _check_rope(self, rope: RopeSpec) -> None:
         self._require(rope.theta > 1, f"rope theta must be above 1, got {rope.theta}")
@@ -316,7 +345,7 @@ class ArchSpec:
             rope, mixer = layer.mixer.rope, layer.mixer
             if rope is not None and rope.kind == "longrope" and longest > rope.original_max_positions:
                 mixer = replace(mixer, rope=replace(rope, divisors=rope.long_divisors))  # type: ignore[type-var]
-            found[layer] = LayerSpec(mixer, layer.ffn)
+            found[layer] = replace(layer, mixer=mixer)
         return replace(self, layers=tuple(found[layer] for layer in self.layers))
 
     def for_ranks(self, tp_size: int, inner_block: int = 1) -> ArchSpec:
@@ -326,7 +355,11 @@ class ArchSpec:
         than query heads.
         """
         padded = {
-            layer: LayerSpec(layer.mixer.for_ranks(tp_size, inner_block), layer.ffn.for_ranks(tp_size, inner_block))
+            layer: replace(
+                layer,
+                mixer=layer.mixer.for_ranks(tp_size, inner_block),
+                ffn=layer.ffn.for_ranks(tp_size, inner_block),
+            )
             for layer in dict.fromkeys(self.layers)
         }
         return replace(self, layers=tuple(padded[layer] for layer in self.layers))

@@ -20,13 +20,11 @@ from headrace.executor.models.eager import (
     EagerWeights,
     Layer,
     Step,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    stream_scale,
 )
 from headrace.executor.models.inputs import StepInputs, StepLogits, no_logits, step_in_two
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.rotary import Rotary
+from headrace.executor.models.vocabulary import EagerStream, VocabParallelEmbedding, VocabParallelHead, stream_scale
 from headrace.executor.parallel.padding import padded_for
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.reference.rotary_cache import LayerCache
@@ -73,6 +71,7 @@ class Decoder:
                 stream_scale(spec, dtype),
                 place,
             )
+        self._stream = None if spec.stream is None else EagerStream(checked, spec, spec.stream, prefix)
         if place.is_first_stage:
             self._read_beginning(checked, prefix)
         self._layers: list[CallLayer] = []
@@ -135,6 +134,8 @@ class Decoder:
         steps = [Step(batch, cos_sin) for batch in inputs.paged_batches]
         for layer, cache, group in zip(self._layers, kv_cache.layers, kv_cache.groups, strict=True):
             hidden, delta = layer(hidden, delta, steps[group], cache)
+        if self._stream is not None:
+            hidden = self._stream.end(hidden)
         if not self._place.is_last_stage:
             self._place.link.send(torch.stack([hidden] if delta is None else [hidden, delta]))
             return hidden
@@ -150,6 +151,8 @@ class Decoder:
             hidden = self._project_in(hidden)
         if self._embedding_norm is not None:
             hidden = self._embedding_norm(hidden)[0]
+        if self._stream is not None:
+            hidden = self._stream.begin(inputs.token_ids, hidden)
         if self._positions is not None:
             hidden = hidden + self._positions[inputs.positions + (self.spec.learned_position_offset or 0)]
         return hidden, None

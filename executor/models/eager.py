@@ -27,7 +27,7 @@ from headrace.kernels.reference.attention import AttentionParams, PagedBatch
 from headrace.kernels.reference.latent import LatentUp
 from headrace.kernels.reference.moe import ExpertWeights
 from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
-from headrace.kernels.reference.rows import DenseLinear, LinearWeight
+from headrace.kernels.reference.rows import LinearWeight
 
 ChooseKernel = Callable[..., Callable[..., Any]]
 """(op's name, **facts) -> the function that serves; `kernels.choose` is one."""
@@ -264,10 +264,11 @@ class EagerAttend:
             declared.scale, declared.sliding_window, declared.soft_cap, sinks=sinks, alibi=alibi
         )
         self._chunk_size, self._query_growth = declared.chunk_size, declared.query_growth
+        self._reads_only = declared.reads_only
         self._rotate = weights.kernel("rotary", head_dim=head_dim)
         self._write = weights.kernel("write_cache", head_dim=head_dim)
         # The three before attention as one kernel, where the device has it: they are small, and each costs a launch.
-        is_fusable = query_norm is None or query_norm.kind == "rms"
+        is_fusable = not declared.reads_only and (query_norm is None or query_norm.kind == "rms")
         self._prepare = weights.fused_kernel("rotary_and_write", head_dim=head_dim) if is_fusable else None
         self._attend = weights.kernel(
             "paged_attention",
@@ -277,16 +278,20 @@ class EagerAttend:
 
     def __call__(self, qkv: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """qkv [num_tokens, (num_heads + 2 num_kv_heads) head_dim] -> [num_tokens, num_heads * head_dim]"""
-        heads = qkv.view(len(qkv), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        num_kv_heads = 0 if self._reads_only else self.num_kv_heads
+        heads = qkv.view(len(qkv), self.num_heads + 2 * num_kv_heads, self.head_dim)
+        query, key, value = heads.split((self.num_heads, num_kv_heads, num_kv_heads), dim=1)
         if self._prepare is not None:
             query = self._prepare(query, key, value, self._rotation(step), cache, step.batch)
         else:
-            if self.query_norm is not None and self.key_norm is not None:
-                query, key = self.query_norm(query)[0], self.key_norm(key)[0]
+            if self.query_norm is not None:
+                query = self.query_norm(query)[0]
+            if self.key_norm is not None:
+                key = self.key_norm(key)[0]
             if self._rope_index is not None:
                 query, key = self._rotate(query, key, *step.cos_sin[self._rope_index])
-            self._write(key, value, cache.keys, cache.values, step.batch, cache.scales)
+            if not self._reads_only:
+                self._write(key, value, cache.keys, cache.values, step.batch, cache.scales)
         batch = step.batch
         if self._query_growth is not None:
             query = (query * query_growth(batch, *self._query_growth)[:, None, None]).to(query.dtype)
@@ -504,6 +509,8 @@ class Layer:
         """hidden, delta: [num_tokens, hidden] -> the same after this layer"""
         kind = FusedOps if len(hidden) <= self._most_fused_rows else EagerOps
         ops = kind(self._place, hidden, delta, step, cache)
+        if self._spec.stream is not None:
+            return self._spec.stream.emit_layer(self._layer, self._held, ops, hidden), None
         emit_layer(self._spec, self._layer, self._held, ops)
         return ops.hidden, ops.delta
 
@@ -528,72 +535,3 @@ class Layer:
             is_plain = isinstance(held, EagerLinear) and (held.activation is None or held.gated)
             rows.append(held.weight.most_fused_rows if is_plain and isinstance(held.weight, FusableLinear) else 0)
         return min(rows, default=0)
-
-
-def stream_scale(spec: ArchSpec, dtype: torch.dtype) -> float:
-    """What embeddings are multiplied by to be the stream as it is kept."""
-    # Rounded to the model's dtype, as the models that have a scale were trained.
-    return float(torch.tensor(spec.embedding_scale, dtype=dtype)) / spec.residual_scale
-
-
-class VocabParallelEmbedding:
-    """Token embeddings with the vocabulary divided among the ranks."""
-
-    def __init__(
-        self, weights: EagerWeights, name: str, vocab_size: int, width: int, scale: float, place: RankPlace
-    ) -> None:
-        self._place = place
-        self._rows = place.vocabulary(vocab_size)
-        table = weights.matrix(f"{name}.weight", vocab_size, width, self._rows if place.tp_size > 1 else None)
-        self.table: LinearWeight = DenseLinear(table, None)
-        """A tied head puts its packed weight here, so that the table is in memory once."""
-        self._num_rows = len(table)
-        self._embed, self._scale = weights.fused_kernel("embed"), scale
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """token_ids [num_tokens] int64 -> [num_tokens, width]"""
-        if self._embed is not None and isinstance(self.table, DenseLinear):
-            rows = self._embed(token_ids, self.table.weight, self._rows.start, self._scale)
-            return rows if self._place.tp_size == 1 else self._place.all_reduce(rows)
-        if self._place.tp_size == 1:
-            rows = self.table.look_up(token_ids)
-        else:
-            local = token_ids - self._rows.start
-            mine = (local >= 0) & (local < self._num_rows)
-            rows = self.table.look_up(local * mine).masked_fill(~mine[:, None], 0)
-            rows = self._place.all_reduce(rows)
-        return rows if self._scale == 1.0 else rows * self._scale
-
-
-class VocabParallelHead:
-    """Logits over the whole vocabulary, each rank computing its own rows; tied heads share the embedding's table."""
-
-    def __init__(
-        self,
-        weights: EagerWeights,
-        name: str,
-        embedding: VocabParallelEmbedding | None,
-        shape: tuple[int, int],
-        bias: bool,
-        place: RankPlace,
-    ) -> None:
-        self._place = place
-        if embedding is not None:
-            dense = embedding.table
-            assert isinstance(dense, DenseLinear)  # it has just been read
-            weights.nbytes -= dense.nbytes
-            self.weight = embedding.table = weights.pack("head", dense.weight, None)
-        else:
-            rows = place.vocabulary(shape[0]) if place.tp_size > 1 else None
-            self.weight = weights.linear([Part(name, shape[0], rows)], shape[1], None, bias=bias, role="head")
-        self._vocab_size = shape[0]
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [n, width] -> logits [n, vocab_size] in hidden's dtype"""
-        logits = self.weight.apply(hidden)
-        size = self._place.tp_size
-        if size == 1:
-            return logits
-        missing = -(-self._vocab_size // size) - logits.shape[1]  # of a last rank's columns
-        whole = self._place.all_gather(torch.nn.functional.pad(logits, (0, missing)))
-        return whole if whole.shape[1] == self._vocab_size else whole[:, : self._vocab_size].contiguous()

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -93,17 +94,24 @@ def cache_groups(spec: ArchSpec, max_model_len: int | None = None, tp_size: int 
     """The groups of a model whose requests have at most max_model_len tokens: a window that hides none of them is
     none."""
     longest = min(spec.max_positions, max_model_len or spec.max_positions)
-    windows = [layer.sliding_window for layer in spec.layers]
-    elements = [cache.elements for cache in spec.own_caches(tp_size)]
-    return group_layers([window if window and window < longest else None for window in windows], elements)
+    own = [index for index, layer in enumerate(spec.layers) if layer.cache_of is None]
+    windows = [spec.layers[index].sliding_window for index in own]
+    caches = spec.own_caches(tp_size)
+    groups = group_layers(
+        [window if window and window < longest else None for window in windows],
+        [caches[index].elements for index in own],
+    )
+    return tuple(msgspec.structs.replace(g, layers=tuple(own[each] for each in g.layers)) for g in groups)
 
 
-def group_of_layers(num_layers: int, place: RankPlace, groups: Sequence[CacheGroup]) -> tuple[int, ...]:
-    """For each of a rank's layers: the number of its group."""
+def group_of_layers(spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> tuple[int, ...]:
+    """For each of a rank's layers: the number of its group, or of that whose cache it reads."""
     if len(groups) == 1:
-        return (0,) * len(place.layers(num_layers))
+        return (0,) * len(place.layers(spec.num_layers))
     numbers = {layer: number for number, group in enumerate(groups) for layer in group.layers}
-    return tuple(numbers[layer] for layer in place.layers(num_layers))
+    sources = (spec.layers[layer].cache_of for layer in place.layers(spec.num_layers))
+    own = zip(place.layers(spec.num_layers), sources, strict=True)
+    return tuple(numbers[layer if source is None else source] for layer, source in own)
 
 
 @dataclass(frozen=True)
@@ -138,14 +146,17 @@ class Layout:
 
     @classmethod
     def of(cls, spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> Layout:
-        caches, counts, found = spec.own_caches(place.tp_size), Counter[int](), []
-        own = zip(place.layers(spec.num_layers), group_of_layers(spec.num_layers, place, groups), strict=True)
+        caches, counts, found = spec.own_caches(place.tp_size), Counter[int](), dict[int, LayerPlace]()
+        own = zip(place.layers(spec.num_layers), group_of_layers(spec, place, groups), strict=True)
         for layer, group in own:
+            if (source := spec.layers[layer].cache_of) is not None:
+                found[layer] = found[source]
+                continue
             sharing = groups[group].layers_in_place
             at, nth = divmod(counts[group], sharing)
             counts[group] += 1
-            found.append(LayerPlace(group, at, nth, sharing, caches[layer]))
-        return cls(tuple(found))
+            found[layer] = LayerPlace(group, at, nth, sharing, caches[layer])
+        return cls(tuple(found.values()))
 
     @property
     def elements(self) -> int:

@@ -85,11 +85,11 @@ class CheckedWeights:
 
     def read_layer(self, spec: ArchSpec, layer: LayerSpec, prefix: str) -> LayerHeld:
         declaration = LayerDeclaration.of(spec, layer)
-        mixer, ffn, norms = (
+        mixer, ffn, norms, stream = (
             {key: self.read(declared, prefix) for key, declared in parts.items()}
-            for parts in (declaration.mixer, declaration.ffn, declaration.norms)
+            for parts in (declaration.mixer, declaration.ffn, declaration.norms, declaration.stream)
         )
-        return LayerHeld(mixer, ffn, norms)
+        return LayerHeld(mixer, ffn, norms, stream)
 
     def _floats(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """That part of a weight, of whatever float type. Raises ModelError for whole numbers, which are no weights."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from headrace.core.options.plan import Plan
 from headrace.executor.models.arch import ArchSpec, LayerSpec
@@ -45,6 +46,11 @@ def outer_weights(spec: ArchSpec, prefix: str) -> Iterator[Weight]:
     if width != hidden:
         yield from Linear(((prefix + names.project_in, hidden),), width).weights()
         yield from Linear(((prefix + names.project_out, width),), hidden).weights()
+    if (stream := spec.stream) is not None:
+        table = stream.table
+        yield Weight(f"{prefix}{table.name}.weight", (table.vocab_size, table.width), "embedding")
+        for declared in stream.declare_ends(spec).values():
+            yield from (replace(weight, name=prefix + weight.name) for weight in declared.weights())
     if spec.final_norm:
         yield from Norm.of_stream(spec, prefix + names.final_norm).weights()
     if not spec.tied_head:
@@ -110,7 +116,8 @@ def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int, place: RankPlace
     spec = spec.for_ranks(place.tp_size)
     mixers = max(mixer.values_per_token(place.tp_size) for mixer in spec.mixers)
     ffns = max(ffn.values_per_token(place.tp_size) for ffn in {layer.ffn for layer in spec.layers})
-    layer = plan.max_num_batched_tokens * (3 * spec.hidden_size + mixers + ffns) * itemsize
+    stream = 3 * spec.hidden_size if spec.stream is None else spec.stream.values_per_token()
+    layer = plan.max_num_batched_tokens * (stream + mixers + ffns) * itemsize
     most_blocks = plan.max_num_seqs * -(-plan.max_model_len // plan.block_size)
     gathered = (
         2

@@ -51,6 +51,11 @@ def check_experts(spec: ArchSpec, options: Options) -> None:
 
 def check_shares(spec: ArchSpec, place: RankPlace) -> None:
     """Raises ModelError or OptionError, with the numbers, where a rank of this place would have no part of its own."""
+    if spec.stream is not None and place.world_size > 1:
+        raise OptionError(
+            f"a {spec.architecture} runs on one rank: what it keeps of a token between layers is more than one row of "
+            "hidden values, which ranks do not exchange"
+        )
     spec.own_caches(place.tp_size)
     place.vocabulary(spec.vocab_size)
     place.layers(spec.num_layers)

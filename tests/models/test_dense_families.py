@@ -16,16 +16,21 @@ from test_models import config_of, reference, reference_logits
 from tiny_families import FAMILIES
 from tiny_models import state_of
 
-from headrace import LLM, SamplingParams, kernels
+from headrace import LLM, HeadraceError, SamplingParams, kernels
+from headrace.executor.checkpoints.quantisation.cache_scales import cache_scales
 from headrace.executor.cpu.decoder import why_not
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
+from headrace.executor.models.kv_cache import allocate, cache_groups
 
 __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 
 THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
 NEW_TOKENS = 10
-OP_BY_OP = {"apertus"}
+ONE_RANK = ("gemma3n", "gemma3n_plain")
+"""What ranks cannot divide."""
+DIVISIBLE = [name for name in FAMILIES if name not in ONE_RANK]
+OP_BY_OP = {"apertus", *ONE_RANK}
 """What the CPU program cannot compute."""
 
 
@@ -71,15 +76,40 @@ def test_an_engine_gives_the_tokens_of_transformers(folder: Path, name: str) -> 
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", DIVISIBLE)
 def test_two_ranks_give_the_tokens_of_transformers(folder: Path, name: str) -> None:
     expect_answers_of_transformers(folder, name, tensor_parallel_size=2, distributed_executor_backend=THREADS)
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", DIVISIBLE)
 def test_two_stages_give_the_tokens_of_transformers(folder: Path, name: str) -> None:
     expect_answers_of_transformers(folder, name, pipeline_parallel_size=2, distributed_executor_backend=THREADS)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_a_stream_of_several_rows_is_not_divided_among_ranks(folder: Path, kind: str) -> None:
+    with pytest.raises(HeadraceError, match="a Gemma3nForCausalLM runs on one rank: what it keeps of a token between"):
+        LLM(str(saved(folder, "gemma3n")), **TIGHT, **{f"{kind}_parallel_size": 2})
+
+
+def test_layers_that_read_anothers_cache_keep_none_and_their_own_matrices_are_not_read() -> None:
+    spec = spec_from_config(config_of("gemma3n"))
+    assert [layer.cache_of for layer in spec.layers] == [None, None, None, 1, 2]
+    groups = cache_groups(spec, 64)
+    assert sorted(layer for group in groups for layer in group.layers) == [0, 1, 2]
+    cache = allocate(spec, 4, 8, torch.float32, groups=groups)
+    assert [cache.keys[layer].data_ptr() for layer in (3, 4)] == [cache.keys[layer].data_ptr() for layer in (1, 2)]
+    assert cache.groups[3:] == cache.groups[1:3]
+    stored = {f"model.layers.{i}.self_attn.{kind}_scale": torch.tensor(i + 1.0) for i in range(3) for kind in "kv"}
+    embedding = {"model.embed_tokens.weight": torch.zeros(1)}
+    scales = cache_scales(DictSource(stored | embedding), spec)
+    assert [keys for keys, _ in scales] == [(1.0,), (2.0,), (3.0,), (2.0,), (3.0,)]
+    state = state_of(reference("gemma3n"))
+    needless = {"model.layers.3.self_attn.k_proj.weight": torch.zeros(8, 32)}
+    Decoder(spec, DictSource(state | needless), torch.float32, choose=kernels.choose_reference)
+    needed = {name.replace(".3.", ".2."): each for name, each in needless.items()}
+    assert needed.keys() <= state.keys()
 
 
 @pytest.mark.system

@@ -25,6 +25,12 @@ GRANITE = {
 }  # fmt: skip
 GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128}
 
+GEMMA3N = {
+    "head_dim": 8, "num_key_value_heads": 1, "num_hidden_layers": 5, "sliding_window": 20, "laurel_rank": 6,
+    "hidden_size_per_layer_input": 8, "embedding_std": 0.05, "pad_token_id": 2, "final_logit_softcapping": 3.0,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
+
 FAMILIES: dict[str, TinyModel] = {
     "phi": tiny("Phi", num_key_value_heads=4),
     "phi3": tiny("Phi3", **WINDOW),
@@ -68,6 +74,24 @@ FAMILIES: dict[str, TinyModel] = {
     "exaone4": tiny("Exaone4", **HYBRID),
     "exaone4_full": tiny("Exaone4", sliding_window=None, layer_types=["full_attention"] * 2),
     "gemma": tiny("Gemma", head_dim=8, num_key_value_heads=1, embedding_std=0.05),
+    "gemma3n": tiny(
+        "Gemma3n",
+        "Gemma3nTextConfig",
+        **GEMMA3N,
+        activation_sparsity_pattern=[0.4, 0.0, 0.0, 0.0, 0.7],
+        intermediate_size=[48, 40, 48, 48, 48],
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=100,
+    ),
+    "gemma3n_plain": tiny(
+        "Gemma3n",
+        "Gemma3nTextConfig",
+        **GEMMA3N,
+        num_kv_shared_layers=0,
+        altup_num_inputs=3,
+        altup_active_idx=1,
+        altup_correct_scale=False,
+    ),
     "vaultgemma": tiny(
         "VaultGemma", **HYBRID, head_dim=8, query_pre_attn_scalar=8, embedding_std=0.05, final_logit_softcapping=3.0
     ),

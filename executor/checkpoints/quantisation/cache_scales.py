@@ -31,8 +31,8 @@ def cache_scales(source: WeightSource, spec: ArchSpec) -> tuple[LayerScales, ...
     prefix = spec.names.prefix_in(source.names())
     starts = [spec.names.layer(prefix, index) for index in range(spec.num_layers)]
     found = []
-    for start, layer in zip(starts, spec.layers, strict=True):
-        heads = layer.mixer.cache.num_heads
+    for index, layer in enumerate(spec.layers):
+        start, heads = starts[index if layer.cache_of is None else layer.cache_of], layer.mixer.cache.num_heads
         own = [name for name in held if name.startswith(start)]
         pair = _scale(source, own, KEYS, heads), _scale(source, own, VALUES, heads)
         if pair[0] is None or pair[1] is None:

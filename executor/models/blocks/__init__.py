@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
-from headrace.executor.models.arch import ArchSpec, LayerSpec
+from headrace.executor.models.arch import ArchSpec, LayerSpec, LayerTable
 from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ class Attend:
     """A token sees those of its chunk alone: `executor.models.chunks`."""
     query_growth: tuple[int, float] | None = None
     """How queries grow with their positions: tokens of a step, and the share of the logarithm (same module)."""
+    reads_only: bool = False
+    """Queries alone are given: the keys and values are those that another layer writes."""
 
     def weights(self) -> Iterator[Weight]:
         for each in (self.query_norm, self.key_norm, self.sinks):
@@ -254,7 +256,8 @@ class Ops(Protocol):
         """x with its columns first .. last - 1 normed; x itself may be overwritten."""
 
     def attend(self, attend: Any, qkv: Value) -> Value:
-        """qkv: query, key and value heads side by side -> [num_tokens, heads * head_dim]; writes the cache."""
+        """qkv: query, key and value heads side by side -> [num_tokens, heads * head_dim]; writes the cache. Of one that
+        reads only, queries alone."""
 
     def attend_latent(self, attend: Any, query: Value, latent: Value) -> Value:
         """query: of each head nope_dim and rope_dim columns; latent: latent_dim and rope_dim columns -> [num_tokens,
@@ -325,6 +328,45 @@ class Mixer(Block):
         raise NotImplementedError
 
 
+class Stream:
+    """What a model keeps of each token from layer to layer, where that is more than one row of hidden values. It stands
+    around both blocks of each layer in the place of `emit_layer`, and runs op by op on one rank. Subclasses are frozen
+    dataclasses of numbers."""
+
+    @property
+    def table(self) -> LayerTable:
+        """Of the token embeddings that `begin` is given beside the first."""
+        raise NotImplementedError
+
+    def declare_ends(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        """What `begin` and `end` read. Weights' names are those below the model's prefix."""
+        raise NotImplementedError
+
+    def declare_layer(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        """What `emit_layer` reads beside the layer's blocks and norms. Names below a layer's prefix."""
+        raise NotImplementedError
+
+    def begin(self, ops: Ops, held: Held, embedded: Value, inputs: Value) -> Value:
+        """embedded [num_tokens, hidden], inputs [num_tokens, width of the table] -> the stream, [num_tokens, ...]"""
+        raise NotImplementedError
+
+    def emit_layer(self, layer: LayerSpec, held: LayerHeld, ops: Ops, x: Value) -> Value:
+        """x: the stream -> the stream after this layer, which may be narrower"""
+        raise NotImplementedError
+
+    def end(self, ops: Ops, held: Held, x: Value) -> Value:
+        """x: the stream -> [num_tokens, hidden], before the final norm"""
+        raise NotImplementedError
+
+    def values_per_token(self) -> int:
+        """About how many values of a token live at once beside those of a layer's blocks."""
+        raise NotImplementedError
+
+    def problem(self) -> str:
+        """As a block's."""
+        return ""
+
+
 def rounded_up(size: int, step: int) -> int:
     """The next multiple of `step`."""
     return -(-size // step) * step
@@ -338,6 +380,8 @@ class LayerDeclaration:
     ffn: Mapping[str, Declared]
     norms: Mapping[str, Norm]
     """Of the spec's placement: mixer and ffn before these, mixer_post and ffn_post after them."""
+    stream: Mapping[str, Declared]
+    """Of the spec's `Stream`."""
 
     @classmethod
     def of(cls, spec: ArchSpec, layer: LayerSpec) -> LayerDeclaration:
@@ -350,10 +394,11 @@ class LayerDeclaration:
         if placement in ("sandwich", "output"):
             norms["mixer_post"] = Norm.of(spec, names.attention_post_norm, spec.hidden_size)
             norms["ffn_post"] = Norm.of(spec, names.mlp_post_norm, spec.hidden_size)
-        return cls(layer.mixer.declare(spec), layer.ffn.declare(spec), norms)
+        stream = {} if spec.stream is None else spec.stream.declare_layer(spec)
+        return cls(layer.mixer.declare(spec), layer.ffn.declare(spec), norms, stream)
 
     def weights(self) -> Iterator[Weight]:
-        for part in (self.mixer, self.ffn, self.norms):
+        for part in (self.mixer, self.ffn, self.norms, self.stream):
             for declared in part.values():
                 yield from declared.weights()
 
@@ -365,6 +410,7 @@ class LayerHeld:
     mixer: Held
     ffn: Held
     norms: Held
+    stream: Held
 
 
 class LayerOps(Ops, Protocol):

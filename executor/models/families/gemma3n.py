@@ -1,0 +1,229 @@
+"""Gemma 3n: a stream of several rows (`blocks.altup`), values that are normed, last layers that read the keys and
+values of others, and first layers whose FFNs keep only what stands out of a row. Text only.
+
+A multimodal checkpoint serves its language model; the vision and audio towers are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Any
+
+from headrace.executor.models.arch import ArchSpec, LayerSpec, WeightNames
+from headrace.executor.models.blocks import Attend, Axis, Declared, Ffn, Held, Linear, Ops
+from headrace.executor.models.blocks.altup import AltUp
+from headrace.executor.models.blocks.attention import Attention
+from headrace.executor.models.blocks.dense import Dense
+from headrace.executor.models.families import Config, Family, NotNativeError
+from headrace.executor.models.families._config import (
+    Positions,
+    activation,
+    flag,
+    integer,
+    layer_types,
+    llama_like,
+    number,
+    optional_number,
+    rope,
+)
+from headrace.ipc.failure import ModelError
+
+LOCAL_THETA, GLOBAL_THETA = 10_000.0, 1_000_000.0
+SPARSE_LAYERS, SPARSITY = 10, 0.95
+"""Of a config that does not say which layers are sparse, where it has more of them."""
+# Multimodal configs leave out what equals these.
+DEFAULTS = {
+    "vocab_size": 262_400,
+    "vocab_size_per_layer_input": 262_144,
+    "hidden_size": 2048,
+    "hidden_size_per_layer_input": 256,
+    "intermediate_size": 16_384,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 15,
+    "head_dim": 256,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 512,
+    "altup_num_inputs": 4,
+    "altup_active_idx": 0,
+    "altup_correct_scale": True,
+    "laurel_rank": 64,
+    "final_logit_softcapping": 30.0,
+}
+NAMES = WeightNames(
+    prefixes=("model.", "model.language_model.", "language_model.model."),
+    lm_heads=("lm_head", "language_model.lm_head"),
+    mlp_norm="pre_feedforward_layernorm",
+    ignorable=(*WeightNames.ignorable, r"(^|\.)(vision|audio)_tower\.", r"(^|\.)embed_(vision|audio)\."),
+)
+
+
+@dataclass(frozen=True)
+class NormedValues(Attention):
+    """Attention whose values are normed by head, without weights. One that reads another layer's cache has queries
+    alone."""
+
+    reads_only: bool = False
+    eps: float = 1e-6
+
+    def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        found = dict(super().declare(spec))
+        if not self.reads_only:
+            return found
+        queries = Axis(self.num_heads * self.head_dim, unit=self.head_dim, groups=self.num_kv_heads)
+        attend = found["attend"]
+        assert isinstance(attend, Attend)
+        found["attend"] = replace(attend, key_norm=None, reads_only=True)
+        return found | {"qkv": Linear(((spec.names.query, queries),), spec.hidden_size, self.bias)}
+
+    def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
+        qkv = ops.linear(held["qkv"], x)
+        if not self.reads_only:
+            qkv = ops.call(self._with_normed_values, qkv)
+        return [ops.product(held["output"], ops.attend(held["attend"], qkv))]
+
+    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
+        return "the program norms no values."
+
+    def _with_normed_values(self, qkv: Any) -> Any:
+        """qkv [num_tokens, (num_heads + 2 num_kv_heads) head_dim], of which the values are overwritten"""
+        values = qkv.unflatten(-1, (-1, self.head_dim))[:, -self.num_kv_heads :]
+        wide = values.float()
+        values.copy_(wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt())
+        return qkv
+
+
+@dataclass(frozen=True)
+class OutstandingDense(Dense):
+    """A gated FFN whose gate keeps of each row what lies above `cutoff` standard deviations over its mean."""
+
+    cutoff: float = 0.0
+
+    def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        names, inner, hidden = spec.names, Axis(self.inner), spec.hidden_size
+        return {
+            "gate": Linear(((names.gate, inner),), hidden, self.bias),
+            "up": Linear(((names.up, inner),), hidden, self.bias),
+            "down": Linear(((names.down, hidden),), inner, self.bias),
+        }
+
+    def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
+        gate = ops.call(self._outstanding, ops.linear(held["gate"], x))
+        return [ops.product(held["down"], ops.call(self._gated, gate, ops.linear(held["up"], x)))]
+
+    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
+        return "the program compares no value of a row with the row's mean."
+
+    def _outstanding(self, gate: Any) -> Any:
+        """gate [num_tokens, inner]"""
+        wide = gate.float()
+        lowest = wide.mean(-1, keepdim=True) + self.cutoff * wide.std(-1, keepdim=True, correction=0)
+        return (wide - lowest).relu().to(gate.dtype)
+
+    def _gated(self, gate: Any, up: Any) -> Any:
+        from torch.nn import functional  # families are read where there is no torch
+
+        if self.activation == "gelu_tanh":
+            return functional.gelu(gate, approximate="tanh") * up
+        activate: Callable[[Any], Any] = getattr(functional, self.activation)
+        return activate(gate) * up
+
+
+def build(config: Config) -> ArchSpec:
+    text = config.get("text_config") or config
+    text = DEFAULTS | {k: v for k, v in text.items() if v is not None} | {"architectures": config["architectures"]}
+    num_layers, head_dim = integer(text, "num_hidden_layers"), integer(text, "head_dim")
+    default = ["sliding_attention" if (i + 1) % 5 else "full_attention" for i in range(num_layers)]
+    types = layer_types(text, num_layers, default)
+    full = Positions(rope(text, head_dim, GLOBAL_THETA, "full_attention"))
+    local = text if "sliding_attention" in (text.get("rope_parameters") or {}) else {}
+    theta = number(text, "rope_local_base_freq", LOCAL_THETA)
+    sliding = Positions(rope(local, head_dim, theta, "sliding_attention"), integer(text, "sliding_window"))
+    kind, bias = activation(text, "hidden_activation", "gelu_pytorch_tanh"), flag(text, "attention_bias", False)
+    sizes = _of_layers(text, "intermediate_size", num_layers)
+    ffns = [Dense(size, kind) for size in map(int, sizes)]
+    sparse = _of_layers(text | _default_sparsity(text, num_layers), "activation_sparsity_pattern", num_layers)
+    spec = llama_like(
+        text | {"intermediate_size": max(map(int, sizes))},
+        positions=[sliding if each == "sliding_attention" else full for each in types],
+        head_dim=head_dim,
+        tied_head=True,
+        max_positions=integer(text, "max_position_embeddings"),
+        norm_placement="sandwich",
+        attention={"scale": 1.0, "bias": bias, "output_bias": bias, "qk_norm": "head"},
+        final_soft_cap=optional_number(text, "final_logit_softcapping"),
+        embedding_scale=integer(text, "hidden_size") ** 0.5,
+        stream=AltUp(
+            integer(text, "hidden_size"),
+            integer(text, "altup_num_inputs"),
+            integer(text, "altup_active_idx"),
+            integer(text, "laurel_rank"),
+            integer(text, "hidden_size_per_layer_input"),
+            num_layers,
+            integer(text, "vocab_size_per_layer_input"),
+            kind,
+            flag(text, "altup_correct_scale", True),
+        ),
+    )
+    sources = _sources(types, num_layers - integer(text, "num_kv_shared_layers"))
+    layers = []
+    for layer, ffn, share, source in zip(spec.layers, ffns, sparse, sources, strict=True):
+        plain = layer.mixer
+        assert isinstance(plain, Attention)
+        mixer = NormedValues(**vars(plain), eps=spec.norm.eps, reads_only=source is not None)
+        layers.append(LayerSpec(mixer, _sparse(ffn, share), source))
+    return replace(spec, layers=tuple(layers), names=_names(spec, layers))
+
+
+def _names(spec: ArchSpec, layers: Sequence[LayerSpec]) -> WeightNames:
+    """With what published checkpoints hold and nothing computes: keys and values of layers that read others'."""
+    needless = [
+        rf"\.{index}\.self_attn\.(k_proj|v_proj|k_norm)\."
+        for index, layer in enumerate(layers)
+        if layer.cache_of is not None
+    ]
+    assert isinstance(spec.stream, AltUp)
+    if not spec.stream.scales_active:
+        needless.append(r"\.altup\.correct_output_scale$")
+    return replace(NAMES, ignorable=(*NAMES.ignorable, *needless))
+
+
+def _of_layers(config: Config, key: str, num_layers: int) -> list[float]:
+    """A number of each layer, or one of all."""
+    given = config[key]
+    found = given if isinstance(given, list) else [given] * num_layers
+    if len(found) != num_layers or not all(isinstance(each, int | float) for each in found):
+        raise ModelError(f"the config's {key} must be a number, or one of each of {num_layers} layers, got {given!r}")
+    return found
+
+
+def _default_sparsity(config: Config, num_layers: int) -> dict[str, Any]:
+    if config.get("activation_sparsity_pattern") is not None:
+        return {}
+    first = SPARSE_LAYERS if num_layers > SPARSE_LAYERS else 0
+    return {"activation_sparsity_pattern": [SPARSITY] * first + [0.0] * (num_layers - first)}
+
+
+def _sparse(ffn: Dense, share: float) -> Ffn:
+    """share: of a row's values, those that a gate leaves out were they normally distributed."""
+    if share and ffn.activation not in ("gelu_tanh", "gelu", "silu", "relu"):
+        raise NotNativeError(f"sparse activations of {ffn.activation} are not supported")
+    if not 0 <= share < 1:
+        raise ModelError(f"the config's activation_sparsity_pattern must have shares from 0 to below 1, got {share}")
+    return OutstandingDense(**vars(ffn), cutoff=NormalDist().inv_cdf(share)) if share else ffn
+
+
+def _sources(types: Sequence[str], first: int) -> list[int | None]:
+    """Of each layer the one whose cache it reads: from `first` on, the last of its type before that."""
+    if not 0 < first <= len(types):
+        raise ModelError(f"the config's num_kv_shared_layers leave {first} of {len(types)} layers with a cache")
+    own = {kind: index for index, kind in enumerate(types[:first])}
+    if lacking := sorted(set(types[first:]) - set(own)):
+        raise ModelError(f"the config shares the cache of {', '.join(lacking)}, and no layer before keeps one")
+    return [None] * first + [own[kind] for kind in types[first:]]
+
+
+FAMILY = Family(("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), build)

@@ -1,0 +1,110 @@
+"""Both ends of a model: token embeddings and the head, their vocabulary divided among the ranks; and those of a stream
+of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.blocks import Stream
+from headrace.executor.models.eager import EagerOps, EagerWeights, Step
+from headrace.executor.models.reading import Part
+from headrace.executor.parallel.rank_place import RankPlace
+from headrace.kernels.reference.rows import DenseLinear, LinearWeight
+
+
+def stream_scale(spec: ArchSpec, dtype: torch.dtype) -> float:
+    """What embeddings are multiplied by to be the stream as it is kept."""
+    # Rounded to the model's dtype, as the models that have a scale were trained.
+    return float(torch.tensor(spec.embedding_scale, dtype=dtype)) / spec.residual_scale
+
+
+class VocabParallelEmbedding:
+    """Token embeddings with the vocabulary divided among the ranks."""
+
+    def __init__(
+        self, weights: EagerWeights, name: str, vocab_size: int, width: int, scale: float, place: RankPlace
+    ) -> None:
+        self._place = place
+        self._rows = place.vocabulary(vocab_size)
+        table = weights.matrix(f"{name}.weight", vocab_size, width, self._rows if place.tp_size > 1 else None)
+        self.table: LinearWeight = DenseLinear(table, None)
+        """A tied head puts its packed weight here, so that the table is in memory once."""
+        self._num_rows = len(table)
+        self._embed, self._scale = weights.fused_kernel("embed"), scale
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """token_ids [num_tokens] int64 -> [num_tokens, width]"""
+        if self._embed is not None and isinstance(self.table, DenseLinear):
+            rows = self._embed(token_ids, self.table.weight, self._rows.start, self._scale)
+            return rows if self._place.tp_size == 1 else self._place.all_reduce(rows)
+        if self._place.tp_size == 1:
+            rows = self.table.look_up(token_ids)
+        else:
+            local = token_ids - self._rows.start
+            mine = (local >= 0) & (local < self._num_rows)
+            rows = self.table.look_up(local * mine).masked_fill(~mine[:, None], 0)
+            rows = self._place.all_reduce(rows)
+        return rows if self._scale == 1.0 else rows * self._scale
+
+
+class VocabParallelHead:
+    """Logits over the whole vocabulary, each rank computing its own rows; tied heads share the embedding's table."""
+
+    def __init__(
+        self,
+        weights: EagerWeights,
+        name: str,
+        embedding: VocabParallelEmbedding | None,
+        shape: tuple[int, int],
+        bias: bool,
+        place: RankPlace,
+    ) -> None:
+        self._place = place
+        if embedding is not None:
+            dense = embedding.table
+            assert isinstance(dense, DenseLinear)  # it has just been read
+            weights.nbytes -= dense.nbytes
+            self.weight = embedding.table = weights.pack("head", dense.weight, None)
+        else:
+            rows = place.vocabulary(shape[0]) if place.tp_size > 1 else None
+            self.weight = weights.linear([Part(name, shape[0], rows)], shape[1], None, bias=bias, role="head")
+        self._vocab_size = shape[0]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [n, width] -> logits [n, vocab_size] in hidden's dtype"""
+        logits = self.weight.apply(hidden)
+        size = self._place.tp_size
+        if size == 1:
+            return logits
+        missing = -(-self._vocab_size // size) - logits.shape[1]  # of a last rank's columns
+        whole = self._place.all_gather(torch.nn.functional.pad(logits, (0, missing)))
+        return whole if whole.shape[1] == self._vocab_size else whole[:, : self._vocab_size].contiguous()
+
+
+class EagerStream:
+    """A spec's `Stream` at both ends of a model."""
+
+    def __init__(self, weights: EagerWeights, spec: ArchSpec, stream: Stream, prefix: str) -> None:
+        self._stream, self._place = stream, weights.place
+        table = stream.table
+        self._table_size, scale = table.vocab_size, float(torch.tensor(table.scale, dtype=weights.dtype))
+        shape = (table.vocab_size, table.width)
+        self._table = VocabParallelEmbedding(weights, prefix + table.name, *shape, scale, weights.place)
+        self._held = {key: weights.read(each, prefix) for key, each in stream.declare_ends(spec).items()}
+
+    def begin(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
+        """token_ids [num_tokens] int64, embedded [num_tokens, hidden] -> the stream"""
+        inputs = self._table(token_ids * (token_ids < self._table_size))
+        result: Tensor = self._stream.begin(self._ops(embedded), self._held, embedded, inputs)
+        return result
+
+    def end(self, stream: Tensor) -> Tensor:
+        """-> [num_tokens, hidden]"""
+        result: Tensor = self._stream.end(self._ops(stream), self._held, stream)
+        return result
+
+    def _ops(self, x: Tensor) -> EagerOps:
+        """Without a step and a cache, which attention alone needs."""
+        return EagerOps(self._place, x, None, Step(None, ()), None)  # type: ignore[arg-type]
