@@ -33,7 +33,7 @@ SCHEMES = {
     "bitsandbytes": ("nf4", "nf4 double", "fp4", "int8"),
     "llmcompressor": (
         "W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "MXFP4A16",
-        "MXFP8A16",
+        "MXFP8A16", "W3A16", "W5A16",
     ),
     "torchao": ("Int8WeightOnly", "IntxWeightOnly", "Int8DynamicActivationInt8Weight", "Float8WeightOnly"),
     "hqq": ("8 bits", "4 bits", "2 bits"),

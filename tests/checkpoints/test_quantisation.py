@@ -114,6 +114,12 @@ CASES: dict[str, Case] = {
     "compressed W4A16": (lambda: made.compressed("W4A16", **made.W4), {"int4"}, MOST_ERROR),
     "compressed W4A16 zeros": (lambda: made.compressed("W4A16 zeros", **made.W4), {"int4"}, MOST_ERROR),
     "compressed W4A16 ordered": (lambda: made.compressed("W4A16 ordered", **made.W4), {"int4"}, MOST_ERROR),
+    "compressed W3A16 zeros": (
+        lambda: made.compressed("W3A16 zeros", **made.W3),
+        {"int4"},
+        MOST_ERROR,
+    ),
+    "compressed W5A16": (lambda: made.compressed("W5A16", **made.W5), {"int8"}, MOST_ERROR),
     "compressed W8A16": (lambda: made.compressed("W8A16", **made.W8), {"int8"}, MOST_ERROR),
     "compressed W8A8": (lambda: made.compressed("W8A8", **made.W8), {"int8"}, MOST_ERROR),
     "compressed fp8": (lambda: made.compressed("fp8", **(made.W8 | {"type": "float"})), {"e4m3"}, EXACT_ERROR),

@@ -134,9 +134,9 @@ def affine(
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """[rows, count] -> [rows, count * bits / 32] int32, one behind the other, lowest bits first."""
-    places = torch.arange(bits)
-    stream = (codes[..., None] >> places & 1).flatten(1).view(len(codes), -1, 32)
+    """[rows, count] -> [rows, count * bits / 32] int32, one behind the other, lowest bits first; the last filled up."""
+    stream = (codes[..., None] >> torch.arange(bits) & 1).flatten(1)
+    stream = F.pad(stream, (0, -stream.shape[1] % 32)).view(len(codes), -1, 32)
     words = (stream << torch.arange(32)).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
@@ -383,6 +383,8 @@ COMPRESSED: dict[str, tuple[str, Callable[[Tensor], Written]]] = {
     "W4A16 zeros": ("pack-quantized", _pack_quantized(4, 32, symmetric=False)),
     "W4A16 ordered": ("pack-quantized", _pack_quantized(4, 32, symmetric=True, ordered=True)),
     "W8A16": ("pack-quantized", _pack_quantized(8, -1, symmetric=True)),
+    "W3A16 zeros": ("pack-quantized", _pack_quantized(3, 32, symmetric=False)),
+    "W5A16": ("pack-quantized", _pack_quantized(5, 32, symmetric=True)),
     "W8A8": ("int-quantized", _int_quantized),
     "fp8": ("float-quantized", _float_quantized),
     "MXFP8": ("mxfp8-quantized", _mxfp8),
@@ -390,6 +392,7 @@ COMPRESSED: dict[str, tuple[str, Callable[[Tensor], Written]]] = {
     "MXFP4": ("mxfp4-pack-quantized", _mxfp4),
 }
 W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+W3, W5 = W4 | {"num_bits": 3}, W4 | {"num_bits": 5}
 W8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 F4 = {"num_bits": 4, "type": "float", "strategy": "group"}
 F8 = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}

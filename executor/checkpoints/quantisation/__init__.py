@@ -202,6 +202,7 @@ def cut_bits(packed: Tensor, bits: int, count: int) -> Tensor:
 
     each = 32 // math.gcd(32, bits)  # numbers in a whole count of words
     words = each * bits // 32
+    packed = torch.nn.functional.pad(packed, (0, -packed.shape[1] % words))
     rows = packed.reshape(packed.shape[0], -1, words).to(torch.int64) & 0xFFFFFFFF
     found = torch.empty(*rows.shape[:2], each, dtype=torch.uint8)
     for index in range(each):

@@ -28,7 +28,7 @@ OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 class Awq(Format):
     names = ("awq", "awq_marlin", "moe_wna16")
     stored = (Stored("4 bits in the GEMM layout, in groups or rows, zero points or none", ("int4",), ("awq",)),)
-    made_by = "a writer in tests"
+    made_by = "auto-round 0.16 (benchmarks/quantised_tools.py), as AutoAWQ is not developed any more; a writer in tests"
     group_size: int
     """-1: a scale for each row."""
     zero_point: bool

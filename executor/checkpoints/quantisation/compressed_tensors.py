@@ -90,9 +90,17 @@ class CompressedTensors(Format):
     names = ("compressed-tensors", "compressed_tensors", "sparseml")
     stored = (
         Stored(
-            "W4A16 and W8A16 (and 2 to 7 bits), in groups or rows, zero points or none, ordered by activation",
+            "W4A16 and W8A16 (2 and 3 bits kept in 4, 5 to 7 in 8), in groups or rows, zero points or none, ordered by "
+            "activation",
             ("int4", "int8"),
-            ("compressed W4A16", "compressed W4A16 zeros", "compressed W4A16 ordered", "compressed W8A16"),
+            (
+                "compressed W4A16",
+                "compressed W4A16 zeros",
+                "compressed W4A16 ordered",
+                "compressed W8A16",
+                "compressed W3A16 zeros",
+                "compressed W5A16",
+            ),
             ordered=True,
         ),
         Stored(
@@ -189,7 +197,6 @@ class CompressedTensors(Format):
 
     def _packed(self, module: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> GroupedWeight:
         weight, scales, bits = tensors["weight"], tensors["scales"], scheme.bits
-        expect(32 % bits == 0, module, f"codes of {bits} bits do not fill words of 32")
         n, k = self.shape(module, {"weight": tuple(weight.shape)})
         size = self.group(module, k)
         expect(k % size == 0, module, f"groups of {size} do not divide {k} inputs")

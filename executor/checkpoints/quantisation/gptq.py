@@ -47,10 +47,9 @@ class Gptq(Format):
             ("int4",),
             ("gptq 3 bits", "gptq 2 bits, zeros"),
             ordered=True,
-            made_by="a writer in tests",
         ),
     )
-    made_by = "GPTQModel 7.6 (benchmarks/quantised_tools.py), a writer in tests"
+    made_by = "GPTQModel 7.6 and auto-round 0.16 (benchmarks/quantised_tools.py), a writer in tests"
     bits: int
     group_size: int
     """-1: a scale for each row."""
