@@ -31,7 +31,7 @@ if reason := why_not_interpreted():
 RUNNER = Path(interpreted_decode.__file__)
 NAMES = (
     *("llama_biases+linear", "qwen3", "gemma2"),
-    *("deepseek_v2_moe", "gpt_oss"),
+    *("deepseek_v2_moe", "gpt_oss", "gemma3n"),
     *("llama_gqa_tied+cache_fp8_e4m3", "qwen3+cache_int8", "llama_gqa_tied+int8", "llama_gqa_tied+int4"),
 )
 FUSED = {"activate_and_multiply", "embed", "paged_attention", "rms_norm", "rotary_and_write"}
@@ -39,6 +39,7 @@ EXPERTS = {"embed", "experts", "rms_norm", "route_experts"}
 SERVED = {
     "deepseek_v2_moe": EXPERTS | {"activate_and_multiply", "latent_attention", "rotary", "write_cache"},
     "gpt_oss": EXPERTS | {"paged_attention", "rotary_and_write"},
+    "gemma3n": FUSED | {"rotary"},
 }
 
 
