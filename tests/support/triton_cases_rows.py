@@ -64,7 +64,7 @@ def case_activations() -> None:
 
 
 def case_rotary_turns_whole_and_partial_heads() -> None:
-    for dtype, heads, (head_dim, half) in itertools.product(DTYPES, ((6, 2), (7, 1)), ((16, 8), (20, 6))):
+    for dtype, heads, (head_dim, half) in itertools.product(DTYPES, ((6, 2), (7, 1), (4, 0)), ((16, 8), (20, 6))):
         joined = torch.randn(5, sum(heads), head_dim).to(dtype)
         query, key = joined.split(heads, dim=1)
         angles = torch.rand(5, half) * 6
