@@ -16,7 +16,7 @@ from test_models import reference_logits
 from tiny_models import state_of
 
 from headrace import LLM, SamplingParams
-from headrace.executor.checkpoints.hub import _patterns
+from headrace.executor.checkpoints.hub import HubChoice, _patterns
 from headrace.ipc.failure import ModelError, OptionError
 
 ENGINE: dict[str, Any] = {"in_process": True, "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 128}
@@ -77,6 +77,6 @@ def test_folders_without_these_files_or_with_what_is_not_supported_are_refused(t
 def test_of_a_hub_model_consolidated_files_are_fetched_when_asked_for_or_alone() -> None:
     own = ["consolidated.safetensors", "params.json", "tekken.json"]
     both = ["config.json", "model.safetensors", *own]
-    assert set(_patterns(own, "auto")) == set(own)
-    assert set(_patterns(both, "mistral")) == {"config.json", *own}
-    assert "consolidated.safetensors" not in _patterns(both, "auto")
+    assert set(_patterns(own, HubChoice())) == set(own)
+    assert set(_patterns(both, HubChoice(load_format="mistral"))) == {"config.json", *own}
+    assert "consolidated.safetensors" not in _patterns(both, HubChoice())
