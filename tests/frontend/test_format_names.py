@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
+from example_tools import NOW
 
+from headrace.frontend.http.openai.chat import ChatParts
+from headrace.frontend.http.openai.prompts import ChatPrompts
+from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import FOLDER, load_format
@@ -56,3 +61,27 @@ def test_what_the_chat_template_speaks_for_is_said_once(template, said, caplog):
     told = [record.message for record in caplog.records]
     assert [each for each in told if any(each.startswith(words) for words in said)] == told[: len(said)]
     assert len(told) == len(said)
+
+
+def formats_of_server(**options: Any) -> OutputFormats:
+    return ChatParts.of(ServeOptions(**options), ChatPrompts(None, trusts_requests=False)).formats
+
+
+def test_a_server_knows_the_formats_of_its_plugins_by_their_files_names(tmp_path):
+    (calls := tmp_path / "mine.yaml").write_text("calls: {call: [CALL, END], body: json}\n")
+    (thoughts := tmp_path / "hm.yaml").write_text("reasoning: {begin: HM, end: OVER}\n")
+    formats = formats_of_server(
+        tool_call_parser="mine",
+        tool_parser_plugin=str(calls),
+        reasoning_parser="hm",
+        reasoning_parser_plugin=str(thoughts),
+    )
+    found = formats.of(RenderedChat("", ""), ToolChoice([NOW]))
+    assert (found.calls, found.reading) == (load_format(str(calls)), load_format(str(thoughts)))
+
+
+def test_a_server_without_auto_tool_choice_reads_the_calls_that_requests_force_alone():
+    for reads in (True, False):
+        formats = formats_of_server(tool_call_parser="hermes", enable_auto_tool_choice=reads)
+        assert (formats.of(RenderedChat("", ""), ToolChoice([NOW])).calls is not None) == reads
+        assert formats.of(RenderedChat("", ""), ToolChoice([NOW], [NOW])).calls == load_format("hermes")
