@@ -1,7 +1,7 @@
 """Serving a model that costs next to nothing, ours and vLLM's side by side: what is left is the servers' own time.
 
     python benchmarks/http_overhead.py [--peers PEERS] [--load http_load.py] [--rounds 3]
-    python benchmarks/http_overhead.py --parsers [--instructions]
+    python benchmarks/http_overhead.py --parsers
 
 The model is a random Llama of one layer, 128 wide, in bf16, with the demo model's tokeniser. 64 streams and then one
 ask for 128 tokens each after 32 random ones. Both servers are asked in turns, so the machine's moods meet both;
@@ -13,8 +13,7 @@ already. `--load` takes another client of the same arguments and output in place
 `--parsers` measures what reading an answer for tool calls and reasoning costs: the same chats with tools, of
 servers of ours of which one reads nothing, in processor time of the HTTP process for each streamed token. The model
 says words, or (a regular expression holds it to that) a call whose arguments go on to the last token: what one server
-streams as `tool_calls`, the other streams as text. `--instructions` has callgrind count those of the HTTP process
-instead, outside of the kernel: what else the machine does is not in them.
+streams as `tool_calls`, the other streams as text.
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ def program(
             process.wait()
 
 
-def wait_ready(process: subprocess.Popen[Any], url: str, log: Path, start_s: float = START_S) -> None:
-    end_s = time.monotonic() + start_s
+def wait_ready(process: subprocess.Popen[Any], url: str, log: Path) -> None:
+    end_s = time.monotonic() + START_S
     while time.monotonic() < end_s and process.poll() is None:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
@@ -256,13 +255,12 @@ def words_of(model: Path) -> list[int]:
     return sorted(each for text, each in vocabulary.items() if text[0] == "Ġ" and text[1:].isalpha())[:100]
 
 
-def start_reader(model: Path, work: Path, reads: str, stack: ExitStack, under: tuple[str, ...] = ()) -> str:
-    """The address of a server that reads that. under: a command that runs it."""
+def start_reader(model: Path, work: Path, reads: str, stack: ExitStack) -> str:
+    """The address of a server that reads that."""
     port, log = free_port(), work / f"{reads}.log"
-    command = [*under, sys.executable, "-m", "headrace", "serve", str(model), "--max-model-len", str(MAX_MODEL_LEN)]
-    environment = {"PYTHONHASHSEED": "0"} if under else {}
-    process = stack.enter_context(program([*command, *READS[reads], "--port", str(port)], log, environment, work))
-    wait_ready(process, url := f"http://127.0.0.1:{port}", log, START_S * (4 if under else 1))
+    command = [sys.executable, "-m", "headrace", "serve", str(model), "--max-model-len", str(MAX_MODEL_LEN)]
+    process = stack.enter_context(program([*command, *READS[reads], "--port", str(port)], log, {}, work))
+    wait_ready(process, url := f"http://127.0.0.1:{port}", log)
     return url
 
 
@@ -275,28 +273,6 @@ def bodies_of(model: Path) -> dict[str, dict[str, Any]]:
 def more_than_nothing(spent: dict[str, float]) -> dict[str, float]:
     """By which share more than where the same is said and nothing is read."""
     return {name: each / spent[f"{name.split(', ')[0]}, {NOTHING}"] - 1 for name, each in spent.items()}
-
-
-def count_instructions(arguments: argparse.Namespace, model: Path, work: Path) -> dict[str, Any]:
-    """Of the HTTP process for each token, as callgrind has them; and how much more than for nothing."""
-    bodies, streams = bodies_of(model), LOADS[0][0]
-    spent: dict[str, float] = {}
-    for reads in READS:
-        with ExitStack() as stack:
-            counts = work / f"{reads} counts"
-            under = ("valgrind", "--tool=callgrind", f"--callgrind-out-file={counts}")
-            url = start_reader(model, work, reads, stack, under)
-            (server, *_) = processes_behind(url)
-            for said in SAID[reads]:
-                check_answer(url, bodies[said], said, reads)
-                for control in ("--zero", "--dump"):  # the first load warms up
-                    row = run_load(arguments.load, url, model, streams, streams, json.dumps(bodies[said]))
-                    subprocess.run(["callgrind_control", control, str(server.pid)], check=True, capture_output=True)
-                newest = max(work.glob(f"{counts.name}.*"), key=lambda path: path.stat().st_mtime_ns)
-                (total,) = re.findall(r"^totals: (\d+)", newest.read_text(), re.MULTILINE)
-                spent[f"{said}, {reads}"] = int(total) / (row["done"] * OUTPUT_TOKENS)
-                print(f"{said} read for {reads}: {row} {spent[f'{said}, {reads}']:.0f}", flush=True)
-    return {"streams": streams, "requests": streams, "instructions_per_token": spent, "more": more_than_nothing(spent)}
 
 
 def measure_parsers(arguments: argparse.Namespace, model: Path, work: Path, stack: ExitStack) -> dict[str, Any]:
@@ -349,7 +325,6 @@ def main() -> None:
     parser.add_argument("--load", type=Path, default=ROOT / "benchmarks" / "http_load.py")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parsers", action="store_true", help="only what reading calls and reasoning costs")
-    parser.add_argument("--instructions", action="store_true", help="with --parsers: counted, in place of times")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.keep_model is not None:
@@ -364,13 +339,9 @@ def main() -> None:
         if arguments.model is None:
             make_model(model)
         if arguments.parsers:
-            if arguments.instructions:
-                found = count_instructions(arguments, model, work)
-                name = "http_parsers_instructions"
-            else:
-                found, name = measure_parsers(arguments, model, work, stack), "http_parsers"
-            print(json.dumps({**found, "cpu_us_per_token": None}, indent=1))
-            write_report(arguments.out or RESULTS.with_stem(name), name, found)
+            found = measure_parsers(arguments, model, work, stack)
+            print(found["median"], found["more"])
+            write_report(arguments.out or RESULTS.with_stem("http_parsers"), "http_parsers", found)
             return
         samples = measure(servers(arguments, model, work, stack), arguments, model)
     results: dict[str, Any] = {"client": arguments.load.name, "loads": LOADS, "samples": samples}
