@@ -198,6 +198,17 @@ def test_the_share_is_of_all_memory_whatever_others_have_taken(device: str) -> N
     assert facts.num_blocks == 1000 - 200 - 100
 
 
+@pytest.mark.parametrize(("device", "num_blocks"), [("cuda", 700), ("cpu", 233)])
+def test_engines_of_one_machine_divide_its_memory_but_have_a_gpu_each(device: str, num_blocks: int) -> None:
+    size = block_bytes(plan())
+    whole = reading(
+        900 * size, total_bytes=2000 * size, weights_bytes=200 * size, activation_bytes=100 * size, device=device
+    )
+    of_five = {"gpu_memory_utilization": 0.5, "data_parallel_size": 5}
+    assert fit_cache(plan(data_parallel_size_local=3, **of_five), whole).num_blocks == num_blocks
+    assert fit_cache(plan(data_parallel_size_local=1, **of_five), whole).num_blocks == 700
+
+
 def test_no_room_shows_where_the_memory_goes_and_what_to_change() -> None:
     with pytest.raises(OptionError) as by_share:
         fit_cache(plan(gpu_memory_utilization=0.05), reading())
