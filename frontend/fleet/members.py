@@ -289,6 +289,15 @@ class Group:
             ]
             heapq.heapify(self._heap)
 
+    def least_suspected(self, now_s: float, refused_by: set[str]) -> Member | None:
+        """The cheapest of those that are suspected, for requests that have no other."""
+        ailing = (
+            each
+            for each in self.members
+            if each.ailment and not (each.is_draining or each.is_full(now_s) or each.facts.name in refused_by)
+        )
+        return min(ailing, key=lambda each: each.cost_s, default=None)
+
     def least_loaded(self, now_s: float, refused_by: set[str]) -> Member | None:
         """None where all are full, drained or ailing, or have refused."""
         heap = self._heap

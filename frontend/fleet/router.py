@@ -233,7 +233,7 @@ class Router:
         Raises NoEngineError and AllFullError.
         """
         request._arrival, request.placed_s = next(self._arrivals), now_s
-        member, reason = self._choose(request, now_s)
+        member, reason = self._choose(request, now_s, is_new=True)
         self.choices[reason] += 1
         self._board(request, member, now_s)
         return member
@@ -343,7 +343,7 @@ class Router:
 
     # --- choice -------------------------------------------------------------------------------------------------
 
-    def _choose(self, request: RoutedRequest, now_s: float) -> tuple[Member, str]:
+    def _choose(self, request: RoutedRequest, now_s: float, *, is_new: bool = False) -> tuple[Member, str]:
         """Raises NoEngineError and AllFullError."""
         group = self._group_of(request)
         if request.is_suspect:
@@ -360,6 +360,8 @@ class Router:
                 each.look_again(now_s)
             group = self._group_of(request)
             best = group.least_loaded(now_s, request.refusals)
+        if best is None and is_new:  # it waits there rather than nowhere: who is suspected is not dead
+            best = group.least_suspected(now_s, request.refusals)
         if best is None:
             raise self._why_none(group, now_s)
         chunk = chunk_tokens(best.facts.block_size)

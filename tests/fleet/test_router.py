@@ -390,6 +390,24 @@ def test_a_silent_engine_is_suspected_and_used_again_once_it_speaks() -> None:
     assert "engine 0" in place(router, request(), request(), now_s=3.0)
 
 
+def test_new_requests_wait_at_a_silent_engine_where_there_is_no_other() -> None:
+    router = make(1)
+    place(router, asked := request())
+    for tick in range(30):
+        assert router.tick(0.25 * tick) == []
+    assert router.members["engine 0"].ailment == "silent"
+    assert place(router, request(), now_s=7.5) == ["engine 0"]
+    router.join(facts(1), 7.5)
+    assert place(router, request(), now_s=7.5) == ["engine 1"]
+    (moved, also_moved) = router.tick(7.75)
+    assert moved.request is asked
+    assert {moved.target.facts.name, also_moved.target.facts.name} == {"engine 1"}
+    router.drain("engine 0", 8.0)
+    router.leave("engine 1", KILLED, 8.0)
+    with pytest.raises(NoEngineError):
+        router.place(request(), 8.0)
+
+
 def test_nobody_is_suspected_for_a_pause_of_this_process() -> None:
     router = make(2)
     place(router, request(), request())
