@@ -56,7 +56,7 @@ def openai_client(url: str) -> None:
         name: str
         age: int
 
-    class get_weather(BaseModel):  # noqa: N801: the function's name
+    class get_weather(BaseModel):
         city: str
 
     client, tools = OpenAI(base_url=f"{url}/v1", api_key="none"), [pydantic_function_tool(get_weather)]

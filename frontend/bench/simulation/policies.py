@@ -18,7 +18,7 @@ from headrace.ipc.prefix_names import CHUNK_TOKENS, prefix_keys
 class _Rule(Router):
     """Of engines of one model that are all alike."""
 
-    def _choose(self, request: RoutedRequest, now_s: float) -> tuple[Member, str]:
+    def _choose(self, request: RoutedRequest, now_s: float, *, is_new: bool = False) -> tuple[Member, str]:
         usable = [each for each in self.members.values() if each.is_usable(now_s)]
         if not usable:
             raise NoEngineError("no engine takes requests now")
