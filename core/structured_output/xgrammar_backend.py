@@ -234,7 +234,8 @@ class XGrammarBackend:
         except RuntimeError as error:  # the library's own
             raise refusal(wanted, _without_place(str(error))) from None
         matcher = _xgrammar.GrammarMatcher(compiled, None, False, -1, None)
-        return XGrammarMatcher(self, matcher, is_json=wanted.kind in ("json", "json_object", "structural_tag"))
+        is_json = wanted.kind in ("json", "json_object", "structural_tag") or _has_json(wanted)
+        return XGrammarMatcher(self, matcher, is_json=is_json)
 
     def forget(self) -> None:
         self._compiler.clear_cache()
@@ -289,6 +290,11 @@ class XGrammarBackend:
         return self._compiler.compile_json_schema(
             json.dumps(schema), any_whitespace, None, (",", ":"), is_strict, None, False
         )
+
+
+def _has_json(wanted: StructuredOutput) -> bool:
+    """Whether it is a grammar with values in JSON, as that of a call that was chosen is."""
+    return wanted.kind == "grammar" and "%json" in wanted.text
 
 
 _RULE_OF_GBNF = re.compile(r"^[^\S\n]*[\w-]+\s*::=", re.MULTILINE)

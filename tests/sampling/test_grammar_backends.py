@@ -120,6 +120,13 @@ def test_a_text_has_as_many_characters_as_its_schema_says(name: str, least: int,
 
 
 @each_backend
+def test_a_text_within_a_grammar_has_no_control_characters(name: str) -> None:
+    start = compiled(name, "grammar", 'start: "f" %json {"type": "string", "maxLength": 4}')
+    assert takes(start, 'f"ab"')
+    assert start.num_valid([BYTES[each] for each in b'f"a\x11']) == 3
+
+
+@each_backend
 @pytest.mark.parametrize(
     ("kind", "text", "before"), [("json", '{"type": "string", "maxLength": 4}', b'"a'), ("regex", ".{2,4}", b"a")]
 )
