@@ -187,7 +187,8 @@ def gptqmodel(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
     folder = Path(tempfile.mkdtemp())
     model.save(str(folder))
     backend = BACKEND.FP8_TORCH if "fp8" in scheme else BACKEND.AWQ_TORCH if "awq" in scheme else BACKEND.TORCH
-    stored = GPTQModel.load(str(folder), device="cpu", backend=backend, dtype=torch.float16)
+    dtype = torch.float32 if "fp8" in scheme else torch.float16  # which it rounds scales of fp8 to
+    stored = GPTQModel.load(str(folder), device="cpu", backend=backend, dtype=dtype)
     values = {}
     for name, module in stored.model.named_modules():
         # Scales as they are stored, but the product is not rounded to their type.

@@ -34,7 +34,7 @@ class Fp8(Format):
             ("fp8 matrix", "fp8 rows", "fp8 blocks", "fp8 exponents", "fp8 exponents as bytes", "fp8 divisors"),
         ),
     )
-    made_by = "a writer in tests"
+    made_by = "GPTQModel 7.6 (benchmarks/quantised_tools.py), a writer in tests"
     block: tuple[int, int] | None
     """Rows and columns that share a scale."""
     divides: bool = False
