@@ -53,11 +53,11 @@ def closed(wanted: StructuredOutput) -> StructuredOutput:
         form = with_schemas(format_of(json.loads(text)), without_additional_properties)
         text = json.dumps({"type": "structural_tag", "format": form})
     elif wanted.kind == "grammar":
-        text = _with_schemas(text, without_additional_properties)
+        text = with_schemas_in_lark(text, without_additional_properties)
     return msgspec.structs.replace(wanted, text=text)
 
 
-def _with_schemas(lark: str, change: Callable[[Any], Any]) -> str:
+def with_schemas_in_lark(lark: str, change: Callable[[Any], Any]) -> str:
     """A grammar with its schemas changed, which stand behind %json."""
     parts, at = list[str](), 0
     while (found := _LARK_PARTS.search(lark, at)) is not None:

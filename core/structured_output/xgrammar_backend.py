@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headrace.core.structured_output.backend import Backend, still_forced
-from headrace.core.structured_output.json_schema import closed
+from headrace.core.structured_output.json_schema import closed, with_schemas_in_lark
 from headrace.core.structured_output.refusals import refusal
 from headrace.core.structured_output.structural_tag import format_of, with_schemas
 from headrace.core.structured_output.xgrammar_schema import followed
@@ -278,7 +278,7 @@ class XGrammarBackend:
             case "grammar":
                 if _RULE_OF_GBNF.search(wanted.text):
                     return self._compiler.compile_grammar_from_strings(wanted.text, "root")
-                return self._compiler.compile_lark(wanted.text, [], [])
+                return self._compiler.compile_lark(with_schemas_in_lark(wanted.text, followed), [], [])
             case "structural_tag":
                 form = with_schemas(format_of(json.loads(wanted.text)), followed)
                 return self._compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": form}))

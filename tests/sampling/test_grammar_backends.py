@@ -417,6 +417,7 @@ def test_what_xgrammar_is_forced_to_takes_fewer_steps_than_tokens(llm: LLM) -> N
         ({"json": {"type": "object"}, "whitespace_pattern": " "}, "xgrammar has no whitespace_pattern"),
         ({"regex": "(?=a)b"}, "Lookahead is not supported yet"),
         ({"grammar": "root ::= nobody"}, "nobody"),
+        ({"grammar": 'start: %json {"type": "array", "uniqueItems": true}'}, "it does not follow uniqueItems (at /)"),
     ],
 )
 def test_what_xgrammar_does_not_follow_is_refused_with_the_reason(llm: LLM, of: dict[str, Any], said: str) -> None:
