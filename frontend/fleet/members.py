@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _STALL_WEIGHT, _MOST_STALLED = 0.1, 0.75
 _LEARNT_SHARE = 1 / 16
+_WEIGHING_S = 1e-3
+"""Between two times that all engines are weighed, for each of them: a hundredth of which that takes."""
 """Of the engines that were measured, how many have to be measured again before their common pace is learnt anew."""
 
 
@@ -242,6 +245,7 @@ class Group:
         self.pace = Pace()
         self._measured: dict[Member, None] = {}
         self._num_news = 0  # of those since the pace was learnt
+        self._keeps_pace_until_s = -math.inf
         self._heap: list[tuple[float, int, Member]] = []  # cost, a running number, member
         self._order = itertools.count()
 
@@ -324,19 +328,20 @@ class Group:
             if not self.usable & member.bit and member.is_usable(now_s):
                 self.update(member, now_s)
 
-    def learn(self, news: Sequence[Member]) -> Iterable[Member]:
+    def learn(self, news: Sequence[Member], now_s: float) -> Iterable[Member]:
         """Its pace, from these that were measured again. Those that are to be weighed anew.
 
         All that were measured are gone through only once a share of them is news: a thousand engines of which a few
-        have requests cost what those few cost.
+        have requests cost what those few cost. A pace that changes at every look weighs a thousand once a second.
         """
         self._measured |= dict.fromkeys(news)
         self._num_news += len(news)
         weighed: Iterable[Member] = news
-        if self._num_news >= _LEARNT_SHARE * len(self._measured):
+        if self._num_news >= _LEARNT_SHARE * len(self._measured) and now_s >= self._keeps_pace_until_s:
             self._num_news = 0
             if self.pace.learn(each.speed for each in self._measured):
                 weighed = self.members
+                self._keeps_pace_until_s = now_s + _WEIGHING_S * len(self.members)
         for member in weighed:
             member.keep_pace(self.pace)
         return weighed

@@ -315,7 +315,7 @@ class Router:
         for member in self.watched:
             if member.measure(now_s):
                 measured.setdefault(self._groups[member.facts.version], []).append(member)
-        weighed = {member: None for group, news in measured.items() for member in group.learn(news)}
+        weighed = {member: None for group, news in measured.items() for member in group.learn(news, now_s)}
         for member in weighed | self.watched:
             self._update(member, now_s)
 

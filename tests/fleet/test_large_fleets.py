@@ -57,10 +57,24 @@ def test_a_group_where_few_engines_work_does_not_learn_from_all_at_each_look(mon
         return False
 
     monkeypatch.setattr(group.pace, "learn", learn)
-    group.learn(members)
+    group.learn(members, 0.0)
     for _ in range(7):
-        assert group.learn(members[:1]) == members[:1]
+        assert group.learn(members[:1], 0.0) == members[:1]
     assert learnt == [64, 64], "of all, and once more when a sixteenth of them was measured again"
+
+
+def test_a_pace_that_always_changes_weighs_all_of_a_thousand_engines_once_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few, many = Group("v"), Group("v")
+    for group, size in ((few, 8), (many, 1_000)):
+        monkeypatch.setattr(group.pace, "learn", lambda speeds: True)
+        for number in range(size):
+            group.add(member(number))
+    times_s = [0.25 * tick for tick in range(9)]
+    for group, seconds in ((few, times_s), (many, [0.0, 1.0, 2.0])):
+        news = list(group.members)[:2]
+        assert [now_s for now_s in times_s if group.learn(news, now_s) == group.members] == seconds
 
 
 def test_what_left_engines_held_is_removed_for_many_at_once_and_never_told() -> None:
