@@ -121,8 +121,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
     """The first prompt token that prompt_logprobs reports of; those before may come from the prefix cache."""
     skip_reading_prefix_cache: bool = False
     """Compute the whole prompt. What it computes may be found by others."""
-    extra_args: Annotated[dict[str, Any], Longest(256)] = {}
-    """What logits processors of others read."""
+    extra_args: Annotated[dict[str, Any], Longest(256)] | None = None
+    """What logits processors of others read; None where nothing was given, as they know it from vLLM."""
     mirostat: Annotated[int, Range(0, 2), ModelDefault(None)] = 0
     mirostat_tau: Annotated[float, Range(0, FLOAT32), ModelDefault(None)] = 5.0
     mirostat_eta: Annotated[float, Range(0, FLOAT32), ModelDefault(None)] = 0.1

@@ -3,15 +3,20 @@
 A class is named by `--logits-processors` (module:Class) or by an entry point, and is made once in each sampling rank.
 Before a step's logits come to it, `update_state` says which requests its rows belong to. A request that changes its row
 is added anew, with what it has written so far; nothing is moved.
+
+What a processor raises for a batch ends no request that it does not raise for: a new instance of the class takes the
+same logits row by row, each row as a batch of its own, and goes on in the place of the one that raised.
 """
 
 from __future__ import annotations
 
 import enum
 import inspect
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -21,9 +26,12 @@ from torch import Tensor
 
 from headrace.core.options.plan import Plan
 from headrace.executor.cpu.batch import BatchState
+from headrace.executor.sampling.sampler import Refused
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Sampling
 from headrace.ipc.plugins import load_class, load_plugin, logits_processor_entries
+
+logger = logging.getLogger(__name__)
 
 
 class MoveDirectionality(enum.Enum):
@@ -175,15 +183,9 @@ def make_processors(
             model=plan.model.name, max_model_len=plan.max_model_len, get_vocab_size=lambda: plan.model.vocab_size
         ),
     )
-    made = []
-    for each in classes:
-        try:
-            made.append(each(config, device, device.type == "cuda"))
-        except Exception as error:  # whatever it does
-            raise OptionError(
-                f"the logits processor {each.__name__} cannot be made: {type(error).__name__}: {error}"
-            ) from error
-    return LogitsProcessors(made) if made else None
+    if not classes:
+        return None
+    return LogitsProcessors([partial(each, config, device, device.type == "cuda") for each in classes])
 
 
 @dataclass(frozen=True)
@@ -195,15 +197,18 @@ class _Entered:
     params: Sampling
     prompt: list[int]
     output: list[int]
+    refusal: Refused | None
+    """Why a processor does not take its parameters."""
 
 
 class LogitsProcessors:
-    """The classes of one rank, and which requests their rows belong to."""
+    """The classes of one rank, and which requests are in the batch's rows."""
 
-    def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
-        self._processors = processors
+    def __init__(self, makers: Sequence[partial[LogitsProcessor]]) -> None:
+        """Of each class what makes an instance. Raises OptionError for one that cannot be made."""
+        self._loaded = [_Loaded(make) for make in makers]
         self._entered: dict[int, _Entered] = {}
-        self._numbers: list[int] = []  # of the requests in the batch's rows, as the processors know them
+        self._saved: Tensor | None = None
 
     def begin(
         self, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None, problems: dict[int, str]
@@ -215,13 +220,20 @@ class LogitsProcessors:
                 problems[index] = "logits processors take one token at a time"  # so it ends before a draft
                 continue
             member = self._member(batch, row)
-            if why := self._refusal(member.params):
-                problems[index] = why
+            if member.refusal is not None:
+                problems[index] = member.refusal
                 continue
             places.append(index)
             members.append(member)
-        self._update(members, places, problems)
-        return ProcessedBatch(self._processors, places, problems)
+        step = ProcessedBatch(self, self._loaded, members, places, problems)
+        step.update()
+        return step
+
+    def saved(self, logits: Tensor) -> Tensor:
+        """A copy, which lasts until the next one."""
+        if self._saved is None or len(self._saved) < len(logits):
+            self._saved = torch.empty_like(logits)
+        return self._saved[: len(logits)].copy_(logits)
 
     def _member(self, batch: BatchState, row: int) -> _Entered:
         number, entered = batch.sampling.entries[row], self._entered.get(row)
@@ -229,19 +241,138 @@ class LogitsProcessors:
         if entered is None or entered.number != number:
             params = batch.sampling.params[row]
             assert params is not None, "the row is taken"
-            entered = self._entered[row] = _Entered(number, params, batch.tokens[row, :first].tolist(), [])
+            prompt = batch.tokens[row, :first].tolist()
+            entered = self._entered[row] = _Entered(number, params, prompt, [], self._refusal(params))
         entered.output.extend(batch.tokens[row, first + len(entered.output) : end].tolist())
         return entered
 
-    def _refusal(self, params: Sampling) -> str | None:
-        for each in self._processors:
+    def _refusal(self, params: Sampling) -> Refused | None:
+        for each in self._loaded:
             try:
-                getattr(type(each), "validate_params", _takes_all)(params)
+                each.validate(params)
             except Exception as error:  # this request's alone
-                return f"{type(each).__name__} refuses its parameters: {error}"
+                field = "SamplingParams.extra_args: " if params.extra_args else ""
+                return Refused(f"{field}the logits processor {each.name} refuses the parameters: {error}")
         return None
 
-    def _update(self, members: list[_Entered], places: list[int], problems: dict[int, str]) -> None:
+
+class ProcessedBatch:
+    """A step's logits on their way through the processors."""
+
+    def __init__(
+        self,
+        owner: LogitsProcessors,
+        loaded: Sequence[_Loaded],
+        members: list[_Entered],
+        places: list[int],
+        problems: dict[int, str],
+    ) -> None:
+        """members: the requests that have part in it; places: the rows of logits that are theirs."""
+        self._owner, self._loaded = owner, loaded
+        self._members, self._places, self._problems = members, places, problems
+        self._not_updated: dict[int, Exception] = {}
+        """Index of a class whose instance could not be told of this step's requests."""
+
+    def update(self) -> None:
+        for index, each in enumerate(self._loaded):
+            try:
+                each.update(self._members)
+            except Exception as error:  # whose it is shows when the rows come one by one
+                each.discard()
+                self._not_updated[index] = error
+            else:
+                self._take_failures(each, self._places)
+
+    def apply(self, logits: Tensor, *, argmax_invariant: bool) -> None:
+        """Those of one kind, in place. logits: [num_rows, vocab_size] float32"""
+        if not self._places or not self.has(argmax_invariant=argmax_invariant):
+            return
+        whole = len(self._places) == len(logits)
+        part = logits if whole else logits[self._places]
+        for index, each in enumerate(self._loaded):
+            if each.is_argmax_invariant != argmax_invariant:
+                continue
+            if index in self._not_updated:
+                self._apply_by_rows(each, part, self._not_updated[index])
+            else:
+                self._apply(each, part)
+        if not whole:
+            logits[self._places] = part
+
+    def has(self, *, argmax_invariant: bool) -> bool:
+        return any(each.is_argmax_invariant == argmax_invariant for each in self._loaded)
+
+    def _apply(self, loaded: _Loaded, part: Tensor) -> None:
+        saved = self._owner.saved(part) if len(part) > 1 else None
+        try:
+            loaded.apply(part)
+        except Exception as error:  # whatever it is
+            loaded.discard()
+            if saved is None:
+                self._fail(0, loaded, error)
+            else:
+                part.copy_(saved)
+                self._apply_by_rows(loaded, part, error)
+        else:
+            self._take_failures(loaded, self._places)
+
+    def _apply_by_rows(self, loaded: _Loaded, part: Tensor, cause: Exception) -> None:
+        """Each row as a batch of its own, so that the requests that it raises for fail, and no others."""
+        innocent = True
+        for index, member in enumerate(self._members):
+            row = part[index : index + 1].clone()
+            try:
+                loaded.update([member])
+                loaded.apply(row)
+            except Exception as error:  # this request's alone
+                loaded.discard()
+                self._fail(index, loaded, error)
+                innocent = False
+            else:
+                part[index : index + 1] = row
+                innocent &= not self._take_failures(loaded, self._places[index : index + 1])
+        if innocent:
+            loaded.warn_once(len(part), cause)
+
+    def _fail(self, index: int, loaded: _Loaded, error: Exception) -> None:
+        self._problems.setdefault(self._places[index], loaded.failed(error))
+
+    def _take_failures(self, loaded: _Loaded, places: Sequence[int]) -> bool:
+        """Those of single requests that the instance has noted: whether there are any."""
+        failures = loaded.failures()
+        for index, failure in failures.items():
+            self._problems.setdefault(places[index], loaded.failed(failure))
+        found = bool(failures)
+        failures.clear()
+        return found
+
+
+class _Loaded:
+    """A class, and the instance of it that runs: one that raised is used no more."""
+
+    def __init__(self, make: partial[LogitsProcessor]) -> None:
+        self._make = make
+        self._kind: type[LogitsProcessor] = make.func  # type: ignore[assignment]
+        self.name = self._kind.__name__
+        try:
+            self._instance: LogitsProcessor | None = make()
+            self.is_argmax_invariant = bool(self._instance.is_argmax_invariant())
+        except Exception as error:  # whatever it does
+            raise OptionError(
+                f"the logits processor {self.name} cannot be made: {type(error).__name__}: {error}"
+            ) from error
+        self._numbers: list[int] = []  # of the requests in its rows, as it knows them
+        self._has_warned = False
+
+    def validate(self, params: Sampling) -> None:
+        getattr(self._kind, "validate_params", _takes_all)(params)
+
+    def discard(self) -> None:
+        self._instance, self._numbers = None, []
+
+    def update(self, members: Sequence[_Entered]) -> None:
+        """Says which requests its rows belong to."""
+        instance = self._made()
         before, numbers = self._numbers, [each.number for each in members]
         self._numbers = numbers
         update = None
@@ -255,55 +386,40 @@ class LogitsProcessors:
                     if index >= len(before) or before[index] != each.number
                 ),
             )
-        for each in self._processors:
-            _guarded(each, each.update_state, update, places, problems)
+        instance.update_state(update)
 
-
-class ProcessedBatch:
-    """A step's logits on their way through the processors. places: of the rows that have part in it."""
-
-    def __init__(self, processors: Sequence[LogitsProcessor], places: list[int], problems: dict[int, str]) -> None:
-        self._processors, self._places, self._problems = processors, places, problems
-
-    def apply(self, logits: Tensor, *, argmax_invariant: bool) -> None:
-        """Those of one kind, in place. logits: [num_rows, vocab_size] float32"""
-        chosen = [each for each in self._processors if bool(each.is_argmax_invariant()) == argmax_invariant]
-        if not chosen or not self._places:
+    def apply(self, part: Tensor) -> None:
+        """In place. Raises what the class does, and TypeError or ValueError for what it gives back, if not logits."""
+        found: object = self._made().apply(part)
+        if found is part:
             return
-        whole = len(self._places) == len(logits)
-        part = logits if whole else logits[self._places]
-        for each in chosen:
-            found = _guarded(each, each.apply, part, self._places, self._problems)
-            if found is not None and found is not part:
-                part.copy_(found)
-        if not whole:
-            logits[self._places] = part
+        if not isinstance(found, Tensor):
+            raise TypeError(f"apply returned {type(found).__name__}, and must return the logits")
+        if found.shape != part.shape:
+            raise ValueError(f"apply returned logits of shape {list(found.shape)} for {list(part.shape)}")
+        part.copy_(found)
 
-    def has(self, *, argmax_invariant: bool) -> bool:
-        return any(bool(each.is_argmax_invariant()) == argmax_invariant for each in self._processors)
+    def failures(self) -> dict[int, Exception]:
+        instance = self._instance
+        return instance.failures if isinstance(instance, AdapterLogitsProcessor) else {}
 
+    def failed(self, error: Exception) -> str:
+        return f"the logits processor {self.name} failed: {type(error).__name__}: {error}"
 
-def _guarded(
-    processor: LogitsProcessor, call: Callable[[Any], Any], argument: Any, places: list[int], problems: dict[int, str]
-) -> Any:
-    """What it raises ends the one request that it can be about; where there are several, the engine."""
-    name = type(processor).__name__
-    try:
-        result = call(argument)
-    except Exception as error:  # whatever it is
-        if len(places) != 1:
-            raise RuntimeError(
-                f"the logits processor {name} failed for a batch of {len(places)} requests, and nothing tells which: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        problems.setdefault(places[0], f"the logits processor {name} failed: {type(error).__name__}: {error}")
-        return None
-    failures: dict[int, Exception] = getattr(processor, "failures", {})
-    for index, failure in failures.items():
-        why = f"the logits processor {name} failed: {type(failure).__name__}: {failure}"
-        problems.setdefault(places[index], why)
-    failures.clear()
-    return result
+    def warn_once(self, num_requests: int, error: Exception) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s, for a batch of %d requests and for none of them alone; they went through it one by one, as they "
+                "will again without another warning",
+                self.failed(error),
+                num_requests,
+            )
+
+    def _made(self) -> LogitsProcessor:
+        if self._instance is None:
+            self._instance = self._make()
+        return self._instance
 
 
 def _takes_all(_: Sampling) -> None:

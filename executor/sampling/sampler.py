@@ -27,15 +27,22 @@ from headrace.ipc.messages import LogprobRows
 from headrace.ipc.step import RowFailure, TokenMasks
 from headrace.kernels.reference.sampling import DeviceDraws
 
-ALL_FORBIDDEN = (
+
+class Refused(str):
+    """Why a row failed, where its client's own parameters are to blame."""
+
+    __slots__ = ()
+
+
+ALL_FORBIDDEN = Refused(
     "allowed_token_ids, bad_words, logit_bias, structured_outputs and the stop tokens that min_tokens forbids leave no "
     "token to choose"
 )
 
 
 def row_failure(row: int, why: str) -> RowFailure:
-    """Ends the request in `row`: the client's doing where its own options leave no token, else ours."""
-    kind = "InvalidRequestError" if why == ALL_FORBIDDEN else "SamplingError"
+    """Ends the request in `row`: the client's doing where that is said, else ours."""
+    kind = "InvalidRequestError" if isinstance(why, Refused) else "SamplingError"
     return RowFailure(
         row=row,
         failure=Failure(message=f"the request cannot go on: {why}", type=kind, pid=os.getpid(), phase="step"),

@@ -123,7 +123,7 @@ class OnlyToken(LogitsProcessor):
     def is_argmax_invariant(self) -> bool:
         return False
     def update_state(self, batch_update: BatchUpdate | None):
-        process_dict_updates(self.wanted, batch_update, lambda params, _, __: params.extra_args.get("only"))
+        process_dict_updates(self.wanted, batch_update, lambda params, _, __: (params.extra_args or {}).get("only"))
     def apply(self, logits):
         for row, token in self.wanted.items():
             kept = logits[row, token].clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,8 +95,10 @@ def test_one_that_raises_for_a_request_fails_that_request_alone(lab: LLM, plain:
 
 
 def test_parameters_that_a_processor_refuses_fail_their_request(lab: LLM) -> None:
-    with pytest.raises(RequestFailedError, match=r"OnlyToken refuses its parameters: only_token must be a token id"):
+    refusal = r"SamplingParams\.extra_args: the logits processor OnlyToken refuses the parameters: only_token must be a"
+    with pytest.raises(InvalidRequestError, match=refusal) as caught:
         tokens(lab, params_of(extra_args={"only_token": "seven"}), [[5]])
+    assert caught.value.parameter == "extra_args"
 
 
 def test_arguments_that_nothing_would_read_are_refused(plain: LLM) -> None:
@@ -121,22 +124,75 @@ def test_a_class_that_cannot_be_had_is_told_at_the_start(folder: str, name: str,
     assert said in str(caught.value)
 
 
-class Breaks(lab_processors.OnlyToken):
-    def apply(self, logits: Any) -> Any:
-        raise ValueError("no row is named")
+def processors_of(*classes: type[lab_processors.LogitsProcessor]) -> LogitsProcessors:
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+    return LogitsProcessors([partial(each, config, torch.device("cpu"), False) for each in classes])
 
 
-def test_a_failure_that_cannot_be_pinned_to_a_row_names_the_cause_and_ends_the_step() -> None:
-    batch = BatchState(2, 32, 16, ())
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=2))
-    batch.sampling.logits_processors = LogitsProcessors([Breaks(config, torch.device("cpu"), False)])
-    for row in range(2):
-        batch.sampling.enter(row, Sampling(max_tokens=5), 0)
+def batch_with(processors: LogitsProcessors, *arguments: dict[str, Any] | None) -> BatchState:
+    """One request for each of the arguments, all with one token."""
+    batch = BatchState(len(arguments), 32, 16, ())
+    batch.sampling.logits_processors = processors
+    for row, given in enumerate(arguments):
+        batch.sampling.enter(row, Sampling(max_tokens=5, temperature=0.0, extra_args=given), 0)
     batch.num_tokens[:] = batch.num_prompt_tokens[:] = 1
-    alone = sample(torch.zeros(1, 40), batch, np.array([1], np.int32))
-    assert alone.problems == {0: "the logits processor Breaks failed: ValueError: no row is named"}
-    with pytest.raises(RuntimeError, match="Breaks failed for a batch of 2 requests, and nothing tells which: ValueE"):
-        sample(torch.zeros(2, 40), batch, np.array([0, 1], np.int32))
+    return batch
+
+
+def rows_of(batch: BatchState, *rows: int) -> tuple[list[int], dict[int, str]]:
+    """What is sampled for them from logits whose highest is token 30 plus the row, and why rows failed."""
+    logits = torch.zeros(len(rows), 40)
+    logits[range(len(rows)), [30 + row for row in rows]] = 1.0
+    sampled = sample(logits, batch, np.array(rows, np.int32))
+    return sampled.token_ids.tolist(), sampled.problems
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"only_token": 13}, "RuntimeError: unlucky 13"),
+        ({"when": "update"}, "RuntimeError: unlucky update"),
+    ],
+)
+def test_a_batch_that_a_processor_fails_for_is_asked_row_by_row_and_one_request_ends(
+    bad: dict[str, Any], said: str
+) -> None:
+    processors = processors_of(lab_processors.Unlucky, lab_processors.OnlyToken)
+    batch = batch_with(processors, None, {"only_token": 7}, bad, {"only_token": 8})
+    token_ids, problems = rows_of(batch, 0, 1, 2, 3)
+    assert problems == {2: f"the logits processor Unlucky failed: {said}"}
+    assert [token_ids[row] for row in (0, 1, 3)] == [30, 7, 8]
+    assert rows_of(batch, 0, 1, 3) == ([30, 7, 8], {}), "the next step, without it"
+    assert rows_of(batch, 2)[1] == {0: f"the logits processor Unlucky failed: {said}"}, "alone"
+    assert rows_of(batch, 1, 0) == ([7, 30], {})
+
+
+def test_one_that_fails_for_several_rows_alone_harms_none(caplog: pytest.LogCaptureFixture) -> None:
+    class Single(lab_processors.OnlyToken):
+        def apply(self, logits: Any) -> Any:
+            assert len(logits) == 1, "single rows alone"
+            return super().apply(logits)
+
+    batch = batch_with(processors_of(Single), {"only_token": 7}, None)
+    for _ in range(2):
+        assert rows_of(batch, 0, 1) == ([7, 31], {})
+    assert caplog.text.count("for a batch of 2 requests and for none of them alone") == 1
+
+
+@pytest.mark.parametrize(
+    ("given_back", "said"),
+    [
+        (None, "TypeError: apply returned NoneType, and must return the logits"),
+        (torch.zeros(40), "ValueError: apply returned logits of shape [40] for [1, 40]"),
+    ],
+)
+def test_one_that_does_not_give_logits_back_fails_by_name(given_back: Any, said: str) -> None:
+    class Forgets(lab_processors.OnlyToken):
+        def apply(self, logits: Any) -> Any:
+            return given_back
+
+    _, problems = rows_of(batch_with(processors_of(Forgets), None, None), 0, 1)
+    assert problems == dict.fromkeys((0, 1), f"the logits processor Forgets failed: {said}")
 
 
 def test_a_class_itself_is_taken_for_its_name() -> None:
@@ -181,11 +237,11 @@ def test_fields_of_row_processors_are_seeded_and_exact_where_requests_give_way(
 
 def test_state_by_row_follows_removed_added_and_moved_requests() -> None:
     def only(params: Any, prompt: Any, output: Any) -> int | None:
-        token: int | None = params.extra_args.get("only")
+        token: int | None = params.extra_args and params.extra_args.get("only")
         return token
 
     rows: dict[int, int] = {}
-    params = {name: Sampling(max_tokens=1, extra_args={"only": name} if name else {}) for name in range(4)}
+    params = {name: Sampling(max_tokens=1, extra_args={"only": name} if name else None) for name in range(4)}
 
     def update(removed: list[int], added: list[tuple[int, int]], moved: list[tuple[int, int, Any]]) -> bool:
         entered: list[Any] = [(row, params[name], [], []) for row, name in added]

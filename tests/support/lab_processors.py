@@ -14,7 +14,7 @@ class OnlyToken(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        target = sampling_params.extra_args.get("only_token")
+        target = sampling_params.extra_args and sampling_params.extra_args.get("only_token")
         if target is not None and not isinstance(target, int):
             raise ValueError(f"only_token must be a token id, not {target!r}")
 
@@ -32,7 +32,8 @@ class OnlyToken(LogitsProcessor):
             self.targets.pop(index, None)
         for index, params, _, _ in batch_update.added:
             self.targets.pop(index, None)
-            if (target := params.extra_args.get("only_token")) is not None:
+            target = params.extra_args and params.extra_args.get("only_token")  # as vLLM's documents write it
+            if target is not None:
                 self.targets[index] = target
         assert batch_update.batch_size <= self.most
 
@@ -51,7 +52,7 @@ class NoRepeats(AdapterLogitsProcessor):
         return False
 
     def new_req_logits_processor(self, params: Any) -> Any:
-        arguments = params.extra_args
+        arguments = params.extra_args or {}
         if arguments.get("fails_at") == 0:
             raise ValueError("as was asked")
         if "fails_at" in arguments:
@@ -81,12 +82,31 @@ class MinP(LogitsProcessor):
         for index in batch_update.removed:
             self.shares.pop(index, None)
         for index, params, _, _ in batch_update.added:
-            self.shares[index] = params.extra_args.get("lab_min_p", 0.0)
+            self.shares[index] = (params.extra_args or {}).get("lab_min_p", 0.0)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         shares = torch.tensor([self.shares[row] for row in range(len(logits))], dtype=torch.float64)
         p = logits.double().softmax(1)
         return logits.masked_fill(p < shares[:, None] * p.amax(1, keepdim=True), float("-inf"))
+
+
+class Unlucky(OnlyToken):
+    """As OnlyToken, but fails for extra_args={"only_token": 13} in `apply`, with the whole batch's logits spoilt, and
+    for {"when": "update"} in `update_state`, with what it keeps spoilt."""
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        for _, params, _, _ in batch_update.added if batch_update is not None else ():
+            if params.extra_args and params.extra_args.get("when") == "update":
+                self.targets = dict.fromkeys(range(self.most), 5)
+                raise RuntimeError("unlucky update")
+        super().update_state(batch_update)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = super().apply(logits)
+        if 13 in self.targets.values():
+            logits[:] = 0.0
+            raise RuntimeError("unlucky 13")
+        return logits
 
 
 class NotOne:
