@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from headrace.frontend.api.llm import LLM, connect
     from headrace.frontend.api.llm_engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine
     from headrace.frontend.api.outputs import CompletionOutput, Logprob, RequestOutput
+    from headrace.frontend.api.parameters.repetition import RepetitionDetectionParams
     from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
     from headrace.frontend.api.parameters.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
     from headrace.ipc.failure import (
@@ -65,6 +66,7 @@ _HOMES = {
     "OptionError": "ipc.failure",
     "PromptType": "frontend.api.inputs.prompts",
     "QueueFullError": "ipc.failure",
+    "RepetitionDetectionParams": "frontend.api.parameters.repetition",
     "RequestFailedError": "ipc.failure",
     "RequestOutput": "frontend.api.outputs",
     "RequestOutputKind": "frontend.api.parameters.sampling_params",
@@ -100,6 +102,7 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
     "ModelRegistry",
     "OptionError",
     "QueueFullError",
+    "RepetitionDetectionParams",
     "RequestFailedError",
     "RequestOutput",
     "RequestOutputKind",

@@ -19,7 +19,10 @@ OUTPUTS = (
     *("EmbeddingRequestOutput", "PoolingOutput", "PoolingRequestOutput", "RequestOutput", "ScoringOutput"),
     "ScoringRequestOutput",
 )
-SAMPLING = ("RequestOutputKind", "SamplingParams", "BeamSearchParams", "StructuredOutputsParams")
+SAMPLING = (
+    *("BeamSearchParams", "RepetitionDetectionParams", "RequestOutputKind", "SamplingParams", "SamplingType"),
+    "StructuredOutputsParams",
+)
 ERRORS = ("EngineDeadError", "EngineGenerateError")
 EXCEPTIONS = ("GenerationError", "QueueOverflowError", "VLLMClientError", "VLLMError", "VLLMValidationError")
 COMPILATION = (
@@ -130,6 +133,7 @@ HOMES: Mapping[str, str] = types.MappingProxyType(
         "VLLMValidationError": "ipc.failure:InvalidRequestError",
         "VllmConfig": "frontend.api.engine_config:EngineConfig",
         "cached_get_tokenizer": "frontend.api.helpers:get_tokenizer",
+        "SamplingType": "frontend.api.parameters.sampling_params:SamplingType",
         "process_dict_updates": "executor.sampling.logits_processors:process_dict_updates",
         "utils.Counter": "frontend.api.helpers:Counter",
         **{name: f"frontend.api.helpers:{name}" for name in (

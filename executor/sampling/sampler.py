@@ -35,8 +35,8 @@ class Refused(str):
 
 
 ALL_FORBIDDEN = Refused(
-    "allowed_token_ids, bad_words, logit_bias, structured_outputs and the stop tokens that min_tokens forbids leave no "
-    "token to choose"
+    "allowed_token_ids, bad_words, logit_bias, structured_outputs, logits processors and the stop tokens that "
+    "min_tokens forbids leave no token to choose"
 )
 
 

@@ -153,7 +153,7 @@ class LineAnswers:
         engine = self._engine_for(decoded.model)
         if url == CHAT:
             return prepare_chat(chat, engine, self._parts.chat, name, self._tenant)
-        return prepare_completion(completion, engine, self._parts.chat.options, name, self._tenant)
+        return prepare_completion(completion, engine, self._parts.chat, name, self._tenant)
 
 
 def _check_whole(request: SharedFields, names: Sequence[str]) -> None:

@@ -341,7 +341,7 @@ def _prepare(
 
         prepared = prepare_chat(asked, engine, state.chat, name, exchange.tenant, make_answer, "ollama-")
     else:
-        prepared = prepare_completion(asked, engine, state.options, name, exchange.tenant)
+        prepared = prepare_completion(asked, engine, state.chat, name, exchange.tenant)
         assert engine.client is not None
         model, tokenizer = asked.model or engine.names[0], engine.client.tokenizer
         answer = Answer(asked, f"ollama-{name}", model, tokenizer, tells_times=False)

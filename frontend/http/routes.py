@@ -225,7 +225,7 @@ async def _generate(
         engine = engine_for(state.pool, request.model)
         if isinstance(request, ChatCompletionRequest):
             return prepare_chat(request, engine, state.chat, name, exchange.tenant)
-        return prepare_completion(request, engine, state.options, name, exchange.tenant)
+        return prepare_completion(request, engine, state.chat, name, exchange.tenant)
 
     prepared = await exchange.prepare(prepare)
     form = exchange.header(LOAD_FORMAT_HEADER)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import headrace
+import headrace.sampling_params as vllm_names
 from headrace import LLM, AsyncLLM, CompletionOutput, EngineArgs, RequestOutput, SamplingParams
 from headrace.frontend.api.parameters.sampling_params import SamplingType
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, OptionError
@@ -19,6 +20,21 @@ def test_log_probabilities_may_be_asked_for_as_a_flag() -> None:
     asked = SamplingParams(logprobs=True, prompt_logprobs=True)
     assert (asked.logprobs, asked.prompt_logprobs, type(asked.logprobs)) == (1, 1, int)
     assert SamplingParams(logprobs=False, prompt_logprobs=False) == SamplingParams()
+
+
+def test_parameters_have_vllms_names_and_makers() -> None:
+    assert headrace.RepetitionDetectionParams is vllm_names.RepetitionDetectionParams
+    assert vllm_names.SamplingType is SamplingType
+    assert vllm_names.GuidedDecodingParams.from_optional(backend="xgrammar") is None
+    found = vllm_names.GuidedDecodingParams.from_optional(json={"type": "object"}, whitespace_pattern=None)
+    assert (found.json, found.regex) == ({"type": "object"}, None)
+
+    class Pydantics:
+        @staticmethod
+        def model_json_schema() -> dict[str, str]:
+            return {"type": "string"}
+
+    assert vllm_names.GuidedDecodingParams.from_optional(json=Pydantics).json == {"type": "string"}
 
 
 # tests/entrypoints/openai/chat_completion/test_thinking_token_budget_validation.py, responses/test_sampling_params.py

@@ -95,12 +95,22 @@ def test_a_value_set_later_is_checked_before_it_is_used() -> None:
 def test_an_unknown_field_fails_with_the_nearest_name() -> None:
     with pytest.raises(InvalidRequestError, match="'temprature'; did you mean 'temperature'"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+    with pytest.raises(InvalidRequestError, match="'mirostat_mode'; did you mean 'mirostat'"):
+        SamplingParams(mirostat_mode=2)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("field", ["logits_processors", "best_of"])
 def test_a_field_of_vllm_that_is_not_supported_is_refused_unless_it_asks_for_nothing(field: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"SamplingParams.{field} is not supported"):
         SamplingParams(**{field: {1: 2}})
+    instead = {
+        "best_of": "ask for n outputs with logprobs=0",
+        "logits_processors": "name a class when the engine",
+    }
+    with pytest.raises(InvalidRequestError, match=f"by this version; {instead[field]}"):
+        SamplingParams(**{field: {1: 2}})
+    with pytest.raises(InvalidRequestError, match=r"use_beam_search is not .*; LLM\.beam_search takes"):
+        SamplingParams(**{"use_beam_search": True})
     assert SamplingParams(**{field: None}) == SamplingParams()
     assert SamplingParams(**{"best_of": 1, "use_beam_search": False}) == SamplingParams()
 

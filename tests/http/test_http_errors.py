@@ -104,14 +104,19 @@ def check_error(response: httpx.Response, status: int, param: str | None, said: 
             "json_schema must be an object",
         ),
         ({"prompt": [5], "structured_outputs": {"jsn": {}}}, "structured_outputs", "no field 'jsn'"),
-        ({"prompt": [5], "structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed group"),
+        ({"prompt": [5], "structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
+        (
+            {"prompt": [5], "structured_outputs": {"json": False}},
+            "structured_outputs.json",
+            "is bool, and must be a",
+        ),
         ({"prompt": [5], "guided_json": {"type": "foo"}}, "guided_json", "guided_json: the JSON schema cannot be"),
         (
             {"prompt": [5], "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}},
             "response_format",
             "response_format: the JSON schema cannot be used: Invalid type: foo",
         ),
-        ({"prompt": [5], "guided_regex": "a", "guided_choice": ["a"]}, "structured_outputs", "given are regex, choice"),
+        ({"prompt": [5], "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "is given beside guided_regex"),
         (
             {"prompt": [5], "guided_regex": "a", "structured_outputs": {"regex": "a"}},
             "structured_outputs",
@@ -152,6 +157,20 @@ def check_error(response: httpx.Response, status: int, param: str | None, said: 
             "strict must be true or false",
         ),
         ({"prompt": [5], "tempratur": 1}, "tempratur", "did you mean temperature"),
+        ({"prompt": [5], "mirostat_mode": 2}, "mirostat_mode", "did you mean mirostat?"),
+        ({"prompt": [5], "vllm_xargs": {"a": 2**70}}, "vllm_xargs", "vllm_xargs = {"),
+        ({"prompt": [5], "extra_args": {"a": 1}}, "extra_args", "bodies have vllm_xargs"),
+        ({"prompt": [5], "prompt_logprob_start": 1}, "prompt_logprob_start", "in Python alone"),
+        ({"prompt": [5], "flat_logprobs": True}, "flat_logprobs", "in Python alone"),
+        ({"prompt": [5], "prompt_logprob_token_ids": [[5]]}, "prompt_logprob_token_ids", "not supported by this ver"),
+        ({"prompt": [5], "routed_experts_prompt_start": 1}, "routed_experts_prompt_start", "not supported by this ve"),
+        ({"prompt": [5], "trace_decode_token_ids": [5]}, "trace_decode_token_ids", "not supported by this version"),
+        ({"prompt": [5], "watermarking": True}, "watermarking", "not supported by this version"),
+        (
+            {"prompt": [5], "repetition_detection": {"max_pattern_size": 3, "min_count": 1}},
+            "repetition_detection.min_count",
+            "repetition_detection.min_count = 1: must be an integer of 2 to",
+        ),
         ({"prompt": [5], "stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"prompt": [5], "stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown"),
         ({"prompt": [5], "priority": 2**63}, "priority", "priority"),
@@ -194,7 +213,12 @@ def test_a_bad_field_of_a_completion_is_named(client, body, param, said):
         ({"messages": MESSAGES, "functions": [{}]}, "functions", "use tools"),
         # These only the engine can see.
         ({"messages": MESSAGES, "vllm_xargs": {"any": 1}}, "vllm_xargs", "no logits processors"),
-        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 60}, "logprobs", "max_logprobs"),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 60}, "top_logprobs", "max_logprobs"),
+        (
+            {"messages": MESSAGES, "logprobs": True, "top_logprobs": -1},
+            "top_logprobs",
+            "top_logprobs = -1, the whole vocabulary of 400: the engine gives at most 20",
+        ),
     ],
 )
 def test_a_bad_field_of_a_chat_is_named(client, body, param, said):
@@ -206,6 +230,15 @@ def test_a_bad_field_of_a_chat_is_named(client, body, param, said):
 )
 def test_a_body_that_is_no_json_object(client, body):
     check_error(client.post(COMPLETIONS, content=body, headers=JSON), 400, None, "")
+
+
+@pytest.mark.parametrize("text", [rb"a\ud83d", rb"\ud83d\u0041", rb"\ud83dx", rb"\\\ud83d", rb"\ude00\ud83d"])
+def test_half_a_character_is_named(client, text):
+    named = "ude00" if text.startswith(rb"\ude") else "ud83d"
+    body = b'{"prompt": "' + text + b'"}'
+    check_error(client.post(COMPLETIONS, content=body, headers=JSON), 400, None, rf"\{named} is half of a character")
+    whole = b'{"prompt": "\\ud83d\\ude00 \\\\ud83d", "max_tokens": 1}'
+    assert client.post(COMPLETIONS, content=whole, headers=JSON).status_code == 200
 
 
 def test_a_body_of_another_type(client):
@@ -275,9 +308,16 @@ def test_a_strict_server_takes_no_field_without_effect():
             assert client.post(CHAT, json={**body, **extra}).json()["error"]["param"] == param
 
 
-@pytest.mark.parametrize("field", ["user", "metadata", "store", "logit_bias", "bad_words", "suffix", "service_tier"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("user", "metadata", "store", "logit_bias", "bad_words", "suffix", "service_tier", "watermarking"),
+        *("flat_logprobs", "routed_experts_prompt_start", "extra_args"),
+    ],
+)
 def test_a_field_that_asks_for_nothing_is_taken(client, field):
     neutral = {"user": "me", "metadata": {"a": "b"}, "store": False, "logit_bias": {}, "suffix": ""}
+    neutral |= {"watermarking": False, "flat_logprobs": False, "routed_experts_prompt_start": 0}
     body = {"prompt": [5], "max_tokens": 1, field: neutral.get(field)}
     assert client.post(COMPLETIONS, json=body).status_code == 200
 

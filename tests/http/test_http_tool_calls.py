@@ -152,6 +152,13 @@ def test_a_budget_ends_the_reasoning_and_the_form_begins_after_it(client: httpx.
     assert (len(choice["message"]["reasoning"]), choice["message"]["content"]) == (3, '"yes"')
 
 
+def test_a_budget_ends_the_reasoning_of_a_completion_by_the_format_that_the_server_names(client: httpx.Client):
+    body = {"prompt": "<think>a long thought" + END, "stop": [END], "max_tokens": 20, "skip_special_tokens": False}
+    assert "</think>" not in ask(client, "/v1/completions", **body)["choices"][0]["text"]
+    (choice,) = ask(client, "/v1/completions", **body, thinking_token_budget=3)["choices"]
+    assert choice["text"].find("</think>") == 3
+
+
 @pytest.mark.parametrize(
     ("tools", "param"),
     [

@@ -32,7 +32,7 @@ class OnlyToken(LogitsProcessor):
             self.targets.pop(index, None)
         for index, params, _, _ in batch_update.added:
             self.targets.pop(index, None)
-            target = params.extra_args and params.extra_args.get("only_token")  # as vLLM's documents write it
+            target: Any = params.extra_args and params.extra_args.get("only_token")  # as vLLM's documents write it
             if target is not None:
                 self.targets[index] = target
         assert batch_update.batch_size <= self.most

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from headrace.ipc.failure import InvalidRequestError
 
 STOP_REASON = "repetition_detected"
+_FIELD = "SamplingParams.repetition_detection"
 
 
 class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,16 +22,14 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, forbi
     min_count: int = 2
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("max_pattern_size", 0, 1024),
-            ("min_pattern_size", 1, max(1, self.max_pattern_size)),
-            ("min_count", 2, 1 << 20),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise InvalidRequestError(
-                    f"RepetitionDetectionParams.{name} = {value!r:.100}: must be an integer of {low} to {high}"
-                )
+        self._check("max_pattern_size", 0, 1024)
+        self._check("min_pattern_size", 1, max(1, self.max_pattern_size))
+        self._check("min_count", 2, 1 << 20)
+
+    def _check(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise InvalidRequestError(f"{_FIELD}.{name} = {value!r:.100}: must be an integer of {low} to {high}")
 
     def found(self, token_ids: Sequence[int]) -> bool:
         """Whether the output ends so."""
@@ -42,3 +42,11 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, forbi
             if all(token_ids[-place] == token_ids[-place - size] for place in range(2, length - size + 1)):
                 return True
         return False
+
+
+def repetition_from(fields: Mapping[str, Any]) -> RepetitionDetectionParams:
+    """Raises InvalidRequestError for a name that is none of its fields, and for one that is missing."""
+    try:
+        return RepetitionDetectionParams(**fields)
+    except TypeError as error:
+        raise InvalidRequestError(f"{_FIELD}: {error}") from None

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from headrace.frontend.api.parameters.repetition import RepetitionDetectionParams
+from headrace.frontend.api.parameters.repetition import RepetitionDetectionParams, repetition_from
 from headrace.frontend.api.parameters.sampling_fields import (
     Field,
     bad,
@@ -43,15 +43,19 @@ GREEDY_BELOW = 1e-5
 
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
-NOT_SUPPORTED = frozenset(
+_BEAMS = "LLM.beam_search takes BeamSearchParams, and an HTTP server use_beam_search; leave it out"
+_UNSUPPORTED = "leave it out"
+NOT_SUPPORTED: Mapping[str, str] = types.MappingProxyType(
     {
-        *("beam_width", "best_of", "early_stopping"),
-        *("length_penalty", "logits_processors", "use_beam_search"),
-        *("prompt_logprob_token_ids", "routed_experts_prompt_start", "skip_clone", "trace_decode_token_ids"),
-        "watermarking",
+        **dict.fromkeys(("beam_width", "early_stopping", "length_penalty", "use_beam_search"), _BEAMS),
+        "best_of": "ask for n outputs with logprobs=0, and take those of the highest cumulative_logprob",
+        "logits_processors": "name a class when the engine starts (logits_processors), which reads extra_args",
+        **dict.fromkeys(("prompt_logprob_token_ids", "routed_experts_prompt_start", "skip_clone"), _UNSUPPORTED),
+        **dict.fromkeys(("trace_decode_token_ids", "watermarking"), _UNSUPPORTED),
     }
 )
-"""vLLM's fields that this version refuses by name. What asks for nothing, None and NEUTRAL, is accepted."""
+"""vLLM's fields that this version refuses by name, and what to do instead. What asks for nothing, None and NEUTRAL, is
+accepted."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = types.MappingProxyType(
     {
         "best_of": (1,),
@@ -98,7 +102,9 @@ def _refuse_unknown_fields(cls: type[T]) -> type[T]:
             if name not in NOT_SUPPORTED:
                 raise UnknownFieldError(f"SamplingParams has no field {name!r}{nearest(name, known)}")
             if given.pop(name) not in (None, *NEUTRAL.get(name, ())):
-                raise InvalidRequestError(f"SamplingParams.{name} is not supported by this version; leave it out")
+                raise InvalidRequestError(
+                    f"SamplingParams.{name} is not supported by this version; {NOT_SUPPORTED[name]}"
+                )
         generated(self, **given)
 
     cls.__init__ = __init__  # type: ignore[assignment, method-assign]
@@ -225,6 +231,8 @@ class SamplingParams:
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
         if isinstance(self.structured_outputs, dict):
             self.structured_outputs = structured_outputs_from(self.structured_outputs)
+        if isinstance(self.repetition_detection, dict):
+            self.repetition_detection = repetition_from(self.repetition_detection)
         self.verify()
         self._make_lists()
         if self.logprob_token_ids and self.logprobs is None:
@@ -381,7 +389,11 @@ _CHECKS = [(each.name, each.default, check) for each in FIELDS.values() if (chec
 _SENT = sent_fields(FIELDS)
 
 
+OTHER_NAMES: Mapping[str, str] = types.MappingProxyType({"mirostat_mode": "mirostat"})
+"""What other engines call a field, where another of ours looks more like it."""
+
+
 def nearest(name: str, known: list[str]) -> str:
     """`; did you mean ...?`, or a list of what there is when nothing comes near."""
-    match = difflib.get_close_matches(name, known, n=1)
+    match = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {match[0]!r}?" if match else f"; the fields are {', '.join(known)}"

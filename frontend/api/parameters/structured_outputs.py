@@ -32,6 +32,7 @@ RETIRED = {
 """Fields of requests to older servers, and what took over."""
 MOST_DEPTH = 100
 """Of JSON within JSON in a schema: what a library reads."""
+_IS_FLAG = "json_object"
 _FLAGS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
 _WRITER = json.JSONEncoder(ensure_ascii=False)
 
@@ -76,7 +77,7 @@ class StructuredOutputsParams:
 
         It is called several times for a request, as values may be changed meanwhile: a form that is written as it was
         the last time is not looked through again."""
-        given = [name for name in FORMS if getattr(self, name) not in (None, False)]
+        given = self._given()
         if len(given) != 1:
             named = f"; given are {', '.join(given)}" if given else ""
             raise InvalidRequestError(f"{_FIELD} needs exactly one of {', '.join(FORMS)}{named}")
@@ -114,7 +115,7 @@ class StructuredOutputsParams:
         self._checked = name, text
 
     def to_wire(self) -> StructuredOutput:
-        name: Any = next(name for name in FORMS if getattr(self, name) not in (None, False))
+        name: Any = self._given()[0]
         backend, more = split_backend(self.backend or "")
         flags = {flag: more.get(flag, False) or getattr(self, flag) for flag in _FLAGS}
         return StructuredOutput(
@@ -124,6 +125,10 @@ class StructuredOutputsParams:
             backend=backend,
             **flags,
         )
+
+    def _given(self) -> list[str]:
+        """json_object=False asks for nothing; False in the others is a mistake, which is told by name."""
+        return [name for name in FORMS if (value := getattr(self, name)) is not None and (value or name != _IS_FLAG)]
 
     @staticmethod
     def _check_backend(backend: str) -> None:
@@ -157,9 +162,22 @@ def structured_outputs_from(fields: Mapping[str, Any]) -> StructuredOutputsParam
 class GuidedDecodingParams(StructuredOutputsParams):
     """Their name in older versions."""
 
+    @classmethod
+    def from_optional(cls, json: Any = None, **given: Any) -> GuidedDecodingParams | None:
+        """None where no form is given. json: also a pydantic class, whose schema it is."""
+        if hasattr(json, "model_json_schema"):
+            json = json.model_json_schema()
+        fields = {"json": json, **given}
+        if all(fields.get(name) is None for name in FORMS):
+            return None
+        return cls(**{name: value for name, value in fields.items() if value is not None})
+
 
 def field_of_body(body: Any) -> str:
     """The field by which a request's body asks for a form; "structured_outputs" where none does."""
+    if isinstance(body.structured_outputs, dict):
+        forms = (name for name in FORMS if body.structured_outputs.get(name) not in (None, False))
+        return next((f"structured_outputs.{name}" for name in forms), "structured_outputs")
     names = ("response_format", *RETIRED)
     return next((name for name in names if getattr(body, name) is not None), "structured_outputs")
 
@@ -177,6 +195,9 @@ def from_body(body: Any) -> StructuredOutputsParams | None:
             "guided_...": {RETIRED[name]: value for name, value in retired.items()} or None,
         }
         given = {name: value for name, value in named.items() if value is not None}
+        forms = [name for name, value in retired.items() if RETIRED[name] in FORMS and value is not False]
+        if len(forms) > 1:
+            raise InvalidRequestError(f"SamplingParams.{forms[1]} is given beside {forms[0]}: give one of them")
         if len(given) > 1:
             raise InvalidRequestError(f"{_FIELD} is given several times, as {' and '.join(given)}: give one of them")
         found = next(iter(given.values()), None)

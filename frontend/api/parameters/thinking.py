@@ -39,8 +39,8 @@ def thinking_of(
     if declared is None or tokenizer is None:
         if budget is None:
             return None
-        why = "needs the model's format of reasoning: start the server with reasoning_parser, or the engine with"
-        raise bad("thinking_token_budget", budget, f"{why} reasoning_config={{'reasoning_parser': ...}}")
+        why = "needs the model's format of reasoning: start the server with a reasoning_parser's name, or the engine"
+        raise bad("thinking_token_budget", budget, f"{why} with reasoning_config={{'reasoning_parser': ...}}")
     begin, end = (_token_ids(tokenizer, marker.strip()) for marker in (declared.begin, declared.end))
     token_ids = prompt.token_ids or []
     opened, ended = _last(token_ids, begin), _last(token_ids, end)

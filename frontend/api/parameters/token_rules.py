@@ -81,18 +81,25 @@ def _verify_bias(logit_bias: Any) -> None:
 
 def check_model_limits(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
     """Raises InvalidRequestError for tokens that the model does not have, and more log-probabilities than it gives."""
-    limit = vocab_size if max_logprobs == -1 else max_logprobs
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(params, name)
-        if value is not None and (vocab_size if value == -1 else value) > limit:
-            raise InvalidRequestError(
-                f"SamplingParams.{name} = {value}: the engine gives at most {limit} per token (its option max_logprobs)"
-            )
+    check_num_logprobs(params, vocab_size, max_logprobs)
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids", "logprob_token_ids"):
         highest = max(getattr(params, name) or (), default=0)
         if highest >= vocab_size:
             raise InvalidRequestError(
                 f"SamplingParams.{name} contains {highest}: the model's token ids are 0 to {vocab_size - 1}"
+            )
+
+
+def check_num_logprobs(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
+    """Raises InvalidRequestError for more log-probabilities than the engine gives."""
+    limit = vocab_size if max_logprobs == -1 else max_logprobs
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None and (vocab_size if value == -1 else value) > limit:
+            whole = f", the whole vocabulary of {vocab_size}" if value == -1 else ""
+            raise InvalidRequestError(
+                f"SamplingParams.{name} = {value}{whole}: the engine gives at most {limit} per token (its option "
+                "max_logprobs)"
             )
 
 

@@ -12,6 +12,7 @@ from msgspec import UNSET
 from headrace.frontend.api.inputs.prompts import Prompt, truncate
 from headrace.frontend.api.outputs import CompletionOutput
 from headrace.frontend.api.parameters.structured_outputs import StructuredOutputsParams, field_of_body
+from headrace.frontend.api.parameters.token_rules import check_num_logprobs
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import bad_field
@@ -23,6 +24,7 @@ from headrace.frontend.http.openai.prompts import (
     check_length,
     check_outputs,
     most_prompt_tokens,
+    respelt,
     sampling_params,
     tokenize_texts,
 )
@@ -57,6 +59,7 @@ from headrace.frontend.text.chat_template import RenderedChat, text_parts
 from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.message import call_id, message_of, num_reasoning_tokens
 from headrace.frontend.text.formats.parser import Event, OutputParser
+from headrace.ipc.failure import InvalidRequestError
 
 _WHOLE, _CHUNK = "chat.completion", "chat.completion.chunk"
 
@@ -179,6 +182,10 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         **({"n": 1} if request.use_beam_search else {}),
     )
+    try:
+        check_num_logprobs(params, client.welcome.vocab_size, client.welcome.max_logprobs)
+    except InvalidRequestError as error:
+        raise respelt(error, {"logprobs": "top_logprobs"}) from error
     check_outputs(1, params)
     prompt, token_ids, choice = render(request, engine, parts)
     reader = reasoning = grammar = None

@@ -26,6 +26,7 @@ from headrace.frontend.api.beam_search import (
 from headrace.frontend.api.inputs.prompts import Prompt, check_request
 from headrace.frontend.api.outputs import LogprobsOfPosition
 from headrace.frontend.api.parameters.sampling_params import FIELDS, GREEDY_BELOW, SamplingParams
+from headrace.frontend.api.parameters.structured_outputs import field_of_body
 from headrace.frontend.client.request import LogprobRow, RequestStream, SequenceState, nth_row, one_row
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.pool import EnginePool
@@ -144,6 +145,7 @@ def _refuse_unread(request: GenerationRequest, params: SamplingParams) -> None:
             raise bad_field(name, f"{name} does nothing with use_beam_search; leave it out")
     for name, asked in _ALSO_UNREAD.items():
         if getattr(params, name) is not None:
+            asked = field_of_body(request) if name == "structured_outputs" else asked
             raise bad_field(asked, f"{asked} does nothing with use_beam_search; leave it out")
 
 

@@ -12,6 +12,7 @@ from headrace.frontend.api.parameters.structured_outputs import field_of_body
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import bad_field
+from headrace.frontend.http.openai.chat import ChatParts
 from headrace.frontend.http.openai.choosing import (
     check_choosing,
     choosing_of,
@@ -53,11 +54,11 @@ _OBJECT = "text_completion"
 
 
 def prepare_completion(
-    request: CompletionRequest, engine: Engine, options: ServeOptions, name: str, tenant: str
+    request: CompletionRequest, engine: Engine, parts: ChatParts, name: str, tenant: str
 ) -> PreparedRequest:
     """What to submit and how to answer. Raises ApiError and InvalidRequestError."""
     assert engine.client is not None
-    client = engine.client
+    client, options = engine.client, parts.options
     welcome = client.welcome
     drop_needless_outputs(request, welcome)
     check_choosing(request, options.max_n)
@@ -81,6 +82,8 @@ def prepare_completion(
     salt = cache_salt(request, tenant)
     for prompt in prompts:
         prompt.cache_salt = salt
+        if params.thinking_token_budget is not None:
+            prompt.reasoning = parts.formats.named_reasoning
         if truncate(prompt, params, welcome):
             prompt.text = None
         check_length(prompt, asked, welcome, "prompt")

@@ -27,7 +27,7 @@ from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.metrics import Pages, RequestMeter
 from headrace.frontend.http.openai.choosing import Choosing, likeliest, search
 from headrace.frontend.http.openai.event_stream import EVENTS, TURN_S, Chunks, EventStream, KeepAlive, StreamForm
-from headrace.frontend.http.openai.prompts import as_api_error
+from headrace.frontend.http.openai.prompts import SPELLINGS, as_api_error, respelt
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError, QueueFullError
 
 logger = logging.getLogger(__name__)
@@ -176,10 +176,7 @@ class Running:
         """The same error, in the words of the request."""
         if not isinstance(error, InvalidRequestError) or error.failure is None:
             return error
-        said = error.failure.message
-        for name, written in (("structured_outputs", self._form_field), ("extra_args", "vllm_xargs")):
-            said = said.replace(f"SamplingParams.{name}", f"SamplingParams.{written}")
-        return InvalidRequestError.from_failure(msgspec.structs.replace(error.failure, message=said))
+        return respelt(error, {**SPELLINGS, "structured_outputs": self._form_field})
 
 
 class RunningSearch(Running):

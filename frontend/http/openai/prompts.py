@@ -5,6 +5,7 @@ A conversation becomes a prompt by the model's chat template, the server's or (w
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -89,7 +90,27 @@ def sampling_params(
         chosen["logprobs"] = None  # these tokens instead of so many
     values = {name: value for name, value in (given | chosen).items() if value is not None}
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**{"max_tokens": None, **welcome.generation_defaults, **values, "output_kind": kind})
+    try:
+        return SamplingParams(**{"max_tokens": None, **welcome.generation_defaults, **values, "output_kind": kind})
+    except InvalidRequestError as error:
+        raise respelt(error, SPELLINGS) from error
+
+
+SPELLINGS: Mapping[str, str] = types.MappingProxyType({"extra_args": "vllm_xargs"})
+"""Fields of SamplingParams that all bodies have under another name."""
+
+
+def respelt(error: InvalidRequestError, spellings: Mapping[str, str]) -> InvalidRequestError:
+    """The same, with fields under the names that the body has for them."""
+    said = str(error) if error.failure is None else error.failure.message
+    for name, written in spellings.items():
+        end = r"(?![.\w])" if "." in written else r"\b"
+        said = re.sub(rf"\bSamplingParams\.{name}{end}", f"SamplingParams.{written}", said)
+    if error.failure is not None:
+        return InvalidRequestError(failure=msgspec.structs.replace(error.failure, message=said))
+    found = InvalidRequestError(said)
+    found.value, found.passed_bound = error.value, error.passed_bound
+    return found
 
 
 def tokenize_texts(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
+import re
 import types
 import typing
 import urllib.parse
@@ -20,10 +21,12 @@ import msgspec
 from msgspec import Meta
 
 from headrace.frontend.api.parameters.sampling_fields import body_fields
-from headrace.frontend.api.parameters.sampling_params import FIELDS
+from headrace.frontend.api.parameters.sampling_params import FIELDS, NOT_SUPPORTED, OTHER_NAMES
+from headrace.frontend.api.parameters.sampling_params import NEUTRAL as NEUTRAL_PARAMS
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.http.errors import LONGEST_PARAM, ApiError, bad_field, shortened
 from headrace.frontend.http.large_lists import decode_json
+from headrace.ipc.failure import InvalidRequestError
 
 T = TypeVar("T")
 # Bounds of lists that are worked through one by one. Lists of token ids have those of a body (exchange.LargeBodies).
@@ -325,8 +328,19 @@ def affinity_of(request: SharedFields) -> Affinity:
     return Affinity(session=request.prompt_cache_key or "", rank=request.data_parallel_rank)
 
 
+_ONLY_PYTHONS = types.MappingProxyType({"extra_args": "bodies have vllm_xargs, which is the same"})
 NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
     {
+        **{
+            name: Neutral(_ONLY_PYTHONS.get(name, "a field of SamplingParams in Python alone"), (FIELDS[name].default,))
+            for name in FIELDS
+            if not FIELDS[name].field.in_body and name != "logprobs"
+        },
+        **{
+            name: Neutral("not supported by this version", NEUTRAL_PARAMS.get(name, ()))
+            for name in NOT_SUPPORTED
+            if name not in CompletionRequest.__struct_fields__
+        },
         "user": Neutral("names the end user for abuse reports; nothing depends on it", (ANY,)),
         "safety_identifier": Neutral("names the end user for abuse reports; nothing depends on it", (ANY,)),
         "metadata": Neutral("labels stored completions, and none are stored", (ANY,)),
@@ -416,6 +430,8 @@ class RequestDecoder:
         try:
             return msgspec.convert(fields, kind)
         except msgspec.ValidationError as error:
+            if isinstance(error.__cause__, InvalidRequestError):
+                raise ApiError.of(error.__cause__) from None
             if not self._strict:
                 with contextlib.suppress(msgspec.ValidationError):  # numbers may be text, as in vLLM's server
                     return msgspec.convert(fields, kind, strict=False)
@@ -451,7 +467,8 @@ def _fields(body: bytes) -> dict[str, Any]:
     try:
         fields = decode_json(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(HTTPStatus.BAD_REQUEST, f"the body is not valid JSON: {error}", code="invalid_json") from None
+        why = _lone_surrogate(body) or str(error)
+        raise ApiError(HTTPStatus.BAD_REQUEST, f"the body is not valid JSON: {why}", code="invalid_json") from None
     except RecursionError:
         raise ApiError(HTTPStatus.BAD_REQUEST, "the body is nested too deeply", code="invalid_json") from None
     if not isinstance(fields, dict):
@@ -459,6 +476,17 @@ def _fields(body: bytes) -> dict[str, Any]:
     if len(fields) > _MOST_FIELDS:
         raise ApiError(HTTPStatus.BAD_REQUEST, f"the body has {len(fields)} fields", code="unknown_parameter")
     return fields
+
+
+def _lone_surrogate(body: bytes) -> str | None:
+    """What is to be said of an escape of UTF-16's surrogates that is no pair: the decoder names other faults."""
+    alone = next((each[1].decode() for each in _ESCAPES.finditer(body, 0, _MOST_SEARCHED) if each[1]), None)
+    return None if alone is None else f"\\{alone} is half of a character's escape, and the other half is missing"
+
+
+_ESCAPES = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL)
+_MOST_SEARCHED = 1 << 20
+"""Bytes of a body that are looked through for the cause of an error."""
 
 
 def decode_query(query: str, kind: type[S]) -> S:
@@ -516,6 +544,8 @@ def _unknown(name: str, known: tuple[str, ...], where: str = "") -> ApiError:
 
 
 def _closest(name: str, known: tuple[str, ...]) -> str | None:
+    if OTHER_NAMES.get(name) in known:
+        return OTHER_NAMES[name]
     close = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT) if len(name) <= _LONGEST_NAME else []
     return close[0] if close else None
 

@@ -75,6 +75,11 @@ class OutputFormats:
         self._reads_calls = enable_auto_tool_choice
         self._found = functools.lru_cache(maxsize=16)(lambda template: _found(template, own))
 
+    @property
+    def named_reasoning(self) -> ReasoningFormat | None:
+        """What the option reasoning_parser names, for prompts that no template made."""
+        return None if self._reasoning is None else self._reasoning.reasoning
+
     def of(self, prompt: RenderedChat, choice: ToolChoice) -> AnswerFormats:
         """Those of the answers to this prompt."""
         found = self._found(prompt.template) if self._finds_calls or self._finds_reasoning else _Found(None, None)
