@@ -59,7 +59,7 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
     """Objects have only the properties that the schema names."""
     whitespace_pattern: str | None = None
-    """A regular expression of the white space between the parts of JSON."""
+    """A regular expression of the white space between the parts of JSON; with "" there is none."""
     structural_tag: str | dict[str, Any] | None = None
     """Text with parts that have a form: {"format": ...} as xgrammar has it, or the older {"structures": [{"begin",
     "schema", "end"}], "triggers": [...]}."""
@@ -118,6 +118,7 @@ class StructuredOutputsParams:
         name: Any = self._given()[0]
         backend, more = split_backend(self.backend or "")
         flags = {flag: more.get(flag, False) or getattr(self, flag) for flag in _FLAGS}
+        flags["disable_any_whitespace"] |= self.whitespace_pattern == ""
         return StructuredOutput(
             kind=name,
             text=self._text(name),
@@ -229,6 +230,10 @@ def from_response_format(response_format: Any) -> StructuredOutputsParams | None
     if kind == "text":
         return None
     if kind == "json_object":
+        if (schema := response_format.get("schema")) is not None:  # llama.cpp's way to give one
+            if not isinstance(schema, Mapping):
+                raise InvalidRequestError("SamplingParams.response_format.schema must be an object: a JSON schema")
+            return StructuredOutputsParams(json=dict(schema))
         return StructuredOutputsParams(json_object=True)
     if kind == "json_schema":
         return _from_json_schema(response_format.get("json_schema"))
