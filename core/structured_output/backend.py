@@ -10,6 +10,9 @@ import numpy as np
 
 from headrace.ipc.messages import StructuredOutput
 
+MOST_FORCED = 1024
+"""Tokens of a forced text that are found at once: a text may have millions, which the loop's thread would wait for."""
+
 
 class Vocabulary(msgspec.Struct, frozen=True):
     """What a grammar library needs to know of the model."""
@@ -53,7 +56,10 @@ class Matcher(Protocol):
         ...
 
     def forced_tokens(self) -> list[int]:
-        """Tokens that must come next, written as the tokenizer would write their text; [] where there is a choice."""
+        """Tokens that must come next, written as the tokenizer would write their text; [] where there is a choice.
+
+        At most MOST_FORCED of them: the rest is asked for once these have come.
+        """
         ...
 
     def copy(self) -> Matcher:

@@ -6,17 +6,19 @@ import functools
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import llguidance
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
-from headrace.core.structured_output.backend import Backend, still_forced
-from headrace.core.structured_output.json_schema import closed, find_culprit
+from headrace.core.structured_output.backend import MOST_FORCED, Backend, still_forced
+from headrace.core.structured_output.forms import is_gbnf, prepared
+from headrace.core.structured_output.json_schema import find_culprit
 from headrace.core.structured_output.refusals import reason, refusal
 from headrace.core.structured_output.structural_tag import format_of, in_lark
 from headrace.ipc.messages import StructuredOutput
@@ -70,7 +72,7 @@ class LLGuidanceMatcher:
 
     def forced_tokens(self) -> list[int]:
         if self._forced is None:
-            self._forced = list(self.matcher.compute_ff_tokens())
+            self._forced = list(self.matcher.compute_ff_tokens()[:MOST_FORCED])
         return self._forced
 
     def copy(self) -> LLGuidanceMatcher:
@@ -114,7 +116,7 @@ class LLGuidanceBackend:
         # The first mask builds most of what later ones reuse, and may meet a limit; copies share it.
         masks = np.zeros((1, -(-self._tokenizer.vocab_size // 32)), np.int32)
         matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
-        forced = list(matcher.compute_ff_tokens())
+        forced = list(matcher.compute_ff_tokens()[:MOST_FORCED])
         if problem := matcher.get_error():
             raise refusal(wanted, problem)
         return LLGuidanceMatcher(self, matcher, masks[0], forced)
@@ -153,7 +155,7 @@ def version() -> str:
 
 def _grammar_of(wanted: StructuredOutput) -> str:
     """The library's own form of a request's. Raises ValueError and more for what it cannot read."""
-    wanted = closed(wanted)
+    wanted = prepared(wanted)
     match wanted.kind:
         case "json":
             return _json_grammar(wanted.text, wanted)
@@ -163,12 +165,34 @@ def _grammar_of(wanted: StructuredOutput) -> str:
             return LLMatcher.grammar_from_regex(_with_narrow_classes(wanted.text))
         case "choice":
             return LLMatcher.grammar_from_lark(
-                "start: " + " | ".join(json.dumps(each) for each in json.loads(wanted.text))
+                # A terminal may have more alternatives than a rule.
+                "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(each) for each in json.loads(wanted.text))
             )
         case "grammar":
-            return LLMatcher.grammar_from_lark(any_to_lark(wanted.text))
+            return LLMatcher.grammar_from_lark(_in_lark(wanted.text))
         case "structural_tag":
             return _tag_grammar(json.loads(wanted.text), wanted)
+
+
+def _in_lark(grammar: str) -> str:
+    if not is_gbnf(grammar):
+        return grammar
+    return str(gbnf_to_lark(_ESCAPED_CODE.sub(_character, grammar)))
+
+
+def _character(escape: re.Match[str]) -> str:
+    """As the library's converter takes it: an escape of more than two digits loses its zeros there."""
+    code = int((escape["four"] or escape["eight"] or ""), 16) if escape["four"] or escape["eight"] else None
+    if code is None:
+        return escape[0]
+    if code < 128:  # it may mean something in a set or a text
+        return rf"\x{code:02x}"
+    if 0xD800 <= code < 0xE000 or code > sys.maxunicode:
+        raise ValueError(f"{escape[0]} is no character")
+    return chr(code)
+
+
+_ESCAPED_CODE = re.compile(r"\\(?:u(?P<four>[0-9a-fA-F]{4})|U(?P<eight>[0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def _with_narrow_classes(pattern: str) -> str:
@@ -217,7 +241,7 @@ def _tag_grammar(tag: Any, wanted: StructuredOutput) -> str:
         written = _ESCAPED.sub(lambda found: _IN_LARK.get(found[0], found[0]), _with_narrow_classes(pattern))
         return f"/{written}/"
 
-    return in_lark(format_of(tag), schema_of=schema_of, regex_of=regex_of, lark_of=any_to_lark)
+    return in_lark(format_of(tag), schema_of=schema_of, regex_of=regex_of, lark_of=_in_lark)
 
 
 def _problem_of(schema: Any, limits: LLParserLimits) -> str:

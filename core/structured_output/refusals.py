@@ -7,6 +7,9 @@ from headrace.ipc.messages import StructuredOutput
 
 LONGEST_REASON = 600
 """Characters of a library's reason, which may quote the grammar."""
+NO_ANSWER = "there is no text of that form: what it refers to leads back to itself, or excludes every text"
+_IN_WORDS = {"NoExtensionBias": NO_ANSWER}
+"""Of llguidance's codes that stand for a sentence."""
 _NAMES = {
     "json": "JSON schema",
     "json_object": "JSON object",
@@ -27,5 +30,6 @@ def refusal(wanted: StructuredOutput, problem: str, where: str = "") -> InvalidR
 
 def reason(problem: str) -> str:
     """In one line, and without the library's own stack."""
-    problem = " ".join(problem.split("<backtrace>", maxsplit=1)[0].split())
+    problem = " ".join(problem.split("<backtrace>", maxsplit=1)[0].removesuffix("<non-verbose/>").split())
+    problem = _IN_WORDS.get(problem, problem)
     return problem if len(problem) <= LONGEST_REASON else f"{problem[: LONGEST_REASON - 3]}..."

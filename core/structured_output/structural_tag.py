@@ -58,13 +58,28 @@ def format_of(tag: Any) -> Any:
 
 def with_schemas(form: Any, change: Callable[[Any], Any]) -> Any:
     """A format with its JSON schemas changed."""
+    return _with_parts(form, _SCHEMA, _SCHEMA, change)
+
+
+def with_patterns(form: Any, change: Callable[[str], str]) -> Any:
+    """A format with its regular expressions changed."""
+    return _with_parts(form, "regex", "pattern", change)
+
+
+def _with_parts(form: Any, kind: str, field: str, change: Callable[[Any], Any]) -> Any:
+    """A format with that field of its parts of one kind changed."""
     if isinstance(form, list):
-        return [with_schemas(each, change) for each in form]
+        return [_with_parts(each, kind, field, change) for each in form]
     if not isinstance(form, dict):
         return form
-    is_schema = form.get("type") == _SCHEMA
+    is_of_kind = form.get("type") == kind
     return {
-        name: change(value) if is_schema and name == _SCHEMA else with_schemas(value, change)
+        name: change(value)
+        if is_of_kind and name == field
+        # A schema is no format, whatever it has within.
+        else value
+        if name == _SCHEMA
+        else _with_parts(value, kind, field, change)
         for name, value in form.items()
     }
 

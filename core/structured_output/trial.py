@@ -25,6 +25,7 @@ import numpy as np
 import psutil
 
 from headrace.core.structured_output.backend import Backend, Matcher, Vocabulary
+from headrace.core.structured_output.refusals import NO_ANSWER
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 from headrace.ipc.process.child import STOP_SIGNALS, leave_signals_to_parent
@@ -34,7 +35,7 @@ from headrace.ipc.wait import Deadline, WaitTimeoutError
 MOST_COMPUTING_S = 1.0
 """Of one grammar."""
 MOST_MASK_S = 0.1
-"""Of computing one mask, which other requests wait for."""
+"""Of computing one mask, or what is forced at one place, which other requests wait for."""
 MOST_BYTES = 512 << 20
 """Of memory beside what the process has without a grammar."""
 MOST_WAIT_S = 20.0
@@ -173,6 +174,7 @@ def main(fd: int) -> None:
             signal.setitimer(signal.ITIMER_PROF, MOST_COMPUTING_S)  # its signal ends this process
             backend = made[candidate.backend]
             problem = _walk(backend, backend.compile(candidate.wanted), vocabulary.vocab_size)
+            problem = problem and f"SamplingParams.structured_outputs: {problem}"
         except HeadraceError as error:
             problem = str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -190,16 +192,23 @@ def _walk(backend: Backend, matcher: Matcher, vocab_size: int) -> str:
         began_s = time.thread_time()
         backend.fill([(matcher, 0, [])], mask)
         if time.thread_time() - began_s > MOST_MASK_S:
-            return (
-                f"SamplingParams.structured_outputs: finding the tokens that the grammar allows takes more than "
-                f"{MOST_MASK_S:g} s, which is as much as it may"
-            )
+            return _takes_too_long("finding the tokens that the grammar allows")
+        began_s = time.thread_time()
+        matcher.forced_tokens()
+        if time.thread_time() - began_s > MOST_MASK_S:
+            return _takes_too_long("finding the text that the grammar forces")
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        if matcher.is_complete or matcher.problem or not len(allowed):
+        if matcher.is_complete or matcher.problem:
             break
+        if not len(allowed):
+            return NO_ANSWER
         if not matcher.accept(int(chance.choice(allowed))):
             break
-    return f"SamplingParams.structured_outputs: {matcher.problem}" if matcher.problem else ""
+    return matcher.problem
+
+
+def _takes_too_long(what: str) -> str:
+    return f"{what} takes more than {MOST_MASK_S:g} s, which is as much as it may"
 
 
 def _limit_memory() -> None:

@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.core.structured_output.backend import Backend, still_forced
-from headrace.core.structured_output.json_schema import closed, with_schemas_in_lark
+from headrace.core.structured_output.backend import MOST_FORCED, Backend, still_forced
+from headrace.core.structured_output.forms import is_gbnf, prepared
+from headrace.core.structured_output.json_schema import with_schemas_in_lark
 from headrace.core.structured_output.refusals import refusal
-from headrace.core.structured_output.structural_tag import format_of, with_schemas
-from headrace.core.structured_output.xgrammar_schema import followed
+from headrace.core.structured_output.structural_tag import format_of, with_patterns, with_schemas
+from headrace.core.structured_output.xgrammar_schema import followed, followed_expression
 from headrace.ipc.messages import StructuredOutput
 
 PACKAGE = "xgrammar"
@@ -190,7 +191,7 @@ class TokenTexts:
     def spell(self, data: bytes) -> list[int]:
         """Tokens of a text, from the left the longest each: nearly always what a tokenizer makes of it."""
         at, found = 0, list[int]()
-        while at < len(data):
+        while at < len(data) and len(found) < MOST_FORCED:
             ends = range(min(len(data), at + LONGEST_FORCED), at, -1)
             end = next((end for end in ends if data[at:end] in self._token_ids), None)
             if end is None:
@@ -264,23 +265,24 @@ class XGrammarBackend:
 
     def _compiled(self, wanted: StructuredOutput) -> Any:
         """Raises ValueError and more for what it cannot read."""
-        wanted = closed(wanted)
+        wanted = prepared(wanted)
         match wanted.kind:
             case "json":
                 return self._compiled_json(followed(json.loads(wanted.text)), wanted)
             case "json_object":
                 return self._compiled_json({"type": "object"}, wanted)
             case "regex":
-                return self._compiler.compile_regex(wanted.text)
+                return self._compiler.compile_regex(followed_expression(wanted.text))
             case "choice":
                 choices = " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(wanted.text))
                 return self._compiler.compile_grammar_from_strings(f"root ::= {choices}", "root")
             case "grammar":
-                if _RULE_OF_GBNF.search(wanted.text):
+                if is_gbnf(wanted.text):
                     return self._compiler.compile_grammar_from_strings(wanted.text, "root")
                 return self._compiler.compile_lark(with_schemas_in_lark(wanted.text, followed), [], [])
             case "structural_tag":
                 form = with_schemas(format_of(json.loads(wanted.text)), followed)
+                form = with_patterns(form, followed_expression)
                 return self._compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": form}))
 
     def _compiled_json(self, schema: Any, wanted: StructuredOutput) -> Any:
@@ -297,8 +299,6 @@ def _has_json(wanted: StructuredOutput) -> bool:
     return wanted.kind == "grammar" and "%json" in wanted.text
 
 
-_RULE_OF_GBNF = re.compile(r"^[^\S\n]*[\w-]+\s*::=", re.MULTILINE)
-"""Within a line up to its name: what could go on over empty lines would be tried anew at each of them."""
 BACKEND = XGrammarBackend
 
 

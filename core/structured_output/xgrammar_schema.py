@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from headrace.core.structured_output.expressions import parts_of, written
+
 FOLLOWED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
@@ -31,12 +33,25 @@ _IGNORED = frozenset(
         *("not", "if", "then", "else", "oneOf", "contains", "minContains", "maxContains", "uniqueItems", "multipleOf"),
         *("patternProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
         *("unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor"),
-        *("additionalItems",),
+        *("additionalItems", "format"),
     }
 )
+_OBJECT: tuple[type, ...] = (dict,)
+_SHAPES: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("properties", "$defs", "definitions"), (_OBJECT, "an object")),
+        **dict.fromkeys(("anyOf", "allOf", "prefixItems", "enum", "required"), ((list,), "a list")),
+        **dict.fromkeys(("pattern", "$ref"), ((str,), "a text")),
+        "type": ((str, list), "a type, or a list of types"),
+    }
+)
+_NOT_EMPTY = ("anyOf", "allOf", "enum", "type")
 _LENGTHS = ("minLength", "maxLength")
 _CHARACTER = r'[^"\\\r\n]'
 """As the library has them in texts of bounded length. As ranges its masks would cost more than those lengths' own."""
+_BEYOND_ASCII = frozenset("DWSpP")
+_ESCAPED = (*range(0x20), ord('"'), ord("\\"))
+"""Characters that a text in JSON has escaped alone."""
 LONGEST_PATTERN = 128
 """Characters whose places in a pattern the library tells apart: of more it computes no masks beforehand."""
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
@@ -65,12 +80,24 @@ def followed(schema: Any, pointer: str = "") -> Any:
             raise ValueError(f"it does not follow {name} (at {pointer or '/'})")
     if "$id" in schema and pointer:
         raise ValueError(f"it does not follow $id (at {pointer})")
+    _check_shapes(schema, pointer)
     definitions = {
         name: {key: followed(value, f"{pointer}/{name}/{key}") for key, value in schema[name].items()}
         for name in ("$defs", "definitions")
         if name in schema
     }
     return definitions | _body(schema, pointer)
+
+
+def _check_shapes(schema: dict[str, Any], pointer: str) -> None:
+    """That each keyword has what JSON Schema lets it have: an object, a list of one thing at least, ..."""
+    for name, (kind, what) in _SHAPES.items():
+        if name in schema and not isinstance(schema[name], kind):
+            raise ValueError(f"{name} must be {what} (at {pointer or '/'})")
+        if name in _NOT_EMPTY and name in schema and not schema[name]:
+            raise ValueError(f"{name} must not be empty, as nothing would be valid (at {pointer or '/'})")
+    if not all(isinstance(each, str) for each in schema.get("required", ())):
+        raise ValueError(f"required must be a list of names (at {pointer or '/'})")
 
 
 def _body(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
@@ -123,9 +150,34 @@ def _typed(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
         found[name] = value
     if kinds == "object":
         _name_required(found, pointer)
+    if "pattern" in found:
+        found["pattern"] = _followed_pattern(found["pattern"], pointer)
     if kinds == "string":
         _count_by_pattern(found, pointer)
     return found
+
+
+def followed_expression(pattern: str) -> str:
+    """In words that the library reads as `re` does. Raises ValueError for what it cannot say."""
+    parts = parts_of(pattern)
+    for part in parts:
+        if part.classes & _BEYOND_ASCII or (part.is_negated and part.classes):
+            raise ValueError(f"it does not follow {part.text}, of which more than ASCII is left out")
+        if part.text == ".":
+            part.text = r"[^\n]"
+    return written(parts)
+
+
+def _followed_pattern(pattern: str, pointer: str) -> str:
+    """Of a text in JSON, where the library writes no escapes."""
+    try:
+        pattern = followed_expression(pattern)
+    except ValueError as error:
+        raise ValueError(f"{error} (at {pointer}/pattern)") from None
+    for part in parts_of(pattern):
+        if not part.is_negated and any(low <= each <= high for low, high in part.ranges for each in _ESCAPED):
+            raise ValueError(f"it does not follow {part.text}, as JSON escapes some of that (at {pointer}/pattern)")
+    return pattern
 
 
 def _count_by_pattern(schema: dict[str, Any], pointer: str) -> None:

@@ -17,7 +17,7 @@ import lark
 import pytest
 import regex
 import tiny_models
-from test_structured_outputs import ENGINE, form, random_schema
+from test_structured_outputs import BOUNDED, ENGINE, WITHOUT_FORMATS, form, random_schema
 
 from headrace import LLM
 
@@ -30,9 +30,14 @@ MOST_TOKENS = 280
 
 
 @pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
-def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def llm(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = tiny_models.save("llama", tmp_path_factory.mktemp("model"), tokenizer=True)
-    config = {"backend": f"{request.param}:no-fallback"}
+    config = {"backend": f"{backend}:no-fallback"}
     with LLM(model=str(folder), in_process=True, structured_outputs_config=config, **ENGINE) as llm:
         llm.generate(["the water"], form(regex="ready"), use_tqdm=False)  # starts what tries grammars
         yield llm
@@ -61,10 +66,13 @@ def check_sentence(_: str, text: str, is_whole: bool) -> None:
         PARSER.parse_interactive(text).exhaust_lexer()  # raises at the first terminal that nothing can complete
 
 
-def forms(numbers: random.Random) -> list[tuple[dict[str, Any], Any, Callable[[Any, str, bool], None]]]:
+Asked = list[tuple[dict[str, Any], Any, Callable[[Any, str, bool], None]]]
+
+
+def forms(numbers: random.Random, bounded: list[Any]) -> Asked:
     """What is asked for, what it has to be, and who judges that."""
-    schemas = [random_schema(numbers) for _ in range(12)]
-    asked: list[tuple[dict[str, Any], Any, Callable[[Any, str, bool], None]]] = []
+    schemas = [random_schema(numbers, bounded=bounded) for _ in range(12)]
+    asked: Asked = []
     asked += [
         ({"json": schema, "disable_any_whitespace": nth % 2 == 0}, schema, check_json)
         for nth, schema in enumerate(schemas)
@@ -75,9 +83,9 @@ def forms(numbers: random.Random) -> list[tuple[dict[str, Any], Any, Callable[[A
     return asked
 
 
-def test_what_max_tokens_cuts_is_the_beginning_of_something_of_the_form(llm: LLM) -> None:
+def test_what_max_tokens_cuts_is_the_beginning_of_something_of_the_form(llm: LLM, backend: str) -> None:
     numbers = random.Random(5)
-    asked = forms(numbers)
+    asked = forms(numbers, WITHOUT_FORMATS if backend == "xgrammar" else BOUNDED)
     whole = [form(**of, seed=seed, max_tokens=MOST_TOKENS) for seed, (of, _, _) in enumerate(asked)]
     cuts, cut = list[int](), []
     wholes = llm.generate(["the water"] * len(whole), whole, use_tqdm=False)

@@ -1,0 +1,207 @@
+r"""Regular expressions in the words that every library reads as Python's `re` does.
+
+Libraries differ from `re`, and from each other: one reads `[[:alpha:]]` as letters, another passes over `a$b`'s anchor
+or takes `\Z` for a Z. What a library would read otherwise is written so that it cannot, or refused with what to write.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+import msgspec
+
+_PART = re.compile(
+    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\}|U[0-9a-fA-F]{8}|[pP](?:\{[^}]*\}|[A-Za-z])|.)"
+    r"|\(\?(?:P?<[A-Za-z_]\w*>|[a-zA-Z-]*[:)])|\{\d+(?:,\d*)?\}|[^\\\[(){|^$*+?.]+|.",
+    re.DOTALL,
+)
+_IN_SET = re.compile(_PART.pattern.split("|\\(", maxsplit=1)[0] + "|.", re.DOTALL)
+_CODE = re.compile(r"\\[xuU]\{?([0-9a-fA-F]+)")
+_ESCAPES = frozenset("dDwWsSnrtfvapP")
+_CONTROLS: Mapping[str, int] = MappingProxyType({"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "a": 7, "b": 8})
+_WRITE: Mapping[str, str] = MappingProxyType(
+    {
+        "A": "write ^",
+        "Z": "write $",
+        "z": "write $",
+        "b": "word boundaries are not followed",
+        "B": "word boundaries are not followed",
+        "x": r"write two digits, as \x41",
+        "u": r"write four digits, as \u0041",
+        "U": r"write eight digits, as \U00000041",
+    }
+)
+_GROUPS = (
+    (("(?=", "(?!"), "lookaheads are not followed"),
+    (("(?<=", "(?<!"), "lookbehinds are not followed"),
+    (("(?P=",), "references to groups are not followed"),
+    (("(?>",), "atomic groups are not followed: write (?:"),
+    (("(?#",), "comments are not followed"),
+    (("(?(",), "conditions are not followed"),
+)
+_FLAGS = frozenset("ims-")
+_REPEATS = ("*", "+", "?", "{")
+_OPERATIONS = ("&&", "--", "~~")
+
+
+class Part(msgspec.Struct):
+    """Of an expression: a group's beginning or end, `|`, an anchor, a repeat, or what stands for characters."""
+
+    text: str
+    at: int
+    ranges: tuple[tuple[int, int], ...] = ()
+    """Of the characters that it names one by one, from and to."""
+    classes: frozenset[str] = frozenset()
+    r"""Letters of escapes such as \d within."""
+    is_negated: bool = False
+
+    @property
+    def is_repeat(self) -> bool:
+        return self.text.startswith(_REPEATS)
+
+
+def parts_of(pattern: str) -> list[Part]:
+    """Raises ValueError, with the place, for what cannot be followed as `re` would."""
+    found, at = list[Part](), 0
+    while at < len(pattern):
+        text = _PART.match(pattern, at)[0]  # type: ignore[index]  # its last alternative is any character
+        if text == "[":
+            part, at = _set_at(pattern, at)
+        else:
+            part = _part(pattern, text, at)
+            at += len(text)
+        if part.is_repeat and found and found[-1].is_repeat and part.text != "?":
+            raise _wrong(
+                part,
+                "it repeats a repeat; possessive ones are not followed, and others are written as (?:a+)+",
+            )
+        found.append(part)
+    _check_anchors(found)
+    _check_anchors(found[::-1], opening=")", closing="(", anchor="$", where="end")
+    return found
+
+
+def written(parts: Iterable[Part]) -> str:
+    return "".join(each.text for each in parts)
+
+
+def in_common_words(pattern: str) -> str:
+    """The same expression as every library reads it. Raises ValueError."""
+    return written(parts_of(pattern))
+
+
+def _part(pattern: str, text: str, at: int) -> Part:
+    if text.startswith("\\"):
+        return _escape(text, at)
+    if text == "\\":
+        raise _wrong(Part(text, at), "it escapes nothing")
+    if text == "{":
+        raise _wrong(Part(text, at), r"it begins no count, as {2}, {2,} and {0,2} are; for the character write \{")
+    if text.startswith("(?"):
+        if not text.endswith(">") and not set(text[2:-1]) <= _FLAGS:
+            raise _wrong(Part(text, at), "one of its flags is not followed; i, m and s are")
+        return Part(text, at)
+    if text == "(" and pattern.startswith("(?", at):
+        for beginnings, why in _GROUPS:
+            if found := next((each for each in beginnings if pattern.startswith(each, at)), ""):
+                raise _wrong(Part(found, at), why)
+        raise _wrong(Part(pattern[at : at + 3], at), "such groups are not followed")
+    if text[0] in "()|^$*+?.{":
+        return Part(text, at)
+    return Part(text, at, tuple((ord(each), ord(each)) for each in sorted(set(text))))
+
+
+def _escape(text: str, at: int, *, in_set: bool = False) -> Part:
+    if len(text) == 1:
+        raise _wrong(Part(text, at), "it escapes nothing")
+    letter = text[1]
+    if code := _CODE.match(text):
+        return Part(text, at, ((int(code[1], 16),) * 2,))
+    if letter in _CONTROLS and (letter != "b" or in_set):
+        text = rf"\x{_CONTROLS[letter]:02x}" if letter == "b" else text
+        return Part(text, at, ((_CONTROLS[letter],) * 2,))
+    if letter in _ESCAPES:
+        return Part(text, at, classes=frozenset(letter))
+    if letter.isdigit():
+        raise _wrong(Part(text, at), r"neither references to groups nor octal digits are followed; write \x0a")
+    if letter.isalpha():
+        raise _wrong(Part(text, at), _WRITE.get(letter, "Python's re has no such escape"))
+    return Part(letter if letter in "<>" else text, at, ((ord(letter),) * 2,))  # \< is a word's beginning to some
+
+
+def _set_at(pattern: str, at: int) -> tuple[Part, int]:
+    """The set of characters that begins there, and where it ends."""
+    start, is_negated = at, pattern.startswith("[^", at)
+    at += 1 + is_negated
+    first, items, texts = at, list[Part](), list[str]()
+    while at < len(pattern):
+        if pattern[at] == "]" and at > first:
+            ranges = tuple(_ranges(items))
+            classes = frozenset().union(*(each.classes for each in items))
+            text = f"[{'^' if is_negated else ''}{''.join(texts)}]"
+            return Part(text, start, ranges, classes, is_negated), at + 1
+        if pattern.startswith("[:", at) and ":]" in pattern[at : at + 12]:
+            raise _wrong(
+                Part(pattern[at : pattern.index(":]", at) + 2], at),
+                "Python's re has no such class: write its characters, as A-Za-z",
+            )
+        if pattern.startswith(_OPERATIONS, at):
+            text = pattern[at : at + 2]
+            raise _wrong(Part(text, at), rf"some libraries compute with sets there: write \{text[0]}")
+        text = _IN_SET.match(pattern, at)[0]  # type: ignore[index]
+        if text.startswith("\\"):
+            item = _escape(text, at, in_set=True)
+        else:
+            item = Part(f"\\{text}" if text in "[]" else text, at, ((ord(text),) * 2,))
+        items.append(item)
+        texts.append(item.text)
+        at += len(text)
+    raise _wrong(Part("[", start), r"it is not closed; for the character write \[")
+
+
+def _ranges(items: Sequence[Part]) -> Iterator[tuple[int, int]]:
+    at = 0
+    while at < len(items):
+        is_range = at + 2 < len(items) and items[at + 1].text == "-"
+        if is_range:
+            if items[at].classes or items[at + 2].classes:
+                raise _wrong(items[at + 1], r"a range is from one character to another; for the character write \-")
+            yield items[at].ranges[0][0], items[at + 2].ranges[0][1]
+        else:
+            yield from items[at].ranges
+        at += 3 if is_range else 1
+
+
+def _check_anchors(
+    parts: Sequence[Part], opening: str = "(", closing: str = ")", anchor: str = "^", where: str = "beginning"
+) -> None:
+    """That nothing stands between an anchor and the edge that it is for, nor repeats it.
+
+    The other way round, where groups open with what closes them, for the other one."""
+    is_at_edge, opened = True, list[tuple[bool, int]]()  # at each open group: whether it begins at the edge; anchors
+    num_anchors = 0
+    for index, part in enumerate(parts):
+        following = parts[index + 1] if index + 1 < len(parts) else None
+        repeat = following.text if following is not None and following.is_repeat else ""
+        is_flag = part.text.startswith("(?") and part.text.endswith(")")
+        if part.text.startswith(opening) and not is_flag:
+            opened.append((is_at_edge, num_anchors))
+        elif part.text.startswith(closing) and not is_flag:
+            is_at_edge = False
+            if opened and opened.pop()[1] < num_anchors and repeat not in ("", "?"):
+                raise _wrong(part, f"it ends a group that has {anchor} and is repeated, which is not followed")
+        elif part.text == "|":
+            is_at_edge = opened[-1][0] if opened else True
+        elif part.text == anchor:
+            num_anchors += 1
+            if not is_at_edge or (anchor == "^" and repeat):
+                raise _wrong(part, f"it is followed at the {where} of the whole alone, and something stands between")
+        elif not is_flag and part.text not in ("^", "$"):
+            is_at_edge = False
+
+
+def _wrong(part: Part, why: str) -> ValueError:
+    shown = part.text if part.text.isprintable() else repr(part.text)
+    return ValueError(f"{shown} at {part.at}: {why}")

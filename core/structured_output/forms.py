@@ -1,0 +1,77 @@
+"""What is done to a form before any library takes it, so that all read it alike."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from headrace.core.structured_output.expressions import in_common_words
+from headrace.core.structured_output.json_schema import closed, with_schemas_in_lark
+from headrace.core.structured_output.structural_tag import format_of, with_patterns, with_schemas
+from headrace.ipc.messages import StructuredOutput
+
+_RULE_OF_GBNF = re.compile(r"^[^\S\n]*[\w-]+\s*::=", re.MULTILINE)
+"""Within a line up to its name: what could go on over empty lines would be tried anew at each of them."""
+_PRIORITY = re.compile(r"^([^\S\n]*[?!]{0,2}[a-z_][a-z_0-9]*)\.-?\d+([^\S\n]*:)", re.MULTILINE)
+"""Of a rule of Lark's: it chooses between trees of one text, and no text depends on it, as may be with a terminal's."""
+_VALUES = ("enum", "const", "default", "examples")
+
+
+def prepared(wanted: StructuredOutput) -> StructuredOutput:
+    """Raises ValueError, KeyError and TypeError for what is no form of its kind."""
+    wanted = closed(wanted)
+    text = wanted.text
+    if wanted.kind == "regex":
+        text = in_common_words(text)
+    elif wanted.kind == "json" and '"pattern' in text:
+        text = json.dumps(with_expressions(json.loads(text), in_common_words))
+    elif wanted.kind == "structural_tag" and '"pattern' in text:
+        form = with_schemas(format_of(json.loads(text)), lambda schema: with_expressions(schema, in_common_words))
+        form = with_patterns(form, in_common_words)
+        text = json.dumps({"type": "structural_tag", "format": form})
+    elif wanted.kind == "grammar" and not is_gbnf(text):
+        text = _PRIORITY.sub(r"\1\2", text)
+        if '"pattern' in text:
+            text = with_schemas_in_lark(text, lambda schema: with_expressions(schema, in_common_words))
+    whitespace = in_common_words(wanted.whitespace_pattern)
+    return msgspec.structs.replace(wanted, text=text, whitespace_pattern=whitespace)
+
+
+def is_gbnf(grammar: str) -> bool:
+    """Else it is Lark's."""
+    return _RULE_OF_GBNF.search(grammar) is not None
+
+
+def with_expressions(schema: Any, change: Callable[[str], str], pointer: str = "") -> Any:
+    """A schema with its patterns changed. Raises ValueError with the place of one that cannot be."""
+    if isinstance(schema, list):
+        return [with_expressions(each, change, f"{pointer}/{index}") for index, each in enumerate(schema)]
+    if not isinstance(schema, dict):
+        return schema
+    found = dict[str, Any]()
+    for name, value in schema.items():
+        where = f"{pointer}/{name.replace('~', '~0').replace('/', '~1')}"
+        if name == "pattern" and isinstance(value, str):
+            found[name] = _changed(value, change, where)
+        elif name == "patternProperties" and isinstance(value, dict):
+            found[name] = {
+                _changed(pattern, change, where): with_expressions(each, change, f"{where}/{pattern}")
+                for pattern, each in value.items()
+            }
+        elif name in ("properties", "$defs", "definitions", "dependentSchemas") and isinstance(value, dict):
+            # Their names are no keywords.
+            found[name] = {each: with_expressions(inner, change, f"{where}/{each}") for each, inner in value.items()}
+        else:
+            found[name] = value if name in _VALUES else with_expressions(value, change, where)
+    return found
+
+
+def _changed(pattern: str, change: Callable[[str], str], where: str) -> str:
+    try:
+        return change(pattern)
+    except ValueError as error:
+        raise ValueError(f"{error} (at {where})") from None
