@@ -32,11 +32,41 @@ COMPILATION = (
 CONFIG_DICTS = ("ProfilerConfig", "ReasoningConfig", "SpeculativeConfig", "StructuredOutputsConfig")
 CONFIGS = (
     *("AttentionConfig", "CacheConfig", *COMPILATION, *CONFIG_DICTS, "DeviceConfig", "EPLBConfig", "KVEventsConfig"),
-    *("KVTransferConfig", "KernelConfig", "LoRAConfig", "LoadConfig", "ModelConfig", "MultiModalConfig"),
+    *("KVTransferConfig", "KernelConfig", "LoRAConfig", "LoadConfig", "LogprobsMode", "ModelConfig"),
+    "MultiModalConfig",
     *("ObservabilityConfig", "ParallelConfig", "PoolerConfig", "SchedulerConfig", "SpeechToTextConfig"),
     *("SpeechToTextParams", "VllmConfig", "WatermarkConfig", "WeightTransferConfig", "get_current_vllm_config"),
     "set_current_vllm_config",
 )
+CONFIG_MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
+    {
+        "attention": ("AttentionConfig",),
+        "cache": ("CacheConfig",),
+        "compilation": COMPILATION,
+        "device": ("DeviceConfig",),
+        "kernel": ("KernelConfig",),
+        "kv_events": ("KVEventsConfig",),
+        "kv_transfer": ("KVTransferConfig",),
+        "load": ("LoadConfig",),
+        "lora": ("LoRAConfig",),
+        "model": ("LogprobsMode", "ModelConfig"),
+        "multimodal": ("MultiModalConfig",),
+        "observability": ("ObservabilityConfig",),
+        "parallel": ("EPLBConfig", "ParallelConfig"),
+        "pooler": ("PoolerConfig",),
+        "profiler": ("ProfilerConfig",),
+        "reasoning": ("ReasoningConfig",),
+        "scheduler": ("SchedulerConfig",),
+        "speculative": ("SpeculativeConfig",),
+        "structured_outputs": ("StructuredOutputsConfig",),
+        "vllm": ("VllmConfig", "get_current_vllm_config", "set_current_vllm_config"),
+        "watermarking": ("WatermarkConfig",),
+        "weight_transfer": ("WeightTransferConfig",),
+    }
+)
+"""Where vLLM defines what its `config` offers."""
+LOGPROBS = ("FlatLogprobs", "Logprob", "LogprobsOnePosition", "PromptLogprobs", "SampleLogprobs")
+TOKENIZERS = ("TokenizerLike", "cached_get_tokenizer", "cached_tokenizer_from_config", "get_tokenizer")
 PROCESSORS = (
     *("AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality", "RequestLogitsProcessor"),
 )
@@ -48,8 +78,7 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
     {
         "beam_search": ("BeamSearchOutput", "BeamSearchSequence"),
         "config": CONFIGS,
-        "config.compilation": COMPILATION,
-        "config.kv_transfer": ("KVTransferConfig",),
+        **{f"config.{name}": names for name, names in CONFIG_MODULES.items()},
         "distributed": GROUPS,
         "distributed.parallel_state": GROUPS,
         "engine": (),
@@ -66,14 +95,15 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
         "inputs": PROMPTS,
         "inputs.data": PROMPTS,
         "logger": ("init_logger",),
-        "logprobs": ("FlatLogprobs", "Logprob"),
+        "logprobs": LOGPROBS,
         "lora": (),
         "lora.request": ("LoRARequest",),
         "outputs": (*OUTPUTS, "Logprob", "RequestMetrics"),
         "pooling_params": ("LateChunkingParams", "LateInteractionParams", "PoolingParams"),
         "sampling_params": (*SAMPLING, "GuidedDecodingParams"),
         "sequence": ("Logprob", "RequestMetrics"),
-        "tokenizers": ("TokenizerLike", "cached_get_tokenizer", "cached_tokenizer_from_config", "get_tokenizer"),
+        "tokenizers": TOKENIZERS,
+        "tokenizers.registry": TOKENIZERS,
         "transformers_utils": (),
         "transformers_utils.repo_utils": ("hf_api",),
         "transformers_utils.tokenizer": ("get_tokenizer",),
@@ -118,6 +148,10 @@ HOMES: Mapping[str, str] = types.MappingProxyType(
         "EngineClient": "frontend.api.async_llm:AsyncLLM",
         "EngineGenerateError": "ipc.failure:RequestFailedError",
         "FlatLogprobs": "frontend.api.outputs:FlatLogprobs",
+        "LogprobsMode": "core.options.engine_options:LogprobsMode",
+        "LogprobsOnePosition": "frontend.api.outputs:LogprobsOfPosition",
+        "PromptLogprobs": "frontend.api.outputs:PromptLogprobs",
+        "SampleLogprobs": "frontend.api.outputs:SampleLogprobs",
         "FlexibleArgumentParser": "core.options.parsing:OptionParser",
         "GenerationError": "ipc.failure:RequestFailedError",
         "ModelConfig": "frontend.api.engine_config:ModelConfig",

@@ -15,6 +15,7 @@ from headrace.core.options.option import Option, Secret
 
 MODEL, TOKENIZER, CACHE, SCHEDULER, PROCESS = "Model", "Tokenizer", "KV cache", "Scheduler", "Process"
 PARALLEL = "Parallel execution"
+LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 FileFormat = Literal["safetensors", "pt", "gguf", "mistral", "sharded_state"]
 
 
@@ -175,7 +176,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int, Option(MODEL, "Most log-probabilities a request may ask for per token; -1 is the vocabulary", minimum=-1)
     ] = 20
     logprobs_mode: Annotated[
-        Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"],
+        LogprobsMode,
         Option(
             MODEL,
             "What is reported of output tokens: raw is the model's own, processed what tokens are drawn from, after "

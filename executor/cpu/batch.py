@@ -8,10 +8,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from headrace.core.options.engine_options import LogprobsMode
 from headrace.executor.sampling.row_processors import Position, RowProcessor, processors_of
 from headrace.executor.sampling.token_rules import TokenRules, rules_of
 from headrace.executor.sampling.verification import SampledPositions
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from headrace.executor.sampling.logits_processors import LogitsProcessors
     from headrace.executor.sampling.penalties import TokenCounts
 
-LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, as in vLLM."""
 

@@ -81,6 +81,12 @@ class FlatLogprobs(MutableSequence[Any]):
         }
 
 
+SampleLogprobs = list[LogprobsOfPosition] | FlatLogprobs
+"""One entry per output token."""
+PromptLogprobs = list[LogprobsOfPosition | None] | FlatLogprobs
+"""One entry per prompt token; the first is None, for nothing comes before it."""
+
+
 class RequestMetrics(msgspec.Struct):
     """Where a request's time went. Seconds; None until known. Of several outputs (n > 1), the slowest."""
 
@@ -129,8 +135,7 @@ class CompletionOutput(msgspec.Struct):
     token_ids: list[int]
     cumulative_logprob: float | None = None
     """Sum of the sampled tokens' log-probabilities; None unless `logprobs` was asked for."""
-    logprobs: list[LogprobsOfPosition] | FlatLogprobs | None = None
-    """One entry per token of `token_ids`."""
+    logprobs: SampleLogprobs | None = None
     finish_reason: str | None = None
     """stop, length, repetition or abort; None while it runs."""
     stop_reason: int | str | None = None
@@ -152,8 +157,7 @@ class RequestOutput(msgspec.Struct):
     prompt: str | None
     """The prompt's text; None when token ids were given."""
     prompt_token_ids: list[int]
-    prompt_logprobs: list[LogprobsOfPosition | None] | FlatLogprobs | None = None
-    """One entry per prompt token; the first is None, for nothing comes before it."""
+    prompt_logprobs: PromptLogprobs | None = None
     outputs: list[CompletionOutput] = []
     finished: bool = False
     metrics: RequestMetrics | None = None

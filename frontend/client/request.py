@@ -19,8 +19,10 @@ from headrace.frontend.api.outputs import (
     FlatLogprobs,
     Logprob,
     LogprobsOfPosition,
+    PromptLogprobs,
     RequestMetrics,
     RequestOutput,
+    SampleLogprobs,
 )
 from headrace.frontend.api.parameters.repetition import STOP_REASON
 from headrace.frontend.api.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
@@ -83,7 +85,7 @@ class SequenceState:
         self.stop_reason: int | str | None = None
         self._new_text: list[str] = []
         self._text = ""
-        self._logprobs: list[LogprobsOfPosition] | FlatLogprobs = FlatLogprobs() if params.flat_logprobs else []
+        self._logprobs: SampleLogprobs = FlatLogprobs() if params.flat_logprobs else []
         self._num_read = 0
         self._end_read = False
 
@@ -155,7 +157,7 @@ class SequenceState:
         )
 
     @property
-    def told_logprobs(self) -> list[LogprobsOfPosition] | FlatLogprobs:
+    def told_logprobs(self) -> SampleLogprobs:
         """In the user's form, of the tokens that were read."""
         return self._logprobs
 
@@ -178,7 +180,7 @@ class RequestStream:
         self.sequences = [self._new_sequence(first_slot + index, index) for index in range(params.n)]
         self.num_unfinished = params.n
         self.num_cached_tokens: int | None = None
-        self._prompt_logprobs: list[LogprobsOfPosition | None] | FlatLogprobs | None = None
+        self._prompt_logprobs: PromptLogprobs | None = None
         self._prompt_rows: list[LogprobRows] = []  # which have come, and are not in the user's form yet
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = FlatLogprobs() if params.flat_logprobs else []
@@ -307,7 +309,7 @@ class RequestStream:
         self.num_prompt_logprobs += len(rows.ranks)
 
     @property
-    def prompt_logprobs(self) -> list[LogprobsOfPosition | None] | FlatLogprobs | None:
+    def prompt_logprobs(self) -> PromptLogprobs | None:
         """Of each prompt position so far, in the user's form; None unless they were asked for."""
         if self._prompt_logprobs is not None and self._prompt_rows:
             taken, self._prompt_rows = self._prompt_rows, []

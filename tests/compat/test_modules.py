@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
 
@@ -50,6 +51,27 @@ def test_names_are_the_same_objects_everywhere() -> None:
     assert TokensPrompt is headrace.TokensPrompt
     parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--max_model_len", "64"])
     assert EngineArgs.from_cli_args(parsed).max_model_len == 64
+
+
+# tests/v1/sample/test_logprobs.py, tests/test_logprobs.py and others import these where vLLM defines them.
+def test_config_and_type_names_are_where_vllm_defines_them() -> None:
+    from headrace import config, logprobs
+    from headrace.config.cache import CacheConfig
+    from headrace.config.model import LogprobsMode, ModelConfig
+    from headrace.config.scheduler import SchedulerConfig
+    from headrace.config.vllm import VllmConfig
+    from headrace.tokenizers.registry import cached_tokenizer_from_config
+
+    assert (config.CacheConfig, config.ModelConfig) == (CacheConfig, ModelConfig)
+    assert (config.SchedulerConfig, config.VllmConfig) == (SchedulerConfig, VllmConfig)
+    assert config.LogprobsMode is LogprobsMode
+    assert headrace.tokenizers.cached_tokenizer_from_config is cached_tokenizer_from_config
+    for mode in get_args(LogprobsMode):
+        assert parse_options(logprobs_mode=mode).logprobs_mode == mode
+    one = {3: headrace.Logprob(-0.5, 1, "a")}
+    assert isinstance(one, get_origin(logprobs.LogprobsOnePosition))
+    assert isinstance([one], get_origin(get_args(logprobs.SampleLogprobs)[0]))
+    assert logprobs.FlatLogprobs in get_args(logprobs.PromptLogprobs)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 from test_sampler import EOS, Case, random_logits
 
 from headrace import LLM, SamplingParams
-from headrace.executor.cpu.batch import BatchState, LogprobsMode
+from headrace.core.options.engine_options import LogprobsMode
+from headrace.executor.cpu.batch import BatchState
 from headrace.executor.sampling.sampler import sample
 from headrace.ipc.messages import Sampling
 
@@ -54,7 +56,7 @@ def reference(logits: torch.Tensor, case: Case, mode: str) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
+@pytest.mark.parametrize("mode", get_args(LogprobsMode))
 def test_what_is_reported_is_what_the_mode_says(mode: LogprobsMode) -> None:
     batch = BatchState(len(CASES), 64, 16, (EOS,))
     batch.sampling.logprobs_mode = mode
