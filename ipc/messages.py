@@ -398,7 +398,7 @@ class Welcome(Message):
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerInfo | None
     """None when the core runs without a tokeniser: prompts must be token ids."""
-    generation_defaults: dict[str, float | int]
+    generation_defaults: dict[str, float | int | list[int]]
     """Sampling fields that the model's generation_config sets, under SamplingParams' names."""
     startup_s: dict[str, float]
     """Seconds of each start-up phase, in order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +34,10 @@ BY_DEVICE = ("int8", "int4", "fp8")
 """How `quantization` quantises float weights as they are loaded, with kernels of the device's own."""
 TO_FORMS = ("bitsandbytes", "experts_int8")
 """The same, to what the kernels take of quantised checkpoints: see executor/checkpoints/quantisation/as_loaded.py."""
+
+TOKEN_IDS = ("stop_token_ids", "eos_token_id")
+"""Of `override_generation_config`: a request's stop tokens are joined with the ones, and the others end answers in the
+place of the model's own."""
 
 
 def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], int] | None = None) -> Plan:
@@ -69,9 +73,11 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
     max_logprobs = options.max_logprobs
     if max_logprobs == -1 or max_logprobs > model.vocab_size:
         max_logprobs = decide("max_logprobs", model.vocab_size, "the whole vocabulary")
-    defaults, defaults_reason = _generation_defaults(options, model)
+    defaults, eos_token_ids, defaults_reason = _generation_defaults(options, model)
     if defaults:
         decide("sampling defaults", msgspec.json.encode(defaults).decode(), defaults_reason)
+    if eos_token_ids != model.eos_token_ids:
+        decide("eos_token_id", ", ".join(map(str, eos_token_ids)) or "none", defaults_reason)
     speculation = _speculation(options, model, max_num_seqs)
     if speculation is not None:
         decide("speculative_config", *speculation.described)
@@ -84,7 +90,7 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
         prefix_caching = decide("enable_prefix_caching", False, model.why_no_prefix_caching)
     return Plan(
         options=options,
-        model=msgspec.structs.replace(model, generation_defaults=defaults),
+        model=msgspec.structs.replace(model, generation_defaults=defaults, eos_token_ids=eos_token_ids),
         served_model_names=names,
         dtype=dtype,
         weights_stay_packed=packed,
@@ -253,11 +259,16 @@ def _default(model: ModelDescription, default: int, of_large_gpu: int) -> tuple[
     return default, "the default"
 
 
-def _generation_defaults(options: Options, model: ModelDescription) -> tuple[dict[str, Any], str]:
-    check_sampling_defaults(options.override_generation_config)
+def _generation_defaults(options: Options, model: ModelDescription) -> tuple[dict[str, Any], tuple[int, ...], str]:
+    """The sampling defaults, the end-of-sequence tokens, and the reason."""
+    check_sampling_defaults(options.override_generation_config, model.vocab_size)
     own = {} if options.generation_config == "vllm" else model.generation_defaults
-    override = options.override_generation_config
-    return {**own, **override}, "override_generation_config" if override else "the model's generation config"
+    override = dict(options.override_generation_config)
+    reason = "override_generation_config" if override else "the model's generation config"
+    for name in override.keys() & set(TOKEN_IDS):
+        override[name] = list(dict.fromkeys(_listed(override[name])))
+    eos_token_ids = override.pop("eos_token_id", model.eos_token_ids)
+    return {**own, **override}, tuple(eos_token_ids), reason
 
 
 def _asked(was_asked: bool, otherwise: str) -> str:
@@ -304,17 +315,36 @@ def steps_in_flight(options: Options, executor: Capacity) -> InFlight:
     return InFlight(2 if ahead else 1, True, why)
 
 
-def check_sampling_defaults(override: Mapping[str, Any]) -> None:
+def check_sampling_defaults(override: Mapping[str, Any], vocab_size: int | None = None) -> None:
     """Raises OptionError for what `override_generation_config` cannot set, or not to that."""
     known = model_defaults(Sampling)
-    unknown = [name for name in override if name not in known]
+    settable = (*known, *TOKEN_IDS)
+    unknown = [name for name in override if name not in settable]
     if unknown:
-        raise OptionError(f"override_generation_config cannot set {', '.join(unknown)}; it can set {', '.join(known)}")
+        raise OptionError(
+            f"override_generation_config cannot set {', '.join(unknown)}; it can set {', '.join(settable)}"
+        )
     for name, value in override.items():
-        _, kind, allowed = known[name]
-        is_number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-        if not is_number or value not in allowed:
+        if name in TOKEN_IDS:
+            expected = _token_ids_problem(value, vocab_size)
+        else:
+            _, kind, allowed = known[name]
+            is_number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
             whole = "whole " if kind is int else ""
-            raise OptionError(
-                f"override_generation_config sets {name}={value!r:.100}: it must be a {whole}number, {allowed.words()}"
-            )
+            expected = "" if is_number and value in allowed else f"a {whole}number, {allowed.words()}"
+        if expected:
+            raise OptionError(f"override_generation_config sets {name}={value!r:.100}: it must be {expected}")
+
+
+def _token_ids_problem(value: Any, vocab_size: int | None) -> str:
+    """What is expected instead; empty where the value is that."""
+    ids = _listed(value)
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
+        return "a token id or a list of them"
+    if vocab_size is not None and any(each >= vocab_size for each in ids):
+        return f"a token id or a list of them, each below {vocab_size}, the model's vocabulary"
+    return ""
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)

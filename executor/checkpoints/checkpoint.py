@@ -421,8 +421,8 @@ def _read_generation_config(folder: Path | None, options: Options) -> dict[str, 
 
 
 def _check_default(name: str, value: Any, what: str) -> None:
-    """name: in the file or of SamplingParams. Raises ModelError."""
-    _, kind, allowed = model_defaults(Sampling)[SAMPLING_FIELDS.get(name, name)]
+    """name: in the file. Raises ModelError."""
+    _, kind, allowed = model_defaults(Sampling)[SAMPLING_FIELDS[name]]
     if value is None or (kind is int and value == -1):  # "all of them", as vLLM writes it
         return
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
@@ -434,14 +434,11 @@ def _check_default(name: str, value: Any, what: str) -> None:
 def _sampling_defaults(generation: Mapping[str, Any], options: Options, file: Path) -> dict[str, Any]:
     """The fields that are set; transformers' own defaults, `do_sample` among them, say nothing about sampling here."""
     given = {} if options.generation_config == "vllm" else generation
-    fields = {**given, **options.override_generation_config}
     where = file if options.generation_config == "auto" else Path(options.generation_config) / "generation_config.json"
-    for name in given.keys() & SAMPLING_FIELDS.keys():
-        _check_default(name, given[name], f"{where}: {name}")
-    for name in options.override_generation_config.keys() & model_defaults(Sampling).keys():
-        _check_default(name, fields[name], f"override_generation_config: {name}")
-    known = SAMPLING_FIELDS | {name: name for name in options.override_generation_config}
-    return {known[name]: value for name, value in fields.items() if name in known and value is not None}
+    known = {name: value for name, value in given.items() if name in SAMPLING_FIELDS}
+    for name, value in known.items():
+        _check_default(name, value, f"{where}: {name}")
+    return {SAMPLING_FIELDS[name]: value for name, value in known.items() if value is not None}
 
 
 def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ class ModelConfig(Explained, frozen=True, kw_only=True):
     def get_vocab_size(self) -> int:
         return self.vocab_size
 
-    def get_diff_sampling_param(self) -> dict[str, float | int]:
+    def get_diff_sampling_param(self) -> dict[str, float | int | list[int]]:
         """Sampling fields that the model's generation config sets."""
         return dict(self.generation_defaults)
 

@@ -300,9 +300,6 @@ def test_sampling_defaults_are_the_fields_that_the_file_sets_under_our_names(tmp
     assert defaults() == {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
     assert defaults(generation_config="vllm") == {}
     assert defaults(generation_config=str(other)) == {"top_p": 0.5}
-    assert defaults(override_generation_config={"temperature": 0.1, "min_p": 0.2}) == {
-        "temperature": 0.1, "top_k": 20, "max_tokens": 99, "min_p": 0.2,
-    }  # fmt: skip
     with pytest.raises(ModelError, match=r"there is no generation_config\.json; auto is"):
         defaults(generation_config=str(tmp_path / "nowhere"))
     assert open_folder(tmp_path, load_format="dummy").eos_token_ids == (5, 7)

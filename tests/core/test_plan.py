@@ -161,6 +161,24 @@ def test_sampling_defaults() -> None:
         plan(override_generation_config={"temprature": 0.1})
 
 
+def test_tokens_that_end_answers_are_set_by_the_generation_config_that_overrides() -> None:
+    own = plan().model.eos_token_ids
+    stops = plan(override_generation_config={"stop_token_ids": [9, 7, 9], "min_p": 0.2})
+    assert stops.model.generation_defaults == {"temperature": 0.7, "top_p": 0.9, "min_p": 0.2, "stop_token_ids": [9, 7]}
+    assert stops.model.eos_token_ids == own
+    for ends_with, ids in ((5, (5,)), ([5, 6], (5, 6)), ([], ())):
+        ends = plan(override_generation_config={"eos_token_id": ends_with})
+        assert ends.model.eos_token_ids == ids
+        assert ends.model.generation_defaults == {"temperature": 0.7, "top_p": 0.9}
+        assert [each.reason for each in ends.decisions if each.name == "eos_token_id"] == ["override_generation_config"]
+    for name in ("stop_token_ids", "eos_token_id"):
+        for wrong in ("</s>", [1.0], [True], None, [-1]):
+            with pytest.raises(OptionError, match=rf"sets {name}=.*: it must be a token id or a list of them$"):
+                plan(override_generation_config={name: wrong})
+        with pytest.raises(OptionError, match=rf"sets {name}=\[1000\]: .*, each below 1000, the model's vocabulary"):
+            plan(override_generation_config={name: [1000]})
+
+
 def test_the_plan_has_one_reason_for_each_decision() -> None:
     decisions = {decision.name: (decision.value, decision.reason) for decision in plan(max_num_seqs=3).decisions}
     assert len(decisions) == len(plan(max_num_seqs=3).decisions)

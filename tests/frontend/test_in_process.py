@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -9,6 +10,9 @@ import pytest
 from headrace import LLM, EngineDeadError, SamplingParams
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.parameters.sampling_params import RequestOutputKind
+from headrace.frontend.http.openai.prompts import sampling_params
+from headrace.frontend.http.openai.requests import CompletionRequest, RequestDecoder
+from headrace.frontend.http.process.options import ServeOptions
 from headrace.ipc.failure import OptionError, RequestFailedError
 
 NULL = {"distributed_executor_backend": "headrace.executor.testing.null:NullExecutor", "skip_tokenizer_init": True}
@@ -23,6 +27,25 @@ def test_a_thread_and_a_child_give_the_same_tokens():
             outputs = llm.generate(prompts, params, use_tqdm=False)
             answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1]
+
+
+# vLLM's tests/entrypoints/openai/test_stop_token_ids.py
+def test_tokens_that_end_answers_may_be_set_for_all_requests():
+    prompt, params = [5, 6, 7], SamplingParams(max_tokens=20, temperature=0)
+    with LLM("null", in_process=True, **NULL) as llm:
+        tokens = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+    with LLM("null", in_process=True, override_generation_config={"eos_token_id": tokens[3]}, **NULL) as llm:
+        (ended,) = llm.generate([prompt], params, use_tqdm=False)[0].outputs
+    assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == (tokens[:4], "stop", None)
+    stops = {"temperature": 0, "max_tokens": 20, "stop_token_ids": [tokens[9], tokens[6]]}
+    with LLM("null", in_process=True, override_generation_config=stops, **NULL) as llm:
+        (stopped,) = llm.generate([prompt], use_tqdm=False)[0].outputs
+        welcome = llm.engine
+    assert (stopped.token_ids, stopped.stop_reason) == (tokens[:7], tokens[6])
+    for given, joined in ((None, stops["stop_token_ids"]), ([1, tokens[6]], [1, tokens[6], tokens[9]])):
+        body = {"model": "null", "prompt": prompt, "stop_token_ids": given}
+        request = RequestDecoder(strict=True).decode(json.dumps(body).encode(), CompletionRequest)
+        assert sampling_params(request, welcome, ServeOptions()).stop_token_ids == joined
 
 
 def test_a_crash_ends_the_call_with_its_cause():

@@ -90,8 +90,11 @@ def sampling_params(
         chosen["logprobs"] = None  # these tokens instead of so many
     values = {name: value for name, value in (given | chosen).items() if value is not None}
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    defaults: dict[str, Any] = {"max_tokens": None, **welcome.generation_defaults}
+    if "stop_token_ids" in defaults:
+        values["stop_token_ids"] = [*values.get("stop_token_ids", ()), *defaults["stop_token_ids"]]
     try:
-        return SamplingParams(**{"max_tokens": None, **welcome.generation_defaults, **values, "output_kind": kind})
+        return SamplingParams(**{**defaults, **values, "output_kind": kind})
     except InvalidRequestError as error:
         raise respelt(error, SPELLINGS) from error
 

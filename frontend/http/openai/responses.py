@@ -210,7 +210,7 @@ class ModelCard(msgspec.Struct):
     root: str
     parent: None
     max_model_len: int
-    default_sampling_params: dict[str, float | int]
+    default_sampling_params: dict[str, float | int | list[int]]
     """What the model's own configuration sets for fields that a request leaves out."""
 
 
