@@ -23,16 +23,19 @@ def llm(tmp_path_factory: pytest.TempPathFactory):
 
 def test_the_tokens_that_are_asked_for_have_their_log_probabilities_in_a_mixed_batch(llm: LLM) -> None:
     common = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
-    whole, asked, few = llm.generate(
-        [[5, 6, 7]] * 3,
+    whole, asked, few, both = llm.generate(
+        [[5, 6, 7]] * 4,
         [
             SamplingParams(logprobs=-1, **common),
             SamplingParams(logprob_token_ids=ASKED, **common),
             SamplingParams(logprobs=2, **common),
+            SamplingParams(logprobs=2, logprob_token_ids=ASKED, **common),
         ],
         use_tqdm=False,
     )
     assert asked.outputs[0].token_ids == whole.outputs[0].token_ids
+    assert both.outputs[0].logprobs == asked.outputs[0].logprobs, "over HTTP logprobs is what asks for any"
+    assert SamplingParams(logprobs=2, logprob_token_ids=ASKED).to_wire(4).logprobs == 0, "as the message says"
     for all_of_them, chosen, two in zip(
         whole.outputs[0].logprobs, asked.outputs[0].logprobs, few.outputs[0].logprobs, strict=True
     ):
@@ -51,7 +54,6 @@ def test_the_tokens_that_are_asked_for_have_their_log_probabilities_in_a_mixed_b
     [
         ({"logprob_token_ids": [-1]}, "logprob_token_ids contains -1"),
         ({"logprob_token_ids": []}, "names no token"),
-        ({"logprob_token_ids": [3], "logprobs": 2}, "must be left out with logprob_token_ids"),
         ({"logprob_token_ids": [tiny_models.VOCAB_SIZE]}, "the model's token ids are 0 to"),
     ],
 )

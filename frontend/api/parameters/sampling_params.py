@@ -330,8 +330,6 @@ class SamplingParams:
             verify_extra_args(self.extra_args)
         if self.logprob_token_ids is not None:
             verify_token_ids("logprob_token_ids", self.logprob_token_ids)
-            if self.logprobs:
-                raise bad("logprobs", self.logprobs, "must be left out with logprob_token_ids, which names the tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise bad("min_tokens", self.min_tokens, f"must not exceed max_tokens, {self.max_tokens}")
         if self.n > 1 and self.temperature < GREEDY_BELOW:
@@ -378,6 +376,8 @@ class SamplingParams:
             wire["seed"] = (int(self.seed) + child + 2**63) % 2**64 - 2**63
         if child:
             wire.pop("prompt_logprobs", None)  # the same for every child
+        if self.logprob_token_ids:
+            wire["logprobs"] = 0  # these tokens, however many likeliest ones were asked for
         if self.structured_outputs is not None:
             wire["structured_output"] = self.structured_outputs.to_wire()
         return Sampling(**wire, **tokenized)
