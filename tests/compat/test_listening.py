@@ -135,7 +135,11 @@ def test_times_of_a_request_are_in_its_answer_where_the_server_tells_them(addres
                 whole_ms = told["time_to_first_token_ms"] + told["generation_time_ms"]
                 assert told["generation_time_ms"] == pytest.approx(3 * told["mean_itl_ms"])
                 assert told["tokens_per_second"] == pytest.approx(4000 / whole_ms)
-            assert ask(own, path, **body, **{**more, "max_tokens": 1})["metrics"]["mean_itl_ms"] is None
+            short = {**body, **more, "max_tokens": 1}
+            assert ask(own, path, **short)["metrics"]["mean_itl_ms"] is None
+            last = stream(own, path, {**short, "stream_options": {"include_usage": True}})[-1]
+            assert last["metrics"].keys() == whole.keys() - {"mean_itl_ms"}
+            assert None not in last["metrics"].values()
             assert "metrics" not in ask(own, path, **body, n=2, seed=1, max_tokens=2)
 
 

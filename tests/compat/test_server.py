@@ -197,6 +197,12 @@ def test_usage_counts_alike_whole_streamed_and_continuously(client: httpx.Client
     counted = [event["usage"]["completion_tokens"] for event in events]
     assert counted == sorted(counted)
     assert "cached_tokens" in whole["prompt_tokens_details"]
+    # what an event does not know is left out, as vLLM has it
+    assert "prompt_tokens_details" in last
+    assert not any("prompt_tokens_details" in event["usage"] for event in events[:-1])
+    choices = [event["choices"][0] for event in events[:-1]]
+    assert [choice["stop_reason"] for choice in choices if "stop_reason" in choice] == [None]
+    assert "stop_reason" in choices[-1]
 
 
 # tests/entrypoints/serve/instrumentator: models, version, health, ping, load, metrics

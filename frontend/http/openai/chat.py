@@ -335,7 +335,7 @@ class ChatAnswer(OpenAIEvents):
             delta=deltas.pop(),
             logprobs=self._logprobs(output),
             finish_reason=finish_reason,
-            stop_reason=output.stop_reason,
+            stop_reason=UNSET if finish_reason is None else output.stop_reason,
             token_ids=output.token_ids if self._answer.return_token_ids else UNSET,
         )
         usage = usage_so_far(stream, choice.num_tokens) if self._answer.continuous_usage else None
@@ -396,7 +396,7 @@ class ChatAnswer(OpenAIEvents):
         if not self._answer.include_usage:
             return self.DONE
         last = self._chunk([], self.usage())
-        last.metrics = self._answer.times(self._streams)
+        last.metrics = self._answer.times(self._streams, UNSET)
         return event(last) + self.DONE
 
     def _first(self, stream: RequestStream, sequence: SequenceState) -> bytes:

@@ -88,7 +88,7 @@ class ChatBatchAnswer(OpenAIEvents):
 def _sum(usages: Sequence[Usage]) -> Usage:
     num_prompt = sum(each.prompt_tokens for each in usages)
     num_output = sum(each.completion_tokens for each in usages)
-    cached = sum(each.prompt_tokens_details.cached_tokens for each in usages if each.prompt_tokens_details is not None)
+    cached = sum(each.prompt_tokens_details.cached_tokens for each in usages if each.prompt_tokens_details is not UNSET)
     total = Usage(num_prompt, num_prompt + num_output, num_output, PromptTokensDetails(cached))
     details = [each.completion_tokens_details for each in usages if each.completion_tokens_details is not UNSET]
     if details:

@@ -198,7 +198,7 @@ class CompletionAnswer(OpenAIEvents):
         if not self._answer.include_usage:
             return self.DONE
         answer = self._answer
-        usage, times = self._usage(), answer.times(self._streams)
+        usage, times = self._usage(), answer.times(self._streams, UNSET)
         last = CompletionResponse(answer.id, _OBJECT, answer.created, answer.model, [], usage, times)
         return event(last) + self.DONE
 

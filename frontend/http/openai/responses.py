@@ -29,22 +29,24 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None = None
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    """Of whole answers, and of the end of streams."""
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
     """Of answers in which reasoning is told apart."""
 
 
 class RequestTimes(msgspec.Struct):
-    """vLLM's `metrics` of an answer: milliseconds, and null for what there was none of."""
+    """vLLM's `metrics` of an answer: milliseconds. One that there is none of is null in a whole answer, and left out of
+    a stream."""
 
-    time_to_first_token_ms: float | None = None
+    time_to_first_token_ms: float | UnsetType | None
     """From first scheduling."""
-    generation_time_ms: float | None = None
+    generation_time_ms: float | UnsetType | None
     """From the first token to the last."""
-    queue_time_ms: float | None = None
-    mean_itl_ms: float | None = None
+    queue_time_ms: float | UnsetType | None
+    mean_itl_ms: float | UnsetType | None
     """From one token to the next."""
-    tokens_per_second: float | None = None
+    tokens_per_second: float | UnsetType | None
     """Of all output tokens, from first scheduling to the last token."""
 
 
@@ -183,7 +185,8 @@ class ChatChunkChoice(msgspec.Struct):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    """Of a choice's last event."""
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -353,20 +356,24 @@ class Answer:
         self.tokenizer = tokenizer
         self.spell = TokenSpelling(tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
 
-    def times(self, streams: Sequence[RequestStream]) -> RequestTimes | UnsetType:
-        """Of an answer of one output, which has ended: several outputs have no times in common."""
+    def times(self, streams: Sequence[RequestStream], unknown: UnsetType | None = None) -> RequestTimes | UnsetType:
+        """Of an answer of one output, which has ended: several outputs have no times in common.
+
+        unknown: what stands for a time that there is not.
+        """
         if not self._tells_times or len(streams) != 1 or streams[0].params.n != 1:
             return UNSET
         told = streams[0].metrics
         count, prefill_s, decode_s = told.num_generation_tokens, told.prefill_s, told.decode_s
         whole_s = None if prefill_s is None or decode_s is None else prefill_s + decode_s
-        return RequestTimes(
-            time_to_first_token_ms=_ms(prefill_s),
-            generation_time_ms=_ms(decode_s),
-            queue_time_ms=_ms(told.queued_s),
-            mean_itl_ms=_ms(decode_s / (count - 1)) if decode_s is not None and count > 1 else None,
-            tokens_per_second=count / whole_s if whole_s else None,
-        )
+        times = {
+            "time_to_first_token_ms": _ms(prefill_s),
+            "generation_time_ms": _ms(decode_s),
+            "queue_time_ms": _ms(told.queued_s),
+            "mean_itl_ms": _ms(decode_s / (count - 1)) if decode_s is not None and count > 1 else None,
+            "tokens_per_second": count / whole_s if whole_s else None,
+        }
+        return RequestTimes(**{name: unknown if value is None else value for name, value in times.items()})
 
     def no_usage(self) -> UnsetType | None:
         """The usage field of an event that does not count: null where a later one does, absent where none does."""
