@@ -14,7 +14,7 @@ import msgspec
 
 _PART = re.compile(
     r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\}|U[0-9a-fA-F]{8}|[pP](?:\{[^}]*\}|[A-Za-z])|.)"
-    r"|\(\?(?:P?<[A-Za-z_]\w*>|[a-zA-Z-]*[:)])|\{\d+(?:,\d*)?\}|[^\\\[(){|^$*+?.]+|.",
+    r"|\(\?(?:P?<[A-Za-z_]\w*>|[a-zA-Z-]*[:)])|\{(?:\d+(?:,\d*)?|,\d*)\}|[^\\\[(){|^$*+?.]+|.",
     re.DOTALL,
 )
 _IN_SET = re.compile(_PART.pattern.split("|\\(", maxsplit=1)[0] + "|.", re.DOTALL)
@@ -97,8 +97,10 @@ def _part(pattern: str, text: str, at: int) -> Part:
         return _escape(text, at)
     if text == "\\":
         raise _wrong(Part(text, at), "it escapes nothing")
-    if text == "{":
-        raise _wrong(Part(text, at), r"it begins no count, as {2}, {2,} and {0,2} are; for the character write \{")
+    if text == "{":  # no count
+        return Part(r"\{", at, ((ord("{"),) * 2,))
+    if text.startswith("{,"):
+        return Part(f"{{0{text[1:]}", at)
     if text.startswith("(?"):
         if not text.endswith(">") and not set(text[2:-1]) <= _FLAGS:
             raise _wrong(Part(text, at), "one of its flags is not followed; i, m and s are")
@@ -135,12 +137,12 @@ def _set_at(pattern: str, at: int) -> tuple[Part, int]:
     """The set of characters that begins there, and where it ends."""
     start, is_negated = at, pattern.startswith("[^", at)
     at += 1 + is_negated
-    first, items, texts = at, list[Part](), list[str]()
+    first, items = at, list[Part]()
     while at < len(pattern):
         if pattern[at] == "]" and at > first:
             ranges = tuple(_ranges(items))
             classes = frozenset().union(*(each.classes for each in items))
-            text = f"[{'^' if is_negated else ''}{''.join(texts)}]"
+            text = f"[{'^' if is_negated else ''}{written(items)}]"
             return Part(text, start, ranges, classes, is_negated), at + 1
         if pattern.startswith("[:", at) and ":]" in pattern[at : at + 12]:
             raise _wrong(
@@ -156,7 +158,6 @@ def _set_at(pattern: str, at: int) -> tuple[Part, int]:
         else:
             item = Part(f"\\{text}" if text in "[]" else text, at, ((ord(text),) * 2,))
         items.append(item)
-        texts.append(item.text)
         at += len(text)
     raise _wrong(Part("[", start), r"it is not closed; for the character write \[")
 
@@ -165,9 +166,9 @@ def _ranges(items: Sequence[Part]) -> Iterator[tuple[int, int]]:
     at = 0
     while at < len(items):
         is_range = at + 2 < len(items) and items[at + 1].text == "-"
+        if is_range and (items[at].classes or items[at + 2].classes):
+            items[at + 1].text, is_range = r"\-", False  # as in JSON Schema's expressions; to re it is a mistake
         if is_range:
-            if items[at].classes or items[at + 2].classes:
-                raise _wrong(items[at + 1], r"a range is from one character to another; for the character write \-")
             yield items[at].ranges[0][0], items[at + 2].ranges[0][1]
         else:
             yield from items[at].ranges

@@ -42,7 +42,6 @@ REFUSED = {
     "[[:alpha:]]+": "[:alpha:] at 1: Python's re has no such class: write its characters, as A-Za-z",
     "[a&&b]": r"&& at 2: some libraries compute with sets there: write \&",
     "[a-z--c]": r"write \-",
-    r"[\w-a]": "a range is from one character to another",
     "a++b": "+ at 2: it repeats a repeat",
     "a{2}+": "it repeats a repeat",
     "(?=a)b": "(?= at 0: lookaheads are not followed",
@@ -54,7 +53,6 @@ REFUSED = {
     r"\bab": "word boundaries are not followed",
     r"\h": "Python's re has no such escape",
     r"\x{41}": r"write two digits, as \x41",
-    "a{ 1}": r"for the character write \{",
     "[a": r"for the character write \[",
     "a\\": "it escapes nothing",
 }
@@ -78,6 +76,7 @@ def test_what_a_library_reads_otherwise_than_re_is_refused_with_what_to_write(na
 FOLLOWED = (
     *("^ab$", "(^a|b$)", "a|^b", "^^a$$", "(?:^|,)a", "a(,|$)", "^(a|b$)$", "", "|a", ".", ".{3}", "[^a]"),
     *("[[a]b]", "[]a]", "[^]a]", r"[\]a-]", r"\<a\>", r"\x41\u0041\U00000041", r"\d\-\/\ \#", "a{2,}?b", "[a&b]", "}]"),
+    *("a{,2}", "a{,}b", "a{ 1}", "a{", "{{a}}", "a{}"),
 )
 
 
@@ -118,6 +117,13 @@ def test_a_text_with_a_pattern_is_json(name: str, pattern: str) -> None:
         text, is_whole = walk(name, start.copy(), numbers, 40)
         assert is_whole
         jsonschema.validate(json.loads(text), schema)
+
+
+@each_backend
+def test_a_minus_beside_a_class_is_one_as_in_json_schemas_expressions(name: str) -> None:
+    for pattern in (r"[\w-.]", r"[a\w-.]", r"[.-\w]"):
+        start = compiled(name, "regex", pattern)
+        assert [each for each in "a9_.-/+" if takes(start, each)] == ["a", "9", "_", ".", "-"]
 
 
 def test_an_expression_of_a_million_characters_is_read_at_once() -> None:
