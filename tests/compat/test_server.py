@@ -188,7 +188,7 @@ def test_answers_carry_the_requests_id(client: httpx.Client) -> None:
 
 # tests/entrypoints/openai/test_chat.py::test_response_format..., usage of streams
 def test_usage_counts_alike_whole_streamed_and_continuously(client: httpx.Client) -> None:
-    body = {"messages": USER, **GREEDY}
+    body = {"messages": USER, **GREEDY, "ignore_eos": True, "return_token_ids": True}
     whole = ask(client, CHAT, **body)["usage"]
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = stream(client, CHAT, {**body, "stream_options": options})
