@@ -304,7 +304,7 @@ class Group:
 
     def least_loaded(self, now_s: float, refused_by: set[str]) -> Member | None:
         """None where all are full, drained or ailing, or have refused."""
-        heap = self._heap
+        heap, refused = self._heap, []
         while heap:
             _, order, member = heap[0]
             if order != member.entry_order or member not in self.members:
@@ -312,15 +312,17 @@ class Group:
             elif member.order < 0 or not member.is_usable(now_s):
                 heapq.heappop(heap)
                 member.entry_order = -1
-            elif order == member.order:
-                break
-            else:
+            elif order != member.order:
                 member.entry_order, member.entry_cost_s = member.order, member.cost_s
                 heapq.heapreplace(heap, (member.cost_s, member.order, member))
-        if not refused_by:
-            return heap[0][2] if heap else None
-        usable = [each for each in self.members if each.is_usable(now_s) and each.facts.name not in refused_by]
-        return min(usable, key=lambda each: each.cost_s, default=None)
+            elif member.facts.name in refused_by:
+                refused.append(heapq.heappop(heap))
+            else:
+                break
+        best = heap[0][2] if heap else None
+        for entry in refused:
+            heapq.heappush(heap, entry)
+        return best
 
     def look_again(self, now_s: float) -> None:
         """Those that were full for a while take requests again once that is over, whenever the next tick is."""
