@@ -63,7 +63,8 @@ def check_installed(load_format: str) -> None:
     package = LIBRARIES[load_format].package
     if util.find_spec(package) is None:
         raise OptionError(
-            f"load_format={load_format} needs {package}, which is not installed: pip install 'headrace[{load_format}]'"
+            f"load_format={load_format} needs {package}, which is not installed: "
+            f"in Headrace's clone, pip install '.[{load_format}]'"
         )
 
 

@@ -94,9 +94,9 @@ def test_an_interrupt_at_any_instant_ends_a_command_quietly(command: str, tmp_pa
     for thread in threads:
         thread.join()
     assert len(found) == len(instants)
+    assert any(status == 130 for status, _ in found.values()), f"{command} was interrupted at no instant"
     for after_s, (status, errors) in sorted(found.items()):
         told = f"{command} interrupted after {after_s:.4f} s ended with {status}: {errors}"
-        assert status == 130 or after_s > 0.0, told
         assert status >= 0, told  # by a signal: no handler stood
         if status == 130 or command in DAEMONS:
             assert not any(word in errors for word in NOISE), told
