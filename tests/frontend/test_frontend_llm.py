@@ -134,7 +134,7 @@ def test_logprobs_have_vllms_form(llm: LLM, core: MemoryCore) -> None:
         ({"prompt": "x", "cache_salt": 1}, {}, "'cache_salt' must be a string"),
         ("\ud800", {}, "not valid Unicode"),
         ("x", {"logprobs": 6}, "logprobs = 6: the engine gives at most 5"),
-        ("x", {"prompt_logprobs": -1}, "prompt_logprobs = -1: the engine gives at most 5"),
+        ("x", {"prompt_logprobs": -1}, "prompt_logprobs = -1, the whole vocabulary of 317: the engine gives at most 5"),
         ("x", {"stop_token_ids": [5000]}, "stop_token_ids contains 5000"),
     ],
 )
