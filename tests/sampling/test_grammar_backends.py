@@ -247,8 +247,11 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("name", "fewest"), [("llguidance", 160), ("xgrammar", 110)])
-def test_no_instance_that_json_schemas_suite_calls_invalid_is_let_through(suite: Path, name: str, fewest: int) -> None:
+@pytest.mark.parametrize(("name", "fewest", "times"), [("llguidance", 160, 4), ("xgrammar", 110, 2.5)])
+def test_no_instance_that_json_schemas_suite_calls_invalid_is_let_through(
+    suite: Path, name: str, fewest: int, times: float
+) -> None:
+    """times: as many valid instances are taken, at least, as are not."""
     found: Counter[str] = Counter()
     wrong = []
     for file in sorted(suite.glob("*.json")):
@@ -268,7 +271,7 @@ def test_no_instance_that_json_schemas_suite_calls_invalid_is_let_through(suite:
     print(name, dict(found))
     assert not wrong
     assert found["schemas followed"] >= fewest
-    assert found["valid, taken"] > 4 * found["valid, not taken"], "a narrower reading is for corners alone"
+    assert found["valid, taken"] > times * found["valid, not taken"], "a narrower reading is for corners alone"
     assert found["invalid, not taken"] > 150
 
 
