@@ -145,7 +145,8 @@ class ZmqPort:
             poll.register(descriptor, select.POLLIN)
         next_busy_probe = next_idle_probe = time.monotonic()
         while not self._closing:
-            if self._receive_some():  # before the wait: the descriptor's notice may be taken already
+            has_all = self._receive_some()  # before the wait: the descriptor's notice may be taken already
+            if has_all and not self._gives_way:
                 poll.poll(self._wait_ms())
             else:
                 time.sleep(BREATH_S)
@@ -166,11 +167,16 @@ class ZmqPort:
             return PROBE_BUSY_S * 1e3
         return PROBE_IDLE_S * 1e3 if self._identity_of else None
 
+    @property
+    def _gives_way(self) -> bool:
+        """Requests run, and the loop is behind with what has come: the interpreter is its first."""
+        return bool(self._busy_clients) and self._sessions.is_behind
+
     def _receive_some(self) -> bool:
-        """Takes what has come. False when more may be there: requests run, and the loop is behind with the rest."""
+        """Takes what has come. False when more may be there."""
         with contextlib.suppress(zmq.Again):
             for count in itertools.count():
-                if count >= MESSAGES_A_BREATH and self._busy_clients and self._sessions.is_behind:
+                if count >= MESSAGES_A_BREATH and self._gives_way:
                     return False
                 with self._socket_lock:
                     identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
