@@ -182,9 +182,10 @@ def _in_lark(grammar: str) -> str:
 
 def _character(escape: re.Match[str]) -> str:
     """As the library's converter takes it: an escape of more than two digits loses its zeros there."""
-    code = int((escape["four"] or escape["eight"] or ""), 16) if escape["four"] or escape["eight"] else None
-    if code is None:
+    digits = escape["four"] or escape["eight"]
+    if digits is None:
         return escape[0]
+    code = int(digits, 16)
     if code < 128:  # it may mean something in a set or a text
         return rf"\x{code:02x}"
     if 0xD800 <= code < 0xE000 or code > sys.maxunicode:

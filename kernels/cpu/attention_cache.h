@@ -69,45 +69,41 @@ inline int64_t cache_row(const KvCache& cache, int64_t slot, int head) {
   return (block * cache.num_kv_heads + head) * cache.block_size + offset;
 }
 
-// e4m3 (no infinities, largest 448), read as float bits with the exponent off by 2^120.
-inline float float_of_e4m3(uint8_t code) {
-  const uint32_t bits = (code & 0x7fu) << 20;
+// What a float of one byte is: e4m3 (no infinities), or e5m2, which is the upper byte of a half.
+template <CacheType kType>
+struct Fp8 {
+  static_assert(kType == CacheType::kE4m3 || kType == CacheType::kE5m2);
+  static constexpr int kMantissa = kType == CacheType::kE4m3 ? 3 : 2;
+  static constexpr int kShift = 23 - kMantissa;                          // to where a float has its mantissa
+  static constexpr int kOffset = kType == CacheType::kE4m3 ? 120 : 112;  // of its exponent from a float's
+  static constexpr float kScale = float(1ull << (kOffset / 2)) * float(1ull << (kOffset / 2));
+  static constexpr float kSmallestNormal = 1.0f / float(1u << (126 - kOffset));
+  static constexpr float kSubnormals = float(1u << (kMantissa + 126 - kOffset));  // in 1
+};
+
+template <CacheType kType>
+inline float float_of_fp8(uint8_t code) {
+  const uint32_t bits = (code & 0x7fu) << Fp8<kType>::kShift;
   float value;
   std::memcpy(&value, &bits, 4);
-  value *= 1.329227995784916e36f;
+  value *= Fp8<kType>::kScale;
   return code & 0x80u ? -value : value;
 }
 
-// To nearest even, saturating at 448 (a NaN becomes 448 too: the cache never holds one that others could read).
-inline uint8_t e4m3_of_float(float value) {
+// To nearest even, saturating (a NaN becomes the largest too: the cache never holds one that others could read).
+template <CacheType kType>
+inline uint8_t fp8_of_float(float value) {
+  using Format = Fp8<kType>;
   const uint8_t sign = std::signbit(value) ? 0x80 : 0;
   float magnitude = std::fabs(value);
-  if (!(magnitude < 448.0f)) magnitude = 448.0f;
-  if (magnitude < 0.015625f) return static_cast<uint8_t>(sign | static_cast<uint8_t>(std::nearbyint(magnitude * 512.0f)));
+  if (!(magnitude < largest_stored(kType))) magnitude = largest_stored(kType);
+  if (magnitude < Format::kSmallestNormal)
+    return static_cast<uint8_t>(sign | static_cast<uint8_t>(std::nearbyint(magnitude * Format::kSubnormals)));
   uint32_t bits;
   std::memcpy(&bits, &magnitude, 4);
-  return static_cast<uint8_t>(sign | (((bits + 0x7ffffu + ((bits >> 20) & 1)) >> 20) - (120u << 3)));
-}
-
-// e5m2 is the upper byte of a half; read as float bits with the exponent off by 2^112.
-inline float float_of_e5m2(uint8_t code) {
-  const uint32_t bits = (code & 0x7fu) << 21;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  value *= 5.192296858534828e33f;
-  return code & 0x80u ? -value : value;
-}
-
-// To nearest even, saturating at 57344; a NaN too.
-inline uint8_t e5m2_of_float(float value) {
-  const uint8_t sign = std::signbit(value) ? 0x80 : 0;
-  float magnitude = std::fabs(value);
-  if (!(magnitude < 57344.0f)) magnitude = 57344.0f;
-  if (magnitude < 6.103515625e-5f)
-    return static_cast<uint8_t>(sign | static_cast<uint8_t>(std::nearbyint(magnitude * 65536.0f)));
-  uint32_t bits;
-  std::memcpy(&bits, &magnitude, 4);
-  return static_cast<uint8_t>(sign | (((bits + 0xfffffu + ((bits >> 21) & 1)) >> 21) - (112u << 2)));
+  constexpr int kShift = Format::kShift;
+  const uint32_t rounded = (bits + ((1u << (kShift - 1)) - 1) + ((bits >> kShift) & 1)) >> kShift;
+  return static_cast<uint8_t>(sign | (rounded - (uint32_t(Format::kOffset) << Format::kMantissa)));
 }
 
 inline Floats magnitude(Floats value) { return larger(value, -value); }
@@ -148,10 +144,10 @@ inline void store_cache_row(CacheType type, const float* from, int count, float 
       break;
     }
     case CacheType::kE4m3:
-      for (int i = 0; i < count; ++i) static_cast<uint8_t*>(to)[i] = e4m3_of_float(from[i] * inverse_scale);
+      for (int i = 0; i < count; ++i) static_cast<uint8_t*>(to)[i] = fp8_of_float<CacheType::kE4m3>(from[i] * inverse_scale);
       break;
     case CacheType::kE5m2:
-      for (int i = 0; i < count; ++i) static_cast<uint8_t*>(to)[i] = e5m2_of_float(from[i] * inverse_scale);
+      for (int i = 0; i < count; ++i) static_cast<uint8_t*>(to)[i] = fp8_of_float<CacheType::kE5m2>(from[i] * inverse_scale);
       break;
   }
 }

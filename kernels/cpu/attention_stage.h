@@ -19,14 +19,16 @@ constexpr uint16_t bf16_bits(unsigned number, int exponent) {
   return static_cast<uint16_t>((static_cast<unsigned>(127 + exponent + top) << 7) | ((number << (7 - top)) & 0x7f));
 }
 
-constexpr uint16_t bf16_bits_of_e4m3(unsigned code) {
-  const unsigned exponent = code >> 3, mantissa = code & 7;
-  return exponent == 0 ? bf16_bits(mantissa, -9) : bf16_bits(8 + mantissa, static_cast<int>(exponent) - 10);
-}
-
-constexpr uint16_t bf16_bits_of_e5m2(unsigned code) {
-  const unsigned exponent = code >> 2, mantissa = code & 3;
-  return exponent == 0 ? bf16_bits(mantissa, -16) : bf16_bits(4 + mantissa, static_cast<int>(exponent) - 17);
+template <CacheType kType>
+constexpr uint16_t bf16_bits_of_byte(unsigned code) {
+  if constexpr (kType == CacheType::kInt8) {
+    return bf16_bits(code, 0);
+  } else {
+    constexpr int kMantissa = Fp8<kType>::kMantissa, kSmallest = Fp8<kType>::kOffset - 126 - kMantissa;
+    const unsigned exponent = code >> kMantissa, mantissa = code & ((1u << kMantissa) - 1);
+    return exponent == 0 ? bf16_bits(mantissa, kSmallest)
+                         : bf16_bits((1u << kMantissa) + mantissa, static_cast<int>(exponent) - 1 + kSmallest);
+  }
 }
 
 // The two bytes of the bf16 values of the magnitudes 0 .. 127.
@@ -38,9 +40,7 @@ template <CacheType kType>
 constexpr ByteTable byte_table() {
   ByteTable table = {};
   for (unsigned code = 0; code < 128; ++code) {
-    const uint16_t bits = kType == CacheType::kE4m3   ? bf16_bits_of_e4m3(code)
-                          : kType == CacheType::kE5m2 ? bf16_bits_of_e5m2(code)
-                                                      : bf16_bits(code, 0);
+    const uint16_t bits = bf16_bits_of_byte<kType>(code);
     table.low[code] = static_cast<uint8_t>(bits & 0xff);
     table.high[code] = static_cast<uint8_t>(bits >> 8);
   }
@@ -50,12 +50,12 @@ constexpr ByteTable byte_table() {
 // kLanes numbers of one byte as floats, without their scale.
 template <CacheType kType>
 inline Floats float_of_byte(Ints byte) {
-  if (kType == CacheType::kInt8) return __builtin_convertvector((byte << 24) >> 24, Floats);
-  // The exponent is off by 2^120, of e5m2 by 2^112.
-  const Floats magnitude = kType == CacheType::kE4m3
-                               ? reinterpret_cast<Floats>((byte & 0x7f) << 20) * 1.329227995784916e36f
-                               : reinterpret_cast<Floats>((byte & 0x7f) << 21) * 5.192296858534828e33f;
-  return reinterpret_cast<Floats>(reinterpret_cast<Ints>(magnitude) | ((byte & 0x80) << 24));
+  if constexpr (kType == CacheType::kInt8) {
+    return __builtin_convertvector((byte << 24) >> 24, Floats);
+  } else {
+    const Floats magnitude = reinterpret_cast<Floats>((byte & 0x7f) << Fp8<kType>::kShift) * Fp8<kType>::kScale;
+    return reinterpret_cast<Floats>(reinterpret_cast<Ints>(magnitude) | ((byte & 0x80) << 24));
+  }
 }
 
 inline Floats float_of_bf16(Ints word) { return reinterpret_cast<Floats>(word << 16); }
@@ -116,9 +116,10 @@ inline void widen_bytes(const char* from, int count, Bf16* to) {
 #endif
   for (; i < count; ++i) {
     const uint8_t code = static_cast<uint8_t>(from[i]);
-    to[i] = bf16_of_float(kType == CacheType::kE4m3   ? float_of_e4m3(code)
-                          : kType == CacheType::kE5m2 ? float_of_e5m2(code)
-                                                      : static_cast<float>(static_cast<int8_t>(code)));
+    if constexpr (kType == CacheType::kInt8)
+      to[i] = bf16_of_float(static_cast<float>(static_cast<int8_t>(code)));
+    else
+      to[i] = bf16_of_float(float_of_fp8<kType>(code));
   }
 }
 
@@ -143,10 +144,10 @@ inline void widen_row(CacheType type, const char* from, int count, int padded, f
       for (int i = 0; i < count; ++i) to[i] = static_cast<int8_t>(bytes[i]);
       break;
     case CacheType::kE4m3:
-      for (int i = 0; i < count; ++i) to[i] = float_of_e4m3(bytes[i]);
+      for (int i = 0; i < count; ++i) to[i] = float_of_fp8<CacheType::kE4m3>(bytes[i]);
       break;
     case CacheType::kE5m2:
-      for (int i = 0; i < count; ++i) to[i] = float_of_e5m2(bytes[i]);
+      for (int i = 0; i < count; ++i) to[i] = float_of_fp8<CacheType::kE5m2>(bytes[i]);
       break;
   }
   for (int i = count; i < padded; ++i) to[i] = 0.0f;
