@@ -174,8 +174,10 @@ def fail_at_start(cell: Cell, child: Child, seen: list[psutil.Process]) -> None:
         if progress.phase == reached and cell.process == "core" and cell.how in SIGNALS:
             os.kill(child.pid, SIGNALS[cell.how])
 
+    # A rank that hangs is for its core to notice, however late that could begin on a busy machine.
+    patience_s = 10 * STARTUP_TIMEOUT_S if cell.is_rank and cell.how == "hang" else None
     try:
-        child.wait_ready(on_progress=on_progress)
+        child.wait_ready(patience_s, on_progress)
     except HeadraceError as error:
         took_s, failure, text = time.monotonic() - event_s[0], error.failure, str(error)
     else:
