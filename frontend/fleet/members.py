@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 _STALL_WEIGHT, _MOST_STALLED = 0.1, 0.75
 _LEARNT_SHARE = 1 / 16
-_WEIGHING_S = 1e-3
-"""Between two times that all engines are weighed, for each of them: a hundredth of which that takes."""
 """Of the engines that were measured, how many have to be measured again before their common pace is learnt anew."""
+_WEIGHING_S = 1e-3
+"""For each engine, between two times that all are weighed: about a hundred times what its weighing takes."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
