@@ -38,7 +38,7 @@ MAY_IMPORT_LAZILY = MappingProxyType(
     {
         "ipc": {"numpy"},  # a client that never touches an array never loads it
         "core": {"tqdm", "ray"},  # for those who look at a terminal; an extra
-        "executor": {"ray", "runai_model_streamer", "fastsafetensors"},  # extras
+        "executor": {"ray", "runai_model_streamer", "fastsafetensors", "modelscope"},  # extras
         "frontend": {
             *("headrace.core.engine.engine", "headrace.core.engine.memory_port"),  # a core on a thread of this process
             "matplotlib",  # headrace bench plot
@@ -59,7 +59,8 @@ WITHIN = frozenset(
     map(
         Path,
         (
-            *("executor/checkpoints/gguf", "executor/models/blocks", "executor/models/families"),
+            *("executor/checkpoints/gguf", "executor/checkpoints/hub"),
+            *("executor/models/blocks", "executor/models/families"),
             *("executor/gpu/hardware", "executor/gpu/weights", "ipc/process", "ipc/transport"),
             *("frontend/api/inputs", "frontend/api/parameters", "frontend/bench/results", "frontend/bench/traffic"),
             *("frontend/cli/commands", "frontend/http/openai", "frontend/http/process"),

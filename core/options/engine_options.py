@@ -26,7 +26,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str,
         Option(
             MODEL,
-            "A folder, a .gguf file, or the name of a model on the Hugging Face hub",
+            "A folder, a .gguf file, or a name of the Hugging Face hub, or ModelScope's: docs/models.md",
             default_text="the demo model, SmolLM2-135M-Instruct",
         ),
     ] = ""

@@ -18,6 +18,7 @@ STANDS_FOR: Mapping[str, str] = types.MappingProxyType(
         "VLLM_SERVER_DEV_MODE": "HEADRACE_SERVER_DEV_MODE",
         "VLLM_HOST_IP": "HEADRACE_HOST",
         "VLLM_LOG_STATS_INTERVAL": "HEADRACE_LOG_STATS_INTERVAL",
+        "VLLM_USE_MODELSCOPE": "HEADRACE_USE_MODELSCOPE",
     }
 )
 CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -37,7 +38,6 @@ NEEDLESS = frozenset(
 INSTEAD: Mapping[str, str] = types.MappingProxyType(
     {
         "VLLM_PORT": "--master-port and --port",
-        "VLLM_USE_MODELSCOPE": "a folder with the model: none is fetched from ModelScope",
         "VLLM_CPU_OMP_THREADS_BIND": "taskset, which engines keep to",
         "VLLM_ATTENTION_BACKEND": "nothing: the engine chooses its kernels",
         "VLLM_PLUGINS": "worker_cls, scheduler_cls and distributed_executor_backend",

@@ -482,12 +482,13 @@ def test_variables_of_vllm_stand_for_ours_and_others_are_named_once():
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_HOST_IP": "10.0.0.1",
         "VLLM_PORT": "7000",
+        "VLLM_USE_MODELSCOPE": "True",
         "VLLM_FLASH_ATTN_VERSION": "3",
     }
     warning = take_vllm_variables(environment)
     assert warning.endswith("do nothing here: VLLM_FLASH_ATTN_VERSION, VLLM_PORT (use --master-port and --port)")
     assert (environment["HEADRACE_API_KEY"], environment["HEADRACE_LOG_LEVEL"]) == ("theirs", "INFO")
-    assert environment["HEADRACE_CACHE"] == "/c"
+    assert (environment["HEADRACE_CACHE"], environment["HEADRACE_USE_MODELSCOPE"]) == ("/c", "True")
     assert take_vllm_variables({"VLLM_NO_USAGE_STATS": "1", "HOME": "/"}) == ""
 
 

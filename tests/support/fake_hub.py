@@ -1,4 +1,4 @@
-"""A Hugging Face hub of a test's own: the two routes that fetching a snapshot uses."""
+"""A hub of a test's own, which answers as Hugging Face's and as ModelScope's: what fetching a snapshot asks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 Repositories = Mapping[str, Mapping[str, Mapping[str, bytes]]]
 """Owner and name -> revision -> file -> content."""
@@ -42,6 +42,9 @@ class _Hub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path).path.strip("/").split("/")
+        if parts[:2] == ["api", "v1"]:
+            self._as_modelscope(parts[2:])
+            return
         is_api = parts[:2] == ["api", "models"]
         repo = "/".join(parts[2:4] if is_api else parts[:2])
         is_open = self.private.get(repo) in (None, self.headers.get("Authorization", "").removeprefix("Bearer "))
@@ -69,6 +72,26 @@ class _Hub(http.server.BaseHTTPRequestHandler):
         else:
             siblings = [{"rfilename": name} for name in held]
             self._answer(200, json.dumps({"id": repo, "sha": commit_of(revision), "siblings": siblings}).encode(), {})
+
+    def _as_modelscope(self, parts: list[str]) -> None:
+        """models/OWNER/NAME/repo/files, the listing, and models/OWNER/NAME/repo, a file."""
+        asked = {name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()}
+        repo, route = "/".join(parts[1:3]), parts[3:]
+        held = self.files.get(repo, {}).get(asked.get("Revision", "master"))
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if parts[:1] != ["models"] or held is None or self.private.get(repo) not in (None, token):
+            self._answer(404, json.dumps({"Code": 10010205001, "Message": "not found"}).encode(), {})
+        elif route == ["repo", "files"]:
+            listed: list[dict[str, object]] = [
+                {"Path": name, "Type": "blob", "Size": len(data), "Sha256": hashlib.sha256(data).hexdigest()}
+                for name, data in held.items()
+            ]
+            listed += [{"Path": each, "Type": "tree"} for each in {name.rpartition("/")[0] for name in held} - {""}]
+            self._answer(200, json.dumps({"Code": 200, "Data": {"Files": listed}}).encode(), {})
+        elif route == ["repo"] and asked.get("FilePath") in held:
+            self._answer(200, held[asked["FilePath"]], {})
+        else:
+            self._answer(404, b"{}", {})
 
     def _file(self, repo: str, route: list[str], name: str) -> None:
         revision = self._revision(repo, route[1]) if route[:1] == ["resolve"] else None

@@ -1,8 +1,8 @@
 """From what the user called the model to a folder or .gguf file on this machine.
 
-A name is tried as a local path first, then on the Hugging Face hub through huggingface_hub, which honours
-HF_HUB_OFFLINE, HF_TOKEN (unless hf_token is given), HF_ENDPOINT and its cache. One file of a repository of GGUF files
-is named by `owner/name:FILE.gguf`, `owner/name/FILE.gguf` or `owner/name:Q4_K_M`.
+A name is tried as a local path first, then on the Hugging Face hub (`hugging_face.py`), or on ModelScope where the
+environment's HEADRACE_USE_MODELSCOPE asks for it (`model_scope.py`). One file of a repository of GGUF files is named by
+`owner/name:FILE.gguf`, `owner/name/FILE.gguf` or `owner/name:Q4_K_M`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.option import Secret
+from headrace.executor.checkpoints.hub.hugging_face import HuggingFace
+from headrace.executor.checkpoints.hub.model_scope import ModelScope, is_asked_for
+from headrace.executor.checkpoints.hub.sources import Source, first_line
 from headrace.ipc.failure import ModelError, OptionError
 
 CODE_PATTERN = "*.py"
@@ -28,8 +30,6 @@ WEIGHT_PATTERNS = {
 }
 # Of a training run, or the same weights once more for another program.
 NEEDLESS = ("*/*", "consolidated*", "optimizer*", "scheduler*", "training_args*", "rng_state*", "tf_model*", "flax_*")
-HUB_TIMEOUT_S = 10.0
-TOKEN_HINT = "give a token of yours by HF_TOKEN in the environment, or hf_token"
 _HUB_NAME = re.compile(r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?::(?P<tag>[^:]+))?")
 _HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<tag>.+\.gguf)")
 
@@ -68,11 +68,6 @@ class HubChoice:
         """For another repository that has no weights of the model: a tokenizer, a config."""
         return replace(self, revision=revision, load_format="dummy", ignore_patterns=())
 
-    @property
-    def how(self) -> dict[str, Any]:
-        """Arguments of the library's functions that fetch."""
-        return {"revision": self.revision, "cache_dir": self.download_dir, "token": self.token and self.token.value}
-
 
 def locate(model: str, choice: HubChoice) -> Path:
     """The folder or .gguf file that `model` names, fetched from the hub when it is not here.
@@ -89,12 +84,13 @@ def locate(model: str, choice: HubChoice) -> Path:
     match = _HUB_FILE.fullmatch(model) or _HUB_NAME.fullmatch(model)
     if match is None or model.startswith((".", "~", "/")) or (model.endswith(".gguf") and match["tag"] is None):
         raise ModelError(f"there is no model at {path}{_nearest(path)}")
+    source = _source()
     try:
-        return _fetch(match["repo"], match["tag"], choice)
+        return _fetch(source, match["repo"], match["tag"], choice)
     except ModelError as error:
         raise ModelError(
-            f"the model {model} was found neither as a folder or .gguf file here{_nearest(path)} nor on the "
-            f"Hugging Face hub: {error}",
+            f"the model {model} was found neither as a folder or .gguf file here{_nearest(path)} nor on {source.name}: "
+            f"{error}",
             hint=error.hint,
         ) from error
 
@@ -110,13 +106,12 @@ def cached_config(model: str, choice: HubChoice) -> Path | None:
     match = _HUB_NAME.fullmatch(model)
     if match is None or match["tag"] is not None:
         return None
-    import huggingface_hub as hub
+    return _source().cached_file(match["repo"], "config.json", choice)
 
-    try:
-        found = hub.try_to_load_from_cache(match["repo"], "config.json", choice.download_dir, choice.revision)
-    except ValueError:  # it is no name of a repository
-        return None
-    return Path(found) if isinstance(found, str) else None
+
+def _source() -> Source:
+    """Raises OptionError where its library is not installed."""
+    return ModelScope() if is_asked_for() else HuggingFace()
 
 
 def _nearest(path: Path) -> str:
@@ -129,59 +124,26 @@ def _nearest(path: Path) -> str:
     return f" (did you mean {path.parent / close[0]}?)" if close else ""
 
 
-def _fetch(repo: str, tag: str | None, choice: HubChoice) -> Path:
+def _fetch(source: Source, repo: str, tag: str | None, choice: HubChoice) -> Path:
     """The snapshot's folder, or the .gguf file in it."""
-    import huggingface_hub as hub
-
-    files, reason = _listing(repo, choice)
-    gguf = _chosen_gguf(repo, files, tag, choice) if files is not None else None
+    files: list[str] | None = None
+    reason = ""
     try:
+        files, reason = source.listing(repo, choice)
         if files is None:
-            snapshot = _cached_snapshot(repo, choice)
+            folder = source.cached(repo, choice)
+            files = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+            gguf = _chosen_gguf(repo, files, tag, choice)
         else:
+            files = [file for file in files if not _matches(file, choice.ignore_patterns)]
+            gguf = _chosen_gguf(repo, files, tag, choice)
             patterns = [*_split_parts(gguf, files), "*.json"] if gguf else _patterns(files, choice)
-            snapshot = hub.snapshot_download(repo, allow_patterns=patterns, **choice.how)
-    except Exception as error:  # the hub's own errors, httpx's and OSError, with no common base
-        raise _explained(repo, error, choice, reason) from error
-    folder = Path(snapshot)
-    if files is None:
-        held = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
-        gguf = _chosen_gguf(repo, held, tag, choice)
+            folder = source.fetch(repo, choice, patterns)
+    except (ModelError, OptionError):
+        raise
+    except Exception as error:  # the library's own errors, its HTTP library's and OSError, with no common base
+        raise _explained(source, repo, error, choice, reason) from error
     return folder / gguf if gguf else folder
-
-
-def _cached_snapshot(repo: str, choice: HubChoice) -> str:
-    """The snapshot as it is on this machine. Raises what the hub raises where there is none."""
-    import huggingface_hub as hub
-
-    try:
-        return hub.snapshot_download(repo, local_files_only=True, **choice.how)
-    except Exception as error:
-        # Newer versions call a snapshot incomplete that lacks a file of the repository, needed or not.
-        partial = getattr(error, "snapshot_path", None)
-        if partial is None:
-            raise
-        return str(partial)
-
-
-def _listing(repo: str, choice: HubChoice) -> tuple[list[str] | None, str]:
-    """The repository's files; None, and why, where the hub cannot be reached.
-
-    Raises ModelError when it was reached and has no such repository or revision for this user.
-    """
-    import huggingface_hub as hub
-    from huggingface_hub import constants, errors
-
-    if constants.HF_HUB_OFFLINE:
-        return None, "HF_HUB_OFFLINE is set"
-    try:
-        info = hub.HfApi(token=choice.how["token"]).model_info(repo, revision=choice.revision, timeout=HUB_TIMEOUT_S)
-        files = [each.rfilename for each in info.siblings or ()]
-        return [file for file in files if not _matches(file, choice.ignore_patterns)], ""
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
-        raise _explained(repo, error, choice, "") from error
-    except Exception as error:  # no network: whatever the HTTP library raises
-        return None, f"the hub cannot be reached ({_first_line(error)})"
 
 
 def _patterns(files: Sequence[str], choice: HubChoice) -> list[str]:
@@ -233,24 +195,13 @@ def _split_parts(gguf: str, files: Sequence[str]) -> list[str]:
     return [file for file in files if re.fullmatch(rf"{re.escape(match[1])}-\d{{5}}-of-{match[2]}\.gguf", file)]
 
 
-def _explained(repo: str, error: Exception, choice: HubChoice, reason: str) -> ModelError:
-    from huggingface_hub import errors
-
-    revision = choice.revision or "main"
-    if isinstance(error, errors.GatedRepoError):
-        return ModelError(f"{repo} is gated", hint=f"ask for access on its page, and {TOKEN_HINT}")
-    if isinstance(error, errors.RevisionNotFoundError):
-        return ModelError(f"{repo} has no branch, tag or commit {revision}")
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return ModelError(f"there is no {repo}, or it is private", hint=f"for a private one, {TOKEN_HINT}")
+def _explained(source: Source, repo: str, error: Exception, choice: HubChoice, reason: str) -> ModelError:
+    refusal = source.refusal(repo, error, choice)
+    if refusal is not None:
+        return refusal
     if reason:
-        cache = choice.download_dir or "the hub's cache"
+        cache, revision = choice.download_dir or source.cache_name, choice.revision or source.default_revision
         return ModelError(
             f"{reason}, and {repo} at {revision} is not in {cache}", hint="fetch it once with network access"
         )
-    return ModelError(f"{repo} could not be fetched: {_first_line(error)}")
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return ModelError(f"{repo} could not be fetched: {first_line(error)}")
