@@ -402,6 +402,8 @@ class Welcome(Message):
     """Sampling fields that the model's generation_config sets, under SamplingParams' names."""
     startup_s: dict[str, float]
     """Seconds of each start-up phase, in order."""
+    most_new_tokens: int | None = None
+    """A server gives no output more, whatever max_tokens a request asks for."""
     stream_interval: int = 1
     """Tokens of an output that its reader gets together; the first comes at once, and the end with all that is left."""
     reasoning_parser: str = ""

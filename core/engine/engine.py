@@ -180,6 +180,7 @@ class EngineCore:
             eos_token_ids=plan.model.eos_token_ids,
             tokenizer=info,
             generation_defaults=plan.model.generation_defaults,
+            most_new_tokens=plan.most_new_tokens,
             startup_s=self.startup_s,
             stream_interval=plan.options.stream_interval,
             reasoning_parser=plan.reasoning.reasoning_parser,

@@ -170,7 +170,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ),
     ] = "auto"
     override_generation_config: Annotated[
-        dict[str, Any], Option(MODEL, 'Defaults in the place of those, such as {"top_p": 0.5, "stop_token_ids": [2]}')
+        dict[str, Any], Option(MODEL, 'Defaults in the place of those, such as {"top_p": 0.5, "max_new_tokens": 64}')
     ] = {}
     max_logprobs: Annotated[
         int, Option(MODEL, "Most log-probabilities a request may ask for per token; -1 is the vocabulary", minimum=-1)

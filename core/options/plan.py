@@ -86,6 +86,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How the grammars of requests are followed."""
     reasoning: Reasoning = Reasoning()
     """How the reasoning of answers is set off."""
+    most_new_tokens: int | None = None
+    """Of any output over HTTP, whatever its max_tokens; None: no more than that."""
     weights_stay_packed: bool = False
     """Quantised weights are kept, and computed where the device can, as the checkpoint stores them."""
     weight_bits: int | None = None

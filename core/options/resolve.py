@@ -38,6 +38,9 @@ TO_FORMS = ("bitsandbytes", "experts_int8")
 TOKEN_IDS = ("stop_token_ids", "eos_token_id")
 """Of `override_generation_config`: a request's stop tokens are joined with the ones, and the others end answers in the
 place of the model's own."""
+MOST_NEW_TOKENS = "max_new_tokens"
+"""Of `override_generation_config`, and of a generation_config.json that `generation_config` names: a default for
+`max_tokens`, and over HTTP the most tokens of any output, as in vLLM."""
 
 
 def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], int] | None = None) -> Plan:
@@ -91,6 +94,7 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
     return Plan(
         options=options,
         model=msgspec.structs.replace(model, generation_defaults=defaults, eos_token_ids=eos_token_ids),
+        most_new_tokens=_most_new_tokens(options, model),
         served_model_names=names,
         dtype=dtype,
         weights_stay_packed=packed,
@@ -264,11 +268,20 @@ def _generation_defaults(options: Options, model: ModelDescription) -> tuple[dic
     check_sampling_defaults(options.override_generation_config, model.vocab_size)
     own = {} if options.generation_config == "vllm" else model.generation_defaults
     override = dict(options.override_generation_config)
+    if MOST_NEW_TOKENS in override:
+        override.setdefault("max_tokens", override.pop(MOST_NEW_TOKENS))
     reason = "override_generation_config" if override else "the model's generation config"
     for name in override.keys() & set(TOKEN_IDS):
         override[name] = list(dict.fromkeys(_listed(override[name])))
     eos_token_ids = override.pop("eos_token_id", model.eos_token_ids)
     return {**own, **override}, tuple(eos_token_ids), reason
+
+
+def _most_new_tokens(options: Options, model: ModelDescription) -> int | None:
+    """That of any output over HTTP; None where only its own `max_tokens` counts."""
+    of_folder = model.generation_defaults if options.generation_config not in ("auto", "vllm") else {}
+    most: int | None = options.override_generation_config.get(MOST_NEW_TOKENS, of_folder.get("max_tokens"))
+    return most
 
 
 def _asked(was_asked: bool, otherwise: str) -> str:
@@ -318,7 +331,7 @@ def steps_in_flight(options: Options, executor: Capacity) -> InFlight:
 def check_sampling_defaults(override: Mapping[str, Any], vocab_size: int | None = None) -> None:
     """Raises OptionError for what `override_generation_config` cannot set, or not to that."""
     known = model_defaults(Sampling)
-    settable = (*known, *TOKEN_IDS)
+    settable = (*known, *TOKEN_IDS, MOST_NEW_TOKENS)
     unknown = [name for name in override if name not in settable]
     if unknown:
         raise OptionError(
@@ -328,7 +341,7 @@ def check_sampling_defaults(override: Mapping[str, Any], vocab_size: int | None 
         if name in TOKEN_IDS:
             expected = _token_ids_problem(value, vocab_size)
         else:
-            _, kind, allowed = known[name]
+            _, kind, allowed = known["max_tokens" if name == MOST_NEW_TOKENS else name]
             is_number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
             whole = "whole " if kind is int else ""
             expected = "" if is_number and value in allowed else f"a {whole}number, {allowed.words()}"

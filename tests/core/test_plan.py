@@ -161,6 +161,20 @@ def test_sampling_defaults() -> None:
         plan(override_generation_config={"temprature": 0.1})
 
 
+# vLLM's tests/test_config.py::test_get_diff_sampling_param and the help of its --generation-config
+def test_max_new_tokens_is_the_default_of_max_tokens_and_bounds_what_a_server_gives() -> None:
+    given = plan(override_generation_config={"max_new_tokens": 5})
+    assert given.model.generation_defaults == {"temperature": 0.7, "top_p": 0.9, "max_tokens": 5}
+    assert given.most_new_tokens == 5
+    both = plan(override_generation_config={"max_new_tokens": 5, "max_tokens": 3})
+    assert (both.model.generation_defaults["max_tokens"], both.most_new_tokens) == (3, 5)
+    model = description(generation_defaults={"max_tokens": 9})
+    for source, most in (("auto", None), ("vllm", None), ("/a/folder", 9)):
+        assert plan(model, generation_config=source).most_new_tokens == most, source
+    with pytest.raises(OptionError, match=r"sets max_new_tokens=0: it must be a whole number, at least 1"):
+        plan(override_generation_config={"max_new_tokens": 0})
+
+
 def test_tokens_that_end_answers_are_set_by_the_generation_config_that_overrides() -> None:
     own = plan().model.eos_token_ids
     stops = plan(override_generation_config={"stop_token_ids": [9, 7, 9], "min_p": 0.2})

@@ -48,6 +48,19 @@ def test_tokens_that_end_answers_may_be_set_for_all_requests():
         assert sampling_params(request, welcome, ServeOptions()).stop_token_ids == joined
 
 
+# vLLM's tests/entrypoints/openai/chat_completion/test_serving_chat.py, of max_tokens
+def test_a_server_gives_no_more_than_max_new_tokens():
+    with LLM("null", in_process=True, override_generation_config={"max_new_tokens": 5}, **NULL) as llm:
+        outputs = llm.generate([[5, 6, 7]], use_tqdm=False)
+        welcome = llm.engine
+    assert len(outputs[0].outputs[0].token_ids) == 5
+    for asked, given in ((None, 5), (3, 3), (9, 5)):
+        body = {"model": "null", "prompt": [5], "max_tokens": asked, "min_tokens": 2}
+        request = RequestDecoder(strict=True).decode(json.dumps(body).encode(), CompletionRequest)
+        chosen = sampling_params(request, welcome, ServeOptions(), max_tokens=asked)
+        assert (chosen.max_tokens, chosen.min_tokens) == (given, 2)
+
+
 def test_a_crash_ends_the_call_with_its_cause():
     with LLM("null", in_process=True, hf_overrides={"crash_token_id": 77}, **NULL) as llm:
         with pytest.raises(EngineDeadError, match="told to crash"):

@@ -93,8 +93,12 @@ def sampling_params(
     defaults: dict[str, Any] = {"max_tokens": None, **welcome.generation_defaults}
     if "stop_token_ids" in defaults:
         values["stop_token_ids"] = [*values.get("stop_token_ids", ()), *defaults["stop_token_ids"]]
+    asked = {**defaults, **values, "output_kind": kind}
     try:
-        return SamplingParams(**{**defaults, **values, "output_kind": kind})
+        params = SamplingParams(**asked)
+        if (most := welcome.most_new_tokens) is not None and (params.max_tokens is None or params.max_tokens > most):
+            params = SamplingParams(**{**asked, "max_tokens": most, "min_tokens": min(params.min_tokens, most)})
+        return params
     except InvalidRequestError as error:
         raise respelt(error, SPELLINGS) from error
 
