@@ -32,7 +32,9 @@ from headrace.frontend.api.stat_loggers import Factory, StatLoggers
 from headrace.frontend.api.unsupported import NamesWhatIsMissing, check_arguments
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient, RequestClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
+from headrace.frontend.client.engine_metrics import Metric
 from headrace.frontend.client.own_engine import CAUSE_GRACE_S, STOP_DEADLINE_S, check_finds, parse_own
+from headrace.frontend.client.request_metrics import RequestCounts
 from headrace.frontend.client.transport import Transport, ZmqTransport
 from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
 from headrace.frontend.fleet.sources import Owned
@@ -110,7 +112,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         self._loop = asyncio.get_running_loop()
         client = CoreClient(transport)
         await client.start(timeout_s)
-        self._client = client
+        self._take(client)
         return self
 
     def _prepare(self, children: Sequence[EngineProcess | Owned], fleet: FleetClient | None = None) -> None:
@@ -277,6 +279,9 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
             if name in self._sessions:
                 self._sessions[name].abort()
 
+    async def get_metrics(self, prefix: str = "vllm") -> list[Metric]:
+        return await (await self._ready()).get_metrics(prefix)
+
     async def do_log_stats(self) -> None:
         await super().do_log_stats()
         await self._stat_loggers.log()
@@ -436,8 +441,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     async def _start(self) -> CoreClient | FleetClient:
         if self._fleet is not None:
             await self._fleet.start(CONNECT_TIMEOUT_S)
-            self._client = self._fleet
-            return self._fleet
+            return self._take(self._fleet)
         (child,) = self._children
         assert not isinstance(child, Owned), "those belong to a fleet"
         ready = await asyncio.to_thread(child.wait_ready)
@@ -449,6 +453,11 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         except BaseException:
             await client.close()
             raise
+        return self._take(client)
+
+    def _take(self, client: CoreClient | FleetClient) -> CoreClient | FleetClient:
+        """It has started: requests go to it from now on, and are counted."""
+        client.request_counts = RequestCounts()
         self._client = client
         return client
 

@@ -40,6 +40,7 @@ from headrace.frontend.client.own_engine import (
     parse_own,
     run_in_process,
 )
+from headrace.frontend.client.request_metrics import RequestCounts
 from headrace.frontend.client.transport import Transport, ZmqTransport
 from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
@@ -125,6 +126,7 @@ class LLM(Controls, NamesWhatIsMissing):
     ) -> None:
         self._background = BackgroundLoop("headrace-llm")
         self._client: CoreClient | FleetClient = client
+        client.request_counts = RequestCounts()
         self._process_id = os.getpid()
         self._request_ids = itertools.count()
         self._enqueued: list[tuple[RequestStream, AnswerReader | None]] = []

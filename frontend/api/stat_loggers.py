@@ -147,7 +147,7 @@ class StatLoggers:
             self.loggers.append(make(config, [0] if is_aggregate else 0))
         self._tell("log_engine_initialized")
         self._last = await client.get_stats()
-        client.requests.on_counted = self._ended.append
+        client.requests.on_counted.append(self._ended.append)
         self._task = asyncio.create_task(self._watch())
 
     async def log(self) -> None:

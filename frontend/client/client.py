@@ -181,7 +181,7 @@ class CoreClient(AsyncControls):
         tokenized = tokenized_fields(params, self.tokenizer, self.welcome.vocab_size)
         if (thinking := thinking_of(params, prompt, self.tokenizer, self.welcome)) is not None:
             tokenized["thinking"] = thinking
-        return self.requests.add(
+        stream = self.requests.add(
             request_id,
             prompt,
             params,
@@ -190,6 +190,9 @@ class CoreClient(AsyncControls):
             tokenizer=self.tokenizer,
             tokenized=tokenized,
         )
+        if self.request_counts is not None:
+            self.request_counts.follow(stream)
+        return stream
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """Ends these requests with finish_reason `abort`; ids that are not running are ignored."""

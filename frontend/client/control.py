@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 import msgspec
 
 from headrace.frontend.client.engine_metrics import Metric, engine_metrics
+from headrace.frontend.client.request_metrics import RequestCounts
 from headrace.frontend.client.stats_log import StatsLog
 from headrace.ipc.control import (
     ASLEEP,
@@ -105,6 +106,9 @@ class AsyncControls:
     Every method raises HeadraceError with the engine's reason, and EngineDeadError when the engine has died.
     """
 
+    request_counts: RequestCounts | None = None
+    """Of the requests that this client submits; None where others meter them."""
+
     async def call(self, kind: type[Call], timeout_s: float | None = QUICK_S, **fields: Any) -> Any:
         """Sends such a message, and gives its Reply's result. Without a timeout it waits while the core lives."""
         raise NotImplementedError
@@ -154,8 +158,11 @@ class AsyncControls:
         return stats
 
     async def get_metrics(self, prefix: str = "vllm") -> list[Metric]:
-        """The same as vLLM's metric objects (Counter, Gauge, Vector, Histogram), named `prefix:name`."""
-        return engine_metrics(await self.get_stats(), await self.engine(), prefix)
+        """vLLM's metric objects (Counter, Gauge, Vector, Histogram), named `prefix:name`.
+
+        The engine's are of all its clients, those of requests of this one.
+        """
+        return engine_metrics(await self.get_stats(), await self.engine(), self.request_counts, prefix)
 
     async def do_log_stats(self) -> None:
         """Logs throughput, requests, cache use and hit rate since the last time, as a server does every 10 s."""

@@ -1,12 +1,18 @@
-"""What an engine counts, under vLLM's names: the table that /metrics and `LLM.get_metrics` show."""
+"""What an engine counts, under vLLM's names, as /metrics and `LLM.get_metrics` show it; and the latter's objects."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from headrace.frontend.client.request_metrics import (
+    FINISH_REASONS,
+    REQUEST_HISTOGRAMS,
+    SUCCESS,
+    RequestCounts,
+    cumulative,
+)
 from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineStats, Welcome
 
 
@@ -89,8 +95,8 @@ class Histogram(Metric, kw_only=True):
     buckets: dict[str, int]
 
 
-def engine_metrics(stats: EngineStats, welcome: Welcome, prefix: str) -> list[Metric]:
-    """All of them, named `prefix:name`."""
+def engine_metrics(stats: EngineStats, welcome: Welcome, requests: RequestCounts | None, prefix: str) -> list[Metric]:
+    """All of them, named `prefix:name`; `requests` are those of a client."""
     labels = {"model_name": (welcome.served_model_names or (welcome.model,))[0], "engine": "0"}
     found: list[Metric] = []
     for kind, name, _, value in ENGINE_METRICS:
@@ -99,18 +105,25 @@ def engine_metrics(stats: EngineStats, welcome: Welcome, prefix: str) -> list[Me
             found.append(Gauge(name=f"{prefix}:{name}", labels=labels, value=float(number)))
         else:
             found.append(Counter(name=f"{prefix}:{name}", labels=labels, value=number))
+    for reason, count in stats.num_waiting_by_reason.items():
+        name = f"{prefix}:num_requests_waiting_by_reason"
+        found.append(Gauge(name=name, labels={**labels, "reason": reason}, value=float(count)))
     accepted = list(stats.num_accepted_tokens_per_pos)
     found.append(Vector(name=f"{prefix}:spec_decode_num_accepted_tokens_per_pos", labels=labels, values=accepted))
-    counts = stats.times.step_tokens or (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
-    bounds = (*(str(float(bound)) for bound in STEP_TOKEN_BOUNDS), "+Inf")
-    buckets = dict(zip(bounds, itertools.accumulate(counts), strict=True))
-    found.append(
-        Histogram(
-            name=f"{prefix}:iteration_tokens_total",
-            labels=labels,
-            count=sum(counts),
-            sum=float(stats.times.step_tokens_sum),
-            buckets=buckets,
-        )
-    )
+    step_counts = stats.times.step_tokens or (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
+    steps = (tuple(map(float, STEP_TOKEN_BOUNDS)), step_counts, float(stats.times.step_tokens_sum))
+    found.append(_histogram(f"{prefix}:iteration_tokens_total", labels, *steps))
+    if requests is not None:
+        for name, (bounds, _) in REQUEST_HISTOGRAMS.items():
+            found.append(_histogram(f"{prefix}:{name}", labels, bounds, *requests.histogram(name)))
+        for reason in FINISH_REASONS:
+            by_reason = {**labels, "finished_reason": reason}
+            found.append(Counter(name=f"{prefix}:{SUCCESS}", labels=by_reason, value=requests.num_ended(reason)))
     return found
+
+
+def _histogram(
+    name: str, labels: dict[str, str], bounds: Sequence[float], counts: Sequence[float], total: float
+) -> Histogram:
+    buckets = {bound: int(count) for bound, count in cumulative(bounds, counts)}
+    return Histogram(name=name, labels=labels, count=buckets["+Inf"], sum=total, buckets=buckets)

@@ -191,8 +191,8 @@ class RequestStream:
         self.metrics = RequestMetrics(arrival_time=time.time())
         self.on_done: Callable[[RequestStream], None] | None = None
         """Called once when it has ended, well or not."""
-        self.on_counted: Callable[[RequestStream], None] | None = None
-        """The same, for who counts all requests of a client (RequestTable.on_counted)."""
+        self.on_counted: tuple[Callable[[RequestStream], None], ...] = ()
+        """The same, for who counts all requests of a client (RequestTable.on_counted, RequestCounts)."""
         self.on_step: Callable[[RequestStream, float], None] | None = None
         """Called after each step that brought news, with the time (monotonic seconds), whatever the output kind: for
         a reader that must not wait for a task to wake. It reads from `sequences`, and must not raise."""
@@ -338,7 +338,7 @@ class RequestStream:
             self._waiter.set_result(None)
 
     def _report_done(self) -> None:
-        for told in (self.on_gone, self.on_done, self.on_counted):
+        for told in (self.on_gone, self.on_done, *self.on_counted):
             if told is not None:
                 told(self)
 

@@ -60,8 +60,8 @@ class RequestTable:
         self.on_refused: Callable[[RequestStream, Failure], bool] | None = None
         """Called with a request that the core does not take, or lets go of as it ends, and that is forgotten here: True
         where somebody else takes it over."""
-        self.on_counted: Callable[[RequestStream], None] | None = None
-        """Called with each request added from now on when it has ended, well or not. It must not raise."""
+        self.on_counted: list[Callable[[RequestStream], None]] = []
+        """Called with each request added from now on when it has ended, well or not. They must not raise."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
@@ -85,7 +85,7 @@ class RequestTable:
         stream.max_tokens, stream.priority = max_tokens, priority
         stream.interval = params.stream_interval or self.stream_interval
         stream.tokenized = tokenized
-        stream.on_counted = self.on_counted
+        stream.on_counted = tuple(self.on_counted)
         try:
             for message in self._register(stream):
                 self._send(message)

@@ -167,7 +167,10 @@ class FleetClient(AsyncControls):
     ) -> RequestStream:
         """As CoreClient.submit."""
         model = self.pool.names[0]
-        return self.pool.submit(request_id, prompt, params, priority, model=model, max_tokens=max_tokens)
+        stream = self.pool.submit(request_id, prompt, params, priority, model=model, max_tokens=max_tokens)
+        if self.request_counts is not None:
+            self.request_counts.follow(stream)
+        return stream
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """Ends these requests with finish_reason `abort`; ids that are not running are ignored."""

@@ -1,7 +1,7 @@
 """Metrics under vLLM's names, right with several HTTP processes and several engines.
 
 What an engine counts (load, cache, tokens) is asked of it at each scrape. What requests went through is counted
-here, in a page of float64 numbers for each HTTP process:
+by `RequestMeter`s, in a page of float64 numbers for each HTTP process:
 
     file:  | page of process 0 | page of process 1 | ...           page:  | process | engine 0 | engine 1 | ...
 
@@ -10,53 +10,38 @@ One process writes each page, by plain stores; any process answers a scrape with
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from headrace.frontend.client.engine_metrics import ENGINE_METRICS
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request_metrics import (
+    FINISH_REASONS,
+    REJECTIONS,
+    REQUEST_HISTOGRAMS,
+    REQUEST_LAYOUT,
+    SHORT,
+    SUCCESS,
+    Histograms,
+    Layout,
+    cumulative,
+    observe,
+)
 from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.fleet.router import CHOICES, MIGRATIONS, PROMPT_TOKENS
 from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineStats
 
 _ITEM_BYTES = 8
-_SHORT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-_TOKEN = (0.0005, 0.001, 0.0025, 0.005, *_SHORT)
-_FIRST = (0.001, 0.005, *_SHORT, 160.0, 640.0, 2560.0)
-_LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
-_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 _PAUSES = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
-
-# name -> (upper bounds, help)
-ENGINE_HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
-    "time_to_first_token_seconds": (_FIRST, "From a request's submission to its first token."),
-    "inter_token_latency_seconds": (_TOKEN, "From one token of a request to the next."),
-    "request_time_per_output_token_seconds": (_TOKEN, "A request's decode time divided by its tokens after the first."),
-    "e2e_request_latency_seconds": (_LONG, "From a request's submission to its last token."),
-    "request_queue_time_seconds": (_LONG, "From arrival at the engine to first scheduling."),
-    "request_prefill_time_seconds": (_LONG, "From first scheduling to the first token."),
-    "request_decode_time_seconds": (_LONG, "From the first token to the last."),
-    "request_inference_time_seconds": (_LONG, "From first scheduling to the last token."),
-    "request_prompt_tokens": (_COUNTS, "Tokens in a request's prompt."),
-    "request_generation_tokens": (_COUNTS, "Tokens generated for a request."),
-    "request_max_num_generation_tokens": (_COUNTS, "Tokens of a request's longest output."),
-    "request_params_n": ((1.0, 2.0, 5.0, 10.0, 20.0), "Outputs asked for."),
-    "request_params_max_tokens": (_COUNTS, "max_tokens asked for."),
-    "request_num_preemptions": ((0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0), "How often a request gave way to others."),
-}
 _ALSO_KNOWN_AS = {"inter_token_latency_seconds": "time_per_output_token_seconds"}
 """Names of earlier versions of vLLM, which dashboards made for them ask for."""
-FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
-_SUCCESS = "request_success"
-_REJECTIONS, _FULL = "admission_rejections", "max_num_queued_reqs"
-"""The one reason that there is: queues are bounded by requests (max_waiting_requests), under vLLM's name for it."""
-_PROCESS_HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
+_FULL = "max_num_queued_reqs"
+"""The one reason for rejections that there is: queues are bounded by requests (max_waiting_requests), under vLLM's name
+for it."""
+_PROCESS_HISTOGRAMS: Histograms = {
     "gc_pause_seconds": (_PAUSES, "Garbage collections in the HTTP processes."),
-    "router_gap_seconds": (_SHORT, "Of requests that lost their engine: from their last token before to the next."),
+    "router_gap_seconds": (SHORT, "Of requests that lost their engine: from their last token before to the next."),
 }
 _PROCESS_COUNTERS = {
     "http_requests": "HTTP requests for completions.",
@@ -86,24 +71,7 @@ HANDLERS = {
 _STATUSES = ("2xx", "3xx", "4xx", "5xx")
 _DURATIONS = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _HTTP_DURATION, _HTTP_REQUESTS = "http_request_duration_seconds", "http_requests_total"
-
-
-class _Layout:
-    """Where each number lies in a block, by name. A histogram has a number for each bucket, one above, and the sum."""
-
-    def __init__(self, histograms: dict[str, tuple[tuple[float, ...], str]], counters: Sequence[str]) -> None:
-        self.at: dict[str, int] = {}
-        self.size = 0
-        for name, (bounds, _) in histograms.items():
-            self.at[name] = self.size
-            self.size += len(bounds) + 2
-        for name in counters:
-            self.at[name] = self.size
-            self.size += 1
-
-
-_ENGINE_LAYOUT = _Layout(ENGINE_HISTOGRAMS, (*FINISH_REASONS, _REJECTIONS))
-_PROCESS_LAYOUT = _Layout(
+_PROCESS_LAYOUT = Layout(
     {**_PROCESS_HISTOGRAMS, **{f"{_HTTP_DURATION}{path}": (_DURATIONS, "") for path in HANDLERS}},
     (
         *_PROCESS_COUNTERS,
@@ -116,7 +84,7 @@ _PROCESS_LAYOUT = _Layout(
 
 MOST_ENGINES = 1024
 """Of whose requests the times are told apart; those of more are counted with the last one's."""
-_PAGE_SIZE = _PROCESS_LAYOUT.size + MOST_ENGINES * _ENGINE_LAYOUT.size
+_PAGE_SIZE = _PROCESS_LAYOUT.size + MOST_ENGINES * REQUEST_LAYOUT.size
 
 
 def pages_bytes(num_processes: int) -> int:
@@ -125,7 +93,7 @@ def pages_bytes(num_processes: int) -> int:
 
 
 def _engine_offset(index: int) -> int:
-    return _PROCESS_LAYOUT.size + min(index, MOST_ENGINES - 1) * _ENGINE_LAYOUT.size
+    return _PROCESS_LAYOUT.size + min(index, MOST_ENGINES - 1) * REQUEST_LAYOUT.size
 
 
 class Pages:
@@ -148,19 +116,19 @@ class Pages:
     def engine(self, index: int) -> memoryview[float]:
         """The numbers of one engine's requests."""
         first = self._start + _engine_offset(index)
-        return self._numbers[first : first + _ENGINE_LAYOUT.size]
+        return self._numbers[first : first + REQUEST_LAYOUT.size]
 
     def num_generated(self, index: int) -> int:
         """Tokens of one engine's requests that have ended."""
-        bounds, _ = ENGINE_HISTOGRAMS["request_generation_tokens"]
-        return int(self.engine(index)[_ENGINE_LAYOUT.at["request_generation_tokens"] + len(bounds) + 1])
+        bounds, _ = REQUEST_HISTOGRAMS["request_generation_tokens"]
+        return int(self.engine(index)[REQUEST_LAYOUT.at["request_generation_tokens"] + len(bounds) + 1])
 
     def count(self, name: str, amount: float = 1.0) -> None:
         self.process[_PROCESS_LAYOUT.at[name]] += amount
 
     def count_rejection(self, index: int) -> None:
         """An engine's queue had no room for a request."""
-        self.engine(index)[_ENGINE_LAYOUT.at[_REJECTIONS]] += 1.0
+        self.engine(index)[REQUEST_LAYOUT.at[REJECTIONS]] += 1.0
 
     def set(self, name: str, value: float) -> None:
         self.process[_PROCESS_LAYOUT.at[name]] = value
@@ -172,7 +140,7 @@ class Pages:
         """One has been answered with this status, or would have been."""
         path = path if path in HANDLERS else "none"
         self.count(f"{min(max(status // 100, 2), 5)}xx{path}")
-        _observe(self.process, _PROCESS_LAYOUT.at[f"{_HTTP_DURATION}{path}"], _DURATIONS, seconds)
+        observe(self.process, _PROCESS_LAYOUT.at[f"{_HTTP_DURATION}{path}"], _DURATIONS, seconds)
 
     def total_in_flight(self) -> int:
         return int(self.total(_PROCESS_LAYOUT.at[_IN_FLIGHT], 1)[0])
@@ -184,72 +152,11 @@ class Pages:
 
     def gc_pause(self, seconds: float) -> None:
         """A garbage collection in this process took so long."""
-        _observe(self.process, _PROCESS_LAYOUT.at["gc_pause_seconds"], _PAUSES, seconds)
+        observe(self.process, _PROCESS_LAYOUT.at["gc_pause_seconds"], _PAUSES, seconds)
 
     def gap(self, seconds: float) -> None:
         """A stream stood still for so long, as its request went on at another engine."""
-        _observe(self.process, _PROCESS_LAYOUT.at["router_gap_seconds"], _SHORT, seconds)
-
-
-class RequestMeter:
-    """Times one HTTP request's streams into its engine's block."""
-
-    def __init__(self, block: memoryview[float], on_gap: Callable[[float], None]) -> None:
-        """on_gap: told how long a stream stood still when its request lost its engine (seconds)."""
-        self._block, self._on_gap = block, on_gap
-        self._last: dict[RequestStream, tuple[float, int, int]] = {}  # of its last news: time, tokens, migrations
-
-    def on_step(self, stream: RequestStream, now_s: float) -> None:
-        last = self._last.get(stream)
-        # Of several outputs that come together, the first stands for all.
-        num_tokens = len(stream.sequences[0].token_ids)
-        num_migrations = 0 if stream.route is None else stream.route.num_migrations
-        self._last[stream] = (now_s, num_tokens, num_migrations)
-        if last is not None:
-            block, interval_s = self._block, now_s - last[0]
-            count = max(1, num_tokens - last[1])  # several may come at once
-            block[_INTER_TOKEN + bisect.bisect_left(_TOKEN, interval_s / count)] += count
-            block[_INTER_TOKEN_SUM] += interval_s
-            if num_migrations != last[2]:
-                self._on_gap(interval_s)
-
-    def on_done(self, stream: RequestStream) -> None:
-        reason = "error" if stream.error is not None else stream.sequences[0].finish_reason or "error"
-        self._block[_ENGINE_LAYOUT.at[reason]] += 1.0
-        metrics = stream.metrics
-        if stream.error is not None:
-            return
-        self._take("request_prompt_tokens", len(stream.prompt.token_ids or ()))
-        self._take("request_params_n", stream.params.n)
-        self._take("request_params_max_tokens", stream.params.max_tokens)
-        self._take("request_generation_tokens", metrics.num_generation_tokens)
-        self._take("request_max_num_generation_tokens", max(len(each.token_ids) for each in stream.sequences))
-        if reason == "abort":
-            return
-        self._take("request_num_preemptions", metrics.num_preemptions)
-        self._take("time_to_first_token_seconds", metrics.first_token_latency)
-        self._take("e2e_request_latency_seconds", metrics.total_s)
-        self._take("request_queue_time_seconds", metrics.queued_s)
-        self._take("request_prefill_time_seconds", metrics.prefill_s)
-        self._take("request_decode_time_seconds", metrics.decode_s)
-        if metrics.prefill_s is not None and metrics.decode_s is not None:
-            self._take("request_inference_time_seconds", metrics.prefill_s + metrics.decode_s)
-            if metrics.num_generation_tokens > stream.params.n:
-                steps = metrics.num_generation_tokens / stream.params.n - 1
-                self._take("request_time_per_output_token_seconds", metrics.decode_s / steps)
-
-    def _take(self, name: str, value: float | None) -> None:
-        if value is not None:
-            _observe(self._block, _ENGINE_LAYOUT.at[name], ENGINE_HISTOGRAMS[name][0], value)
-
-
-_INTER_TOKEN = _ENGINE_LAYOUT.at["inter_token_latency_seconds"]
-_INTER_TOKEN_SUM = _INTER_TOKEN + len(_TOKEN) + 1
-
-
-def _observe(block: memoryview[float], at: int, bounds: tuple[float, ...], value: float) -> None:
-    block[at + bisect.bisect_left(bounds, value)] += 1.0
-    block[at + len(bounds) + 1] += value
+        observe(self.process, _PROCESS_LAYOUT.at["router_gap_seconds"], SHORT, seconds)
 
 
 class Exposition:
@@ -337,7 +244,7 @@ class Exposition:
                 continue
             counts = stats.times.step_tokens or (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
             bounds = tuple(map(float, STEP_TOKEN_BOUNDS))
-            tokens.add_metric(_labels(engine), _buckets(bounds, counts), sum_value=stats.times.step_tokens_sum)
+            tokens.add_metric(_labels(engine), cumulative(bounds, counts), sum_value=stats.times.step_tokens_sum)
             for level, state in enumerate(("awake", "weights_offloaded", "discard_all")):
                 asleep.add_metric((*_labels(engine), state), float(stats.sleep_level == level))
         yield from (tokens, asleep)
@@ -346,27 +253,27 @@ class Exposition:
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
         labels = ("model_name", "engine")
-        for name, (bounds, text) in ENGINE_HISTOGRAMS.items():
+        for name, (bounds, text) in REQUEST_HISTOGRAMS.items():
             for spelt in filter(None, (name, _ALSO_KNOWN_AS.get(name))):
                 family = HistogramMetricFamily(f"{self._prefix}:{spelt}", text, labels=labels)
                 for engine in self._pool.engines:
-                    at = _engine_offset(engine.index) + _ENGINE_LAYOUT.at[name]
+                    at = _engine_offset(engine.index) + REQUEST_LAYOUT.at[name]
                     self._add_histogram(family, _labels(engine), at, bounds)
                 yield family
         success = CounterMetricFamily(
-            f"{self._prefix}:{_SUCCESS}", "Requests that ended, by how.", labels=(*labels, "finished_reason")
+            f"{self._prefix}:{SUCCESS}", "Requests that ended, by how.", labels=(*labels, "finished_reason")
         )
         for engine in self._pool.engines:
             for reason in FINISH_REASONS:
-                at = _engine_offset(engine.index) + _ENGINE_LAYOUT.at[reason]
+                at = _engine_offset(engine.index) + REQUEST_LAYOUT.at[reason]
                 success.add_metric((*_labels(engine), reason), self._pages.total(at, 1)[0])
         yield success
         rejections = CounterMetricFamily(
-            f"{self._prefix}:{_REJECTIONS}", "Requests that found a queue full.", labels=("model_name", "reason")
+            f"{self._prefix}:{REJECTIONS}", "Requests that found a queue full.", labels=("model_name", "reason")
         )
         counted: dict[str, float] = {}
         for engine in self._pool.engines:
-            name, at = _labels(engine)[0], _engine_offset(engine.index) + _ENGINE_LAYOUT.at[_REJECTIONS]
+            name, at = _labels(engine)[0], _engine_offset(engine.index) + REQUEST_LAYOUT.at[REJECTIONS]
             counted[name] = counted.get(name, 0.0) + self._pages.total(at, 1)[0]
         for name, count in counted.items():
             rejections.add_metric((name, _FULL), count)
@@ -410,13 +317,7 @@ class Exposition:
 
     def _add_histogram(self, family: Any, labels: tuple[str, ...], at: int, bounds: tuple[float, ...]) -> None:
         *counts, total = self._pages.total(at, len(bounds) + 2)
-        family.add_metric(labels, _buckets(bounds, counts), sum_value=total)
-
-
-def _buckets(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
-    """Cumulative, from counts of each bucket and of what lies above all."""
-    cumulative = itertools.accumulate(counts)
-    return list(zip((*map(str, bounds), "+Inf"), cumulative, strict=True))
+        family.add_metric(labels, cumulative(bounds, counts), sum_value=total)
 
 
 def _labels(engine: Engine) -> tuple[str, str]:

@@ -51,6 +51,7 @@ def test_a_habit_works_as_it_is_written(what: str, line: str, llm: LLM) -> None:
         "functools": functools,
         "tqdm": tqdm,
         "Counter": Counter,
+        "Histogram": Histogram,
         "EngineArgs": EngineArgs,
         "ReasoningConfig": ReasoningConfig,
         "calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
@@ -130,10 +131,37 @@ def test_metrics_are_objects_with_vllms_names_and_count(llm: LLM) -> None:
     llm.generate(["a", "b"], GREEDY, use_tqdm=False)
     assert total("vllm:generation_tokens") == before + 8
     assert total("vllm:num_requests_running") == 0
-    (steps,) = [m for m in llm.get_metrics() if isinstance(m, Histogram)]
-    assert (steps.name, steps.buckets["+Inf"]) == ("vllm:iteration_tokens_total", steps.count)
+    histograms = {m.name: m for m in llm.get_metrics() if isinstance(m, Histogram)}
+    assert all(list(m.buckets)[-1] == "+Inf" and m.buckets["+Inf"] == m.count for m in histograms.values())
+    steps = histograms["vllm:iteration_tokens_total"]
     assert steps.sum >= steps.count > 0
     assert any(m.name == "mine:prompt_tokens" for m in llm.get_metrics("mine"))
+
+
+# examples/features/metrics_offline.py: which histograms there are is that of vLLM's loggers.
+def test_requests_are_timed_in_histograms(llm: LLM) -> None:
+    def all_metrics() -> tuple[dict[str, Histogram], dict[str, float]]:
+        found = llm.get_metrics()
+        ended = {m.labels["finished_reason"]: m.value for m in found if isinstance(m, Counter) and "success" in m.name}
+        return {m.name.removeprefix("vllm:"): m for m in found if isinstance(m, Histogram)}, ended
+
+    before, ended_before = all_metrics()
+    outputs = llm.generate(["a", "b"], SamplingParams(temperature=0, max_tokens=7, ignore_eos=True), use_tqdm=False)
+    streamed = list(llm.stream("c", SamplingParams(max_tokens=5, ignore_eos=True)))
+    after, ended = all_metrics()
+    new = {name: (m.count - before[name].count, m.sum - before[name].sum) for name, m in after.items()}
+    assert new["inter_token_latency_seconds"][0] == 6 + 6 + 4
+    assert new["request_generation_tokens"][0] == 3
+    for name in ("time_to_first_token", "e2e_request_latency", "request_decode_time", "request_inference_time"):
+        assert new[f"{name}_seconds"][0] == 3, name
+        assert new[f"{name}_seconds"][1] > 0, name
+    first_s = sum(output.metrics.first_token_latency for output in (*outputs, streamed[-1]))
+    assert new["time_to_first_token_seconds"][1] == pytest.approx(first_s)
+    assert new["request_params_n"] == (3, 3.0)
+    buckets = [each["request_params_max_tokens"].buckets for each in (before, after)]
+    assert [buckets[1][bound] - buckets[0][bound] for bound in ("2.0", "5.0", "10.0")] == [0, 1, 3]
+    assert {reason for reason in ended if ended[reason] != ended_before[reason]} == {"length"}
+    assert ended["length"] == ended_before["length"] + 3
 
 
 def test_a_worker_extensions_methods_are_called_by_name_or_as_they_are(llm: LLM) -> None:

@@ -14,10 +14,9 @@ from source_tree import PYTHONPATH
 from headrace import AsyncLLM, RequestOutputKind, SamplingParams
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.client.request import RequestStream, one_row
+from headrace.frontend.client.request_metrics import INTER_TOKEN, INTER_TOKEN_SUM, RequestMeter
 from headrace.frontend.client.request_table import UNREAD_TOKENS, RequestTable
 from headrace.frontend.fleet.decisions import RoutedRequest
-from headrace.frontend.http import metrics
-from headrace.frontend.http.metrics import RequestMeter
 from headrace.ipc.messages import AddRequest, ClientMessage
 
 DELTA, CUMULATIVE, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
@@ -63,7 +62,7 @@ def test_tokens_that_come_together_count_as_so_many_intervals() -> None:
     for now_s, count in ((1.0, 1), (1.8, 8), (1.9, 1)):
         stream.sequences[0].token_ids += [7] * count
         meter.on_step(stream, now_s)
-    first, end = metrics._INTER_TOKEN, metrics._INTER_TOKEN_SUM
+    first, end = INTER_TOKEN, INTER_TOKEN_SUM
     assert sum(block[first:end]) == 9
     assert max(block[first:end]) == 9, "all nine are of 0.1 s"
     assert block[end] == pytest.approx(0.9)

@@ -20,11 +20,12 @@ from headrace.frontend.api.beam_search import BeamSearchParams
 from headrace.frontend.api.inputs.prompts import Prompt, check_request
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request_metrics import RequestMeter
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.http.connection import Connection
 from headrace.frontend.http.errors import ApiError
-from headrace.frontend.http.metrics import Pages, RequestMeter
+from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.openai.choosing import Choosing, likeliest, search
 from headrace.frontend.http.openai.event_stream import EVENTS, TURN_S, Chunks, EventStream, KeepAlive, StreamForm
 from headrace.frontend.http.openai.prompts import SPELLINGS, as_api_error, respelt
@@ -121,7 +122,7 @@ class Running:
             except InvalidRequestError as error:
                 raise as_api_error(error, index, len(jobs)) from error
             await pace.step()
-        model, meters = self.engine.names[0], dict[int, RequestMeter]()
+        model = self.engine.names[0]
         for job, max_tokens in zip(jobs, most_tokens, strict=True):
             # Two clients may choose one name; both get their answer under it.
             name = f"{job.name}-{uuid.uuid4().hex}" if job.name in self._pool else job.name
@@ -135,9 +136,7 @@ class Running:
                 affinity=job.affinity,
             )
             engine = self._pool.engine_of(stream) or self.engine
-            if engine.index not in meters:
-                meters[engine.index] = RequestMeter(self._pages.engine(engine.index), self._pages.gap)
-            self._meters[stream] = meters[engine.index]
+            self._meters[stream] = RequestMeter(self._pages.engine(engine.index), self._pages.gap)
             stream.on_step, stream.on_done = self._on_step, self._on_done
             self.streams.append(stream)
             await pace.step()

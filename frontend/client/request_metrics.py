@@ -1,0 +1,157 @@
+"""Times and counts requests under vLLM's names, for `LLM.get_metrics` and a server's /metrics.
+
+The numbers are float64 in a block of memory: a client's own, or one that the HTTP processes of a server share.
+
+    block:  | histogram | histogram | ... | counter | counter | ...
+    histogram:  | observations in each bucket, not summed up | those above all bounds | sum of the values |
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from headrace.frontend.client.request import RequestStream
+
+Block: TypeAlias = "memoryview[float] | list[float]"
+Histograms = Mapping[str, tuple[tuple[float, ...], str]]
+"""By name: upper bounds, in order, and help."""
+SHORT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_TOKEN = (0.0005, 0.001, 0.0025, 0.005, *SHORT)
+_FIRST = (0.001, 0.005, *SHORT, 160.0, 640.0, 2560.0)
+_LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
+
+REQUEST_HISTOGRAMS: Histograms = {
+    "time_to_first_token_seconds": (_FIRST, "From a request's submission to its first token."),
+    "inter_token_latency_seconds": (_TOKEN, "From one token of a request to the next."),
+    "request_time_per_output_token_seconds": (_TOKEN, "A request's decode time divided by its tokens after the first."),
+    "e2e_request_latency_seconds": (_LONG, "From a request's submission to its last token."),
+    "request_queue_time_seconds": (_LONG, "From arrival at the engine to first scheduling."),
+    "request_prefill_time_seconds": (_LONG, "From first scheduling to the first token."),
+    "request_decode_time_seconds": (_LONG, "From the first token to the last."),
+    "request_inference_time_seconds": (_LONG, "From first scheduling to the last token."),
+    "request_prompt_tokens": (_COUNTS, "Tokens in a request's prompt."),
+    "request_generation_tokens": (_COUNTS, "Tokens generated for a request."),
+    "request_max_num_generation_tokens": (_COUNTS, "Tokens of a request's longest output."),
+    "request_params_n": ((1.0, 2.0, 5.0, 10.0, 20.0), "Outputs asked for."),
+    "request_params_max_tokens": (_COUNTS, "max_tokens asked for."),
+    "request_num_preemptions": ((0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0), "How often a request gave way to others."),
+}
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+SUCCESS = "request_success"
+"""Counts the requests that ended, by these."""
+REJECTIONS = "admission_rejections"
+
+
+class Layout:
+    """Where each number lies in a block, by name."""
+
+    def __init__(self, histograms: Histograms, counters: Sequence[str]) -> None:
+        self.at: dict[str, int] = {}
+        self.size = 0
+        for name, (bounds, _) in histograms.items():
+            self.at[name] = self.size
+            self.size += len(bounds) + 2
+        for name in counters:
+            self.at[name] = self.size
+            self.size += 1
+
+
+REQUEST_LAYOUT = Layout(REQUEST_HISTOGRAMS, (*FINISH_REASONS, REJECTIONS))
+INTER_TOKEN = REQUEST_LAYOUT.at["inter_token_latency_seconds"]
+INTER_TOKEN_SUM = INTER_TOKEN + len(_TOKEN) + 1
+
+
+def observe(block: Block, at: int, bounds: tuple[float, ...], value: float) -> None:
+    """Adds a value to the histogram that begins at this number of the block."""
+    block[at + bisect_left(bounds, value)] += 1.0
+    block[at + len(bounds) + 1] += value
+
+
+def cumulative(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
+    """How many observations were at most each bound, from counts of each bucket and of what lies above all."""
+    return list(zip((*map(str, bounds), "+Inf"), itertools.accumulate(counts), strict=True))
+
+
+class RequestMeter:
+    """Times one request into a block."""
+
+    __slots__ = ("_block", "_last_s", "_num_migrations", "_num_tokens", "_on_gap")
+
+    def __init__(self, block: Block, on_gap: Callable[[float], None] | None = None) -> None:
+        """on_gap: told how long the request stood still when it lost its engine (seconds)."""
+        self._block, self._on_gap = block, on_gap
+        self._last_s: float | None = None  # when its last news came, and what it had then
+        self._num_tokens = self._num_migrations = 0
+
+    def on_step(self, stream: RequestStream, now_s: float) -> None:
+        """To be called with each step's news, RequestStream.on_step."""
+        last_s, self._last_s = self._last_s, now_s
+        # Of several outputs that come together, the first stands for all.
+        num_tokens = len(stream.sequences[0].token_ids)
+        if last_s is not None:
+            block, interval_s = self._block, now_s - last_s
+            count = num_tokens - self._num_tokens or 1  # several may come at once
+            block[INTER_TOKEN + bisect_left(_TOKEN, interval_s / count)] += count
+            block[INTER_TOKEN_SUM] += interval_s
+        self._num_tokens = num_tokens
+        if stream.route is not None and stream.route.num_migrations != self._num_migrations:
+            self._num_migrations = stream.route.num_migrations
+            if last_s is not None and self._on_gap is not None:
+                self._on_gap(now_s - last_s)
+
+    def on_done(self, stream: RequestStream) -> None:
+        """To be called when it has ended, well or not."""
+        reason = "error" if stream.error is not None else stream.sequences[0].finish_reason or "error"
+        self._block[REQUEST_LAYOUT.at[reason]] += 1.0
+        metrics = stream.metrics
+        if stream.error is not None:
+            return
+        self._take("request_prompt_tokens", len(stream.prompt.token_ids or ()))
+        self._take("request_params_n", stream.params.n)
+        self._take("request_params_max_tokens", stream.params.max_tokens)
+        self._take("request_generation_tokens", metrics.num_generation_tokens)
+        self._take("request_max_num_generation_tokens", max(len(each.token_ids) for each in stream.sequences))
+        if reason == "abort":
+            return
+        self._take("request_num_preemptions", metrics.num_preemptions)
+        self._take("time_to_first_token_seconds", metrics.first_token_latency)
+        self._take("e2e_request_latency_seconds", metrics.total_s)
+        self._take("request_queue_time_seconds", metrics.queued_s)
+        self._take("request_prefill_time_seconds", metrics.prefill_s)
+        self._take("request_decode_time_seconds", metrics.decode_s)
+        if metrics.prefill_s is not None and metrics.decode_s is not None:
+            self._take("request_inference_time_seconds", metrics.prefill_s + metrics.decode_s)
+            if metrics.num_generation_tokens > stream.params.n:
+                steps = metrics.num_generation_tokens / stream.params.n - 1
+                self._take("request_time_per_output_token_seconds", metrics.decode_s / steps)
+
+    def _take(self, name: str, value: float | None) -> None:
+        if value is not None:
+            observe(self._block, REQUEST_LAYOUT.at[name], REQUEST_HISTOGRAMS[name][0], value)
+
+
+class RequestCounts:
+    """The numbers of one client's requests."""
+
+    def __init__(self) -> None:
+        self._block = [0.0] * REQUEST_LAYOUT.size
+
+    def follow(self, stream: RequestStream) -> None:
+        """Counts a request, which has just been submitted."""
+        meter = RequestMeter(self._block)
+        stream.on_step = meter.on_step
+        stream.on_counted = (*stream.on_counted, meter.on_done)
+
+    def histogram(self, name: str) -> tuple[list[float], float]:
+        """The observations of each bucket, and their sum."""
+        first = REQUEST_LAYOUT.at[name]
+        *counts, total = self._block[first : first + len(REQUEST_HISTOGRAMS[name][0]) + 2]
+        return counts, total
+
+    def num_ended(self, reason: str) -> int:
+        return int(self._block[REQUEST_LAYOUT.at[reason]])
