@@ -124,7 +124,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"headrace.{name}")
     if home is None:
         missing = importlib.import_module("headrace.frontend.api.unsupported")
-        error = missing.no_attribute("headrace", name, missing.PACKAGE)
+        error = missing.no_attribute("headrace", name, missing.PACKAGE, missing.reason_of(name))
         raise ImportError(str(error)) if name in missing.PACKAGE else error
     value = globals()[name] = getattr(importlib.import_module(f"headrace.{home}"), name)
     return value

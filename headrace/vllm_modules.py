@@ -1,19 +1,25 @@
 """vLLM's module names, as one table: `from headrace.engine.arg_utils import EngineArgs` works, and so on for each row.
 
 The modules have no files. A finder at the end of `sys.meta_path` makes one when it is imported. Its names are those of
-`headrace` or have their home in HOMES, and are loaded when first used. A name that vLLM has and Headrace has not is
-told with the reason (frontend/api/unsupported.py).
+`headrace` or have their home in HOMES, and are loaded when first used. A name or module that vLLM has there and
+Headrace has not is told with the reason, its own or that of the module (frontend/api/unsupported.py).
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.machinery
 import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
 
-PROMPTS = ("PromptType", "TextPrompt", "TokensPrompt", "EmbedsPrompt")
+_NEAR = 0.8
+"""How alike a name must be to be one that was meant."""
+PROMPTS = (
+    *("EmbedsPrompt", "EngineInput", "PromptType", "SingletonPrompt", "TextPrompt", "TokensInput", "TokensPrompt"),
+    "tokens_input",
+)
 OUTPUTS = (
     *("ClassificationOutput", "ClassificationRequestOutput", "CompletionOutput", "EmbeddingOutput"),
     *("EmbeddingRequestOutput", "PoolingOutput", "PoolingRequestOutput", "RequestOutput", "ScoringOutput"),
@@ -24,7 +30,10 @@ SAMPLING = (
     "StructuredOutputsParams",
 )
 ERRORS = ("EngineDeadError", "EngineGenerateError")
-EXCEPTIONS = ("GenerationError", "QueueOverflowError", "VLLMClientError", "VLLMError", "VLLMValidationError")
+EXCEPTIONS = (
+    *("GenerationError", "QueueOverflowError", "VLLMClientError", "VLLMError", "VLLMServerError"),
+    "VLLMValidationError",
+)
 COMPILATION = (
     *("CompilationConfig", "CompilationMode", "CUDAGraphMode", "DynamicShapesConfig", "DynamicShapesType"),
     "PassConfig",
@@ -108,13 +117,13 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
         "transformers_utils.repo_utils": ("hf_api",),
         "transformers_utils.tokenizer": ("get_tokenizer",),
         "usage": (),
-        "usage.usage_lib": ("UsageContext",),
+        "usage.usage_lib": ("UsageContext", "is_usage_stats_enabled"),
         "utils": ("Counter", "FlexibleArgumentParser", *NETWORK, "random_uuid"),
         "utils.argparse_utils": ("FlexibleArgumentParser",),
         "utils.network_utils": NETWORK,
         "utils.system_utils": ("set_ulimit",),
         "v1": (),
-        "v1.engine": (),
+        "v1.engine": ("FinishReason", "PauseMode"),
         "v1.engine.async_llm": ("AsyncEngineArgs", "AsyncLLM"),
         "v1.engine.exceptions": ERRORS,
         "v1.engine.llm_engine": ("EngineArgs", "LLMEngine"),
@@ -125,6 +134,7 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
             "LoggingStatLogger",
             "PrometheusStatLogger",
             "StatLoggerBase",
+            "StatLoggerFactory",
         ),
         "v1.metrics.reader": ("Counter", "Gauge", "Histogram", "Metric", "Vector"),
         "v1.metrics.stats": ("FinishedRequestStats", "IterationStats", "PrefixCacheStats", "SchedulerStats"),
@@ -138,9 +148,12 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
 """The names of each module. One that has no home is told with its reason."""
 
 PROGRAMS: Mapping[str, str] = types.MappingProxyType(
-    {"entrypoints.openai.api_server": "openai_server", "entrypoints.openai.run_batch": "run_batch"}
+    {
+        "entrypoints.openai.api_server.__main__": "openai_server",
+        "entrypoints.openai.run_batch.__main__": "run_batch",
+    }
 )
-"""Of headrace/programs.py, for `python -m` and one of the modules."""
+"""Of headrace/programs.py, for what `python -m` runs of a module."""
 
 HOMES: Mapping[str, str] = types.MappingProxyType(
     {
@@ -152,6 +165,14 @@ HOMES: Mapping[str, str] = types.MappingProxyType(
         "LogprobsOnePosition": "frontend.api.outputs:LogprobsOfPosition",
         "PromptLogprobs": "frontend.api.outputs:PromptLogprobs",
         "SampleLogprobs": "frontend.api.outputs:SampleLogprobs",
+        "EngineInput": "frontend.api.inputs.prompts:PromptType",
+        "FinishReason": "frontend.api.stat_loggers:FinishReason",
+        "PauseMode": "frontend.client.control:PauseMode",
+        "SingletonPrompt": "frontend.api.inputs.prompts:PromptType",
+        "StatLoggerFactory": "frontend.api.stat_loggers:Factory",
+        "TokensInput": "frontend.api.inputs.prompts:TokensInput",
+        "VLLMServerError": "ipc.failure:RequestFailedError",
+        "tokens_input": "frontend.api.inputs.prompts:tokens_input",
         "FlexibleArgumentParser": "core.options.parsing:OptionParser",
         "GenerationError": "ipc.failure:RequestFailedError",
         "ModelConfig": "frontend.api.engine_config:ModelConfig",
@@ -171,8 +192,8 @@ HOMES: Mapping[str, str] = types.MappingProxyType(
         "process_dict_updates": "executor.sampling.logits_processors:process_dict_updates",
         "utils.Counter": "frontend.api.helpers:Counter",
         **{name: f"frontend.api.helpers:{name}" for name in (
-            *GROUPS, *NETWORK, "cached_tokenizer_from_config", "get_tokenizer", "hf_api", "init_logger", "random_uuid",
-            "set_ulimit",
+            *GROUPS, *NETWORK, "cached_tokenizer_from_config", "get_tokenizer", "hf_api", "init_logger",
+            "is_usage_stats_enabled", "random_uuid", "set_ulimit",
         )},
         **{name: f"frontend.api.config_objects:{name}" for name in (*COMPILATION, *CONFIG_DICTS)},
         **{name: f"frontend.api.stat_loggers:{name}" for name in (
@@ -205,7 +226,7 @@ class VllmModule(types.ModuleType):
 def find(row: str, name: str) -> object:
     """The object of that name in a row. Raises ImportError for one of vLLM's that is lacking, else AttributeError."""
     import headrace
-    from headrace.frontend.api.unsupported import PACKAGE, no_attribute
+    from headrace.frontend.api.unsupported import PACKAGE, no_attribute, reason_of
 
     home = HOMES.get(f"{row}.{name}") or HOMES.get(name)
     if name in MODULES[row] and home is not None:
@@ -215,23 +236,28 @@ def find(row: str, name: str) -> object:
     if name in MODULES[row] and name in headrace.__all__:
         offered: object = getattr(headrace, name)
         return offered
-    error = no_attribute(f"headrace.{row}", name, PACKAGE)
+    is_special = name.startswith("__")  # Python asks for such names
+    error = no_attribute(f"headrace.{row}", name, PACKAGE, None if is_special else reason_of(row))
     if name in MODULES[row] or name in PACKAGE:
         raise ImportError(str(error))
     raise error
 
 
 def tell_why_not(package: str, row: str) -> None:
-    """Raises ModuleNotFoundError with the reason, for a module of vLLM's that is not here."""
+    """Raises ModuleNotFoundError with the reason, for a module of vLLM's that is not here.
+
+    `from headrace.config import NAME` comes here too, for a NAME that is no attribute. Python takes an error that
+    carries the module's name for one that it need not show, so this carries none.
+    """
     if row.partition(".")[0] == "frontend":
         return  # the reasons' own home: in a clone that is not installed, this would ask for it without end
-    from headrace.frontend.api.unsupported import ABSENT_MODULES
+    from headrace.frontend.api.unsupported import reason_of
 
-    parts = row.split(".")
-    begins = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-    if (found := next((begin for begin in begins if begin in ABSENT_MODULES), None)) is not None:
-        name = f"{package}.{row}"
-        raise ModuleNotFoundError(f"Headrace has no module {name!r}: {ABSENT_MODULES[found]}", name=name)
+    if (reason := reason_of(row)) is not None:
+        parent, _, last = row.rpartition(".")
+        near = difflib.get_close_matches(last, MODULES.get(parent, ()), 1, _NEAR)
+        meant = f". Did you mean {near[0]}?" if near else ""
+        raise ModuleNotFoundError(f"Headrace has no '{package}.{row}': {reason}{meant}")
 
 
 class VllmModules:
@@ -241,11 +267,11 @@ class VllmModules:
         self, fullname: str, path: object = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
         prefix, _, row = fullname.partition(".")
-        if prefix not in ("headrace", "vllm") or row not in MODULES:
+        if prefix not in ("headrace", "vllm") or not (row in MODULES or row in PROGRAMS):
             if prefix == "headrace" or (prefix == "vllm" and sys.modules.get("vllm") is sys.modules.get("headrace")):
                 tell_why_not(prefix, row)
             return None
-        is_package = row not in PROGRAMS  # of a package `python -m` runs another module
+        is_package = row in MODULES
         return importlib.machinery.ModuleSpec(fullname, self, origin="headrace/vllm_modules.py", is_package=is_package)  # type: ignore[arg-type]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> VllmModule:
@@ -258,8 +284,8 @@ class VllmModules:
 
     def get_code(self, fullname: str) -> types.CodeType:
         """For `python -m headrace.entrypoints.openai.api_server`, and the like."""
-        program = PROGRAMS.get(fullname.removeprefix("headrace."))
-        run = f"import sys\nfrom headrace.programs import {program}\nsys.exit({program}())" if program else ""
+        program = PROGRAMS[fullname.removeprefix("headrace.")]
+        run = f"import sys\nfrom headrace.programs import {program}\nsys.exit({program}())"
         return compile(run, f"<{fullname}>", "exec")
 
 

@@ -28,6 +28,11 @@ class UsageContext(enum.Enum):
     ENGINE_CONTEXT = "ENGINE_CONTEXT"
 
 
+def is_usage_stats_enabled() -> bool:
+    """False: nothing is reported."""
+    return False
+
+
 class Counter:
     """Numbers from `start` on, one for each `next`."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import enum
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,16 @@ logger = logging.getLogger(__name__)
 RECORD_EVERY_S = 1.0
 _LAST_S = 1.0
 """How long a client that closes waits for the engine's last numbers."""
+
+
+class FinishReason(enum.StrEnum):
+    """How a request ended. In vLLM numbers, of which the texts are these."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    REPETITION = "repetition"
 
 
 @dataclass
@@ -58,7 +69,7 @@ class SchedulerStats:
 class FinishedRequestStats:
     """One request of this client that has ended. Times are seconds."""
 
-    finish_reason: str
+    finish_reason: FinishReason
     request_id: str | None = None
     e2e_latency: float = 0.0
     num_prompt_tokens: int = 0
@@ -222,7 +233,7 @@ def _finished(stream: RequestStream) -> FinishedRequestStats:
     prefill_s, decode_s = metrics.prefill_s or 0.0, metrics.decode_s or 0.0
     reason = "error" if stream.error is not None else stream.sequences[0].finish_reason or "abort"
     return FinishedRequestStats(
-        finish_reason=reason,
+        finish_reason=FinishReason(reason),
         request_id=stream.request_id,
         e2e_latency=metrics.total_s or 0.0,
         num_prompt_tokens=len(stream.prompt.token_ids or ()),

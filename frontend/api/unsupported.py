@@ -94,14 +94,38 @@ ABSENT_MODULES: Mapping[str, str] = types.MappingProxyType(
         "distributed": "ranks find each other by options (tensor_parallel_size, nnodes), not by calls of a script",
         "distributed.kv_transfer": "an engine keeps its cache to itself",
         "distributed.weight_transfer": "POST /reload_weights and LLM.reload_weights read weights again from files",
+        "engine": "an engine takes EngineArgs, LLMEngine and AsyncLLM run it, and it is a program of its own",
         "entrypoints.openai": "the server is a program, `headrace serve`, whose types OpenAI's own package has",
         "entrypoints.pooling": ONLY_GENERATION,
         "entrypoints": _INSIDE,
-        "envs": "docs/server.md lists the variables of the environment that are read",
+        "envs": "read os.environ; docs/server.md lists the variables of the environment that have an effect",
+        "collect_env": "`headrace collect-env` prints what it collects",
+        "exceptions": "all errors are HeadraceError or derive from it, and `headrace` has their names",
+        "inputs": "a prompt is a text, token ids, {'prompt': ...} or {'prompt_token_ids': [...]}; images and "
+        "sounds are not taken yet",
+        "logger": "logs are Python's own, of the logger `headrace`; --log-level and HEADRACE_LOG_LEVEL set how much",
+        "logits_process": "SamplingParams(bad_words=...) forbids words; processors of one's own derive from those of "
+        "headrace.v1.sample.logits_processor",
+        "logprobs": "the engine makes outputs' log-probabilities; the types of them are here",
+        "outputs": f"an output is a RequestOutput with its CompletionOutputs, for {ONLY_GENERATION}",
+        "pooling_params": ONLY_GENERATION,
+        "profiler": "start_profile and stop_profile record, with the option profiler_config",
+        "sampling_params": "SamplingParams checks its fields by itself when it is made",
+        "snapshot": "an engine's process is not stored and restored; sleep gives its memory back",
+        "tokenizers": "an engine reads its model's tokenizer in every format; LLM.get_tokenizer() gives it",
+        "tracing": NO_TRACES,
+        "usage": "nothing is reported to anybody",
+        "v1.metrics.loggers": "stat_loggers take classes that derive from StatLoggerBase; get_metrics() gives numbers",
+        "v1.metrics.reader": "there is no registry of a process: get_metrics() of an LLM or AsyncLLM gives its metrics",
+        "v1.metrics.stats": "stat loggers are told SchedulerStats and IterationStats, with the fields that are here",
+        "version": "there are __version__ and __version_tuple__",
+        "v1.sample.logits_processor": "processors derive from LogitsProcessor; the option logits_processors loads them",
         **dict.fromkeys(
             (
-                *("attention", "compilation", "core", "device_allocator", "executor", "forward_context", "kernels"),
-                *("ir", "model_executor", "v1", "worker"),
+                *("_aiter_ops", "_custom_ops", "_version", "_xpu_ops", "attention", "beam_search", "compilation"),
+                *("connections", "core", "device_allocator", "executor", "forward_context", "ir", "kernels"),
+                *("model_executor", "models", "ray", "scalar_type", "sequence", "spec_decode", "third_party", "v1"),
+                "worker",
             ),
             _INSIDE,
         ),
@@ -115,8 +139,16 @@ ABSENT_MODULES: Mapping[str, str] = types.MappingProxyType(
         "utils": "of vLLM's helpers there are those of headrace.utils",
     }
 )
-"""By the beginning of a module's name, why vLLM's modules below it are not here. The longest one counts, of which all
-that is above is here: Python imports that first."""
+"""By the beginning of a module's name, why what else vLLM has there, modules and names, is not here. The longest
+counts, of which all that is above is here: Python imports that first."""
+
+
+def reason_of(name: str) -> str | None:
+    """Why a module of vLLM's, or a name in one, is not here; None for what vLLM has not either."""
+    parts = name.split(".")
+    begins = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((ABSENT_MODULES[begin] for begin in begins if begin in ABSENT_MODULES), None)
+
 
 PACKAGE = {
     "AggregatedLoggingStatLogger": "do_log_stats() logs that line without one",
@@ -136,7 +168,6 @@ PACKAGE = {
         ("LogitBiasLogitsProcessor", "MinPLogitsProcessor", "MinTokensLogitsProcessor"),
         "the engine does what SamplingParams asks for without logits processors",
     ),
-    "ir": _INSIDE,
     "initialize_ray_cluster": "distributed_executor_backend=ray starts the workers on the Ray that RAY_ADDRESS names",
     "EmbedsPrompt": "prompt embeddings are not supported yet; give text or token ids",
     "LoRARequest": NO_ADAPTERS,
@@ -156,10 +187,10 @@ PACKAGE = {
 }
 
 
-def no_attribute(owner: str, name: str, reasons: dict[str, str]) -> AttributeError:
-    """To raise where `owner` has no such name: with the reason where it is one that vLLM has."""
-    why = f": {reasons[name]}" if name in reasons else ""
-    return AttributeError(f"{owner} has no {name!r}{why}")
+def no_attribute(owner: str, name: str, reasons: Mapping[str, str], others: str | None = None) -> AttributeError:
+    """To raise where `owner` has no such name: with its reason among these, else that of all others."""
+    reason = reasons.get(name, others)
+    return AttributeError(f"{owner} has no {name!r}{f': {reason}' if reason else ''}")
 
 
 class NamesWhatIsMissing:

@@ -36,8 +36,10 @@ def test_a_row_imports_and_each_name_is_there_or_explained(row: str) -> None:
         else:
             with pytest.raises(ImportError, match=f"has no {name!r}: .{{10,}}"):
                 getattr(module, name)
-    with pytest.raises(AttributeError, match=r"has no 'NoSuchName'$"):
+    with pytest.raises(AttributeError, match=rf"headrace\.{row} has no 'NoSuchName': .{{10,}}"):
         _ = module.NoSuchName
+    with pytest.raises(ImportError, match=rf"^Headrace has no 'headrace\.{row}\.NoSuchName': .{{10,}}"):
+        exec(f"from headrace.{row} import NoSuchName")
 
 
 def test_names_are_the_same_objects_everywhere() -> None:
@@ -93,11 +95,35 @@ def test_config_and_type_names_are_where_vllm_defines_them() -> None:
     ],
 )
 def test_a_module_that_is_not_there_is_told_with_the_reason(name: str, said: str) -> None:
-    with pytest.raises(ModuleNotFoundError, match=rf"^Headrace has no module '.*{said}") as told:
+    with pytest.raises(ModuleNotFoundError, match=rf"^Headrace has no 'headrace\..*{said}"):
         importlib.import_module(f"headrace.{name}")
-    assert f"headrace.{name}".startswith(told.value.name or "?")
+    parent, _, last = f"headrace.{name}".rpartition(".")
+    with pytest.raises(ModuleNotFoundError, match=rf"^Headrace has no 'headrace\..*{said}"):
+        exec(f"from {parent} import {last}")
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'headrace\.nonsense'"):
         importlib.import_module("headrace.nonsense")
+
+
+def test_a_misspelt_name_is_told_the_nearest() -> None:
+    with pytest.raises(ImportError, match=r"'headrace\.engine\.arg_utils\.EngineArg': .*Did you mean EngineArgs\?$"):
+        exec("from headrace.engine.arg_utils import EngineArg")
+    assert not hasattr(headrace.config, "WatchdogConfig"), "a script may ask"
+    assert not hasattr(headrace, "envs")
+
+
+# tests/samplers/test_beam_search.py, tests/v1/engine/test_output_processor.py
+def test_prompts_and_reasons_as_vllms_engines_have_them() -> None:
+    from headrace.frontend.api.inputs.prompts import parse_prompts
+    from headrace.inputs import tokens_input
+    from headrace.usage.usage_lib import is_usage_stats_enabled
+    from headrace.v1.engine import FinishReason
+
+    (prompt,) = parse_prompts([tokens_input([5, 6], prompt="ab", cache_salt="s")])
+    assert (prompt.token_ids, prompt.text, prompt.cache_salt) == ([5, 6], "ab", "s")
+    with pytest.raises(headrace.InvalidRequestError, match="'type'"):
+        parse_prompts({"type": "embeds", "prompt_token_ids": [5]})
+    assert (str(FinishReason.STOP), FinishReason("length")) == ("stop", FinishReason.LENGTH)
+    assert not is_usage_stats_enabled()
 
 
 class ToldWhyNot(Exception):
@@ -110,7 +136,7 @@ def told_why_not() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if re.search(r"^(Headrace has no module|headrace[\w.]* has no) '.*': .{10,}", str(error)):
+        if re.search(r"^(Headrace|headrace[\w.]*) has no '.*': .{10,}", str(error)):
             raise ToldWhyNot from error
         raise
 
@@ -200,7 +226,7 @@ assert AdapterLogitsProcessor.__module__.startswith("headrace")
     done = run("-c", script)
     assert done.returncode == 0, done.stderr
     assert "LoRA adapters are not supported yet" in done.stdout
-    assert "Headrace has no module 'vllm.platforms': a script holds no device" in done.stdout
+    assert "Headrace has no 'vllm.platforms': a script holds no device" in done.stdout
 
 
 def test_a_script_is_run_with_its_arguments_and_folder(tmp_path: Path) -> None:

@@ -27,7 +27,22 @@ class TokensPrompt(TypedDict, total=False):
     cache_salt: str
 
 
+class TokensInput(TokensPrompt, total=False):
+    """What vLLM's renderers make of a prompt, and its engines take."""
+
+    type: Literal["token"]
+
+
 PromptType = str | TextPrompt | TokensPrompt | Sequence[int]
+
+
+def tokens_input(
+    prompt_token_ids: list[int], *, prompt: str | None = None, cache_salt: str | None = None
+) -> TokensInput:
+    """A prompt of token ids, with its text where that is known."""
+    more = {"prompt": prompt, "cache_salt": cache_salt}
+    given = {name: value for name, value in more.items() if value is not None}
+    return TokensInput(type="token", prompt_token_ids=prompt_token_ids, **given)  # type: ignore[typeddict-item]
 
 
 class Prompt(msgspec.Struct):
@@ -80,7 +95,7 @@ def parse_prompt(prompt: Any) -> Prompt:
     if not isinstance(prompt, Mapping):
         raise InvalidRequestError(f"{_FORMS}, not {type(prompt).__name__}")
     for key, value in prompt.items():
-        if key not in _KEYS and value is not None:
+        if key not in _KEYS and value is not None and (key, value) != ("type", "token"):
             raise InvalidRequestError(f"the prompt has a field {key!r}, which is not supported; {_FORMS}")
     text, token_ids, salt = (prompt.get(key) for key in _KEYS)
     if text is None and token_ids is None:
