@@ -30,10 +30,11 @@ from headrace.executor.parallel.expert_exchange import ExpertExchange
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.rank import Rank, Report, reader_of
-from headrace.executor.sampling.logits_processors import make_processors, processor_classes
+from headrace.executor.sampling.logits_processors import looks_at_params, make_processors, processor_classes, refusal_of
 from headrace.ipc.control import (
     ASLEEP,
     CallExtension,
+    CheckSampling,
     DescribeEngine,
     DoIdleWork,
     PrepareWeights,
@@ -46,7 +47,7 @@ from headrace.ipc.control import (
     WorkerCommand,
 )
 from headrace.ipc.failure import EngineDeadError, HeadraceError, ModelError, OptionError
-from headrace.ipc.messages import TokenizerBundle
+from headrace.ipc.messages import Sampling, TokenizerBundle
 from headrace.ipc.plugins import load_class
 from headrace.ipc.wait import BoundedCalls, WaitTimeoutError
 
@@ -133,6 +134,7 @@ class ModelRank(Rank):
             eos_token_ids=tuple(checkpoint.eos_token_ids),
             generation_defaults=dict(checkpoint.generation_config),
             prompt_logprobs_cost=prompt_logprobs_cost(spec),
+            checks_sampling=looks_at_params(self._processor_classes),
             why_no_prefix_caching=_why_no_prefix_caching(spec),
         )
 
@@ -184,6 +186,9 @@ class ModelRank(Rank):
                 return msgspec.structs.replace(answer, facts=self.facts())
             case CallExtension():
                 return msgspec.structs.replace(answer, payload=self._call_extension(command))
+            case CheckSampling():
+                params = msgspec.msgpack.decode(command.sampling, type=Sampling)
+                return msgspec.structs.replace(answer, refusal=refusal_of(self._processor_classes, params))
             case DoIdleWork():
                 return msgspec.structs.replace(answer, did_something=self.idle())
             case PrepareWeights():

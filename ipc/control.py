@@ -130,11 +130,19 @@ class UseWeights(Command, frozen=True):
     prepared: bool
 
 
+class CheckSampling(Command, frozen=True):
+    """Before a request is taken: whether the logits processors, whose classes workers alone load, work with these
+    parameters. Of engines that have such as look (`ModelDescription.checks_sampling`)."""
+
+    sampling: msgspec.Raw
+    """A `messages.Sampling` in msgpack; that module imports this one."""
+
+
 class DoIdleWork(Command, frozen=True):
     """A piece of work that no request waits for, on every worker alike, as they may need each other for it."""
 
 
-WorkerCommand = PrepareWeights | UseWeights | ForWorkersToo | DoIdleWork
+WorkerCommand = PrepareWeights | UseWeights | ForWorkersToo | CheckSampling | DoIdleWork
 """What an executor passes on to each of its workers."""
 
 
@@ -150,6 +158,8 @@ class WorkerAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Of its extension, for CallExtension."""
     did_something: bool = False
     """For DoIdleWork: there may be more."""
+    refusal: str = ""
+    """For CheckSampling: why not."""
     weights: str = ""
     """For UseWeights and WakeUp: which it computes with from now on, as in ModelDescription.weights."""
 

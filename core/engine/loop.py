@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import msgspec
+
 from headrace.core.engine.admission import Admission, signed
 from headrace.core.engine.control import Controller
 from headrace.core.engine.followers import PrefixFollowers
@@ -43,8 +45,8 @@ from headrace.core.schedule.requests import Request, State
 from headrace.core.schedule.scheduler import Advance, Scheduler, SchedulerConfig
 from headrace.core.structured_output.backends import Backends
 from headrace.core.structured_output.compiler import GrammarCompiler
-from headrace.ipc.control import DrainEngine, PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
-from headrace.ipc.failure import SHUT_DOWN, EngineDeadError, Failure
+from headrace.ipc.control import CheckSampling, DrainEngine, PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
+from headrace.ipc.failure import SHUT_DOWN, EngineDeadError, Failure, HeadraceError
 from headrace.ipc.messages import (
     Abort,
     AddRequest,
@@ -57,6 +59,7 @@ from headrace.ipc.messages import (
     Finish,
     FinishReason,
     FollowPrefixes,
+    Generate,
     GetStats,
     Load,
     Reply,
@@ -153,6 +156,7 @@ class Loop:
         self._audited_steps = 0
         """How many there had been at the last whole audit."""
         self._compiler: GrammarCompiler | None = None
+        self._checks_sampling = plan.model.checks_sampling
 
     def follow_grammars(self, backend: Backends) -> None:
         """Requests may ask for structured outputs. Before the loop runs."""
@@ -331,6 +335,8 @@ class Loop:
             failure = self._admission.asleep()
         else:
             failure = self._admission.check(message)
+            if failure is None and self._checks_sampling:
+                failure = self._refused_by_workers(message)
         if failure is not None:
             finish = Finish(slot=message.slot, reason=FinishReason.REJECTED, failure=failure)
             self._port.send(client, only_finished(self._statistics.num_steps, [finish]))
@@ -339,6 +345,20 @@ class Loop:
         live[message.slot] = request
         if not self.gates.hold(request, message):
             self.scheduler.add(request, message.priority)
+
+    def _refused_by_workers(self, message: AddRequest) -> Failure | None:
+        """What the user's logits processors say of a request's parameters: their classes are not loaded here."""
+        assert isinstance(message.task, Generate), "only a checked message comes here"
+        self._drain()
+        sampling = msgspec.Raw(msgspec.msgpack.encode(message.task.sampling))
+        try:
+            answers = self._executor.control(CheckSampling(sampling=sampling))
+        except EngineDeadError:
+            raise
+        except HeadraceError as error:
+            return Failure.of(error, process="engine-core", phase="admission")
+        why = next((answer.refusal for answer in answers if answer.refusal), "")
+        return self._admission.refusal(why) if why else None
 
     def _drop(self, request: Request) -> None:
         """Ends a request, wherever it is, and frees what it holds."""

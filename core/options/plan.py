@@ -52,6 +52,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Whether that format means the inputs of matrices to be rounded to 8 bits."""
     prompt_logprobs_cost: float = 0.0
     """What a prompt token costs whose log-probabilities are reported, more than another, in prompt tokens."""
+    checks_sampling: bool = False
+    """Whether logits processors of the user's look at each request's parameters before it is taken (CheckSampling)."""
     why_no_prefix_caching: str = ""
     """Why a token's key may depend on more than the tokens before it, so that blocks cannot be shared; else empty."""
 

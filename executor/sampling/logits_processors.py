@@ -26,7 +26,6 @@ from torch import Tensor
 
 from headrace.core.options.plan import Plan
 from headrace.executor.cpu.batch import BatchState
-from headrace.executor.sampling.sampler import Refused
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Sampling
 from headrace.ipc.plugins import load_class, load_plugin, logits_processor_entries
@@ -58,7 +57,8 @@ class LogitsProcessor(ABC):
 
     @classmethod
     def validate_params(cls, sampling_params: Sampling) -> None:
-        """Raises ValueError for parameters, `extra_args` among them, that it cannot work with."""
+        """Raises ValueError for parameters, `extra_args` among them, that it cannot work with. Asked of each request
+        before it is taken, in every rank."""
         return
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:  # noqa: B027
@@ -170,6 +170,28 @@ def processor_classes(names: Sequence[str]) -> list[type[LogitsProcessor]]:
     return found
 
 
+def looks_at_params(classes: Sequence[type[LogitsProcessor]]) -> bool:
+    """Whether one has a `validate_params` of its own."""
+    takes_all = LogitsProcessor.validate_params.__func__  # type: ignore[attr-defined]
+    return any(getattr(_validate_of(each), "__func__", None) is not takes_all for each in classes)
+
+
+def refusal_of(classes: Sequence[type[LogitsProcessor]], params: Sampling) -> str:
+    """Why one does not work with a request's parameters; empty where all do."""
+    for each in classes:
+        try:
+            _validate_of(each)(params)
+        except Exception as error:  # this request's alone
+            field = "SamplingParams.extra_args: " if params.extra_args else ""
+            return f"{field}the logits processor {each.__name__} refuses the parameters: {error}"
+    return ""
+
+
+def _validate_of(kind: type[LogitsProcessor]) -> Callable[[Sampling], None]:
+    """A class made for vLLM need not derive from ours, nor have one."""
+    return getattr(kind, "validate_params", LogitsProcessor.validate_params)
+
+
 def make_processors(
     classes: Sequence[type[LogitsProcessor]], plan: Plan, device: torch.device
 ) -> LogitsProcessors | None:
@@ -197,8 +219,6 @@ class _Entered:
     params: Sampling
     prompt: list[int]
     output: list[int]
-    refusal: Refused | None
-    """Why a processor does not take its parameters."""
 
 
 class LogitsProcessors:
@@ -219,12 +239,8 @@ class LogitsProcessors:
             if num_tokens is not None and num_tokens[index] > batch.num_tokens[row]:
                 problems[index] = "logits processors take one token at a time"  # so it ends before a draft
                 continue
-            member = self._member(batch, row)
-            if member.refusal is not None:
-                problems[index] = member.refusal
-                continue
             places.append(index)
-            members.append(member)
+            members.append(self._member(batch, row))
         step = ProcessedBatch(self, self._loaded, members, places, problems)
         step.update()
         return step
@@ -242,18 +258,9 @@ class LogitsProcessors:
             params = batch.sampling.params[row]
             assert params is not None, "the row is taken"
             prompt = batch.tokens[row, :first].tolist()
-            entered = self._entered[row] = _Entered(number, params, prompt, [], self._refusal(params))
+            entered = self._entered[row] = _Entered(number, params, prompt, [])
         entered.output.extend(batch.tokens[row, first + len(entered.output) : end].tolist())
         return entered
-
-    def _refusal(self, params: Sampling) -> Refused | None:
-        for each in self._loaded:
-            try:
-                each.validate(params)
-            except Exception as error:  # this request's alone
-                field = "SamplingParams.extra_args: " if params.extra_args else ""
-                return Refused(f"{field}the logits processor {each.name} refuses the parameters: {error}")
-        return None
 
 
 class ProcessedBatch:
@@ -352,8 +359,7 @@ class _Loaded:
 
     def __init__(self, make: partial[LogitsProcessor]) -> None:
         self._make = make
-        self._kind: type[LogitsProcessor] = make.func  # type: ignore[assignment]
-        self.name = self._kind.__name__
+        self.name: str = make.func.__name__  # type: ignore[attr-defined]
         try:
             self._instance: LogitsProcessor | None = make()
             self.is_argmax_invariant = bool(self._instance.is_argmax_invariant())
@@ -363,9 +369,6 @@ class _Loaded:
             ) from error
         self._numbers: list[int] = []  # of the requests in its rows, as it knows them
         self._has_warned = False
-
-    def validate(self, params: Sampling) -> None:
-        getattr(self._kind, "validate_params", _takes_all)(params)
 
     def discard(self) -> None:
         self._instance, self._numbers = None, []
@@ -420,7 +423,3 @@ class _Loaded:
         if self._instance is None:
             self._instance = self._make()
         return self._instance
-
-
-def _takes_all(_: Sampling) -> None:
-    return None

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lab_processors
+import msgspec
 import numpy as np
 import pytest
 import tiny_models
@@ -21,10 +22,12 @@ from headrace.executor.sampling.logits_processors import (
     BatchUpdate,
     LogitsProcessors,
     MoveDirectionality,
+    looks_at_params,
     process_dict_updates,
     processor_classes,
 )
 from headrace.executor.sampling.sampler import sample
+from headrace.ipc.control import CheckSampling, WorkerCommand
 from headrace.ipc.messages import Sampling
 from headrace.ipc.plugins import has_logits_processors
 
@@ -94,11 +97,29 @@ def test_one_that_raises_for_a_request_fails_that_request_alone(lab: LLM, plain:
     assert tokens(lab, params_of()) == tokens(plain, params_of())
 
 
-def test_parameters_that_a_processor_refuses_fail_their_request(lab: LLM) -> None:
+def test_parameters_that_a_processor_refuses_are_refused_before_anything_is_computed(lab: LLM) -> None:
     refusal = r"SamplingParams\.extra_args: the logits processor OnlyToken refuses the parameters: only_token must be a"
+    steps = lab.get_stats().steps
     with pytest.raises(InvalidRequestError, match=refusal) as caught:
         tokens(lab, params_of(extra_args={"only_token": "seven"}), [[5]])
     assert caught.value.parameter == "extra_args"
+    assert lab.get_stats().steps == steps
+
+
+@pytest.mark.parametrize(
+    ("classes", "looks"),
+    [([lab_processors.NoRepeats, object], False), ([lab_processors.NoRepeats, lab_processors.OnlyToken], True)],
+)
+def test_an_engine_asks_its_workers_where_a_class_looks_at_parameters(classes: list[Any], looks: bool) -> None:
+    assert looks_at_params(classes) == looks
+
+
+def test_a_check_of_parameters_reaches_a_worker_as_it_was_sent() -> None:
+    sampling = Sampling(max_tokens=3, temperature=0.0, extra_args={"only_token": "seven"})
+    sent = CheckSampling(sampling=msgspec.Raw(msgspec.msgpack.encode(sampling)))
+    heard = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=WorkerCommand)
+    assert isinstance(heard, CheckSampling)
+    assert msgspec.msgpack.decode(heard.sampling, type=Sampling) == sampling
 
 
 def test_arguments_that_nothing_would_read_are_refused(plain: LLM) -> None:
