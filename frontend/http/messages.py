@@ -51,9 +51,15 @@ class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class MessagesTool(msgspec.Struct, kw_only=True):
+    """What else Anthropic's tools have (cache_control, defer_loading, eager_input_streaming) is taken and not read: the
+    model sees all tools, and calls are streamed as they come."""
+
     name: str
     input_schema: dict[str, Any] = {}
     description: str | None = None
+    strict: bool | None = None
+    input_examples: Few[dict[str, Any]] | None = None
+    allowed_callers: Few[str] | None = None
     type: str | None = None
 
 
@@ -217,8 +223,11 @@ def _field(block: dict[str, Any], name: str, where: str) -> str:
 def _tool_of(tool: MessagesTool, where: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise bad_field(f"{where}.type", f"{where}: tools of type {tool.type[:80]!r} are run by Anthropic, not here")
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
+    if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
+        raise bad_field(f"{where}.allowed_callers", f"{where}.allowed_callers lacks direct: no code is run here")
+    schema = tool.input_schema | ({"examples": tool.input_examples} if tool.input_examples else {})
+    function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
+    return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
 
 
 def _choice_of(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:

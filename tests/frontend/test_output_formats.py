@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from read_answers import TOOLS, Read, read
 
 from headrace.frontend.text.chat_template import RenderedChat
-from headrace.frontend.text.formats.channels import ForcedChannelCalls
+from headrace.frontend.text.formats.channels import ForcedChannelCalls, StrictChannelCalls
 from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import (
     FormatError,
@@ -519,18 +519,57 @@ def test_an_answer_is_json_or_calls_where_both_were_asked_for():
     assert not accepts(grammar, '{"a": "b"}')
 
 
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+HARMONYS_THOUGHT = "<|channel|>analysis<|message|>hm, to=functions. is <b><|end|><|start|>assistant"
+
+
+def harmonys_call(arguments: str, name: str = "get_weather", kind: str = " <|constrain|>json") -> str:
+    return f"<|channel|>commentary to=functions.{name}{kind}<|message|>{arguments}"
+
+
 def test_harmonys_grammar_admits_thoughts_then_one_call():
     channels = load_format("openai").channels
     assert channels is not None
-    specials = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
-    grammar = ForcedChannelCalls(channels, FORCED, special_ids(specials)).text()
-    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
-    call = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{GOOD}"
-    for said in (call, thought + call, f"{thought}{call}<|call|>"):
-        assert accepts(grammar, said, specials), said
+    grammar = ForcedChannelCalls(channels, FORCED, special_ids(HARMONY)).text()
+    call = harmonys_call(GOOD)
+    for said in (call, HARMONYS_THOUGHT + call, f"{HARMONYS_THOUGHT}{call}<|call|>"):
+        assert accepts(grammar, said, HARMONY), said
         assert read("openai", [said]).calls == [("get_weather", GOOD)]
-    assert not accepts(grammar, call.replace(GOOD, BAD), specials)
-    assert not accepts(grammar, "<|channel|>final<|message|>no", specials)
+    assert not accepts(grammar, call.replace(GOOD, BAD), HARMONY)
+    assert not accepts(grammar, "<|channel|>final<|message|>no", HARMONY)
+
+
+def test_a_strict_tool_leaves_harmonys_messages_free_and_holds_calls_to_their_schemas():
+    channels = load_format("openai").channels
+    assert channels is not None
+    assert not StrictChannelCalls.are_possible(channels, special_ids(HARMONY[1:]))
+    grammar = StrictChannelCalls(channels, FORCED, special_ids(HARMONY)).text()
+    final, again = "<|channel|>final<|message|>Yes, 3 < 4.", "<|call|><|start|>assistant"
+    preamble = "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant"
+    before_the_channel = f" to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>{GOOD}<|call|>"
+    calls = [harmonys_call(GOOD), harmonys_call(GOOD, kind=" json"), harmonys_call(GOOD, kind=""), before_the_channel]
+    for said in calls:
+        assert accepts(grammar, HARMONYS_THOUGHT + preamble + said, HARMONY), said
+        assert read("openai", [HARMONYS_THOUGHT + said]).calls == [("get_weather", GOOD)]
+        for bad in (said.replace(GOOD, BAD), said.replace("get_weather", "later"), said.replace(GOOD, "text")):
+            assert not accepts(grammar, HARMONYS_THOUGHT + bad, HARMONY), bad
+    python = "<|channel|>commentary to=python code<|message|>print(1)<|call|>"
+    for said in ("", "text", final, f"{HARMONYS_THOUGHT}{final}<|return|>", python, f"{calls[0]}{again}{calls[0]}"):
+        assert accepts(grammar, said, HARMONY), said
+    for said in (f"{calls[0]}{again}{harmonys_call(BAD)}", final.replace("final", "final to=functions.x")):
+        assert not accepts(grammar, said, HARMONY), said
+
+
+def test_a_final_message_of_harmony_is_json_where_calls_are_the_other_choice():
+    channels = load_format("openai").channels
+    assert channels is not None
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    grammar = StrictChannelCalls(channels, FORCED, special_ids(HARMONY)).text(schema)
+    final = '<|channel|>final <|constrain|>json<|message|>{"a": 1}<|return|>'
+    for said in (final, HARMONYS_THOUGHT + final, HARMONYS_THOUGHT + harmonys_call(GOOD)):
+        assert accepts(grammar, said, HARMONY), said
+    for said in (final.replace("1", '"b"'), '{"a": 1}', "<|channel|>final<|message|>text", harmonys_call(BAD)):
+        assert not accepts(grammar, said, HARMONY), said
 
 
 def test_a_header_is_none_beyond_its_longest_however_the_text_is_cut():

@@ -64,6 +64,21 @@ def test_the_format_that_a_template_speaks_for_is_answered(client, way):
     check(client, way, way.thinks if load_format(way.format).reasoning else None, chat_template=template)
 
 
+def test_a_strict_tool_needs_a_format_to_be_held_to(client):
+    """Where the model decides; nothing could keep the promise that its calls fit the schema."""
+    function = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+    tools = [{"type": "function", "function": function}]
+    template = "{{ messages[-1]['content'] }}"
+    for markers in ("", "<|channel|> <|message|> analysis"):  # which this tokenizer lacks as tokens
+        given = {**body, "chat_template": f"{{# {markers} #}}{template}", "tools": tools}
+        answer = client.post(CHAT, json=given)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools"), answer.text
+        assert "a tool has `strict`, and nothing can hold calls to its schema" in answer.json()["error"]["message"]
+        for free in ({"tool_choice": "none"}, {"tools": [{"type": "function", "function": {"name": "f"}}]}):
+            ask(client, CHAT, **{**given, **free})
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_format_that_no_template_speaks_for_is_answered_where_it_is_named(name):
     template = "{{ messages[-1]['content'] }}"

@@ -228,6 +228,13 @@ def test_the_answers_form_and_the_effort_are_those_of_chat_completions():
     assert chat.response_format == {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
+def test_a_tools_examples_are_shown_with_its_schema():
+    tool = {**WEATHER, "input_examples": [{"city": "Oslo"}], "defer_loading": True, "cache_control": None}
+    (shown,) = as_chat(msgspec.convert(body_of("x", tools=[tool]), MessagesRequest)).tools or []
+    schema = {**WEATHER["input_schema"], "examples": [{"city": "Oslo"}]}
+    assert shown["function"] == {"name": "get_weather", "description": "of a city", "parameters": schema}
+
+
 def test_every_field_of_the_clients_is_known():
     """A field that nobody knows is taken and does nothing: none of Anthropic's may be such a one by accident."""
     kinds: Any = [beta_params.MessageCreateParamsBase, plain_params.MessageCreateParamsBase]
@@ -265,6 +272,8 @@ def test_every_field_of_the_clients_is_known():
             "cannot be had beside a tool_choice that forces a call",
         ),
         ({"tools": [{**WEATHER, "input_schema": {"type": "nothing"}}], "tool_choice": {"type": "any"}}, "nothing"),
+        ({"tools": [{**WEATHER, "input_schema": {"type": "nothing"}, "strict": True}]}, "nothing"),
+        ({"tools": [{**WEATHER, "allowed_callers": ["code_execution_20260120"]}]}, "allowed_callers lacks direct"),
         ({"temperature": -1.0}, "temperature"),
     ],
 )

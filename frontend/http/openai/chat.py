@@ -53,7 +53,7 @@ from headrace.frontend.http.openai.responses import (
     usage_of,
     usage_so_far,
 )
-from headrace.frontend.http.openai.tool_choice import tool_choice_of
+from headrace.frontend.http.openai.tool_choice import NO_STRICT_CALLS, tool_choice_of
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.text.chat_template import RenderedChat, text_parts
 from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
@@ -194,6 +194,8 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
         form = params.structured_outputs
         or_json = _schema_of(form) if choice.shown and not choice.forced else None
         formats = parts.formats.of(prompt, choice)
+        if choice.is_strict and not choice.forced and not formats.can_hold_calls(client.tokenizer):
+            raise bad_field("tools", NO_STRICT_CALLS)
         reader = formats.reader(client.tokenizer, prompt, choice)
         grammar = formats.grammar(client.tokenizer, prompt, choice, several=several, or_json=or_json)
         reasoning = formats.reasoning

@@ -8,6 +8,12 @@ from typing import Any
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.text.formats.choice import ToolChoice, Tools
 
+NO_STRICT_CALLS = (
+    "a tool has `strict`, and nothing can hold calls to its schema where the model decides whether to call, as this "
+    "server reads none of this model's: its chat template speaks for no known format. Name one by --tool-call-parser, "
+    "ask with `tool_choice` required or a function's name, or leave `strict` out"
+)
+
 
 def tool_choice_of(tools: Tools | None, choice: str | dict[str, Any] | None) -> ToolChoice:
     """Raises ApiError, which names the field."""

@@ -9,11 +9,11 @@ The header says whether the text is reasoning, a call's arguments or content.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from headrace.frontend.text.formats.declaration import ChannelFormat
-from headrace.frontend.text.formats.grammar import NO_ARGUMENTS, Rules, literal
+from headrace.frontend.text.formats.grammar import NO_ARGUMENTS, Rules, literal, regex
 from headrace.frontend.text.formats.markers import make_markers
 from headrace.frontend.text.formats.parser import Event, OutputParser
 from headrace.frontend.text.formats.pieces import Reads, as_it_is
@@ -121,3 +121,55 @@ class ForcedChannelCalls(Rules):
             calls.append(self._rule("call", f"{channel} {to} {self._marker(channels.constrain)} {message} {schema}"))
         end = self._marker(channels.ends[1])
         self._rules.append(f"start: ({thought} {again})? ({' | '.join(calls)}) ({end})?")
+
+
+class StrictChannelCalls(Rules):
+    """The grammar of an answer that may say anything; but what it sends to a function is one of the tools', and its
+    arguments fit the schema. After each message's end another may begin. The markers must be special tokens, which are
+    in no text."""
+
+    def __init__(
+        self, channels: ChannelFormat, tools: Sequence[Mapping[str, Any]], special_ids: Mapping[str, int]
+    ) -> None:
+        super().__init__(special_ids)
+        self._format, self._tools = channels, tools
+        self._channel, self._message = self._marker(channels.channel), self._marker(channels.message)
+        self._again = f"{self._marker(channels.start)} {literal('assistant')} message"
+        self._type = f'(" "? ({self._marker(channels.constrain)} | "json"))?'
+
+    @staticmethod
+    def are_possible(channels: ChannelFormat, special_tokens: Container[str]) -> bool:
+        markers = (channels.start, channels.channel, channels.message, *channels.ends)
+        return all(each in special_tokens for each in markers)
+
+    def text(self, or_json: Any = None) -> str:
+        """or_json: the schema of an answer that is no call. Once."""
+        first, *others = (self._marker(end) for end in self._format.ends)
+        self._rules.append(r"TEXT: /(.|\n)*/")
+        to_function = regex(_RECIPIENT.strip() + self._format.functions)
+        self._rules.append(rf"WORDS: TEXT & ~/(.|\n)*{to_function}(.|\n)*/")
+        after = f"({first} ({self._again})? | {' | '.join(others)})?"
+        calls = " | ".join(self._call(tool["function"]) for tool in self._tools)
+        ways = [f"({calls}) ({' | '.join((first, *others))})? ({self._again})?"]
+        if or_json is None:
+            ways.append(
+                f"WORDS ({self._channel} WORDS ({self._marker(self._format.constrain)} WORDS)?)? "
+                f"{self._message} TEXT {after}"
+            )
+        else:
+            thinks = " | ".join(map(literal, self._format.reasoning))
+            ways.append(f"{self._channel} ({thinks}) {self._message} TEXT {first} {self._again}")
+            final = f"{self._channel} {literal('final')} {self._type} {self._message}"
+            ways.append(f"{final} {self._json(or_json)} ({' | '.join(others)})?")
+        self._rules.append(f"message: {' | '.join(ways)}")
+        self._rules.append("start: message" + (" | WORDS" if or_json is None else ""))
+        return super().text()
+
+    def _call(self, function: Mapping[str, Any]) -> str:
+        """The header names the function before the channel, or behind it."""
+        to, ways = f"{_RECIPIENT}{self._format.functions}{function['name']}", []
+        for channel in ("commentary", *self._format.reasoning):
+            ways.append(f"{literal(to)} {self._channel} {literal(channel)}")
+            ways.append(f"{self._channel} {literal(channel + to)}")
+        schema = self._json(function.get("parameters") or NO_ARGUMENTS)
+        return self._rule("call", f"({' | '.join(ways)}) {self._type} {self._message} {schema}")

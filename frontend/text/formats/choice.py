@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.frontend.text.chat_template import RenderedChat
-from headrace.frontend.text.formats.channels import ChannelParser, ForcedChannelCalls
+from headrace.frontend.text.formats.channels import ChannelParser, ForcedChannelCalls, StrictChannelCalls
 from headrace.frontend.text.formats.declaration import (
     ChannelFormat,
     FormatError,
@@ -116,25 +116,36 @@ class AnswerFormats(NamedTuple):
     def reasoning(self) -> ReasoningFormat | None:
         return None if self.reading is None else self.reading.reasoning
 
+    def can_hold_calls(self, tokenizer: Tokenizer) -> bool:
+        """Whether calls that the model decides on can be held to their tools' schemas."""
+        if self.channels is not None:
+            return self.reads_channels_calls and StrictChannelCalls.are_possible(
+                self.channels, tokenizer.special_tokens
+            )
+        return self.calls is not None
+
     def grammar(
         self, tokenizer: Tokenizer, prompt: RenderedChat, choice: ToolChoice, *, several: bool, or_json: Any = None
     ) -> str | None:
         """Of an answer that has to call a tool, or whose calls have to fit their schemas; None of others. several: it
         may call more than one. or_json: the schema of an answer that is no call."""
         special = tokenizer.special_tokens
+        is_held = bool(choice.shown) and (choice.is_strict or or_json is not None) and self.can_hold_calls(tokenizer)
         if self.channels is not None:
-            return ForcedChannelCalls(self.channels, choice.forced, special).text() if choice.forced else None
+            if choice.forced:
+                return ForcedChannelCalls(self.channels, choice.forced, special).text()
+            return StrictChannelCalls(self.channels, choice.shown or (), special).text(or_json) if is_held else None
         if self.calls is None or self.calls.calls is None:
             return None
         calls, several = self.calls.calls, several and not choice.is_named
         thinks_first = self.thinking if self.thinking is not None and self.thinking.is_open_after(prompt.text) else None
         if choice.forced:
             return ForcedCalls(calls, choice.forced, special, several=several, thinks_first=thinks_first).text()
-        if not choice.shown or not (choice.is_strict or or_json is not None):
+        if not is_held:
             return None
         # Of reasoning that is read, the engine knows the end.
         thinks_first = thinks_first if self.reading is None else None
-        return StrictCalls(calls, choice.shown, special, several=several, thinks_first=thinks_first).text(or_json)
+        return StrictCalls(calls, choice.shown or (), special, several=several, thinks_first=thinks_first).text(or_json)
 
     def reader(
         self, tokenizer: Tokenizer, prompt: RenderedChat, choice: ToolChoice

@@ -51,7 +51,7 @@ class Rules:
         if end in self._special_ids:
             return f"/(.|\\n)*/ {self._marker(end)}"
         name = f"{name}_{len(self._rules)}"
-        self._rules.append(f"{name}[lazy]: /(.|\\n)*{_regex(end)}/")
+        self._rules.append(f"{name}[lazy]: /(.|\\n)*{regex(end)}/")
         return name
 
 
@@ -177,14 +177,14 @@ class ForcedCalls(Rules):
     def _text(self, schema: Mapping[str, Any], line: str, end: str) -> str:
         """As long as the schema says and of its pattern, up to the first `end`."""
         is_special = end in self._special_ids
-        close = _regex(line if is_special else line + end)
+        close = regex(line if is_special else line + end)
         parts = [rf"/(.|\n){{{schema.get('minLength') or 0},{schema.get('maxLength', '')}}}{close}/"]
         if isinstance(pattern := schema.get("pattern"), str):
             parts.append(f"/{_whole_pattern(pattern)}{close}/")
         if is_special:
             name = self._rule("TEXT", " & ".join(parts))
             return f"{name if close else f'({name})?'} {self._marker(end)}"
-        parts.append(rf"~/(.|\n)*{_regex(end)}(.|\n)+/")
+        parts.append(rf"~/(.|\n)*{regex(end)}(.|\n)+/")
         name = f"text_{len(self._rules)}"
         self._rules.append(f"{name}[lazy]: {' & '.join(parts)}")
         return name
@@ -268,7 +268,7 @@ class StrictCalls(ForcedCalls):
         if opener in self._special_ids:
             return f"/{self._any_text}/ {self._marker(opener)}"
         name = f"text_{len(self._rules)}"
-        self._rules.append(f"{name}[lazy]: /{self._any_text}{_regex(opener)}/")
+        self._rules.append(f"{name}[lazy]: /{self._any_text}{regex(opener)}/")
         return name
 
     def _free(self) -> str:
@@ -276,7 +276,7 @@ class StrictCalls(ForcedCalls):
         openers = [
             each for each in (self._calls.opener, *dict(self._calls.also)) if each and each not in self._special_ids
         ]
-        without = "".join(rf" & ~/(.|\n)*{_regex(each)}(.|\n)*/" for each in openers)
+        without = "".join(rf" & ~/(.|\n)*{regex(each)}(.|\n)*/" for each in openers)
         name = f"FREE_{len(self._rules)}"
         self._rules.append(f"{name}: /{self._any_text}/{without}")
         return name
@@ -292,7 +292,7 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def _regex(text: str) -> str:
+def regex(text: str) -> str:
     return re.sub(r"([.^$*+?()\[\]{}|\\/])", r"\\\1", text)
 
 
