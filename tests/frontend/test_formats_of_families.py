@@ -6,12 +6,16 @@ import itertools
 import json
 
 import pytest
-from family_answers import CALLS, PLAIN, THINK, TOOLS, WAYS, kimi, listed, step3
+from fake_tokenizers import bundle_of, byte_level_tokenizer
+from family_answers import CALLS, PLAIN, STEP3, THINK, TOOLS, WAYS, kimi, listed, step3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from read_answers import parser_of, read
+from read_answers import Read, parser_of, read
 
+from headrace.frontend.text.chat_template import RenderedChat, render_chat
+from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import known_formats, load_format
+from headrace.frontend.text.tokenizer import Tokenizer
 
 IDS = [f"{way.format}-{place}" for place, way in enumerate(WAYS)]
 
@@ -101,3 +105,40 @@ def test_a_further_call_of_a_section_that_is_cut_before_its_name_is_left_out():
             half = read(name, [whole[:at]], reasoning=None, tools=TOOLS)
             assert half.content == "", whole[:at]
             assert [name for name, _ in half.calls] == ["get_weather"]
+
+
+STEP3S_TEMPLATE = (
+    "{% macro said(content) %} {% if content is string %}{{- content }}{% else %}{% for part in content %}"
+    "{% if part.type == 'text' %}{{- part.text }}{% endif %}{% endfor %}{% endif %} {% endmacro %}{{ bos_token }}"
+    "{% for m in messages if m.role == 'system' %}{{ said(m['content']) }}{% endfor %}"
+    "{% if tools is defined and tools %}{% set all = namespace(lines='') %}{% for tool in tools %}"
+    "{% set all.lines = all.lines + (tool | tojson(ensure_ascii=False)) + '\n' %}{% endfor %}"
+    "<tools>{{ all.lines }}</tools>" + step3([("tool", {"parameter": "..."})], line="\n", between="\n") + "\n"
+    "{% endif %}{% for m in messages if m.role == 'user' %}{{- '<|BOT|>' + m.role + '\n' + said(m['content']) }}"
+    "{{- '<|EOT|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{- '<|BOT|>assistant\n<think>\n' }}{% endif %}"
+)
+"""In other words than the model's, but built as that: a macro for contents, tools in a namespace, the calls' format."""
+
+
+def test_step3s_template_leads_to_its_calls_from_a_conversation():
+    """The prompt, the format that it speaks for, the answer in it, and the grammar of a strict tool."""
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Où?"}]}]
+    text = render_chat(STEP3S_TEMPLATE, asked, add_generation_prompt=True, tools=TOOLS, variables={"bos_token": "<b>"})
+    assert text.startswith('<b> Be brief. <tools>{"type": "function", "function": {"name": "get_weather"')
+    assert text.endswith("<|BOT|>user\n Où? <|EOT|><|BOT|>assistant\n<think>\n")
+
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens([*STEP3, "</think>"])
+    ours = Tokenizer(bundle_of(tokenizer))
+    prompt, choice = RenderedChat(text, STEP3S_TEMPLATE), ToolChoice(TOOLS)
+    formats = OutputFormats(reasoning_parser="auto").of(prompt, choice)
+    make_reader = formats.reader(ours, prompt, choice)
+    assert make_reader is not None
+    reader, answer = make_reader(), "Hm.\n</think>\n" + step3([PLAIN, PLAIN], line="\n", between="\n")
+    found = Read.of([*(event for piece in answer for event in reader.feed(piece)), *reader.finish()])
+    assert (found.reasoning, found.content.strip()) == ("Hm.\n", "")
+    assert [(name, json.loads(said)) for name, said in found.calls] == [PLAIN, PLAIN]
+    strict = ToolChoice([{"type": "function", "function": {**each["function"], "strict": True}} for each in TOOLS])
+    assert formats.can_hold_calls(ours)
+    assert "<steptml:invoke name=" in (formats.grammar(ours, prompt, strict, several=True) or "")

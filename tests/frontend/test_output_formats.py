@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 from typing import Any
 
-import jsonschema
-import numpy as np
 import pytest
-from example_tools import DETAILED, FORCED
 from fake_tokenizers import bundle_of, byte_level_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from read_answers import TOOLS, Read, read
 
 from headrace.frontend.text.chat_template import RenderedChat
-from headrace.frontend.text.formats.channels import ForcedChannelCalls, StrictChannelCalls
 from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import (
     FormatError,
-    OutputFormat,
-    ReasoningFormat,
     format_of_template,
     known_formats,
     load_format,
 )
-from headrace.frontend.text.formats.grammar import ForcedCalls, StrictCalls
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import OptionError
@@ -319,257 +311,6 @@ def test_a_plugin_makes_a_format_known_by_its_files_name_and_to_templates(tmp_pa
         OutputFormats("hermse", plugins={"tool_parser_plugin": str(path)})
     with pytest.raises(OptionError, match=r"reasoning_parser=mine: that format has no reasoning"):
         OutputFormats(reasoning_parser="mine", plugins={"reasoning_parser_plugin": str(path)})
-
-
-# --- calls that a request asks for -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [name for name, declared in known_formats().items() if declared.calls])
-@pytest.mark.parametrize("is_special", [False, True])
-def test_a_grammar_of_every_format_admits_calls_that_its_reader_reads(name, is_special):
-    """Answers drawn from the grammar's masks; markers as letters, and as special tokens."""
-    llguidance = pytest.importorskip("llguidance")
-    declared = load_format(name)
-    calls, reasoning = declared.calls, ReasoningFormat(begin="<think>", end="</think>")
-    tokenizer, special = byte_level_tokenizer(), [each for each in (calls.opener, "</think>") if each and is_special]
-    tokenizer.add_special_tokens(special)
-    ids = {each: tokenizer.token_to_id(each) for each in special}
-    grammar = ForcedCalls(calls, FORCED, ids, several=True, thinks_first=reasoning).text()
-    eos = tokenizer.token_to_id("<|endoftext|>")
-    matching = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=eos)
-    numbers, num_calls = random.Random(name), 0
-    ending = calls.parameter[3] or calls.escape
-    closing_marker = tokenizer.encode(ending).ids
-    for _ in range(20):
-        if num_calls > 3:
-            break
-        matcher = llguidance.LLMatcher(matching, llguidance.LLMatcher.grammar_from_lark(grammar))
-        tokens: list[int] = []
-        # The first of the thought's end that is allowed is taken, so that drawn text does not go on for ever.
-        for token in tokenizer.encode("hm</think>").ids:
-            tokens.append(token)
-            assert matcher.consume_token(token), matcher.get_error()
-        while not matcher.is_stopped() and len(tokens) < 600:
-            # Drawn text would seldom come to a marker by itself.
-            if ending and matcher.validate_tokens(closing_marker) == len(closing_marker):
-                tokens += closing_marker
-                assert matcher.consume_tokens(closing_marker)
-            mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little").nonzero()[0]
-            allowed = mask[mask != eos] if len(tokens) < 300 and len(mask) > 1 else mask
-            closing = [
-                each for each in allowed.tolist() if tokenizer.decode([each], False) in ('"', "<", "}", "]", ")")
-            ]
-            token = numbers.choice(closing) if closing and numbers.random() < 0.5 else numbers.choice(allowed.tolist())
-            if token == eos:
-                break
-            tokens.append(token)
-            assert matcher.consume_token(token), matcher.get_error()
-        if not matcher.is_accepting():
-            continue
-        text = tokenizer.decode(tokens, skip_special_tokens=False)
-        parser = OutputParser(OutputFormat(reasoning=reasoning), declared, prompt="<think>", tools=FORCED)
-        found = Read.of([*parser.feed(text), *parser.finish()])
-        assert found.content == "", (text, found)
-        assert found.calls
-        num_calls += len(found.calls)
-        for called, arguments in found.calls:
-            assert called in ("get_weather", "now")
-            if called == "get_weather":
-                jsonschema.validate(json.loads(arguments), DETAILED)
-    assert num_calls, "none of the drawn answers came to its end"
-
-
-CONSTRAINED = {
-    "type": "object",
-    "properties": {
-        "note": {"anyOf": [{"type": "string", "minLength": 2, "maxLength": 5}, {"type": "null"}]},
-        "code": {"type": "string", "pattern": "^[a-f]{2}-[0-9]+$", "maxLength": 6},
-        "size": {"enum": ["s", "m", None]},
-        "id": {"type": ["string", "null"]},
-        "kind": {"const": "k"},
-    },
-    "required": ["note", "code", "size", "id", "kind"],
-    "additionalProperties": False,
-}
-CONSTRAINED_TOOLS = [{"type": "function", "function": {"name": "book", "parameters": CONSTRAINED}}]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name, declared in known_formats().items()
-        if declared.calls and declared.calls.body in ("xml", "escaped")
-    ],
-)
-@pytest.mark.parametrize("is_special", [False, True])
-def test_texts_without_quotes_keep_to_their_schemas_too(name, is_special):
-    """Lengths, patterns, enums and null, where a format writes texts as they are."""
-    calls = load_format(name).calls
-    assert calls is not None
-    end = calls.parameter[3] or calls.escape
-    specials = (end,) if is_special else ()
-    grammar = ForcedCalls(calls, CONSTRAINED_TOOLS, special_ids(specials), several=False).text()
-    line = "\n" if calls.values_have_lines else ""
-
-    def written(**values: str) -> str:
-        said = {"note": "ab", "code": "af-1", "size": "s", "id": "", "kind": "k", **values}
-        if calls.body == "escaped":
-            inner = ",".join(f"{key}:{end}{value}{end}" for key, value in said.items())
-            return f"{calls.call[0]}{calls.name[0]}book{calls.name[1]}{inner}}}{calls.call[1]}"
-        before_name, after_name, before_value, _ = calls.parameter
-        inner = "".join(
-            f"{before_name}{key}{after_name}{before_value}{line}{value}{line}{end}" for key, value in said.items()
-        )
-        parts = (*(calls.section or ())[:1], calls.call[0], calls.name[0] + "book" + calls.name[1], inner)
-        return "".join((*parts, calls.after_arguments, calls.call[1], *(calls.section or ())[1:]))
-
-    good: tuple[dict[str, str], ...] = (
-        {},
-        {"note": "null"},
-        {"note": "\n\n"},
-        {"note": "a<b"},
-        {"size": "null"},
-        {"id": "null"},
-        {"id": "x" * 90},
-    )
-    for values in good:
-        text = written(**values)
-        assert accepts(grammar, text, specials), text
-        parser = OutputParser(None, load_format(name), tools=CONSTRAINED_TOOLS)
-        ((_, arguments),) = Read.of([*parser.feed(text), *parser.finish()]).calls
-        found = json.loads(arguments)
-        jsonschema.validate(found, CONSTRAINED)
-        assert {key: found[key] for key in values} == {
-            key: None if value == "null" else value for key, value in values.items()
-        }
-    for values in (
-        {"note": "a"},
-        {"note": "abcdef"},
-        {"code": "ag-1"},
-        {"code": "af-1234"},
-        {"size": "l"},
-        {"kind": ""},
-    ):
-        assert not accepts(grammar, written(**values), specials), values
-
-
-def accepts(grammar: str, text: str, specials: tuple[str, ...] = ()) -> bool:
-    llguidance = pytest.importorskip("llguidance")
-    tokenizer = byte_level_tokenizer()
-    tokenizer.add_special_tokens(list(specials))
-    eos = tokenizer.token_to_id("<|endoftext|>")
-    matching = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=eos)
-    ids = tokenizer.encode(text).ids
-    matcher = llguidance.LLMatcher(matching, llguidance.LLMatcher.grammar_from_lark(grammar))
-    assert not matcher.get_error()
-    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
-
-
-def special_ids(specials: tuple[str, ...]) -> dict[str, int]:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.add_special_tokens(list(specials))
-    return {each: tokenizer.token_to_id(each) for each in specials}
-
-
-def strict_grammar(name: str, specials: tuple[str, ...] = (), or_json: Any = None) -> str:
-    calls = load_format(name).calls
-    assert calls is not None
-    return StrictCalls(calls, FORCED, special_ids(specials), several=True).text(or_json)
-
-
-GOOD, BAD = '{"city": "x", "days": 3}', '{"city": "x", "days": 30}'
-
-
-@pytest.mark.parametrize("specials", [(), ("<tool_call>", "</tool_call>")])
-def test_a_strict_tool_leaves_the_text_free_and_holds_calls_to_their_schemas(specials):
-    grammar = strict_grammar("hermes", specials)
-
-    def call(arguments: str, name: str = "get_weather") -> str:
-        return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-    for said in ("", "just text <tool", f"Sure.\n{call(GOOD)}", f"{call(GOOD)}\n{call('{}', 'now')} done"):
-        assert accepts(grammar, said, specials), said
-    for said in (call(BAD), f"a {call(GOOD, 'later')}", "<tool_call>text", f"{call(GOOD)} and {call(BAD)}"):
-        assert not accepts(grammar, said, specials), said
-
-
-@pytest.mark.parametrize("name", [name for name, declared in known_formats().items() if declared.calls])
-def test_every_format_has_a_strict_grammar(name):
-    grammar = strict_grammar(name)
-    assert accepts(grammar, "text, and (more)")
-    opener = load_format(name).calls.opener
-    assert not opener or not accepts(grammar, f"text {opener} text")
-
-
-def test_strict_calls_without_a_marker_begin_the_answer():
-    grammar = strict_grammar("llama3_json")
-    good, bad = (f'{{"name": "get_weather", "parameters": {each}}}' for each in (GOOD, BAD))
-    for said in (good, "some {text}", f"<|python_tag|>{good}"):
-        assert accepts(grammar, said), said
-    for said in (bad, f"<|python_tag|>{bad}"):
-        assert not accepts(grammar, said), said
-
-
-def test_an_answer_is_json_or_calls_where_both_were_asked_for():
-    grammar = strict_grammar("hermes", or_json={"type": "object", "properties": {"a": {"type": "integer"}}})
-    assert accepts(grammar, '{"a": 1}')
-    assert accepts(grammar, f'<tool_call>{{"name": "get_weather", "arguments": {GOOD}}}</tool_call>')
-    assert not accepts(grammar, "text")
-    assert not accepts(grammar, '{"a": "b"}')
-
-
-HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
-HARMONYS_THOUGHT = "<|channel|>analysis<|message|>hm, to=functions. is <b><|end|><|start|>assistant"
-
-
-def harmonys_call(arguments: str, name: str = "get_weather", kind: str = " <|constrain|>json") -> str:
-    return f"<|channel|>commentary to=functions.{name}{kind}<|message|>{arguments}"
-
-
-def test_harmonys_grammar_admits_thoughts_then_one_call():
-    channels = load_format("openai").channels
-    assert channels is not None
-    grammar = ForcedChannelCalls(channels, FORCED, special_ids(HARMONY)).text()
-    call = harmonys_call(GOOD)
-    for said in (call, HARMONYS_THOUGHT + call, f"{HARMONYS_THOUGHT}{call}<|call|>"):
-        assert accepts(grammar, said, HARMONY), said
-        assert read("openai", [said]).calls == [("get_weather", GOOD)]
-    assert not accepts(grammar, call.replace(GOOD, BAD), HARMONY)
-    assert not accepts(grammar, "<|channel|>final<|message|>no", HARMONY)
-
-
-def test_a_strict_tool_leaves_harmonys_messages_free_and_holds_calls_to_their_schemas():
-    channels = load_format("openai").channels
-    assert channels is not None
-    assert not StrictChannelCalls.are_possible(channels, special_ids(HARMONY[1:]))
-    grammar = StrictChannelCalls(channels, FORCED, special_ids(HARMONY)).text()
-    final, again = "<|channel|>final<|message|>Yes, 3 < 4.", "<|call|><|start|>assistant"
-    preamble = "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant"
-    before_the_channel = f" to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>{GOOD}<|call|>"
-    calls = [harmonys_call(GOOD), harmonys_call(GOOD, kind=" json"), harmonys_call(GOOD, kind=""), before_the_channel]
-    for said in calls:
-        assert accepts(grammar, HARMONYS_THOUGHT + preamble + said, HARMONY), said
-        assert read("openai", [HARMONYS_THOUGHT + said]).calls == [("get_weather", GOOD)]
-        for bad in (said.replace(GOOD, BAD), said.replace("get_weather", "later"), said.replace(GOOD, "text")):
-            assert not accepts(grammar, HARMONYS_THOUGHT + bad, HARMONY), bad
-    python = "<|channel|>commentary to=python code<|message|>print(1)<|call|>"
-    for said in ("", "text", final, f"{HARMONYS_THOUGHT}{final}<|return|>", python, f"{calls[0]}{again}{calls[0]}"):
-        assert accepts(grammar, said, HARMONY), said
-    for said in (f"{calls[0]}{again}{harmonys_call(BAD)}", final.replace("final", "final to=functions.x")):
-        assert not accepts(grammar, said, HARMONY), said
-
-
-def test_a_final_message_of_harmony_is_json_where_calls_are_the_other_choice():
-    channels = load_format("openai").channels
-    assert channels is not None
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    grammar = StrictChannelCalls(channels, FORCED, special_ids(HARMONY)).text(schema)
-    final = '<|channel|>final <|constrain|>json<|message|>{"a": 1}<|return|>'
-    for said in (final, HARMONYS_THOUGHT + final, HARMONYS_THOUGHT + harmonys_call(GOOD)):
-        assert accepts(grammar, said, HARMONY), said
-    for said in (final.replace("1", '"b"'), '{"a": 1}', "<|channel|>final<|message|>text", harmonys_call(BAD)):
-        assert not accepts(grammar, said, HARMONY), said
 
 
 def test_a_header_is_none_beyond_its_longest_however_the_text_is_cut():

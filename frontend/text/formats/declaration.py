@@ -47,7 +47,9 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     pythonic: [f(a=1), g()], or in a section a line for each. xml: a name, then parameters with text for values.
     escaped: a name, then {key:value,...} with an `escape` around texts."""
     is_either: bool = False
-    """A call is written as json or as xml; grammars write what `body` says."""
+    """A call is written as json or as xml."""
+    lists: bool = False
+    """Several calls, or one, may stand in one list (json, and named_json, which has objects there)."""
     section: Pair | None = None
     """Around all calls."""
     call: Pair = ("", "")

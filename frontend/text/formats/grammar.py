@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-
-import msgspec
 
 from headrace.frontend.text.formats.declaration import CallFormat, ReasoningFormat
 from headrace.frontend.text.formats.values import types_of
 
-PLAIN_CALLS = CallFormat(body="json", is_bare=True)
+PLAIN_CALLS = CallFormat(body="json", is_bare=True, lists=True)
 """For a model whose own format is not known: a list of objects with name and arguments."""
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -72,62 +70,100 @@ class ForcedCalls(Rules):
         super().__init__(special_ids)
         self._calls = calls
         self._tools, self._several, self._thinks_first = tools, several, thinks_first
+        self._one = self._listed = ""
+        """The rules of a call without what is around it, alone and in a list."""
 
     def text(self) -> str:
         """Once."""
         start = self._answer()
         if self._thinks_first is not None:
             start = f'{self._text_until("thought", self._thinks_first.end)} "\\n"? "\\n"? {start}'
+        self._rules.append("GAP: /[ \\n]{1,3}/")
         self._rules.append(f"start: {start}")
         return super().text()
 
     def _answer(self) -> str:
         """After the reasoning."""
-        each = [self._rule("call", self._call(tool["function"])) for tool in self._tools]
-        return self._sequence(self._rule("any_call", " | ".join(each)), self._several)
+        return f"({self._all_calls()}) GAP?"
 
-    def _sequence(self, call: str, several: bool) -> str:
-        calls, more = self._calls, ""
-        if calls is PLAIN_CALLS or (calls.body == "pythonic" and calls.section is None):
-            more = f'(", " {call})*' if several else ""
-            inner = f'"[" {call} {more} "]"'
-        elif calls.body == "pythonic":
-            more = f'("\\n" {call})*' if several else ""
-            inner = f"{call} {more}"
+    def _write_calls(self) -> None:
+        functions = [tool["function"] for tool in self._tools]
+        self._one = self._listed = self._rule("call", " | ".join(map(self._call, functions)))
+        if self._calls.body == "named_json" and self._calls.lists:
+            self._listed = self._rule("object", " | ".join(map(self._object, functions)))
+
+    def _all_calls(self) -> str:
+        calls = self._calls
+        self._write_calls()
+        if calls.section is not None:
+            return self._in_section(*calls.section)
+        around = [calls.call, *calls.also]
+        if calls.is_bare and calls.opener:
+            around.append(("", ""))
+        return " | ".join(self._run(begin, end) for begin, end in around)
+
+    def _in_section(self, begin: str, end: str) -> str:
+        calls, one = self._calls, self._marked(*self._calls.call)
+        between = f"({self._marker(calls.separator)} | GAP)?" if calls.separator else "GAP?"
+        inner = f"{one} ({between} {one})*" if self._several else one
+        if calls.lists:
+            inner = f"({inner} | {self._list()})"
+        return " ".join(filter(None, (self._marker(begin), "GAP?", inner, "GAP?", self._marker(end))))
+
+    def _run(self, begin: str, end: str, *, is_opened: bool = False) -> str:
+        """Calls one after another, or a list, where no section is around them. is_opened: `begin` has been read; calls
+        that a marker sets off from each other are not all of this run then."""
+        calls = self._calls
+        if calls.body == "pythonic":
+            return " ".join(filter(None, ("" if is_opened else self._marker(begin), self._list(), self._marker(end))))
+        first, later = self._marked("" if is_opened else begin, end), self._marked(begin, end)
+        if calls.separator:
+            separator = literal(calls.separator + " ")
+            later = f"{separator} ({self._marker(begin)})? {self._marked('', end)}" if begin else f"{separator} {later}"
+        elif is_opened:
+            later = ""
         else:
-            separator = self._separator(calls)
-            more = f"({separator} {call})*" if several else ""
-            inner = f"{call} {more}"
-        if calls.body == "pythonic" and calls.section is None:
-            return " ".join((self._marker(calls.call[0]), inner, self._marker(calls.call[1])))
-        if calls.section is None:
-            return inner
-        return f'{self._marker(calls.section[0])} "\\n"? {inner} "\\n"? {self._marker(calls.section[1])}'
+            later = f"GAP? {later}"
+        run = f"{first} ({later})*" if self._several and later else first
+        if calls.lists:
+            run += f" | {self._marked('' if is_opened else begin, end, self._list())}"
+        return f"({run})"
 
-    def _separator(self, calls: CallFormat) -> str:
-        if not calls.separator:
-            return '"\\n"?'
-        return self._marker(calls.separator) if calls.section else literal(calls.separator + " ")
+    def _list(self) -> str:
+        more = f'("," GAP? {self._listed})*' if self._several else ""
+        return f'"[" GAP? {self._listed} {more} GAP? "]"'
+
+    def _marked(self, begin: str, end: str, inner: str = "") -> str:
+        """A call, or a list of calls, between markers."""
+        # A name stands close to its marker.
+        gap = "" if self._calls.body in ("named_json", "escaped") and not inner else "GAP?"
+        parts = [self._marker(begin), gap if begin or self._calls.call[0] else "", inner or self._one]
+        return " ".join(filter(None, (*parts, gap if end else "", self._marker(end))))
 
     def _call(self, function: Mapping[str, Any]) -> str:
+        """Without what is around it."""
         calls, name = self._calls, str(function["name"])
         schema = function.get("parameters") or NO_ARGUMENTS
         if calls.body == "pythonic":
             return f"{literal(name + '(')} {self._comma_separated(schema, self._python_argument)} {literal(')')}"
-        if calls.body == "xml":
-            inner = f"{self._named(name)} {self._xml_parameters(schema)} "
-        elif calls.body == "escaped":
-            inner = f"{self._named(name)} {self._comma_separated(schema, self._escaped_argument)} {literal('}')}"
-        elif calls.body == "named_json":
-            inner = f"{self._named(name)} {self._json(schema)}"
-        else:
-            keys = f'{{"{calls.name_keys[0]}": {json.dumps(name)}, "{calls.argument_keys[0]}": '
-            inner = f"{literal(keys)} {self._json(schema)} {literal('}')}"
+        ways = []
+        if calls.body == "xml" or calls.is_either:
+            ways.append(f"{self._named(name)} {self._xml_parameters(schema)}")
+        if calls.body == "escaped":
+            ways.append(f"{self._named(name)} {self._comma_separated(schema, self._escaped_argument)} {literal('}')}")
+        if calls.body == "named_json":
+            ways.append(f"{self._named(name)} {self._json(schema)}")
+        if calls.body == "json" or calls.is_either:
+            ways.append(self._object(function))
         if calls.after_arguments:
-            inner += f' "\\n"? {self._marker(calls.after_arguments)}'
-        begin, end = (self._marker(each) for each in calls.call)
-        gap = '"\\n"?' if calls.call[1] and calls.body not in ("named_json", "escaped") else ""
-        return " ".join(filter(None, (begin, gap, inner, gap, end)))
+            ways = [f"{each} GAP? {self._marker(calls.after_arguments)}" for each in ways]
+        return " | ".join(ways)
+
+    def _object(self, function: Mapping[str, Any]) -> str:
+        key, name = self._calls.name_keys[0], json.dumps(function["name"], ensure_ascii=False)
+        begins = [literal(f'{{"{key}": {name}, "{other}": ') for other in self._calls.argument_keys]
+        schema = self._json(function.get("parameters") or NO_ARGUMENTS)
+        return f"({' | '.join(begins)}) {schema} {literal('}')}"
 
     def _named(self, name: str) -> str:
         before, after = self._calls.name
@@ -135,16 +171,18 @@ class ForcedCalls(Rules):
             return f"{literal(f'functions.{name}:')} /[0-9]{{1,2}}/ {self._marker(after)}"
         if not after and "[ARGS]" in self._special_ids:
             after = "[ARGS]"
-        return " ".join(filter(None, (self._marker(before), literal(name), self._marker(after))))
+        kind = f"({self._marker(self._calls.kind)})?" if self._calls.kind else ""
+        return " ".join(filter(None, (kind, self._marker(before), literal(name), self._marker(after))))
 
     def _xml_parameters(self, schema: Mapping[str, Any]) -> str:
         before_name, after_name, before_value, after_value = self._calls.parameter
         required, written = schema.get("required") or (), ""
         for name, each in (schema.get("properties") or {}).items():
-            begin = " ".join(filter(None, (literal(before_name + name + after_name), literal(before_value))))
+            begin = literal(before_name + name + after_name)
+            begin += f" GAP? {literal(before_value)}" if before_value else ""
             value = self._rule("value", self._xml_value(_inlined(each, schema), after_value))
-            written += f' ("\\n"? {begin} {value})' + ("" if name in required else "?")
-        return f'{written} "\\n"?'
+            written += f" (GAP? {begin} {value})" + ("" if name in required else "?")
+        return written
 
     def _xml_value(self, schema: Mapping[str, Any], end: str) -> str:
         """With what follows it. Where lines set values off, they are written, so that none is taken from the text."""
@@ -190,8 +228,24 @@ class ForcedCalls(Rules):
         return name
 
     def _python_argument(self, name: str, schema: dict[str, Any]) -> str:
-        """Values are JSON, which is read too."""
-        return f"{literal(name + '=')} {self._json(schema)}"
+        """Values are JSON, which is read too, or what Python has for texts, truth values and None."""
+        return f"{literal(name + '=')} ({' | '.join([self._json(schema), *self._python_values(schema)])})"
+
+    def _python_values(self, schema: Mapping[str, Any]) -> list[str]:
+        said = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(said, list):
+            return [literal(repr(each)) for each in said if each is None or isinstance(each, bool | str)]
+        ways = list[str]()
+        for each in (each for name in ("anyOf", "oneOf") for each in schema.get(name) or ()):
+            ways += self._python_values(each) if isinstance(each, Mapping) else []
+        declared = schema.get("type")
+        types = [declared] if isinstance(declared, str) else declared or ()
+        if "string" in types and not {"pattern", "format"} & schema.keys():
+            least, most = schema.get("minLength") or 0, schema.get("maxLength", "")
+            ways.append(rf"/'([^'\\\n]|\\[\\'\"nrt]){{{least},{most}}}'/")
+        ways += [literal("True"), literal("False")] if "boolean" in types else []
+        ways += [literal("None")] if "null" in types else []
+        return ways
 
     def _escaped_argument(self, name: str, schema: dict[str, Any]) -> str:
         if "string" in types_of(schema):
@@ -204,19 +258,17 @@ class ForcedCalls(Rules):
         """Those that must be there in the schema's order, then the others."""
         comma = '","' if self._calls.body == "escaped" else '", "'
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
-        ordered = sorted(properties, key=lambda name: name not in required)
-        rest = '""'
-        for place, name in reversed(list(enumerate(ordered))):
-            own = argument(name, _inlined(properties[name], schema))
-            separated = f"({comma} {own})" if place else own
-            if name in required:
-                rest = f"{separated} {rest}"
-            elif place:
-                rest = f"({separated} {rest})?"
-            else:
-                rest = f"({own} {rest})?"
-            rest = self._rule("arguments", rest)
-        return rest
+        written = {
+            name: self._rule("argument", argument(name, _inlined(each, schema))) for name, each in properties.items()
+        }
+        needed = [written[name] for name in properties if name in required]
+        rest, firsts = "", list[str]()
+        for name in reversed([name for name in properties if name not in required]):
+            firsts.append(f"{written[name]} {rest}")
+            rest = self._rule("arguments", f"({comma} {written[name]})? {rest}")
+        if needed:
+            return f"{f' {comma} '.join(needed)} {rest}"
+        return f"({' | '.join(reversed(firsts))})?" if firsts else ""
 
 
 class StrictCalls(ForcedCalls):
@@ -230,56 +282,62 @@ class StrictCalls(ForcedCalls):
         return super().text()
 
     def _answer(self) -> str:
-        calls, ways = self._calls, []
         if self._or_json is not None:
-            ways.append(self._json(self._or_json))
-            if calls.opener:
-                ways.append(self._rule("calls", super()._answer()))
-        else:
-            times = "*" if self._several else "?"
-            within = f"({self._until_opener()} ({self._opened()})){times} " if calls.opener else ""
-            ways.append(within + self._free())
-        if calls.is_bare:
-            self._calls = msgspec.structs.replace(calls, call=("", ""), section=None)
-            ways.append(super()._answer())
-            self._calls = calls
+            return f"({self._json(self._or_json)} | {super()._answer()})"
+        self._write_calls()
+        opened = " | ".join(self._opened(*each) for each in self._openers.items())
+        before = f"({self._rule('opened', opened)}){'*' if self._several else '?'}" if opened else ""
+        ways = [f"{before} {self._free()}"]
+        if self._calls.is_bare:
+            ways.append(f"{self._run('', '')} {self._free()}")
         return f"({' | '.join(ways)})"
 
-    def _opened(self) -> str:
-        """A call, or a section, whose opener has been read with the text before it."""
+    def _opened(self, opener: str, end: str) -> str:
+        """Text up to an opener, and what follows that."""
+        after = self._in_section("", end) if self._calls.section else self._run(opener, end, is_opened=True)
+        return f"{self._until_opener(opener)} {after}"
+
+    @property
+    def _openers(self) -> dict[str, str]:
+        """With the ends of what they open."""
         calls = self._calls
-        section = ("", calls.section[1]) if calls.section else None
-        call = calls.call if calls.section else ("", calls.call[1])
-        self._calls = msgspec.structs.replace(calls, section=section, call=call, is_bare=True)
-        if calls.section or calls.body == "pythonic":
-            answer = super()._answer()
-        else:
-            answer = " | ".join(self._rule("call", self._call(tool["function"])) for tool in self._tools)
-        self._calls = calls
-        return answer
+        if calls.section is not None:
+            return {calls.section[0]: calls.section[1]}
+        return dict(pair for pair in (calls.call, *calls.also) if pair[0])
 
     @property
     def _any_text(self) -> str:
-        """What begins like a bare call is none."""
-        return r"(\s*[^\s{\[](.|\n)*)?" if self._calls.is_bare else r"(.|\n)*"
+        """What begins like a bare call is none, nor is what would set one off from the call before."""
+        if self._calls.is_bare:
+            return rf"(\s*[^\s{{\[{regex(self._calls.separator)}](.|\n)*)?"
+        return r"(.|\n)*"
 
-    def _until_opener(self) -> str:
-        opener = self._calls.opener
-        if opener in self._special_ids:
-            return f"/{self._any_text}/ {self._marker(opener)}"
+    def _until_opener(self, opener: str) -> str:
+        before, after = self._at_special(opener)
+        without = self._without(each for each in self._openers if each != opener)
+        if after:
+            name = f"TEXT_{len(self._rules)}"
+            self._rules.append(f"{name}: /{self._any_text}{regex(before)}/{without}")
+            return f"{name} {self._marker(after)}"
         name = f"text_{len(self._rules)}"
-        self._rules.append(f"{name}[lazy]: /{self._any_text}{regex(opener)}/")
+        self._rules.append(f"{name}[lazy]: /{self._any_text}{regex(opener)}/{without}")
         return name
 
     def _free(self) -> str:
-        """Text that begins no call. A marker that is a special token is in no text."""
-        openers = [
-            each for each in (self._calls.opener, *dict(self._calls.also)) if each and each not in self._special_ids
-        ]
-        without = "".join(rf" & ~/(.|\n)*{regex(each)}(.|\n)*/" for each in openers)
+        """Text that begins no call."""
         name = f"FREE_{len(self._rules)}"
-        self._rules.append(f"{name}: /{self._any_text}/{without}")
+        self._rules.append(f"{name}: /{self._any_text}/{self._without(self._openers)}")
         return name
+
+    def _without(self, openers: Iterable[str]) -> str:
+        """A marker that is a special token is in no text."""
+        written = [each for each in openers if not self._at_special(each)[1]]
+        return "".join(rf" & ~/(.|\n)*{regex(each)}(.|\n)*/" for each in written)
+
+    def _at_special(self, marker: str) -> tuple[str, str]:
+        """What it has before its first special token, and the rest."""
+        at = min((at for each in self._special_ids if (at := marker.find(each)) >= 0), default=len(marker))
+        return marker[:at], marker[at:]
 
 
 def _inlined(schema: Any, whole: Mapping[str, Any]) -> dict[str, Any]:
