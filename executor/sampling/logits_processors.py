@@ -359,7 +359,7 @@ class _Loaded:
 
     def __init__(self, make: partial[LogitsProcessor]) -> None:
         self._make = make
-        self.name: str = make.func.__name__  # type: ignore[attr-defined]
+        self.name: str = make.func.__name__
         try:
             self._instance: LogitsProcessor | None = make()
             self.is_argmax_invariant = bool(self._instance.is_argmax_invariant())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 from fake_tokenizers import bundle_of, byte_level_tokenizer
@@ -139,6 +140,7 @@ def test_step3s_template_leads_to_its_calls_from_a_conversation():
     found = Read.of([*(event for piece in answer for event in reader.feed(piece)), *reader.finish()])
     assert (found.reasoning, found.content.strip()) == ("Hm.\n", "")
     assert [(name, json.loads(said)) for name, said in found.calls] == [PLAIN, PLAIN]
-    strict = ToolChoice([{"type": "function", "function": {**each["function"], "strict": True}} for each in TOOLS])
+    functions: list[Any] = [each["function"] for each in TOOLS]
+    strict = ToolChoice([{"type": "function", "function": {**each, "strict": True}} for each in functions])
     assert formats.can_hold_calls(ours)
     assert "<steptml:invoke name=" in (formats.grammar(ours, prompt, strict, several=True) or "")
