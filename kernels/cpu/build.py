@@ -55,7 +55,9 @@ BASE_FLAGS = (
 )  # fmt: skip
 # Units whose templates take the compiler seconds. The others are compiled as one: a third of their time goes into
 # reading the same headers.
-GROUPED_TYPE_UNITS = frozenset({"groups_4", "groups_8", "groups_float4", "groups_e4m3", "groups_rounded"})
+GROUPED_TYPE_UNITS = frozenset(
+    {"groups_4", "groups_8", "groups_float4", "groups_e4m3", "groups_rounded_4", "groups_rounded_8"}
+)
 LARGE_UNITS = frozenset({"attention", "quant_4", "quant_5", "quant_8", *GROUPED_TYPE_UNITS})
 # Units that -O3 makes faster; elsewhere it takes the compiler longer for nothing.
 UNROLLED_UNITS = frozenset({"attention"})

@@ -66,7 +66,8 @@ inline int64_t grouped_panel_bytes(const PackedWeight& w) {
 }
 
 // A row of activations that the checkpoint means to be rounded to int8, x ~ step * (q - zero): this, q [k] as Rounded,
-// and for each group of the weight 128 * the sum of its q, for codes are 128 too large.
+// and for each group of the weight the sum of its q: where the weight has no zero points times the middle of the codes,
+// by which they are too large.
 struct RoundedRow {
   float step, zero;
   int32_t unused[14];
@@ -92,6 +93,7 @@ inline int64_t grouped_prepared_bytes(const PackedWeight& w) {
 
 const Tiles* tiles_of_int4_groups();
 const Tiles* tiles_of_int8_groups();
+const Tiles* tiles_of_rounded_int4();
 const Tiles* tiles_of_rounded_int8();
 const Tiles* tiles_of_float4_groups();
 const Tiles* tiles_of_e4m3_groups();

@@ -1,8 +1,8 @@
-// Tiles of integers of 8 bits that meet activations of 8 bits: what checkpoints of W8A8 mean. See groups.h for both
-// layouts.
+// Tiles of integers of 4 and 8 bits that meet activations of 8 bits: what checkpoints of W4A8 and W8A8 mean. See
+// groups.h for both layouts.
 //
-// For a group, with w = scale * (code - 128) and x = step * (q - zero):
-//   sum w x = scale * step * (sum code q - 128 sum q  -  zero * sum (code - 128))
+// For a group, with w = scale * (code - m), m the weights' zero point, and x = step * (q - zero):
+//   sum w x = scale * step * (sum code q - m sum q  -  zero * sum (code - m))
 // The sums of integers are exact; scaled, they are added in fp32 in rising order of groups.
 #pragma once
 
@@ -23,11 +23,13 @@ struct RoundedDot {
     __m256i rows[2] = {};  // [4, 2]: of a row, of the first two and of the last two of each quad
   };
 
-  static inline __attribute__((always_inline)) Codes load(const char* from) {
-    const auto* at = reinterpret_cast<const __m128i*>(from);
-    return {{_mm256_cvtepu8_epi16(_mm_loadu_si128(at)), _mm256_cvtepu8_epi16(_mm_loadu_si128(at + 1))}};
+  static inline __attribute__((always_inline)) Codes of(Bytes codes) {
+    const auto all = reinterpret_cast<__m256i>(codes);
+    return {{_mm256_cvtepu8_epi16(_mm256_castsi256_si128(all)),
+             _mm256_cvtepu8_epi16(_mm256_extracti128_si256(all, 1))}};
   }
 
+  template <int kBits>
   static inline __attribute__((always_inline)) void add(Sum& sum, const Codes& codes, const Rounded* x) {
     int64_t bits;
     std::memcpy(&bits, x, sizeof(bits));
@@ -48,10 +50,11 @@ struct RoundedDot {
   typedef Bytes Codes;
   typedef Ints Sum;
 
-  static inline __attribute__((always_inline)) Codes load(const char* from) { return load_bytes(from); }
+  static inline __attribute__((always_inline)) Codes of(Bytes codes) { return codes; }
 
+  template <int kBits>
   static inline __attribute__((always_inline)) void add(Sum& sum, Codes codes, const Rounded* x) {
-    sum = dot_quads<8>(sum, codes, quad_of(x));
+    sum = dot_quads<kBits>(sum, codes, quad_of(x));
   }
 
   static Ints total(Sum sum) { return sum; }
@@ -69,8 +72,24 @@ constexpr int kRoundedGroups = 2;
 // that is the border between two codes, which the last bit of a quotient would decide; this makes it -128.
 constexpr float kTokenSteps = 127.50003f;
 
+template <WeightType kType>
 struct RoundedIntegers : GroupedBase {
   static constexpr int kMaxRows = kRoundedTileRows;
+  static constexpr int kBits = bits_of(kType);
+  static constexpr int32_t kMiddle = 1 << (kBits - 1);
+  // A line of a block has quads of all rows of a panel; of 4 bits two, the second 4 quads behind the first.
+  static constexpr int kLineBytes = kPanelRows * 4;
+  static constexpr int kLines = group_code_bytes(kType) / kLineBytes;
+  static constexpr int kHalves = kQuads / kLines;
+
+  // Codes of kLanes rows: the quad, or of 4 bits both, of a line.
+  static inline __attribute__((always_inline)) void load_quads(const char* from, Bytes (&codes)[kHalves]) {
+    codes[0] = load_bytes(from);
+    if constexpr (kHalves == 2) {
+      codes[1] = (codes[0] >> 4) & 0x0f;
+      codes[0] &= 0x0f;
+    }
+  }
 
   static int64_t prepared_bytes(int64_t k) { return rounded_row_bytes(k); }
   static bool usable(const LinearArgs&) { return false; }
@@ -114,6 +133,7 @@ struct RoundedIntegers : GroupedBase {
     std::memcpy(to, &row, sizeof(row));
     auto* codes = reinterpret_cast<Rounded*>(to + sizeof(row));
     auto* corrections = reinterpret_cast<int32_t*>(to + sizeof(row) + bytes_of_rounded(w.k));
+    const int32_t each = w.zero_type == kNoZeros ? kMiddle : 1;
     typedef Rounded Small __attribute__((vector_size(sizeof(Rounded) * kLanes)));
     const Floats step = all_lanes(row.step);
     for (int64_t group = 0; group < w.k / w.group; ++group) {
@@ -129,11 +149,17 @@ struct RoundedIntegers : GroupedBase {
       }
       int32_t total = 0;
       for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
-      corrections[group] = 128 * total;
+      corrections[group] = each * total;
     }
   }
 
-  // Of each row of a panel, what its codes less 128 add up to, scaled: what an input that is 1 everywhere would give.
+  // Zero points of kLanes rows of the group whose scales are at `meta`, where there are any.
+  static Floats zeros_of(const GroupHead& head, const char* meta, int first) {
+    return load_vector(meta + kPanelRows * size_of(head.scale_type), first, static_cast<DType>(head.zero_type));
+  }
+
+  // Of each row of a panel, what its codes less their zero point add up to, scaled: what an input that is 1 everywhere
+  // would give.
   static __attribute__((noinline)) void sums_of_weights(const char* panel, int64_t k, float* sums) {
     const GroupHead& head = *reinterpret_cast<const GroupHead*>(panel);
     const char* next = panel + kHeadBytes;
@@ -142,14 +168,24 @@ struct RoundedIntegers : GroupedBase {
       const char* meta = next;
       next += head.meta_bytes;
       Ints sum[kGroups] = {};
-      for (int block = 0; block < head.group_blocks; ++block, next += group_code_bytes(WeightType::kInt8Groups))
-        for (int g = 0; g < kQuads; ++g)
-          for (int group = 0; group < kGroups; ++group)
-            sum[group] = dot_quads<8>(sum[group], load_bytes(next + (g * kPanelRows + group * kLanes) * 4),
-                                      reinterpret_cast<Bytes>(all_lanes(0x01010101)));
-      for (int group = 0; group < kGroups; ++group)
-        total[group] = fused(__builtin_convertvector(sum[group] - head.group_blocks * kBlock * 128, Floats),
-                             load_vector(meta, group * kLanes, head.scale_type), total[group]);
+      for (int block = 0; block < head.group_blocks; ++block, next += group_code_bytes(kType))
+        for (int line = 0; line < kLines; ++line)
+          for (int group = 0; group < kGroups; ++group) {
+            Bytes codes[kHalves];
+            load_quads(next + line * kLineBytes + group * kLanes * 4, codes);
+            for (int half = 0; half < kHalves; ++half)
+              sum[group] = dot_quads<kBits>(sum[group], codes[half], reinterpret_cast<Bytes>(all_lanes(0x01010101)));
+          }
+      const int32_t count = head.group_blocks * kBlock;
+      for (int group = 0; group < kGroups; ++group) {
+        Floats value;
+        if (head.zero_type == kNoZeros)
+          value = __builtin_convertvector(sum[group] - count * kMiddle, Floats);
+        else
+          value = __builtin_convertvector(sum[group], Floats) -
+                  zeros_of(head, meta, group * kLanes) * all_lanes(static_cast<float>(count));
+        total[group] = fused(value, load_vector(meta, group * kLanes, head.scale_type), total[group]);
+      }
     }
     for (int group = 0; group < kGroups; ++group) store_floats(sums + group * kLanes, total[group]);
   }
@@ -160,6 +196,7 @@ struct RoundedIntegers : GroupedBase {
                                                             int64_t k, int first, float* sums, int64_t sums_stride,
                                                             Ahead ahead) {
     const GroupHead& head = *reinterpret_cast<const GroupHead*>(panel);
+    const bool has_zeros = head.zero_type != kNoZeros;
     const char* next = panel + kHeadBytes;
     Floats total[kRows][kRoundedGroups] = {};
     const Rounded* codes[kRows];
@@ -170,19 +207,26 @@ struct RoundedIntegers : GroupedBase {
       next += head.meta_bytes;
       RoundedDot::Sum sum[kRows][kRoundedGroups] = {};
       for (int block = 0; block < head.group_blocks; ++block) {
-        constexpr int64_t kBytes = group_code_bytes(WeightType::kInt8Groups);
+        constexpr int64_t kBytes = group_code_bytes(kType);
         if (kAsks) prefetch_block<(4 * kRows <= kMaxRows)>(ahead, next - panel, kBytes);
 #pragma GCC unroll 8
-        for (int g = 0; g < kQuads; ++g) {
-          RoundedDot::Codes weights[kRoundedGroups];
+        for (int line = 0; line < kLines; ++line) {
+          Bytes quads[kRoundedGroups][kHalves];
 #pragma GCC unroll 4
           for (int group = 0; group < kRoundedGroups; ++group)
-            weights[group] = RoundedDot::load(next + (g * kPanelRows + (first + group) * kLanes) * 4);
-#pragma GCC unroll 12
-          for (int row = 0; row < kRows; ++row)
+            load_quads(next + line * kLineBytes + (first + group) * kLanes * 4, quads[group]);
+#pragma GCC unroll 2
+          for (int half = 0; half < kHalves; ++half) {
+            RoundedDot::Codes weights[kRoundedGroups];
 #pragma GCC unroll 4
-            for (int group = 0; group < kRoundedGroups; ++group)
-              RoundedDot::add(sum[row][group], weights[group], codes[row] + at + 4 * g);
+            for (int group = 0; group < kRoundedGroups; ++group) weights[group] = RoundedDot::of(quads[group][half]);
+#pragma GCC unroll 12
+            for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+              for (int group = 0; group < kRoundedGroups; ++group)
+                RoundedDot::template add<kBits>(sum[row][group], weights[group],
+                                                codes[row] + at + 4 * (line + half * kLines));
+          }
         }
         at += kBlock;
         next += kBytes;
@@ -191,9 +235,17 @@ struct RoundedIntegers : GroupedBase {
       for (int row = 0; row < kRows; ++row) {
         const int32_t correction = corrections_of(x + row * x_bytes, k)[group_number];
 #pragma GCC unroll 4
-        for (int group = 0; group < kRoundedGroups; ++group)
-          total[row][group] = fused(__builtin_convertvector(RoundedDot::total(sum[row][group]) - correction, Floats),
-                                    load_vector(meta, (first + group) * kLanes, head.scale_type), total[row][group]);
+        for (int group = 0; group < kRoundedGroups; ++group) {
+          const int lane = (first + group) * kLanes;
+          const Ints products = RoundedDot::total(sum[row][group]);
+          Floats value;
+          if (!has_zeros)
+            value = __builtin_convertvector(products - correction, Floats);
+          else
+            value = __builtin_convertvector(products, Floats) -
+                    zeros_of(head, meta, lane) * all_lanes(static_cast<float>(correction));
+          total[row][group] = fused(value, load_vector(meta, lane, head.scale_type), total[row][group]);
+        }
       }
     }
     for (int row = 0; row < kRows; ++row)

@@ -5,8 +5,8 @@ using namespace headrace;
 
 // What multiplies by weights of such a type: PackedWeight.tiles. rounded: whether there is an InputRounding.
 HR_EXPORT const Tiles* hr_grouped_tiles(int32_t number, int32_t rounded) {
-  if (rounded) return tiles_of_rounded_int8();
   const auto type = static_cast<WeightType>(number);
+  if (rounded) return type == WeightType::kInt4Groups ? tiles_of_rounded_int4() : tiles_of_rounded_int8();
   switch (type) {
     case WeightType::kInt4Groups: return tiles_of_int4_groups();
     case WeightType::kInt8Groups: return tiles_of_int8_groups();

@@ -69,7 +69,7 @@ struct PackedWeight {
   int64_t group;         // weights along k that share a scale: 16, or a multiple of 32
   DType scale_type;
   int32_t zero_type;  // a DType, or kNoZeros
-  // Of kInt8Groups without zeros: how x is rounded to int8, x ~ scale * (q - zero), as the checkpoint means it.
+  // Of kInt4Groups and kInt8Groups: how x is rounded to int8, x ~ scale * (q - zero), as the checkpoint means it.
   InputRounding rounding;
   float input_scale, input_zero;  // of kStatic
 };

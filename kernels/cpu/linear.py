@@ -12,8 +12,9 @@ weight is stored in decides how it multiplies:
 
 - with group scales (`GroupedWeight`), integers: as quantised, with m = |scale * zero|; float4 and e4m3: codes are
   expanded exactly and meet x in fp32: |error| <= (K + 4) 2^-24 sum_k |x_k w_k|.
-- int8 without zeros whose checkpoint means its inputs to be int8 too (`InputRounding`): sums of a group are exact, and
-  |error| <= (K / group + 6) 2^-24 sum_k (|x_k| + |zero| d) |w_k|, over the rounded x, with its scale d.
+- integers whose checkpoint means their inputs to be int8 (`InputRounding`): sums of a group are exact, and
+  |error| <= (K / group + 6) 2^-24 sum_k (|x_k| + |zero| d) (|w_k| + m), over the rounded x, with its scale d, and with
+  m as above where the weight has zeros, else 0.
 
 The rounding of the result to the output's type comes on top. A row's result is the same to the bit whatever the
 number of rows, its place among them and the number of threads. linear_reference.py has the same product in torch.
@@ -363,7 +364,7 @@ def _describe_groups(
 
 def rounds_inputs(weight: GroupedWeight) -> bool:
     """Whether the kernels round its inputs to int8 as the checkpoint means it. Otherwise they keep 16 bits."""
-    return weight.inputs is not None and weight.kind == "int8" and weight.zeros is None and weight.group <= MOST_EXACT
+    return weight.inputs is not None and weight.kind in ("int4", "int8") and weight.group <= MOST_EXACT
 
 
 MOST_EXACT = 1 << 16

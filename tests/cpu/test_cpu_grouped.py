@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_cpu_linear import UNIT, as_two_bytes, random_x
+from torch import Tensor
 
 from headrace.kernels.cpu import build, linear
 from headrace.kernels.cpu.linear import Runtime
@@ -47,6 +48,14 @@ def random_weight(
     return GroupedWeight(kind, codes, scales, group, zero if zeros else None, order if ordered else None, table)
 
 
+def shift_of(weight: GroupedWeight) -> Tensor:
+    """[n, k] float64: what a zero point stands for."""
+    if weight.zeros is None:
+        return torch.zeros(weight.shape).double()
+    shift = (weight.scales.double() * weight.zeros.double()).abs().repeat_interleave(weight.group, 1)
+    return shift if weight.order is None else shift[:, torch.argsort(weight.order)]
+
+
 CASES = [("int4", False), ("int4", True), ("int8", False), ("int8", True), ("float4", False), ("e4m3", False)]
 
 
@@ -64,32 +73,37 @@ def test_products_are_within_the_stated_bounds(runtime: Runtime, kind: Kind, zer
             in_order = x if weight.order is None else x[:, weight.order.long()]
             _, step = as_two_bytes(in_order)
             values = exact_weight if weight.order is None else exact_weight[:, weight.order.long()]
-            shift = torch.zeros(n, k).double()
-            if weight.zeros is not None:
-                shift = (weight.scales.double() * weight.zeros.double()).abs().repeat_interleave(group, 1)
+            shift = shift_of(weight) if weight.order is None else shift_of(weight)[:, weight.order.long()]
             bound = step @ values.abs().T
             bound += (k / 8 + 8) * UNIT * ((in_order.double().abs() + step) @ (values.abs() + shift).T)
         assert ((got - exact).abs() <= bound + 1e-30).all(), (kind, rows, n, k, group)
 
 
 ROUNDINGS = [InputRounding(), InputRounding(shifted=True), InputRounding(0.02), InputRounding(0.03, -17)]
+INTEGERS = [case for case in CASES if case[0] in ("int4", "int8")]
 
 
 @pytest.mark.parametrize("inputs", ROUNDINGS)
-def test_inputs_that_become_int8_are_multiplied_exactly(runtime: Runtime, inputs: InputRounding) -> None:
+@pytest.mark.parametrize(("kind", "zeros"), INTEGERS)
+def test_inputs_that_become_int8_are_multiplied_exactly(
+    runtime: Runtime, kind: Kind, zeros: bool, inputs: InputRounding
+) -> None:
     for index, (rows, n, k, group) in enumerate(SHAPES):
-        weight = random_weight("int8", n, k, group, dtype=torch.float32, ordered=index % 2 == 1)
+        weight = random_weight(kind, n, k, group, dtype=torch.float32, zeros=zeros, ordered=index % 2 == 1)
         x = random_x(rows, k) + 0.3
         got = linear.pack(replace(weight, inputs=inputs), runtime_=runtime).apply(x).double()
         q, scale, zero = (each.double() for each in inputs.of(x))
         exact_weight, met = weight.floats().double(), (q - zero) * scale
-        bound = (k / group + 6) * UNIT * (met.abs() + zero.abs() * scale) @ exact_weight.abs().T
+        bound = (k / group + 6) * UNIT * (met.abs() + zero.abs() * scale) @ (exact_weight.abs() + shift_of(weight)).T
         assert ((got - met @ exact_weight.T).abs() <= bound + 1e-30).all(), (rows, n, k, group)
 
 
-def test_a_row_of_rounded_inputs_gets_the_same_bits_whatever_the_batch(runtime: Runtime) -> None:
+@pytest.mark.parametrize(("kind", "zeros"), INTEGERS)
+def test_a_row_of_rounded_inputs_gets_the_same_bits_whatever_the_batch(
+    runtime: Runtime, kind: Kind, zeros: bool
+) -> None:
     for inputs in ROUNDINGS[:2]:
-        weight = replace(random_weight("int8", 96, 256, 64), inputs=inputs)
+        weight = replace(random_weight(kind, 96, 256, 64, zeros=zeros), inputs=inputs)
         packed, x = linear.pack(weight, runtime_=runtime), random_x(40, 256)
         singly = torch.cat([packed.apply(x[row : row + 1]) for row in range(40)])
         for rows in (2, 5, 13, 17, 40):

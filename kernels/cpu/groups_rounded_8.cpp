@@ -4,6 +4,6 @@
 
 namespace headrace {
 
-const Tiles* tiles_of_rounded_int8() { return &kTilesOf<RoundedIntegers>; }
+const Tiles* tiles_of_rounded_int8() { return &kTilesOf<RoundedIntegers<WeightType::kInt8Groups>>; }
 
 }  // namespace headrace
