@@ -9,6 +9,7 @@ import pytest
 import quantised_checkpoints as made
 import test_as_loaded
 import test_quantisation
+import test_quantised_inputs
 import tiny_models
 from test_quantisation import CASES, MOST_ERROR, error_of, kinds_of, opened
 
@@ -33,7 +34,7 @@ def test_the_tests_that_a_row_names_are_there_and_find_matrices_packed_as_it_say
     stored = STORED[name]
     assert stored.tests
     functions = [test for test in stored.tests if test not in CASES]
-    held = {*globals(), *vars(test_quantisation), *vars(test_as_loaded)}
+    held = {*globals(), *vars(test_quantisation), *vars(test_quantised_inputs), *vars(test_as_loaded)}
     assert [test for test in functions if test not in held] == []
     found = set[str]().union(*(CASES[test][1] for test in stored.tests if test in CASES))
     assert found <= set(stored.kinds)

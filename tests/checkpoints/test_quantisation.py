@@ -28,7 +28,7 @@ from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear import PackedLinear, runtime
+from headrace.kernels.cpu.linear import runtime
 from headrace.kernels.cpu.moe import PackedExperts
 from headrace.kernels.grouped import InputRounding
 from headrace.kernels.reference.quantised import REFERENCES, QuantisedLinear
@@ -95,6 +95,10 @@ CASES: dict[str, Case] = {
     "gptq 2 bits, zeros": (lambda: made.gptq(2, symmetric=False), {"int4"}, MOST_ERROR),
     "gptq desc_act": (lambda: made.gptq(desc_act=True), {"int4"}, MOST_ERROR),
     "gptq rows, v2": (lambda: made.gptq(group=-1, symmetric=False, v2=True), {"int4"}, MOST_ERROR),
+    "gptq planar 3 bits": (lambda: made.gptq(3, planar=True), {"int4"}, MOST_ERROR),
+    "gptq planar 5 bits": (lambda: made.gptq(5, planar=True), {"int8"}, MOST_ERROR),
+    "gptq planar 6 bits, desc_act": (lambda: made.gptq(6, planar=True, desc_act=True), {"int8"}, MOST_ERROR),
+    "gptq planar 7 bits, zeros": (lambda: made.gptq(7, planar=True, symmetric=False), {"int8"}, MOST_ERROR),
     "awq": (made.awq, {"int4"}, MOST_ERROR),
     "fp8 matrix": (lambda: made.fp8("matrix"), {"e4m3"}, EXACT_ERROR),
     "fp8 rows": (lambda: made.fp8("rows"), {"e4m3"}, EXACT_ERROR),
@@ -122,6 +126,7 @@ CASES: dict[str, Case] = {
     "compressed W5A16": (lambda: made.compressed("W5A16", **made.W5), {"int8"}, MOST_ERROR),
     "compressed W8A16": (lambda: made.compressed("W8A16", **made.W8), {"int8"}, MOST_ERROR),
     "compressed W8A8": (lambda: made.compressed("W8A8", **made.W8), {"int8"}, MOST_ERROR),
+    "compressed W4A8": (lambda: made.compressed("W4A8", **made.W4), {"int4"}, MOST_ERROR),
     "compressed fp8": (lambda: made.compressed("fp8", **(made.W8 | {"type": "float"})), {"e4m3"}, EXACT_ERROR),
     "compressed mxfp8": (lambda: made.compressed("MXFP8", **made.F8), {"e4m3"}, EXACT_ERROR),
     "compressed nvfp4": (lambda: made.compressed("NVFP4", **made.F4), {"float4"}, EXACT_ERROR),
@@ -150,91 +155,8 @@ def test_logits_are_those_of_the_dequantised_model_and_weights_stay_packed(case:
     assert own == pytest.approx(exact, rel=MOST_PERPLEXITY_CHANGE)
 
 
-ROUNDINGS = {
-    "token": InputRounding(),
-    "shifted token": InputRounding(shifted=True),
-    "static": InputRounding(0.03),
-    "static, zero": InputRounding(0.03, -5),
-}
-CLEAR = 1e-4
-"""Codes that an input keeps from the border between two: more than float32 errs by."""
-NUM_CLEAR = 5
-
-
-def check_rounded(decoder: CpuDecoder | Decoder, model: Any, inputs: InputRounding) -> None:
-    """Prompts of one token whose inputs are all clear of borders have the logits of the model with rounded inputs."""
-    clear, exact, unrounded = [], [], []
-    for token in range(model.config.vocab_size):
-        with made.inputs_rounded(model, inputs) as clearances, torch.no_grad():
-            logits = model(torch.tensor([[token]]), use_cache=False).logits[0, -1]
-        if min(clearances) > CLEAR:
-            clear.append([token])
-            exact.append(logits)
-            unrounded.append(model(torch.tensor([[token]]), use_cache=False).logits[0, -1].detach())
-        if len(clear) == NUM_CLEAR:
-            break
-    assert len(clear) == NUM_CLEAR
-    _, found = Driver(decoder).greedy(clear, 1, chunk=64)
-    for logits, expected, other in zip(found, exact, unrounded, strict=True):
-        assert relative_to_spread(logits[0], expected) < EXACT_ERROR
-        assert relative_to_spread(other, expected) > 100 * EXACT_ERROR, "rounding is seen"
-
-
 def relative_to_spread(logits: Tensor, exact: Tensor) -> float:
     return float((logits.double() - exact).square().mean().sqrt() / exact.std())
-
-
-@pytest.mark.parametrize(("family", "rounding"), [*(("llama", each) for each in ROUNDINGS), ("qwen3_moe", "token")])
-def test_inputs_become_int8_where_the_checkpoint_means_it(family: str, rounding: str, tmp_path: Path) -> None:
-    inputs = ROUNDINGS[rounding]
-    built = tiny_models.build(family, num_hidden_layers=1)
-    model = made.write(tmp_path, built, *made.compressed("W8A8", inputs, **made.W8))
-    decoder = opened(tmp_path)
-    assert "int8" in kinds_of(decoder)
-    check_rounded(decoder, model, inputs)
-
-
-@pytest.mark.parametrize(
-    ("config", "rounds"),
-    [
-        (made.compressed("W8A8", InputRounding(), **made.W8), True),
-        (made.torchao("Int8DynamicActivationInt8Weight"), True),
-        (made.compressed("W8A16", **made.W8), False),
-        (made.torchao("Int8WeightOnly"), False),
-    ],
-)
-def test_a_format_says_whether_inputs_become_int8(
-    config: tuple[dict[str, Any], made.Writer], rounds: bool, tmp_path: Path
-) -> None:
-    made.write(tmp_path, tiny_models.build("llama"), *config)
-    quantisation = open_checkpoint(Options(model=str(tmp_path))).quantisation
-    assert quantisation is not None
-    assert quantisation.rounds_inputs == rounds
-
-
-def test_torchaos_inputs_become_int8_where_its_config_means_it(tmp_path: Path) -> None:
-    built = tiny_models.build("llama", num_hidden_layers=1)
-    model = made.write(tmp_path, built, *made.torchao("Int8DynamicActivationInt8Weight"))
-    check_rounded(opened(tmp_path), model, InputRounding())
-
-
-def test_experts_with_a_static_scale_each_keep_finer_inputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    config = made.compressed("W8A8", InputRounding(0.03), **made.W8)
-    made.write(tmp_path, tiny_models.build("qwen3_moe"), *config)
-    decoder = opened(tmp_path)
-    assert "inputs of experts keep 16 bits: their static scales are of one expert each" in caplog.text
-    assert not any(weight.descriptor.rounding for weight in _experts_of(decoder))
-
-
-def _experts_of(decoder: CpuDecoder) -> list[PackedLinear]:
-    found: list[PackedLinear] = []
-    for layer in decoder._model.layers:
-        for held in layer.ffn.values():
-            if isinstance(held, PackedExperts):
-                found += [*held.gate_up, *held.down]
-    assert found
-    return found
 
 
 @pytest.mark.parametrize("case", ["gptq 4 bits, zeros", "awq", "fp8 blocks", "compressed nvfp4", "compressed W8A8"])
@@ -516,6 +438,12 @@ def test_each_format_names_tensors_that_do_not_fit(
     ("config", "message"),
     [
         ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, "AWQ weights in the layout gemv"),
+        (made.gptq(5)[0], "GPTQ weights of 5 bits are not supported; 2, 3, 4 and 8 bits are"),
+        (
+            made.gptq(3, planar=True)[0] | {"bits": 9},
+            "GPTQ weights of 9 bits are not supported; 2 to 8 bits are in the layout gptq_p",
+        ),
+        (made.gptq()[0] | {"checkpoint_format": "marlin"}, "in the layout marlin, which is one kernel's own"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "ModelOpt's W4A8_AWQ is not supported; FP8, "),
         (
             {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int3"}}},

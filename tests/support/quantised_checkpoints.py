@@ -141,9 +141,27 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
+def in_planes(codes: Tensor, bits: int) -> Tensor:
+    """As `packed`, in GPTQModel's planar layout: of 32 codes the words of the lower bits, then those of higher ones."""
+    words, first = [], 0
+    for width in {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}[bits]:
+        words.append(packed(codes >> first & ((1 << width) - 1), width).unflatten(1, (-1, width)))
+        first += width
+    return torch.cat(words, -1).flatten(1)
+
+
 def gptq(
-    bits: int = 4, group: int = 32, *, symmetric: bool = True, desc_act: bool = False, v2: bool = False
+    bits: int = 4,
+    group: int = 32,
+    *,
+    symmetric: bool = True,
+    desc_act: bool = False,
+    v2: bool = False,
+    planar: bool = False,
 ) -> tuple[dict[str, Any], Writer]:
+    put = in_planes if planar else packed
+    v2 = v2 or planar
+
     def writer(module: str, weight: Tensor) -> Written:
         k = weight.shape[1]
         size = k if group == -1 else group
@@ -155,8 +173,8 @@ def gptq(
             g_idx = g_idx[torch.argsort(order)]
         n = weight.shape[0]
         tensors = {
-            ".qweight": packed(codes, bits).T,
-            ".qzeros": packed((zeros - (0 if v2 else 1)).T, bits),
+            ".qweight": put(codes, bits).T,
+            ".qzeros": put((zeros - (0 if v2 else 1)).T, bits),
             ".scales": scales.T,
             ".g_idx": g_idx.to(torch.int32),
             ".bias": torch.zeros(n, dtype=torch.float16),
@@ -164,7 +182,7 @@ def gptq(
         return tensors, values
 
     config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": desc_act, "sym": symmetric}
-    return config | {"checkpoint_format": "gptq_v2" if v2 else "gptq"}, writer
+    return config | {"checkpoint_format": "gptq_p" if planar else "gptq_v2" if v2 else "gptq"}, writer
 
 
 def awq_words(codes: Tensor) -> Tensor:
@@ -350,6 +368,11 @@ def _pack_quantized(bits: int, group: int, symmetric: bool, ordered: bool = Fals
     return write_one
 
 
+def _int_quantized_of_4_bits(weight: Tensor) -> Written:
+    codes, scales, _, values = affine(weight, 4, 32, symmetric=True)
+    return {".weight": (codes - 8).to(torch.int8), ".weight_scale": scales}, values
+
+
 def _int_quantized(weight: Tensor) -> Written:
     codes, scales, values = in_int8(weight)
     return {".weight": codes, ".weight_scale": scales}, values
@@ -386,6 +409,7 @@ COMPRESSED: dict[str, tuple[str, Callable[[Tensor], Written]]] = {
     "W3A16 zeros": ("pack-quantized", _pack_quantized(3, 32, symmetric=False)),
     "W5A16": ("pack-quantized", _pack_quantized(5, 32, symmetric=True)),
     "W8A8": ("int-quantized", _int_quantized),
+    "W4A8": ("int-quantized", _int_quantized_of_4_bits),
     "fp8": ("float-quantized", _float_quantized),
     "MXFP8": ("mxfp8-quantized", _mxfp8),
     "NVFP4": ("nvfp4-pack-quantized", _nvfp4),
@@ -441,13 +465,13 @@ def bitsandbytes(kind: str) -> tuple[dict[str, Any], Writer]:
 
 
 def torchao(kind: str) -> tuple[dict[str, Any], Writer]:
-    """Int8WeightOnly, Int8DynamicActivationInt8Weight, IntxWeightOnly of 4 bits with zero points, Float8WeightOnly."""
+    """Float8WeightOnly, or by what the name has in it Int8Weight, or IntxWeight of 4 bits with zero points."""
 
     def writer(module: str, weight: Tensor) -> Written:
         if kind.startswith("Float8"):
             codes, scales, values = in_fp8(weight, 1, 1 << 20)
             return {"._weight_qdata": codes, "._weight_scale": scales}, values
-        if kind.startswith("Intx"):
+        if "Intx" in kind:
             unsigned, half, zeros, values = affine(weight, 4, 32, symmetric=False)
             tensors = {"._weight_qdata": unsigned - 8, "._weight_zero_point": zeros - 8}
             return {name: each.to(torch.int8) for name, each in tensors.items()} | {"._weight_scale": half}, values
@@ -455,7 +479,7 @@ def torchao(kind: str) -> tuple[dict[str, Any], Writer]:
         zero_points = torch.zeros_like(scales).to(torch.int8)
         return {"._weight_qdata": codes, "._weight_scale": scales, "._weight_zero_point": zero_points}, values
 
-    data = {"granularity": {"_type": "PerGroup", "_data": {"group_size": 32}}} if kind.startswith("Intx") else {}
+    data = {"granularity": {"_type": "PerGroup", "_data": {"group_size": 32}}} if "Intx" in kind else {}
     chosen = {"_type": f"{kind}Config", "_version": 2, "_data": data}
     return {"quant_method": "torchao", "quant_type": {"default": chosen}}, writer
 

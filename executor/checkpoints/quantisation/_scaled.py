@@ -1,9 +1,10 @@
-"""What several formats share: codes of 8 bits and floats of 4 bits with their scales."""
+"""What several formats share: codes in bytes and floats of 4 bits with their scales."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,18 +27,28 @@ def floats_of_8_bits(
     return GroupedWeight("e4m3", weight.view(torch.uint8), wide, group)
 
 
-def integers_of_8_bits(
-    module: str, weight: Tensor, scales: Tensor, zeros: Tensor | None, inputs: InputRounding | None = None
+def integers_in_bytes(
+    module: str,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    inputs: InputRounding | None = None,
+    bits: int = 8,
 ) -> GroupedWeight:
-    """weight [n, k] int8; scales and zero points of the whole, of each row, or of groups."""
+    """weight [n, k] int8, of up to 8 bits; scales and zero points of the whole, of each row, or of groups."""
     expect(weight.dtype == torch.int8, module, f"they are {weight.dtype}; int8 is expected")
     shape = weight.shape[0], weight.shape[1]
     wide, group = scales_of_rows(module, shape, scales, None)
-    shifted = None
-    if zeros is not None:
-        shifted = scales_of_rows(module, shape, zeros.float(), None)[0] + 128
-    found = integers(weight.view(torch.uint8) ^ 0x80, 8, shifted, wide, group)
-    return GroupedWeight(found.kind, found.codes, wide, group, found.zeros, inputs=inputs)
+    kept = 8
+    if bits <= 4:
+        expect(shape[1] % 2 == 0, module, f"rows of {shape[1]} codes do not fill bytes")
+        fits = not weight.numel() or (int(weight.min()) >= -8 and int(weight.max()) <= 7)
+        expect(fits, module, f"some codes are beyond {bits} bits")
+        kept = 4
+    middle = 1 << (kept - 1)
+    shifted = None if zeros is None else scales_of_rows(module, shape, zeros.float(), None)[0] + middle
+    codes = weight.view(torch.uint8) + middle  # of unsigned bytes, which wraps around
+    return replace(integers(codes, kept, shifted, wide, group), inputs=inputs)
 
 
 def floats_of_4_bits(module: str, packed: Tensor, scales: Tensor) -> GroupedWeight:

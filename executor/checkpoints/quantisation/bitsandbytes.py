@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.checkpoints.quantisation import AsLoaded, Config, Format, Parts, Shapes, Stored, expect
-from headrace.executor.checkpoints.quantisation._scaled import integers_of_8_bits
+from headrace.executor.checkpoints.quantisation._scaled import integers_in_bytes
 from headrace.executor.models.blocks import Role
 from headrace.kernels.grouped import GroupedWeight
 
@@ -82,7 +82,7 @@ class BitsAndBytes(Format):
 
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
         if "SCB" in tensors:
-            return integers_of_8_bits(module, tensors["weight"], tensors["SCB"].float()[:, None] / 127, None)
+            return integers_in_bytes(module, tensors["weight"], tensors["SCB"].float()[:, None] / 127, None)
         state = _state(module, tensors["state"])
         (n, k), size = state["shape"], int(state["blocksize"])
         flat = tensors["weight"].flatten()

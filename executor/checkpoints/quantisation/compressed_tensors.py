@@ -2,13 +2,16 @@
 
     pack-quantized          weight_packed int32 [n, k * bits / 32], weight_scale [n, groups], weight_zero_point packed
                             along the rows, weight_g_idx [k]
-    int-quantized           weight int8 [n, k], weight_scale of the whole, rows or groups, weight_zero_point; of
-                            static inputs input_scale and input_zero_point [1]
+    int-quantized           weight int8 [n, k] of 2 to 8 bits, weight_scale of the whole, rows or groups,
+                            weight_zero_point
     float-quantized         weight float8_e4m3fn [n, k], weight_scale of the whole, rows, groups or blocks
     mxfp8-quantized         weight float8_e4m3fn [n, k], weight_scale uint8 [n, k / 32], exponents
     nvfp4-pack-quantized    weight_packed uint8 [n, k / 2], weight_scale float8_e4m3fn [n, k / 16], weight_global_scale,
                             by which scales are divided
     mxfp4-pack-quantized    weight_packed uint8 [n, k / 2], weight_scale uint8 [n, k / 32], exponents
+
+Of inputs with a static scale there are input_scale and input_zero_point [1]. What has integers is pack-quantized where
+only weights are quantised, and since compressed-tensors 0.19 int-quantized where inputs are too.
 
 `targets` and `ignore` are names, the class `Linear`, or regular expressions after `re:`.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from torch import Tensor
@@ -27,13 +30,13 @@ from headrace.executor.checkpoints.quantisation._scaled import (
     floats_of_4_bits,
     floats_of_8_bits,
     input_rounding,
-    integers_of_8_bits,
+    integers_in_bytes,
     powers_of_two,
 )
 from headrace.executor.checkpoints.quantisation.gptq import grouped_order, integers
 from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
-from headrace.kernels.grouped import GroupedWeight
+from headrace.kernels.grouped import GroupedWeight, InputRounding
 
 PACKED, INTEGERS = "pack-quantized", ("int-quantized", "naive-quantized")
 FLOATS = ("float-quantized", "mxfp8-quantized")
@@ -65,7 +68,8 @@ class Scheme:
         if layout == "dense" or layout not in KNOWN:
             advice = SPARSE if "24" in layout or "sparse" in layout else f"known are {', '.join(KNOWN)}"
             raise ModelError(f"compressed-tensors' layout {layout} is not supported: {advice}")
-        if (layout == PACKED and bits not in range(2, 9)) or (layout in (*INTEGERS, *FLOATS) and bits != 8):
+        has_integers = layout == PACKED or (layout in INTEGERS and not is_float)
+        if (has_integers and bits not in range(2, 9)) or (layout in (*INTEGERS, *FLOATS) and is_float and bits != 8):
             raise ModelError(f"weights of {bits} bits are not supported in compressed-tensors' layout {layout}")
         block = weights.get("block_structure")
         if isinstance(block, str):
@@ -83,6 +87,9 @@ class Scheme:
     @property
     def is_packed(self) -> bool:
         return self.layout in (PACKED, NVFP4, MXFP4)
+
+    def rounding(self, module: str, tensors: Mapping[str, Tensor]) -> InputRounding | None:
+        return None if self.inputs is None else input_rounding(module, self.inputs, tensors)
 
 
 @dataclass(frozen=True)
@@ -104,9 +111,14 @@ class CompressedTensors(Format):
             ordered=True,
         ),
         Stored(
-            "W8A8 int8: activations become int8 too, by a static scale or each token's own, symmetric or not",
-            ("int8",),
-            ("compressed W8A8", "test_inputs_become_int8_where_the_checkpoint_means_it"),
+            "W8A8 int8, and 2 to 7 bits with such inputs (W4A8): activations become int8 too, by a static scale or "
+            "each token's own, symmetric or not; those of 4 bits or with scales for groups keep 16 bits",
+            ("int4", "int8"),
+            (
+                "compressed W8A8",
+                "compressed W4A8",
+                "test_inputs_become_int8_where_the_checkpoint_means_it",
+            ),
         ),
         Stored(
             "W8A8 fp8, a scale for the matrix, rows, groups (MXFP8 too) or blocks; activations stay in floats",
@@ -192,8 +204,9 @@ class CompressedTensors(Format):
             return floats_of_4_bits(module, weight, powers_of_two(scales))
         if scheme.is_float:
             return floats_of_8_bits(module, weight, scales, scheme.block)
-        inputs = None if scheme.inputs is None else input_rounding(module, scheme.inputs, tensors)
-        return integers_of_8_bits(module, weight, scales, tensors.get("zeros"), inputs)
+        return integers_in_bytes(
+            module, weight, scales, tensors.get("zeros"), scheme.rounding(module, tensors), scheme.bits
+        )
 
     def _packed(self, module: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> GroupedWeight:
         weight, scales, bits = tensors["weight"], tensors["scales"], scheme.bits
@@ -215,11 +228,15 @@ class CompressedTensors(Format):
         codes = cut_bits(weight, bits, k)
         if order is not None:
             codes = codes[:, order.long()]
-        return integers(codes, bits, zeros, scales.contiguous(), size, order)
+        found = integers(codes, bits, zeros, scales.contiguous(), size, order)
+        return replace(found, inputs=scheme.rounding(module, tensors))
 
 
 def _int8_inputs(config: object) -> Mapping[str, bool] | None:
+    """None where they are none, and where they have scales for groups of a token: such keep 16 bits."""
     if not isinstance(config, Mapping) or config.get("num_bits") != 8 or config.get("type", "int") != "int":
+        return None
+    if config.get("strategy") not in (None, "token", "tensor"):
         return None
     return {"dynamic": bool(config.get("dynamic", False)), "symmetric": bool(config.get("symmetric", True))}
 

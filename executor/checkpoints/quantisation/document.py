@@ -20,12 +20,12 @@ what a checkpoint of these names holds: see [below](#float-weights-quantised-as-
 so with forms of each device's own: `docs/options.md`.
 
 On a CPU matrices are computed packed: integers meet activations of 16 bits in blocks of 32, float codes are expanded
-exactly and meet activations of 32 bits. Where a checkpoint of W8A8 means its activations to be int8 they are rounded
-so, as its tool does it, and both are multiplied as int8; under tensor parallelism a rank's scale is of its own part of
-a token. Elsewhere (a GPU, op by op, experts with static scales) they stay finer than asked. Each of a model's matrices
-is read, packed and let go in its turn. On a GPU int4, int8 without zero points and fp8 with a scale for each row stay
-packed; all else, experts among it, and everything where a CPU runs a model op by op, is turned into floats of `--dtype`
-as it is read.
+exactly and meet activations of 32 bits. Where a checkpoint of integers means its activations to be int8 too (W8A8,
+W4A8) they are rounded so, as its tool does it, and what is multiplied are integers; under tensor parallelism a rank's
+scale is of its own part of a token. Elsewhere (a GPU, op by op, experts with static scales) they stay finer than asked.
+Each of a model's matrices is read, packed and let go in its turn. On a GPU int4, int8 without zero points and fp8 with
+a scale for each row stay packed; all else, experts among it, and everything where a CPU runs a model op by op, is
+turned into floats of `--dtype` as it is read.
 
 Keys and values beside packed weights are float16, finer than bfloat16; where activations become int8 they are of
 `--dtype`, as what they lose is less than that. `--kv-cache-dtype` says otherwise.

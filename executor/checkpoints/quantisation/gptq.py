@@ -2,8 +2,11 @@
 
     qweight [k * bits / 32, n] int32, scales [k / group, n], qzeros [k / group, n * bits / 32] int32, g_idx [k] int32
 
-A stored zero point is one less than the zero point, but in the second version of the layout. With `desc_act` the
-inputs were quantised in the order of their importance, and g_idx says in which group each is.
+A stored zero point is one less than the zero point, but in the layouts gptq_v2 and gptq_p. With `desc_act` the inputs
+were quantised in the order of their importance, and g_idx says in which group each is.
+
+In the layout gptq_p, GPTQModel's planar one, 32 codes are as many words as they have bits. They are cut into planes of
+4, 2 and 1 bits, the lowest first, each of which has words of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -23,6 +27,11 @@ from headrace.kernels.grouped import GroupedWeight, two_in_a_byte
 
 METHOD = "GPTQ"
 BITS = (2, 3, 4, 8)
+PLANAR = "gptq_p"
+PLANES: Mapping[int, tuple[int, ...]] = MappingProxyType(
+    {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+)
+"""Of codes of so many bits: the bits of each plane."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,12 @@ class Gptq(Format):
             ("gptq 3 bits", "gptq 2 bits, zeros"),
             ordered=True,
         ),
+        Stored(
+            "GPTQModel's planar layout (`gptq_p`): 2 to 8 bits (2 and 3 kept in 4, 5 to 7 in 8), else as above",
+            ("int4", "int8"),
+            ("gptq planar 3 bits", "gptq planar 5 bits", "gptq planar 6 bits, desc_act", "gptq planar 7 bits, zeros"),
+            ordered=True,
+        ),
     )
     made_by = "GPTQModel 7.6 and auto-round 0.16 (benchmarks/quantised_tools.py), a writer in tests"
     bits: int
@@ -55,20 +70,21 @@ class Gptq(Format):
     """-1: a scale for each row."""
     adds_one: bool
     """To each stored zero point."""
+    is_planar: bool
     dynamic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By regular expressions of module names, what differs: the first that matches counts."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
         layout = str(config.get("checkpoint_format", "gptq"))
-        if layout not in ("gptq", "gptq_v2", ""):
+        if layout not in ("gptq", "gptq_v2", PLANAR, ""):
             raise ModelError(
                 f"the GPTQ checkpoint is in the layout {layout}, which is one kernel's own; use one in the layout gptq"
             )
-        dynamic = config.get("dynamic") or {}
+        dynamic, is_planar = config.get("dynamic") or {}, layout == PLANAR
         bits, size = number(config, ("bits",), METHOD), number(config, ("group_size",), METHOD, 128)
-        adds_one = layout != "gptq_v2" and config.get("quant_method") != "gptq_v2"
-        return cls(_checked(bits), size, adds_one, dynamic)
+        adds_one = layout not in ("gptq_v2", PLANAR) and config.get("quant_method") != "gptq_v2"
+        return cls(_checked(bits, is_planar), size, adds_one, is_planar, dynamic)
 
     def _of(self, module: str) -> Gptq:
         """With what differs for a module."""
@@ -76,7 +92,7 @@ class Gptq(Format):
             if pattern.startswith("-:"):
                 continue
             if re.match(pattern.removeprefix("+:"), module):
-                bits = _checked(number(differs, ("bits",), METHOD, self.bits))
+                bits = _checked(number(differs, ("bits",), METHOD, self.bits), self.is_planar)
                 return replace(self, bits=bits, group_size=number(differs, ("group_size",), METHOD, self.group_size))
         return self
 
@@ -114,12 +130,26 @@ class Gptq(Format):
             module,
             f"zero points are {list(qzeros.shape)}; {[groups, n * own.bits // 32]} is expected",
         )
-        codes = cut_bits(qweight.T.contiguous(), own.bits, k)  # [n, k]
-        zeros = cut_bits(qzeros, own.bits, n).T.float() + int(own.adds_one)  # [n, groups]
+        cut = cut_planes if own.is_planar else cut_bits
+        if own.is_planar:
+            expect(k % 32 == 0 and n % 32 == 0, module, f"[{n}, {k}] is no whole number of 32 codes either way")
+        codes = cut(qweight.T.contiguous(), own.bits, k)  # [n, k]
+        zeros = cut(qzeros, own.bits, n).T.float() + int(own.adds_one)  # [n, groups]
         order = grouped_order(module, tensors.get("g_idx"), k, size)
         if order is not None:
             codes = codes[:, order.long()]
         return integers(codes, own.bits, zeros, scales.T.contiguous(), size, order)
+
+
+def cut_planes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """As `cut_bits`, of codes in planes: [n, words] int32 -> [n, count] uint8, where 32 divides count."""
+    blocks, found, first = packed.unflatten(1, (-1, bits)), None, 0
+    for width in PLANES[bits]:
+        plane = cut_bits(blocks[..., first : first + width].flatten(1), width, count) << first
+        found = plane if found is None else found | plane
+        first += width
+    assert found is not None, "there is a plane"
+    return found
 
 
 def integers(
@@ -154,9 +184,10 @@ def grouped_order(module: str, g_idx: Tensor | None, k: int, size: int) -> Tenso
     return order.to(torch.int32)
 
 
-def _checked(bits: int) -> int:
-    if bits not in BITS:
-        raise ModelError(f"GPTQ weights of {bits} bits are not supported; 2, 3, 4 and 8 bits are")
+def _checked(bits: int, is_planar: bool) -> int:
+    if bits not in (PLANES if is_planar else BITS):
+        known = f"2 to 8 bits are in the layout {PLANAR}" if is_planar else "2, 3, 4 and 8 bits are"
+        raise ModelError(f"GPTQ weights of {bits} bits are not supported; {known}")
     return bits
 
 

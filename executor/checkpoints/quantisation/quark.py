@@ -24,7 +24,7 @@ from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Sh
 from headrace.executor.checkpoints.quantisation._scaled import (
     floats_of_4_bits,
     floats_of_8_bits,
-    integers_of_8_bits,
+    integers_in_bytes,
     powers_of_two,
 )
 from headrace.executor.checkpoints.quantisation.awq import OUTPUTS, codes_of_words
@@ -137,7 +137,7 @@ class Quark(Format):
         if dtype in OF_6_BITS:
             return floats_of_8_bits(module, _widened(module, weight, OF_6_BITS[dtype]), scales)
         if dtype == "int8":
-            return integers_of_8_bits(module, weight, scales, tensors.get("zeros"))
+            return integers_in_bytes(module, weight, scales, tensors.get("zeros"))
         return floats_of_8_bits(module, weight, scales)
 
     def _of_4_bits(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:

@@ -16,9 +16,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, expect
-from headrace.executor.checkpoints.quantisation._scaled import floats_of_8_bits, integers_of_8_bits
-from headrace.executor.checkpoints.quantisation.gptq import integers
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored
+from headrace.executor.checkpoints.quantisation._scaled import floats_of_8_bits, integers_in_bytes
 from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight, InputRounding
@@ -37,8 +36,8 @@ class TorchAo(Format):
             ("torchao int8", "torchao 4 bits, zeros"),
         ),
         Stored(
-            "Int8DynamicActivationInt8Weight: activations become int8 too; Int8DynamicActivationIntxWeight: "
-            "activations keep 16 bits",
+            "Int8DynamicActivationInt8Weight and Int8DynamicActivationIntxWeight (1 to 8 bits, up to 4 kept in 4): "
+            "activations become int8 too",
             ("int4", "int8"),
             ("test_torchaos_inputs_become_int8_where_its_config_means_it",),
         ),
@@ -59,12 +58,8 @@ class TorchAo(Format):
         if not found:
             raise ModelError(f"the torchao config's quant_type is {kinds!r}; one of torchao's own configs is expected")
         sizes = {size for each in found for size in _group_sizes(each)}
-        rounded = {each["_type"] == "Int8DynamicActivationInt8WeightConfig" for each in found}
-        inputs = None
-        if rounded == {True}:
-            shifted = {each.get("_data", {}).get("act_mapping_type", {}).get("_data") for each in found}
-            inputs = InputRounding(shifted="ASYMMETRIC" in shifted)
-        return cls(min(sizes, default=None), inputs)
+        roundings = {_rounding(each) for each in found}
+        return cls(min(sizes, default=None), roundings.pop() if len(roundings) == 1 else None)
 
     @property
     def rounds_inputs(self) -> bool:
@@ -89,12 +84,8 @@ class TorchAo(Format):
             return floats_of_8_bits(module, weight, scales)
         if zeros is not None and not zeros.any():
             zeros = None
-        found = integers_of_8_bits(module, weight, scales, zeros, self.inputs)
-        if self.inputs is not None or int(weight.min()) < -8 or int(weight.max()) > 7:
-            return found
-        expect(weight.shape[1] % 2 == 0, module, f"rows of {weight.shape[1]} codes do not fill bytes")
-        narrow = None if found.zeros is None else found.zeros - 120
-        return integers((weight + 8).to(torch.uint8), 4, narrow, found.scales, found.group)
+        fits = weight.dtype == torch.int8 and int(weight.min()) >= -8 and int(weight.max()) <= 7
+        return integers_in_bytes(module, weight, scales, zeros, self.inputs, 4 if fits else 8)
 
 
 def _configs(value: object) -> list[Mapping[str, Any]]:
@@ -103,6 +94,16 @@ def _configs(value: object) -> list[Mapping[str, Any]]:
         return []
     inner = [found for each in value.values() for found in _configs(each)]
     return inner or ([value] if str(value.get("_type")).endswith("Config") else [])
+
+
+def _rounding(config: Mapping[str, Any]) -> InputRounding | None:
+    """How inputs become int8 by one of torchao's configs."""
+    if config["_type"] == "Int8DynamicActivationIntxWeightConfig":
+        return InputRounding(shifted=True)  # the tool's tensors know no other, whatever its act_mapping_type
+    if config["_type"] == "Int8DynamicActivationInt8WeightConfig":
+        kind = config.get("_data", {}).get("act_mapping_type", {}).get("_data")
+        return InputRounding(shifted=kind == "ASYMMETRIC")
+    return None
 
 
 def _group_sizes(config: object) -> list[int]:
