@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 from model_driver import DictSource, Driver
+from rounded_cache import RoundedCache
 from test_cpu_decoder import LIMITS, relative_error
 from test_models import config_of, random_prompts, reference, reference_logits, state_of
 
@@ -18,10 +19,12 @@ from headrace.core.options.resolve import resolve
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.cpu.rank import CpuRank
 from headrace.executor.cpu.weights import Blocks
+from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.ipc.failure import OptionError
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import dequantise, quantise, runtime
+from headrace.kernels.registry import choose_reference
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 
@@ -38,7 +41,7 @@ def program(name: str, state: dict[str, Any] | None = None, **options: Any) -> C
     )
 
 
-def logits_of(decoder: CpuDecoder, **options: Any) -> tuple[list[list[int]], list[torch.Tensor]]:
+def logits_of(decoder: CpuDecoder | Decoder, **options: Any) -> tuple[list[list[int]], list[torch.Tensor]]:
     return Driver(decoder, **options).greedy(random_prompts((60, 17)), 4, chunk=64)
 
 
@@ -89,6 +92,33 @@ def test_a_scaled_cache_stays_close(cache_dtype: torch.dtype) -> None:
         error += (rows - exact).square().mean().item()
         spread += exact.var().item()
     assert 0 < (error / spread) ** 0.5 < CACHE_ERROR[cache_dtype]
+
+
+BF16_ATTENTION_ERROR = 2**-7
+"""Over the logits' spread, where the program's attention rounds queries and softmax weights to bf16 (2^-9)."""
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("by", ["reference", "program"])
+def test_a_scaled_cache_is_transformers_with_rounded_keys_and_values(by: str, cache_dtype: torch.dtype) -> None:
+    # In one layer what is stored is rounded alike. What attention errs by makes other codes of values in the next.
+    model = tiny_models.build("llama3", num_hidden_layers=1)
+    spec = spec_from_config(model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    source = DictSource(state_of(model))
+    decoder: Decoder | CpuDecoder
+    if by == "program":
+        decoder = CpuDecoder(spec, source, torch.float32, LIMITS, used=runtime(num_threads=1))
+    else:
+        decoder = Decoder(spec, source, torch.float32, "cpu", choose=choose_reference)
+    prompts = random_prompts((60, 17))
+    for prompt, answer, rows in zip(prompts, *logits_of(decoder, cache_dtype=cache_dtype), strict=True):
+        ids = torch.tensor([prompt + answer[:-1]])
+        with torch.inference_mode():
+            rounded = model(ids, past_key_values=RoundedCache(cache_dtype)).logits[0, len(prompt) - 1 :]
+        exact = reference_logits(model, prompt, answer)
+        error, lost = (((rows - other).square().mean().sqrt() / other.std()).item() for other in (rounded, exact))
+        assert error < (BF16_ATTENTION_ERROR if by == "program" else 1e-5)
+        assert lost > (0.5 if cache_dtype == torch.int8 else 5) * BF16_ATTENTION_ERROR, "rounding is seen"
 
 
 def test_what_runs_op_by_op_refuses_both(tmp_path: Path) -> None:
