@@ -3,6 +3,7 @@
     python quantised_maker.py TOOL SCHEME MODEL INTO
 
 INTO/model is the checkpoint as the tool saves it, INTO/dequantised.safetensors what the tool says that it stands for.
+Where the scheme means inputs to be int8, INTO/own.safetensors has logits of the tool's own model, which rounds them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
+
+ROUNDED = ("W8A8", "W4A8", "Int8DynamicActivationInt8Weight", "Int8DynamicActivationIntxWeight")
+"""Schemes whose inputs become int8."""
 
 
 def bitsandbytes(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
@@ -79,7 +84,9 @@ def torchao(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
         "weight_dtype": getattr(torch, "int4"),  # noqa: B009 - its types do not list it
         "granularity": tool.PerGroup(32),
     }
-    chosen = getattr(tool, f"{scheme}Config")(**(by_group if scheme.startswith("Intx") else {}))
+    if scheme == "Int8DynamicActivationIntxWeight":
+        by_group = {f"weight_{name.removeprefix('weight_')}": value for name, value in by_group.items()}
+    chosen = getattr(tool, f"{scheme}Config")(**(by_group if "Intx" in scheme else {}))
     model = AutoModelForCausalLM.from_pretrained(
         model_path, quantization_config=TorchAoConfig(chosen), device_map={"": "cpu"}, dtype=torch.float32
     )
@@ -174,6 +181,10 @@ def gptqmodel(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
         "3 bits": {"bits": 3},
         "2 bits": {"bits": 2},
         "2 bits asymmetric": {"bits": 2, "sym": False},
+        "3 bits planar": {"bits": 3, "format": "gptq_p"},
+        "5 bits": {"bits": 5},
+        "6 bits desc_act": {"bits": 6, "desc_act": True},
+        "7 bits asymmetric": {"bits": 7, "sym": False},
         "awq 4 bits": {"bits": 4, "sym": False, "method": "awq", "format": "gemm"},
         "fp8 matrix": {"weight_scale_method": "tensor"},
         "fp8 rows": {"weight_scale_method": "row"},
@@ -253,6 +264,30 @@ def autoround(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
     return _Exported(lambda into: shutil.copytree(stored, into)), values
 
 
+def own_logits(tool: str, model: Any) -> dict[str, Any]:
+    """Of a text, by the tool's own model; `decided`: with the borders below decided.
+
+    compressed-tensors divides a token by a 127.5th of its largest magnitude. Where that is negative the quotient is
+    -127.5, and whether it becomes -128 or -127 is a matter of the last bit of two divisions. A scale that is smaller
+    by 2^-22 makes it -128.
+    """
+    ids = torch.tensor([_texts()[0]["input_ids"]])
+    with torch.no_grad():
+        logits = decided = model(ids, use_cache=False).logits
+        if tool == "llmcompressor":
+            from compressed_tensors.quantization.lifecycle import forward
+
+            compute = forward.compute_dynamic_scales_and_zp
+
+            def smaller(**arguments: Any) -> tuple[Any, Any]:
+                scales, zeros = compute(**arguments)
+                return scales * (1 - 2**-22), zeros
+
+            with mock.patch.object(forward, "compute_dynamic_scales_and_zp", smaller):
+                decided = model(ids, use_cache=False).logits
+    return {"ids": ids[0], "logits": logits[0].float().contiguous(), "decided": decided[0].float().contiguous()}
+
+
 def _texts() -> list[dict[str, list[int]]]:
     """Random ids to calibrate with."""
     ids = torch.randint(0, 300, (16, 64), generator=torch.Generator().manual_seed(1)).tolist()
@@ -297,6 +332,8 @@ def main(tool: str, scheme: str, model_path: str, into: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     floats = {name: each.detach().float().contiguous() for name, each in values.items()}
     save_file(floats, folder / "dequantised.safetensors")
+    if scheme in ROUNDED:
+        save_file(own_logits(tool, model), folder / "own.safetensors")
     model.save_pretrained(folder / "model", **({"save_compressed": True} if tool == "llmcompressor" else {}))
 
 

@@ -7,7 +7,9 @@
 Each tool runs in the Python given, of a virtual environment of its own that has the tool, torch of this project's
 version and transformers. For each scheme: the error of logits, root mean square over their spread, against
 transformers' model of the dequantised weights in float64 (whose inputs are rounded where the scheme means it), whether
-greedy tokens are equal in float32, by how much the perplexity of a fixed text differs, and the memory of weights.
+greedy tokens are equal in float32, by how much the perplexity of a fixed text differs, and the memory of weights. Where
+inputs are rounded also the median error of a text's tokens against the tool's own model in float32 (with and without
+what `quantised_maker.own_logits` says of borders).
 TOOL/SCHEME=... runs one scheme alone; what is not run keeps its result of before.
 """
 
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quantised_maker import ROUNDED
 from report import write_report
 from safetensors.torch import load_file
 
@@ -33,14 +36,18 @@ SCHEMES = {
     "bitsandbytes": ("nf4", "nf4 double", "fp4", "int8"),
     "llmcompressor": (
         "W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "MXFP4A16",
-        "MXFP8A16", "W3A16", "W5A16",
+        "MXFP8A16", "W3A16", "W5A16", "W4A8",
     ),
-    "torchao": ("Int8WeightOnly", "IntxWeightOnly", "Int8DynamicActivationInt8Weight", "Float8WeightOnly"),
+    "torchao": (
+        "Int8WeightOnly", "IntxWeightOnly", "Int8DynamicActivationInt8Weight", "Int8DynamicActivationIntxWeight",
+        "Float8WeightOnly",
+    ),
     "hqq": ("8 bits", "4 bits", "2 bits"),
     "modelopt": ("FP8_DEFAULT", "NVFP4_DEFAULT"),
     "gptqmodel": (
         "4 bits", "4 bits asymmetric", "4 bits desc_act", "8 bits", "3 bits", "2 bits", "2 bits asymmetric",
-        "awq 4 bits", "fp8 matrix", "fp8 rows", "fp8 blocks",
+        "3 bits planar", "5 bits", "6 bits desc_act", "7 bits asymmetric", "awq 4 bits", "fp8 matrix", "fp8 rows",
+        "fp8 blocks",
     ),
     "auto_round": (
         "4 bits", "4 bits asymmetric", "4 bits awq", "3 bits", "2 bits asymmetric", "8 bits", "awq 4 bits",
@@ -50,8 +57,8 @@ SCHEMES = {
 }  # fmt: skip
 DISTRIBUTIONS = {"modelopt": "nvidia-modelopt", "quark": "amd-quark", "auto_round": "auto-round"}
 """Where a tool is imported by another name than it is installed by."""
-ROUNDED = ("W8A8", "Int8DynamicActivationInt8Weight")
-"""Schemes whose inputs become int8."""
+SHIFTED = ("Int8DynamicActivationIntxWeight",)
+"""Schemes whose inputs become int8 with a zero point for each token."""
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 NEW_TOKENS, TEXT_TOKENS = 16, 48
 RESULTS = ROOT / "benchmarks/results/quantised_tools.json"
@@ -80,40 +87,52 @@ def main(tools: dict[str, str]) -> None:
                 if made.returncode:
                     row["not made"] = (made.stderr.strip().splitlines() or ["it said nothing"])[-1][:200]
                 else:
-                    row |= compare(model, into, scheme in ROUNDED)
+                    rounding = InputRounding(shifted=scheme in SHIFTED) if scheme in ROUNDED else None
+                    row |= compare(model, into, rounding)
                 print(json.dumps(row), flush=True)
                 results.append(row)
                 write_report(RESULTS, "quantised_tools", results)
 
 
-def compare(model: Path, into: Path, rounds_inputs: bool) -> dict[str, Any]:
+def compare(model: Path, into: Path, rounding: InputRounding | None) -> dict[str, Any]:
     """Our logits, tokens and perplexity beside those of the dequantised model."""
     import transformers
     from model_driver import Driver
     from quantised_checkpoints import inputs_rounded
-    from test_quantisation import PROMPT, exact_greedy, kinds_of, opened
+    from test_quantisation import PROMPT, exact_greedy, kinds_of, opened, relative_to_spread
 
     exact = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     _, unknown = exact.load_state_dict(load_file(into / "dequantised.safetensors"), strict=False)
     assert not unknown, unknown
     exact = exact.double().eval()
     text = torch.randint(0, exact.config.vocab_size, (TEXT_TOKENS,), generator=torch.Generator().manual_seed(0))
-    with inputs_rounded(exact, InputRounding()) if rounds_inputs else nullcontext(), torch.no_grad():
+    with inputs_rounded(exact, rounding) if rounding else nullcontext(), torch.no_grad():
         tokens, logits = exact_greedy(exact, NEW_TOKENS)
         expected = perplexity(exact(text[None]).logits[0, :-1], text)
     decoder = opened(into / "model")
-    of_text = [Driver(decoder).greedy([text[:end].tolist()], 1, chunk=64)[1][0][0] for end in range(1, TEXT_TOKENS)]
+
+    def of_beginnings(ids: torch.Tensor) -> torch.Tensor:
+        ends = range(1, len(ids) + 1)
+        rows = [Driver(decoder).greedy([ids[:end].tolist()], 1, chunk=64)[1][0][0] for end in ends]
+        return torch.stack(rows).double()
+
     (found,), (own,) = Driver(decoder).greedy([PROMPT], NEW_TOKENS, chunk=64)
-    error = float((own.double() - logits).square().mean().sqrt() / logits.std())
-    return {
+    row = {
         "method": json.loads((into / "model/config.json").read_text())["quantization_config"]["quant_method"],
         "kinds": sorted(kinds_of(decoder)),
-        "error": error,
+        "error": relative_to_spread(own, logits),
         "tokens are equal": found == tokens,
         "perplexity": expected,
-        "perplexity differs by": perplexity(torch.stack(of_text).double(), text) / expected - 1,
+        "perplexity differs by": perplexity(of_beginnings(text[:-1]), text) / expected - 1,
         "weight bytes": decoder.weight_bytes,
     }
+    if rounding is not None:
+        of_tool = load_file(into / "own.safetensors")
+        ours = of_beginnings(of_tool["ids"])
+        for name, theirs in (("", "logits"), (", borders decided", "decided")):
+            errors = [relative_to_spread(*pair) for pair in zip(ours, of_tool[theirs].double(), strict=True)]
+            row[f"error against the tool's model{name}"] = sorted(errors)[len(errors) // 2]
+    return row
 
 
 def perplexity(logits: torch.Tensor, text: torch.Tensor) -> float:
