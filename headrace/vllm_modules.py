@@ -161,7 +161,7 @@ HOMES: Mapping[str, str] = types.MappingProxyType(
         "EngineClient": "frontend.api.async_llm:AsyncLLM",
         "EngineGenerateError": "ipc.failure:RequestFailedError",
         "FlatLogprobs": "frontend.api.outputs:FlatLogprobs",
-        "LogprobsMode": "core.options.engine_options:LogprobsMode",
+        "LogprobsMode": "core.options.model_options:LogprobsMode",
         "LogprobsOnePosition": "frontend.api.outputs:LogprobsOfPosition",
         "PromptLogprobs": "frontend.api.outputs:PromptLogprobs",
         "SampleLogprobs": "frontend.api.outputs:SampleLogprobs",

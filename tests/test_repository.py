@@ -38,7 +38,7 @@ MAY_IMPORT_LAZILY = MappingProxyType(
     {
         "ipc": {"numpy"},  # a client that never touches an array never loads it
         "core": {"tqdm", "ray"},  # for those who look at a terminal; an extra
-        "executor": {"ray", "runai_model_streamer", "fastsafetensors", "modelscope"},  # extras
+        "executor": {"ray", "runai_model_streamer", "fastsafetensors", "modelscope", "mistral_common"},  # extras
         "frontend": {
             *("headrace.core.engine.engine", "headrace.core.engine.memory_port"),  # a core on a thread of this process
             "matplotlib",  # headrace bench plot

@@ -169,7 +169,7 @@ def open_checkpoint(options: Options) -> Checkpoint:
             f"code_revision={options.code_revision} is of code that the model brings, which runs with "
             "trust_remote_code alone"
         )
-    library, options = _library(options)
+    library, options = _library(_agreeing_formats(options))
     if not _names_demo_model(options):
         choice = HubChoice.of(options)
         name, path = options.model, locate(options.model, choice)
@@ -183,6 +183,8 @@ def open_checkpoint(options: Options) -> Checkpoint:
         raise OptionError(
             f"load_format {options.load_format} does not fit {path}, whose weights are {found}; use auto or {found}"
         )
+    if found == "mistral" and options.config_format == "hf":
+        raise OptionError(f"config_format=hf: {path} has Mistral's own files alone, which params.json describes")
     wanted: Format = "dummy" if options.load_format == "dummy" else found
     strategy = options.safetensors_load_strategy
     if strategy != "lazy" and wanted not in ("safetensors", "mistral", "sharded_state"):
@@ -190,6 +192,19 @@ def open_checkpoint(options: Options) -> Checkpoint:
     if found == "gguf":
         return _open_gguf(name, path, wanted, options)
     return replace(_open_folder(name, path, wanted, options), library=library)
+
+
+def _agreeing_formats(options: Options) -> Options:
+    """With the weights that config_format=mistral describes. Raises OptionError for formats that exclude each other."""
+    config, weights = options.config_format, options.load_format
+    if config == "mistral" and weights == "auto":
+        return msgspec.structs.replace(options, load_format="mistral")
+    if (config == "mistral" and weights not in ("mistral", "dummy")) or (config == "hf" and weights == "mistral"):
+        raise OptionError(
+            f"config_format={config} does not describe the weights of load_format={weights}: Mistral's own files go "
+            "together, and so do Hugging Face's"
+        )
+    return options
 
 
 def _library(options: Options) -> tuple[str, Options]:
@@ -217,6 +232,7 @@ def config_at_hand(options: Options) -> dict[str, Any] | None:
     """The config of the model that the options name, `hf_overrides` applied, without opening its weights or bringing
     torch. None where it is not here yet, or cannot be read: `open_checkpoint` fetches it, and says what is wrong.
     """
+    options = _agreeing_formats(options)
     path = demo_model.demo_model_path() if _names_demo_model(options) else Path(options.model).expanduser()
     found: str | None = None
     if path.is_dir():
@@ -233,11 +249,15 @@ def config_at_hand(options: Options) -> dict[str, Any] | None:
         named = Path(options.hf_config_path).expanduser()
         file = named / "config.json" if named.is_dir() else cached_config(options.hf_config_path, choice)
     else:
-        file = _config_file(path, options.load_format) if found is not None else cached_config(options.model, choice)
+        file = _config_file(path, options) if found is not None else _cached_config_file(options, choice)
     if file is None or not file.is_file():
         return None
     config = _overridden(_read_config(file), options.hf_overrides)
     return config if "architectures" in config else None
+
+
+def _cached_config_file(options: Options, choice: HubChoice) -> Path | None:
+    return cached_config(options.model, choice, MISTRAL_PARAMS if _asks_for_params(options) else "config.json")
 
 
 def _folder_format(folder: Path, load_format: str) -> tuple[Path, Format]:
@@ -297,7 +317,7 @@ def _open_gguf(name: str, path: Path, found: Format, options: Options) -> Checkp
 
 def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Checkpoint:
     config_folder = None if options.hf_config_path is None else _config_folder(options)
-    config_path = _config_file(config_folder or folder, options.load_format)
+    config_path = _config_file(config_folder or folder, options, found)
     if config_folder is None and not config_path.is_file():
         held = sorted(each.name for each in folder.iterdir())
         shown = ", ".join(held[:5]) + (" ..." if len(held) > 5 else "") if held else "nothing"
@@ -342,10 +362,17 @@ def _is_mistral(folder: Path) -> bool:
     return (folder / MISTRAL_PARAMS).is_file() and any(folder.glob(MISTRAL_FILES))
 
 
-def _config_file(folder: Path, load_format: str) -> Path:
-    """Mistral's params.json where it is asked for or stands alone."""
+def _asks_for_params(options: Options) -> bool:
+    return "mistral" in (options.config_format, options.load_format)
+
+
+def _config_file(folder: Path, options: Options, found: str = "") -> Path:
+    """Mistral's params.json where it is asked for, stands alone, or alone fits the weights that were found."""
     params, config = folder / MISTRAL_PARAMS, folder / "config.json"
-    return params if load_format == "mistral" or (params.is_file() and not config.is_file()) else config
+    if options.config_format == "hf":
+        return config
+    alone = params.is_file() and not config.is_file()
+    return params if _asks_for_params(options) or found == "mistral" or alone else config
 
 
 def _read_config(file: Path) -> dict[str, Any]:

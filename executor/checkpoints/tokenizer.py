@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints import tekken
 from headrace.executor.checkpoints.checkpoint import Checkpoint, read_json
 from headrace.executor.checkpoints.converted_tokenizers import cached_bundle
 from headrace.executor.checkpoints.gguf.header import GGUFHeader
@@ -20,11 +21,11 @@ from headrace.executor.checkpoints.gguf.tokenizer import gguf_bundle
 from headrace.executor.checkpoints.hub import HubChoice, locate
 from headrace.executor.checkpoints.remote_code import with_code
 from headrace.executor.checkpoints.tiktoken_files import TiktokenKind, tiktoken_json, tiktoken_kind
-from headrace.ipc.failure import ModelError
+from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
 
 # What transformers can convert, where there is no tokenizer.json.
-SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
+SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 SLOW_PATTERNS = ("*.tiktoken",)
 WITHOUT = "--tokenizer names another one, and --skip-tokenizer-init runs without"
 
@@ -46,9 +47,15 @@ def load_bundle(checkpoint: Checkpoint, options: Options) -> TokenizerBundle | N
             raise ModelError(f"tokenizer={options.tokenizer}: {error}", hint=error.hint) from None
         header = GGUFHeader(path) if path.is_file() else None
     if header is not None:
+        if options.tokenizer_mode == "mistral":
+            raise OptionError(f"tokenizer_mode=mistral is for {tekken.FILE}, and {path} has its tokenizer in itself")
         return _gguf(header)
+    if options.tokenizer_mode == "mistral":
+        return _of_mistral(path)
     if (path / "tokenizer.json").is_file():
         return _fast(path)
+    if (path / tekken.FILE).is_file():
+        return _tekken(path)
     if (kind := tiktoken_kind(path, _config(path))) is not None:
         return _of_tiktoken(path, kind)
     return _slow(with_code(path, options), options.trust_remote_code)
@@ -120,12 +127,27 @@ def _of_tiktoken(folder: Path, kind: TiktokenKind) -> TokenizerBundle:
     return cached_bundle(f"tiktoken {digest.hexdigest()}", convert)
 
 
+def _of_mistral(folder: Path) -> TokenizerBundle:
+    """Raises OptionError where the folder, or this machine, lacks what it takes."""
+    if not (folder / tekken.FILE).is_file():
+        raise OptionError(f"tokenizer_mode=mistral reads {tekken.FILE}, and {folder} has none; use auto")
+    tekken.check_installed()
+    return tekken.tekken_bundle(folder, read_json(folder / tekken.FILE), {}, made=True)
+
+
+def _tekken(folder: Path) -> TokenizerBundle:
+    """With the folder's chat templates; without any, the library's where it is installed."""
+    templates = _chat_templates(folder, _config(folder))
+    made = not templates and _is_installed(tekken.LIBRARY)
+    return tekken.tekken_bundle(folder, read_json(folder / tekken.FILE), templates, made)
+
+
 def _slow(folder: Path, trust_remote_code: bool) -> TokenizerBundle:
     """A tokenizer in an older form, converted by transformers."""
     files = [folder / name for name in SLOW_FILES if (folder / name).is_file()]
     files += [file for pattern in SLOW_PATTERNS for file in sorted(folder.glob(pattern))]
     if not files:
-        looked_for = ", ".join(("tokenizer.json", *SLOW_FILES, *SLOW_PATTERNS))
+        looked_for = ", ".join(("tokenizer.json", *SLOW_FILES, *SLOW_PATTERNS, tekken.FILE))
         raise ModelError(f"{folder} holds no tokenizer: none of {looked_for} is there", hint=WITHOUT)
     digest = hashlib.sha256(f"{_library_versions()} {trust_remote_code}".encode())
     beside = (*folder.glob("*.json"), *folder.glob("*.txt"), *folder.glob("*.jinja"))

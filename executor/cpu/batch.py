@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.core.options.engine_options import LogprobsMode
+from headrace.core.options.model_options import LogprobsMode
 from headrace.executor.sampling.row_processors import Position, RowProcessor, processors_of
 from headrace.executor.sampling.token_rules import TokenRules, rules_of
 from headrace.executor.sampling.verification import SampledPositions

@@ -13,6 +13,8 @@ import tiny_models
 from published_models import MISTRAL_NAMES, mistral_params, with_neighbouring_pairs
 from safetensors.torch import save_file
 from test_models import reference_logits
+from test_tekken import HAS_LIBRARY, NUM_SPECIAL, PATTERN, SIZE, save_tekken
+from test_tiktoken_files import TEXTS, by_rank
 from tiny_models import state_of
 
 from headrace import LLM, SamplingParams
@@ -53,22 +55,71 @@ def test_consolidated_files_give_the_tokens_of_transformers(name: str, tmp_path:
     assert ended[0].outputs[0].finish_reason == "stop", "the tokenizers' end of an answer is known"
 
 
+@pytest.mark.parametrize("mode", ["auto", "mistral"])
+def test_mistrals_files_with_their_tokenizer_answer_as_the_same_weights_in_hugging_faces_files(
+    mode: str, tmp_path: Path, private_cache: Path
+) -> None:
+    if mode == "mistral" and not HAS_LIBRARY:
+        pytest.skip("mistral_common is not installed")
+    model = tiny_models.build("mistral", vocab_size=SIZE + NUM_SPECIAL)
+    own = save_as_mistral(model, tmp_path / "own")
+    ranks = save_tekken(own)
+    published = tmp_path / "published"
+    model.save_pretrained(published)
+    text, params = TEXTS[0], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    token_ids = [1, *(NUM_SPECIAL + rank for rank in by_rank(PATTERN, ranks, text))]
+    with LLM(str(published), **ENGINE) as llm:
+        expected = llm.generate([token_ids], params, use_tqdm=False)[0].outputs[0].token_ids
+    formats = {"config_format": "mistral", "load_format": "mistral", "tokenizer_mode": mode}
+    with LLM(str(own), **{**ENGINE, "skip_tokenizer_init": False}, **formats) as llm:
+        answer = llm.generate([text], params, use_tqdm=False)[0]
+        assert (answer.prompt_token_ids, answer.outputs[0].token_ids) == (token_ids, expected)
+        assert answer.outputs[0].text == llm.get_tokenizer().decode(expected, skip_special_tokens=True)
+        if mode == "mistral":
+            chat = llm.chat([{"role": "user", "content": "Hello"}], params, use_tqdm=False)[0].prompt_token_ids
+            assert chat is not None
+            assert (chat[:2], chat[-1]) == ([1, 3], 4)
+
+
 def test_where_both_lie_the_format_asked_for_is_read(tmp_path: Path) -> None:
     published = tiny_models.save("mistral", tmp_path / "published")
     own = save_as_mistral(tiny_models.build("mistral", seed=1), tmp_path / "own")
     for file in own.iterdir():
         shutil.copy(file, published)
     params, answers = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), {}
-    for load_format in ("auto", "safetensors", "mistral"):
-        with LLM(str(published), load_format=load_format, **ENGINE) as llm:
-            answers[load_format] = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids
-    assert answers["auto"] == answers["safetensors"] != answers["mistral"]
+    asked: list[dict[str, Any]] = [
+        {},
+        {"load_format": "safetensors"},
+        {"config_format": "hf"},
+        {"load_format": "mistral"},
+        {"config_format": "mistral"},
+        {"config_format": "mistral", "load_format": "mistral"},
+    ]
+    for formats in asked:
+        with LLM(str(published), **formats, **ENGINE) as llm:
+            answers[str(formats)] = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids
+    first, second = list(answers.values())[:3], list(answers.values())[3:]
+    assert first == [first[0]] * 3
+    assert second == [second[0]] * 3
+    assert first[0] != second[0]
 
 
 def test_folders_without_these_files_or_with_what_is_not_supported_are_refused(tmp_path: Path) -> None:
     plain = tiny_models.save("mistral", tmp_path / "plain")
     with pytest.raises((ModelError, OptionError), match=r"holds no params\.json with consolidated"):
         LLM(str(plain), load_format="mistral", **ENGINE)
+    for formats in (
+        {"config_format": "mistral", "load_format": "pt"},
+        {"config_format": "hf", "load_format": "mistral"},
+    ):
+        with pytest.raises(OptionError, match=r"config_format=\w+ does not describe the weights of load_format=\w+"):
+            LLM(str(plain), **formats, **ENGINE)
+    own = save_as_mistral(tiny_models.build("mistral"), tmp_path / "own")
+    with pytest.raises(OptionError, match=r"config_format=hf: .* has Mistral's own files alone"):
+        LLM(str(own), config_format="hf", **ENGINE)
+    shutil.copy(plain / "config.json", own)
+    with LLM(str(own), **ENGINE) as llm:
+        assert llm.generate([[5, 6]], SamplingParams(max_tokens=1), use_tqdm=False), "what fits the weights is read"
     quantised = save_as_mistral(tiny_models.build("mistral"), tmp_path / "fp8", quantization={"qformat_weight": "fp8"})
     with pytest.raises(ModelError, match=r"the quantization of this params\.json is not supported"):
         LLM(str(quantised), **ENGINE)

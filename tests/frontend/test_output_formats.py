@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from headrace.frontend.text.formats.declaration import (
     known_formats,
     load_format,
 )
+from headrace.frontend.text.formats.message import message_of
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import OptionError
@@ -157,6 +159,16 @@ def test_what_a_format_says_is_read(name, text, content, reasoning, calls):
     found = read(name, [text])
     assert (found.content, found.reasoning) == (content, reasoning)
     assert [(called, json.loads(arguments)) for called, arguments in found.calls] == calls
+
+
+@pytest.mark.parametrize(("name", "shape"), [("mistral", "[0-9a-z]{9}"), ("hermes", "call_[0-9a-f]{24}")])
+def test_calls_get_ids_of_a_form_that_the_models_templates_take(name, shape):
+    text = "[TOOL_CALLS]now[ARGS]{}" * 2 if name == "mistral" else f"<tool_call>{NOW_CALL}</tool_call>" * 2
+    calls = OutputParser(None, load_format(name), tools=TOOLS)
+    first, second = message_of([*calls.feed(text), *calls.finish()]).tool_calls
+    assert re.fullmatch(shape, first.id)
+    assert re.fullmatch(shape, second.id)
+    assert first.id != second.id
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, text, *_ in CASES])

@@ -12,7 +12,7 @@ import torch
 from test_sampler import EOS, Case, random_logits
 
 from headrace import LLM, SamplingParams
-from headrace.core.options.engine_options import LogprobsMode
+from headrace.core.options.model_options import LogprobsMode
 from headrace.executor.cpu.batch import BatchState
 from headrace.executor.sampling.sampler import sample
 from headrace.ipc.messages import Sampling

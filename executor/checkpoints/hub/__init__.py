@@ -101,12 +101,12 @@ def repository_of(model: str) -> str | None:
     return None if match is None else match["repo"]
 
 
-def cached_config(model: str, choice: HubChoice) -> Path | None:
-    """The config.json of a model of the hub, where it is on this machine already. Asks nobody."""
+def cached_config(model: str, choice: HubChoice, file: str = "config.json") -> Path | None:
+    """The config of a model of the hub, where it is on this machine already. Asks nobody."""
     match = _HUB_NAME.fullmatch(model)
     if match is None or match["tag"] is not None:
         return None
-    return _source().cached_file(match["repo"], "config.json", choice)
+    return _source().cached_file(match["repo"], file, choice)
 
 
 def _source() -> Source:

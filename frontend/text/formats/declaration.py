@@ -76,6 +76,8 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """An answer may begin with calls without any marker."""
     name_is_id: bool = False
     """A name is written functions.NAME:INDEX, which is the call's id too."""
+    id_length: int = 0
+    """Letters and digits of a call's id, where the models' templates take no other; 0 where any will do."""
 
     @property
     def opener(self) -> str:

@@ -26,7 +26,8 @@ def message_of(events: Iterable[Event]) -> AnswerMessage:
 
 def call_id(told: Event) -> str:
     """A call's own id, where the model writes one; else one that no other call has."""
-    return told.id or f"call_{uuid.uuid4().hex[:24]}"
+    made = uuid.uuid4().hex
+    return told.id or (made[: told.id_length] if told.id_length else f"call_{made[:24]}")
 
 
 def num_reasoning_tokens(tokenizer: Tokenizer | None, reasoning: str, num_output: int) -> int:

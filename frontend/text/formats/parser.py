@@ -51,6 +51,8 @@ class Event(msgspec.Struct, frozen=True):
     name: str = ""
     id: str = ""
     """The call's own id, where the model writes one."""
+    id_length: int = 0
+    """Of the id that a call without one gets; 0 for any."""
     arguments: str = ""
 
 
@@ -266,7 +268,7 @@ class OutputParser(PieceReader):
         if not name:
             raise NoCallError
         self._space, self._raw, self.call = "", None, self.num_calls
-        self._events.append(Event(call=self.call, name=name, id=id))
+        self._events.append(Event(call=self.call, name=name, id=id, id_length=calls.id_length))
         self.num_calls += 1
         return self.call
 
