@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
-from headrace.frontend.api.unsupported import DECISIONS, no_attribute
+from headrace.frontend.api.unsupported import CONFIG_FIELDS, DECISIONS, no_attribute
 from headrace.ipc.messages import Welcome
 
 
@@ -15,7 +15,7 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
     """A struct that tells where to look for what it lacks."""
 
     def __getattr__(self, name: str) -> Any:
-        raise no_attribute(type(self).__name__, name, {name: DECISIONS} if not name.startswith("_") else {})
+        raise no_attribute(type(self).__name__, name, CONFIG_FIELDS, None if name.startswith("_") else DECISIONS)
 
 
 class ModelConfig(Explained, frozen=True, kw_only=True):
@@ -30,6 +30,8 @@ class ModelConfig(Explained, frozen=True, kw_only=True):
     vocab_size: int
     generation_defaults: dict[str, Any]
     skip_tokenizer_init: bool
+    runner_type: str = "generate"
+    is_multimodal_model: bool = False
 
     def get_vocab_size(self) -> int:
         return self.vocab_size

@@ -21,7 +21,7 @@ from headrace.core.options.parsing import add_options, options_from_arguments, p
 from headrace.core.options.values import option_specs
 from headrace.core.options.vllm_options import unsupported_options
 from headrace.frontend.api.async_llm import AsyncLLM
-from headrace.frontend.api.engine_config import EngineConfig, ModelConfig, engine_config
+from headrace.frontend.api.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, engine_config
 from headrace.frontend.api.inputs.prompts import tokenization_of
 from headrace.frontend.api.llm import LLM
 from headrace.frontend.api.outputs import RequestOutput
@@ -73,7 +73,7 @@ class EngineArgs(metaclass=_Defaults):
             lacking = unsupported_options().get(name)
             if lacking is not None and lacking.passes:  # what the engine does
                 return copy(lacking.passes[0])
-            raise no_attribute("EngineArgs", name, {"create_engine_config": DECISIONS})
+            raise no_attribute("EngineArgs", name, {}, DECISIONS if name.startswith("create_") else None)
         value = getattr(parse_options(**vars(self)), name)
         return None if name == "model" and value == "" else value  # as LLM is given none
 
@@ -219,6 +219,14 @@ class LLMEngine:
 
     def get_model_config(self) -> ModelConfig:
         return self.model_config
+
+    @property
+    def cache_config(self) -> CacheConfig:
+        return self.vllm_config.cache_config
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        return self.vllm_config.scheduler_config
 
     if not TYPE_CHECKING:
 

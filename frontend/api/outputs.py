@@ -105,6 +105,36 @@ class RequestMetrics(msgspec.Struct):
     num_generation_tokens: int = 0
     num_preemptions: int = 0
 
+    # The same as moments, by the names that vLLM has and had: seconds since the epoch, 0 until known.
+
+    @property
+    def queued_ts(self) -> float:
+        return 0.0 if self.queued_s is None else self.arrival_time
+
+    @property
+    def scheduled_ts(self) -> float:
+        return 0.0 if self.queued_s is None else self.arrival_time + self.queued_s
+
+    @property
+    def first_token_ts(self) -> float:
+        return 0.0 if self.prefill_s is None else self.scheduled_ts + self.prefill_s
+
+    @property
+    def last_token_ts(self) -> float:
+        return 0.0 if self.decode_s is None else self.first_token_ts + self.decode_s
+
+    @property
+    def time_in_queue(self) -> float | None:
+        return self.queued_s
+
+    @property
+    def first_token_time(self) -> float | None:
+        return None if self.first_token_latency is None else self.arrival_time + self.first_token_latency
+
+    @property
+    def finished_time(self) -> float | None:
+        return None if self.total_s is None else self.arrival_time + self.total_s
+
 
 class FunctionCall(msgspec.Struct):
     name: str

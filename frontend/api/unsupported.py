@@ -14,6 +14,11 @@ ANY = object()
 NO_ADAPTERS = "LoRA adapters are not supported yet; merge the adapter into the model's weights"
 DECISIONS = "what the engine decided is in `engine`, and its options in describe_engine()"
 
+_FILE = "the model's config.json has it; vocab_size and max_model_len are here"
+CONFIG_FIELDS = {
+    **dict.fromkeys(("hf_config", "hf_text_config"), _FILE),
+    "lora_config": NO_ADAPTERS,
+}
 METHODS = {
     "classify": ONLY_GENERATION,
     "embed": ONLY_GENERATION,
@@ -23,6 +28,9 @@ METHODS = {
     "apply_model": "the model is in another process, and no code is sent to it; a worker extension "
     "(worker_extension_cls) and collective_rpc reach it",
     "from_vllm_config": "from_engine_args takes EngineArgs",
+    "set_tokenizer": "the option tokenizer names the engine's, and prompts may be token ids of any",
+    **dict.fromkeys(("model_executor", "engine_core", "output_processor"), "the engine is a program of its own"),
+    **dict.fromkeys(("parallel_config", "speculative_config", "observability_config"), DECISIONS),
     "preprocess_chat": "get_tokenizer().apply_chat_template renders a conversation",
     **dict.fromkeys(("add_lora", "list_loras", "pin_lora", "remove_lora"), NO_ADAPTERS),
     **dict.fromkeys(
@@ -37,6 +45,15 @@ METHODS = {
     "release_kv_cache_memory": "sleep gives the cache's memory back, and wake_up takes it again",
     "scale_elastic_ep": "`headrace serve` starts and stops engines: POST /scale_elastic_ep",
 }
+COMMANDS: Mapping[str, str] = types.MappingProxyType(
+    {
+        "download-kernels": "kernels are part of the package, and are compiled when they are first needed",
+        "launch": "a server has an engine; its /tokenize renders prompts without generating",
+        "preload": "the pages of weights stay in the system's cache between starts",
+        "snapshot": "an engine's process is not stored and restored; sleep gives its memory back",
+    }
+)
+"""vLLM's commands that are not here."""
 NO_MEDIA = "multimodal input is not supported yet; models run on text alone"
 TOKENS = "give the prompt as token ids ({'prompt_token_ids': [...]}), made as you like with get_tokenizer()"
 NO_TRACES = "traces are not supported yet"
@@ -136,6 +153,7 @@ ABSENT_MODULES: Mapping[str, str] = types.MappingProxyType(
         "renderers": "get_tokenizer().apply_chat_template renders a conversation",
         "transformers_utils": "transformers reads configs; get_tokenizer(hf=True) gives its tokenizer",
         "triton_utils": "kernels import triton themselves",
+        "utils.print_utils": ONLY_GENERATION,
         "utils": "of vLLM's helpers there are those of headrace.utils",
     }
 )

@@ -111,6 +111,10 @@ def _load(name: str) -> CommandModule:
 
 
 def _unknown_command(name: str) -> OptionError:
+    from headrace.frontend.api.unsupported import COMMANDS
+
+    if name in COMMANDS:
+        return OptionError(f"there is no command {name}: {COMMANDS[name]}")
     close = difflib.get_close_matches(name, commands(), n=1)
     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(commands())}"
     return OptionError(f"unknown command {name}; {hint}")

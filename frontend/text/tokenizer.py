@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.frontend.text.chat_template import ContentFormat, Message, render_chat
 from headrace.frontend.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from headrace.frontend.text.transformers_names import TransformersNames, refuse_others
 from headrace.ipc.failure import InvalidRequestError, ModelError
 from headrace.ipc.messages import TokenizerBundle
 
@@ -24,7 +25,7 @@ class Encoding(dict[str, Any]):
             raise AttributeError(f"an encoding has no {name!r}; it has {', '.join(self)}") from None
 
 
-class Tokenizer:
+class Tokenizer(TransformersNames):
     """Thread-safe. Methods are named as transformers names them."""
 
     def __init__(self, bundle: TokenizerBundle) -> None:
@@ -51,21 +52,52 @@ class Tokenizer:
             }
         self._decoded_tokens: dict[int, str] = {}
 
-    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoding:
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        add_special_tokens: bool = True,
+        *,
+        truncation: bool | None = None,
+        max_length: int | None = None,
+        **others: Any,
+    ) -> Encoding:
         """`input_ids`, and an `attention_mask` of as many ones; of several texts, a list of each.
 
-        Raises InvalidRequestError for what is no text.
+        truncation: keep the first `max_length` tokens. `others` are transformers' further arguments, of which each must
+        ask for nothing. Raises InvalidRequestError, also for what is no text.
         """
+        refuse_others("a tokenizer's call", others)
         if isinstance(text, str):
-            ids: Any = self.encode(text, add_special_tokens)
+            ids: Any = self.encode(text, add_special_tokens, truncation=truncation, max_length=max_length)
             return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
         if not isinstance(text, Sequence) or not all(isinstance(each, str) for each in text):
             raise InvalidRequestError(f"a tokenizer is called with a text or a list of them, not {type(text).__name__}")
-        ids = self.encode_batch(text, add_special_tokens)
+        if truncation:
+            ids = [self.encode(each, add_special_tokens, truncation=True, max_length=max_length) for each in text]
+        else:
+            ids = self.encode_batch(text, add_special_tokens)
         return Encoding(input_ids=ids, attention_mask=[[1] * len(each) for each in ids])
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        truncation: bool | None = None,
+        max_length: int | None = None,
+        **others: Any,
+    ) -> list[int]:
+        """Arguments and errors are those of a call."""
+        if others:
+            refuse_others("encode", others)
+        encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens and not truncation)
+        if truncation:
+            if max_length is None:
+                raise InvalidRequestError("truncation needs max_length: a tokenizer does not know the engine's limit")
+            num_special = self.num_special_tokens_to_add() if add_special_tokens else 0
+            encoded.truncate(max(0, max_length - num_special))
+            encoded = self._tokenizer.post_process(encoded, None, add_special_tokens)
+        ids: list[int] = encoded.ids
         return ids
 
     def count_tokens(self, text: str) -> int:
@@ -77,16 +109,20 @@ class Tokenizer:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [each.ids for each in encoded]
 
-    def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
-        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **others: Any) -> str:
+        """The text of one token, or of several in a list, an array or a tensor."""
+        if others:
+            refuse_others("decode", others)
+        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+        ids = [ids] if isinstance(ids, int) else list(ids)
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
+    def batch_decode(self, sequences: Any, skip_special_tokens: bool = False, **others: Any) -> list[str]:
         """The text of each."""
-        texts: list[str] = self._tokenizer.decode_batch(
-            [list(each) for each in sequences], skip_special_tokens=skip_special_tokens
-        )
+        refuse_others("batch_decode", others)
+        listed = [each.tolist() if hasattr(each, "tolist") else list(each) for each in sequences]
+        texts: list[str] = self._tokenizer.decode_batch(listed, skip_special_tokens=skip_special_tokens)
         return texts
 
     def decode_token(self, token_id: int) -> str:
@@ -109,23 +145,10 @@ class Tokenizer:
             return ByteDetokenizer(self._token_bytes[skip_special_tokens])
         return WindowDetokenizer(self, self.special_ids if skip_special_tokens else (), prompt_token_ids)
 
-    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str | None]:
-        """The vocabulary's own spelling of each; None for an id it does not have."""
-        return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
-
-    def convert_tokens_to_ids(self, token: str) -> int | None:
-        token_id: int | None = self._tokenizer.token_to_id(token)
-        return token_id
-
     def tokenize(self, text: str) -> list[str]:
         """The vocabulary's own spelling of a text's tokens, special ones not added."""
         tokens: list[str] = self._tokenizer.encode(text, add_special_tokens=False).tokens
         return tokens
-
-    def get_vocab(self) -> dict[str, int]:
-        """With added tokens."""
-        vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        return vocab
 
     @property
     def vocab_size(self) -> int:
@@ -162,19 +185,11 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        return None if self.bos_token is None else self.convert_tokens_to_ids(self.bos_token)
+        return None if self.bos_token is None else self._tokenizer.token_to_id(self.bos_token)
 
     @property
     def eos_token_id(self) -> int | None:
-        return None if self.eos_token is None else self.convert_tokens_to_ids(self.eos_token)
-
-    @property
-    def pad_token(self) -> str | None:
-        return self._bundle.special_tokens.get("pad_token")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return None if self.pad_token is None else self.convert_tokens_to_ids(self.pad_token)
+        return None if self.eos_token is None else self._tokenizer.token_to_id(self.eos_token)
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -216,8 +231,10 @@ class Tokenizer:
     ) -> Any:
         """The prompt for a conversation: token ids, or its text without `tokenize`.
 
-        The template sees `variables` besides. Raises InvalidRequestError.
+        The template sees `variables` besides, but for `return_dict`, which asks for an Encoding. Raises
+        InvalidRequestError.
         """
+        return_dict = variables.pop("return_dict", False)
         text = render_chat(
             self.get_chat_template(chat_template, tools),
             conversation,
@@ -229,7 +246,9 @@ class Tokenizer:
             content_format=chat_template_content_format,
         )
         # The template writes the special tokens itself.
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        if not tokenize:
+            return text
+        return self(text, add_special_tokens=False) if return_dict else self.encode(text, add_special_tokens=False)
 
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")

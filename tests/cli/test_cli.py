@@ -109,6 +109,7 @@ def test_version_and_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["chat", "--help=nothing"], "no group or option is called so"),
         (["serv"], "unknown command serv; did you mean serve?"),
         (["xyzzy"], "unknown command xyzzy; there are bench, chat"),
+        (["launch", "render"], "there is no command launch: a server has an engine"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_and_status_2(

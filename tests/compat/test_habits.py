@@ -183,7 +183,7 @@ def test_arguments_that_ask_for_something_are_refused_by_name(llm: LLM) -> None:
         llm.chat(MESSAGES, GREEDY, mm_processor_kwargs={"size": 1})
     with pytest.raises(AttributeError, match=r"apply_model.*no code is sent"):
         llm.apply_model(len)  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match="ModelConfig has no 'hf_config': what the engine decided"):
+    with pytest.raises(AttributeError, match=r"ModelConfig has no 'hf_config': the model's config\.json has it"):
         _ = llm.llm_engine.model_config.hf_config
 
 

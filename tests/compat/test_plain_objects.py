@@ -10,6 +10,7 @@ import pytest
 import headrace
 import headrace.sampling_params as vllm_names
 from headrace import LLM, AsyncLLM, CompletionOutput, EngineArgs, RequestOutput, SamplingParams
+from headrace.frontend.api.outputs import RequestMetrics
 from headrace.frontend.api.parameters.sampling_params import SamplingType
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, OptionError
 from headrace.sampling_params import StructuredOutputsParams
@@ -75,6 +76,34 @@ def test_outputs_have_the_names_of_what_is_not_there() -> None:
     assert (output.encoder_prompt, output.encoder_prompt_token_ids, output.kv_transfer_params) == (None, None, None)
     with pytest.raises(TypeError, match="Unexpected keyword argument 'of_a_later_version'"):
         RequestOutput("r", "p", [1], None, [answer], True, of_a_later_version=1)  # type: ignore[call-arg]
+
+
+# vllm.v1.metrics.stats.RequestStateStats, and RequestMetrics before it: scripts take differences of its moments
+def test_times_of_a_request_are_moments_too() -> None:
+    known = RequestMetrics(
+        arrival_time=100.0, first_token_latency=4.0, total_s=9.0, queued_s=1.0, prefill_s=2.0, decode_s=5.0
+    )
+    assert (known.queued_ts, known.scheduled_ts, known.first_token_ts, known.last_token_ts) == (100, 101, 103, 108)
+    assert (known.time_in_queue, known.first_token_time, known.finished_time) == (1, 104, 109)
+    unknown = RequestMetrics(arrival_time=100.0)
+    assert (unknown.scheduled_ts, unknown.first_token_ts, unknown.last_token_ts) == (0, 0, 0)
+    assert (unknown.time_in_queue, unknown.first_token_time, unknown.finished_time) == (None, None, None)
+
+
+def test_config_objects_tell_what_they_lack(llm: LLM) -> None:
+    engine = llm.llm_engine
+    assert (engine.model_config.runner_type, engine.model_config.is_multimodal_model) == ("generate", False)
+    assert engine.cache_config.block_size == engine.vllm_config.cache_config.block_size
+    for owner, name, said in (
+        (engine.model_config, "hf_config", "config.json"),
+        (engine.vllm_config, "lora_config", "LoRA"),
+        (engine.vllm_config, "parallel_config", "describe_engine"),
+        (engine, "model_executor", "a program of its own"),
+        (llm, "set_tokenizer", "the option tokenizer"),
+        (EngineArgs(), "create_model_config", "describe_engine"),
+    ):
+        with pytest.raises(AttributeError, match=f"has no '{name}': .*{said}"):
+            getattr(owner, name)
 
 
 # tests/test_version.py

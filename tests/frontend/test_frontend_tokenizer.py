@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import hashlib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from fake_tokenizers import CHAT_TEMPLATE, bundle_of, byte_level_tokenizer
+from fake_tokenizers import CHAT_TEMPLATE, bundle_of, byte_level_tokenizer, sentencepiece_tokenizer
 
 from headrace import InvalidRequestError, ModelError
 from headrace.frontend.text.tokenizer import Tokenizer
@@ -177,6 +178,55 @@ def test_the_names_of_transformers(tokenizer: Tokenizer, transformers_tokenizer:
     assert tokenizer.convert_ids_to_tokens(ids) == transformers_tokenizer.convert_ids_to_tokens(ids)
     assert tokenizer.decode(ids) == "Hello<|im_end|>"
     assert tokenizer.decode(ids, skip_special_tokens=True) == "Hello"
+    assert tokenizer.decode(ids[0]) == transformers_tokenizer.decode(ids[0])
+    assert tokenizer.batch_decode([array.array("i", ids), ids[:1]]) == transformers_tokenizer.batch_decode(
+        [ids, ids[:1]]
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "t.is_fast", "t.vocab_size", "t.vocab == t.get_vocab()", "t.get_added_vocab()", "t.added_tokens_encoder",
+        "[str(each) for each in t.added_tokens_decoder.values()]", "t.unk_token, t.unk_token_id, t.mask_token",
+        "t.pad_token, t.pad_token_id", "t.num_special_tokens_to_add()",
+        "t.convert_tokens_to_ids('fox'), t.convert_tokens_to_ids(['the', 'no such token'])",
+        "t.convert_ids_to_tokens(5), t.convert_ids_to_tokens([1, 5], skip_special_tokens=True)",
+        "t.convert_tokens_to_string(t.tokenize('the fox'))", "t.tokenize('the fox')",
+        "t('the quick fox', truncation=True, max_length=2).input_ids",
+        "t('the fox', padding=False, return_tensors=None)['input_ids']",
+        "t(['the quick fox', 'a'], truncation=True, max_length=3)['input_ids']",
+        "t.encode('the quick fox', truncation=True, max_length=3, add_special_tokens=False)",
+        "t.apply_chat_template([{'role': 'user', 'content': 'a'}], chat_template='x{{ messages }}', return_dict=True)"
+        "['input_ids']",
+        "t.decode([5], clean_up_tokenization_spaces=False)",
+    ],
+)  # fmt: skip
+def test_what_scripts_ask_of_a_tokenizer_is_as_in_transformers(
+    tokenizer: Tokenizer, transformers_tokenizer: Any, line: str
+) -> None:
+    assert eval(line, {"t": tokenizer}) == eval(line, {"t": transformers_tokenizer})
+
+
+def test_truncation_leaves_room_for_special_tokens_and_what_is_lacking_is_told() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    fast = sentencepiece_tokenizer()
+    ours, theirs = Tokenizer(bundle_of(fast, unk_token="<unk>")), PreTrainedTokenizerFast(tokenizer_object=fast)
+    assert (
+        ours("the fox", truncation=True, max_length=2).input_ids
+        == theirs("the fox", truncation=True, max_length=2).input_ids
+    )
+    assert ours.convert_tokens_to_ids("no such token") == ours.unk_token_id == 0
+    assert (ours.pad_token, ours.pad_token_id) == (None, None)
+    ours.pad_token = "</s>"
+    assert ours.pad_token_id == 2
+    with pytest.raises(InvalidRequestError, match=r"call: return_tensors is refused: get_tokenizer\(hf=True\)"):
+        ours("a", return_tensors="pt")
+    with pytest.raises(InvalidRequestError, match="truncation needs max_length"):
+        ours("a", truncation=True)
+    with pytest.raises(AttributeError, match=r"Tokenizer has no 'save_pretrained': get_tokenizer\(hf=True\)"):
+        ours.save_pretrained("folder")  # type: ignore[attr-defined]
 
 
 def test_a_tokenizer_that_is_none_is_a_model_error() -> None:

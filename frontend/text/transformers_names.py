@@ -1,0 +1,130 @@
+"""`TransformersNames`: what scripts ask of a transformers tokenizer, and an engine does not need of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace.ipc.failure import InvalidRequestError
+
+if TYPE_CHECKING:
+    from headrace.ipc.messages import TokenizerBundle
+
+WITH_TRANSFORMERS = "get_tokenizer(hf=True) gives transformers' own tokenizer, where that is installed"
+_ROLES = ("unk_token", "sep_token", "cls_token", "mask_token")
+_OF_A_CALL: Mapping[str, tuple[Any, ...]] = {"return_attention_mask": (True,), "clean_up_tokenization_spaces": ()}
+"""What a tokenizer does anyway, by the argument that asks for it."""
+
+
+def refuse_others(method: str, given: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError for an argument of transformers' that asks for something."""
+    for name, value in given.items():
+        if value is not None and value is not False and value not in _OF_A_CALL.get(name, ()):
+            raise InvalidRequestError(f"{method}: {name} is refused: {WITH_TRANSFORMERS}")
+
+
+class TransformersNames:
+    """Mixed into Tokenizer. What is lacking is told."""
+
+    _tokenizer: Any
+    _bundle: TokenizerBundle
+    _pad_token: str | None = None
+    unk_token: str | None  # these by __getattr__
+    unk_token_id: int | None
+    sep_token: str | None
+    sep_token_id: int | None
+    cls_token: str | None
+    cls_token_id: int | None
+    mask_token: str | None
+    mask_token_id: int | None
+
+    is_fast = True
+    truncation_side = "right"
+    """Of `truncation`; engines keep the end of a prompt that is too long."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's usual one."""
+        return self._bundle.chat_templates.get("default")
+
+    @property
+    def pad_token(self) -> str | None:
+        """May be set, for a script that fills its batches."""
+        return self._pad_token or self._bundle.special_tokens.get("pad_token")
+
+    @pad_token.setter
+    def pad_token(self, token: str | None) -> None:
+        self._pad_token = token
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return None if self.pad_token is None else self.convert_tokens_to_ids(self.pad_token)
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """By their ids' order."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return [token.content for _, token in sorted(added.items()) if token.special]
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """The `tokenizers` library's tokens by id."""
+        return dict(sorted(self._tokenizer.get_added_tokens_decoder().items()))
+
+    @property
+    def added_tokens_encoder(self) -> dict[str, int]:
+        return {token.content: token_id for token_id, token in self.added_tokens_decoder.items()}
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return self.added_tokens_encoder
+
+    def get_vocab(self) -> dict[str, int]:
+        """With added tokens."""
+        vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocab
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return self.get_vocab()
+
+    @property
+    def max_token_id(self) -> int:
+        return max(self.get_vocab().values())
+
+    def num_special_tokens_to_add(self, pair: bool = False) -> int:
+        """To a text, or to two."""
+        count: int = self._tokenizer.num_special_tokens_to_add(pair)
+        return count
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> Any:
+        """The vocabulary's own spelling of each; None for an id it does not have. Of one id, its own."""
+        if isinstance(ids, int):
+            return self._tokenizer.id_to_token(ids)
+        spelt = [self._tokenizer.id_to_token(token_id) for token_id in ids]
+        if not skip_special_tokens:
+            return spelt
+        special = set(self.all_special_tokens)
+        return [token for token in spelt if token not in special]
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """The id of a token by the vocabulary's spelling, or of each; of others the unknown token's, or None."""
+        if not isinstance(tokens, str):
+            return [self.convert_tokens_to_ids(token) for token in tokens]
+        token_id: int | None = self._tokenizer.token_to_id(tokens)
+        unknown = self._bundle.special_tokens.get("unk_token")
+        return self._tokenizer.token_to_id(unknown) if token_id is None and unknown is not None else token_id
+
+    def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
+        """The text of tokens by the vocabulary's spelling."""
+        decoder = self._tokenizer.decoder
+        text: str = " ".join(tokens) if decoder is None else decoder.decode(list(tokens))
+        return text
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            role = name.removesuffix("_id")
+            if role not in _ROLES:
+                raise AttributeError(f"{type(self).__name__} has no {name!r}: {WITH_TRANSFORMERS}")
+            token = self._bundle.special_tokens.get(role)
+            return token if name == role or token is None else self._tokenizer.token_to_id(token)
