@@ -41,6 +41,11 @@ _GROUPS = (
     (("(?#",), "comments are not followed"),
     (("(?(",), "conditions are not followed"),
 )
+_UNICODE_CLASS = r"\\[pP](?:\{[^}]*\}|[A-Za-z])"
+_NUL_WITHOUT_QUOTE = re.compile(r"\\p\{?(?i:C|Cc|Other|Control|cntrl)\}?|\\P\{?(?i:P|Po|\w*Punctuation|punct)\}?")
+"""Classes of characters that have NUL, and not the quote."""
+_FROM_NUL = re.compile(r"(?:\\x00|\\u0000|\\u\{0+\}|\\U0{8}|\x00)(?=-[^\]])(?!-(?:\\x00|\\u0000|\x00))")
+"""Where a range begins with it."""
 _FLAGS = frozenset("ims-")
 _REPEATS = ("*", "+", "?", "{")
 _OPERATIONS = ("&&", "--", "~~")
@@ -90,6 +95,32 @@ def written(parts: Iterable[Part]) -> str:
 def in_common_words(pattern: str) -> str:
     """The same expression as every library reads it. Raises ValueError."""
     return written(parts_of(pattern))
+
+
+def in_json(pattern: str) -> str:
+    r"""As `in_common_words`, of texts as JSON has them.
+
+    llguidance takes a set that has NUL for one that has the quote besides: [^"] would let \" through. So NUL is left
+    out of what has it and not the quote. Raises ValueError.
+    """
+    parts = parts_of(pattern)
+    for part in parts:
+        _leave_out_nul(part)
+    return written(parts)
+
+
+def _leave_out_nul(part: Part) -> None:
+    if part.classes & {"p", "P"} and not part.text.startswith("["):
+        part.text = rf"[^\x00\{'P' if 'p' in part.classes else 'p'}{part.text[2:]}]"
+    elif part.text.startswith("[^"):
+        if not any(first == 0 for first, _ in part.ranges):
+            rest = part.text[2:]
+            part.text = rf"[^\x00{chr(92) if rest.startswith('-') else ''}{rest}"
+    elif part.text.startswith("["):
+        if any(_NUL_WITHOUT_QUOTE.fullmatch(found) for found in re.findall(_UNICODE_CLASS, part.text)):
+            raise _wrong(part, r"a class that has NUL is not followed in a set of JSON: write its characters")
+        if not any(first <= ord('"') <= last for first, last in part.ranges):
+            part.text = _FROM_NUL.sub(r"\\x01", part.text)
 
 
 def _part(pattern: str, text: str, at: int) -> Part:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.structured_output.expressions import in_common_words
+from headrace.core.structured_output.expressions import in_common_words, in_json
 from headrace.core.structured_output.json_schema import closed, with_schemas_in_lark
 from headrace.core.structured_output.structural_tag import format_of, with_patterns, with_schemas
 from headrace.ipc.messages import StructuredOutput
@@ -28,15 +28,15 @@ def prepared(wanted: StructuredOutput) -> StructuredOutput:
     if wanted.kind == "regex":
         text = in_common_words(text)
     elif wanted.kind == "json" and '"pattern' in text:
-        text = json.dumps(with_expressions(json.loads(text), in_common_words))
+        text = json.dumps(with_expressions(json.loads(text), in_json))
     elif wanted.kind == "structural_tag" and '"pattern' in text:
-        form = with_schemas(format_of(json.loads(text)), lambda schema: with_expressions(schema, in_common_words))
+        form = with_schemas(format_of(json.loads(text)), lambda schema: with_expressions(schema, in_json))
         form = with_patterns(form, in_common_words)
         text = json.dumps({"type": "structural_tag", "format": form})
     elif wanted.kind == "grammar" and not is_gbnf(text):
         text = _PRIORITY.sub(r"\1\2", text)
         if '"pattern' in text:
-            text = with_schemas_in_lark(text, lambda schema: with_expressions(schema, in_common_words))
+            text = with_schemas_in_lark(text, lambda schema: with_expressions(schema, in_json))
     whitespace = in_common_words(wanted.whitespace_pattern)
     return msgspec.structs.replace(wanted, text=text, whitespace_pattern=whitespace)
 

@@ -99,7 +99,20 @@ def test_what_xgrammar_lets_through_beside_a_class_of_characters_is_refused(patt
 
 
 @pytest.mark.parametrize(
-    "pattern", ['^"$', r"^[\"]$", r"^\\$", r"^a\n$", "^[ -~]{2}$", "^[^a]{2}$", "^.{2}$", r"^\s\w$", r"^[\x01-\x05]$"]
+    "pattern",
+    [
+        '^"$',
+        r"^[\"]$",
+        r"^\\$",
+        r"^a\n$",
+        "^[ -~]{2}$",
+        "^[^a]{2}$",
+        '^[^"]{2}$',
+        "^.{2}$",
+        r"^\s\w$",
+        r"^[\x01-\x05]$",
+        r"^[\x00-\x1f]$",
+    ],
 )
 @each_backend
 def test_a_text_with_a_pattern_is_json(name: str, pattern: str) -> None:
@@ -117,6 +130,42 @@ def test_a_text_with_a_pattern_is_json(name: str, pattern: str) -> None:
         text, is_whole = walk(name, start.copy(), numbers, 40)
         assert is_whole
         jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(
+            '^[^"]$',
+            '^[^-"]$',
+            r'^[^"\d]$',
+            '^[^"-]$',
+            r"^[^\W]$",
+            '^[^]"]$',
+            r"^[\x00-\x1f]$",
+            "^[\x00-\x1f]$",
+            r"^[\u0000-!]$",
+        ),
+        *(r"^[\x00ab]$", r"^\x00$", r"^\p{Cc}$", r"^\P{P}$", r"^[^\p{P}]$", r"^\PP$"),
+    ],
+)
+def test_a_quote_is_in_no_set_that_leaves_it_out(pattern: str) -> None:
+    """llguidance takes NUL within a set for NUL and a quote."""
+    start = compiled("llguidance", "json", json.dumps({"type": "string", "pattern": pattern}))
+    assert not takes(start, r'"\""')
+    assert takes(start, '"\\n"') == (pattern not in (r"^[^\W]$", r"^[\x00ab]$", r"^\x00$"))
+    grammar = f"start: %json {json.dumps({'type': 'string', 'pattern': pattern})}"
+    assert not takes(compiled("llguidance", "grammar", grammar), r'"\""')
+
+
+def test_a_class_that_has_nul_is_refused_in_a_set_of_json_alone() -> None:
+    refused = r"a class that has NUL is not followed in a set of JSON.*\(at /pattern\)"
+    for pattern in (r"^[a\p{Cc}]$", r"^[a\PP]$"):
+        with pytest.raises(InvalidRequestError, match=refused):
+            compiled("llguidance", "json", json.dumps({"type": "string", "pattern": pattern}))
+        compiled("llguidance", "regex", pattern)
+    kept = compiled("llguidance", "json", json.dumps({"type": "string", "pattern": r"^[\p{L}\p{P}\P{C}-]+$"}))
+    assert takes(kept, '"é1-"')
 
 
 @each_backend
