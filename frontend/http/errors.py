@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -94,6 +97,26 @@ class ApiError(Exception):
         if isinstance(error, MemoryError):
             return unavailable("this server has no memory for the request just now", code="out_of_memory")
         return cls(500, f"the server failed: {type(error).__name__}", type="server_error", code="internal_error")
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """For an API that another's code answers: what is wrong with a field is said under the name that the body has for
+    it."""
+    try:
+        yield
+    except (ApiError, InvalidRequestError) as error:
+        answer = ApiError.of(error)
+        said = answer.body
+        name = re.split(r"[.\[]", said.param or "", maxsplit=1)[0]
+        if name not in names:
+            raise
+        answer.body = msgspec.structs.replace(
+            said,
+            param=names[name] + (said.param or "").removeprefix(name),
+            message=re.sub(rf"\b{name}\b", names[name], said.message),
+        )
+        raise answer from error
 
 
 def shortened(text: str, longest: int) -> str:

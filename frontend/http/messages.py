@@ -20,7 +20,7 @@ from msgspec import Meta
 from headrace.frontend.api.parameters.thinking import reads_reasoning
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
-from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.errors import ApiError, bad_field, renamed
 from headrace.frontend.http.openai.chat import ChatParts, prepare_chat
 from headrace.frontend.http.openai.generation import PreparedRequest
 from headrace.frontend.http.openai.requests import (
@@ -39,6 +39,10 @@ from headrace.frontend.text.formats.message import call_id, num_reasoning_tokens
 from headrace.frontend.text.formats.parser import Event, OutputParser
 
 _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
+_OWN_NAMES: Mapping[str, str] = types.MappingProxyType(
+    {"stop": "stop_sequences", "reasoning_effort": "output_config.effort"}
+)
+"""Of chat completions' fields."""
 _SIGNATURE = "headrace:"
 """Begins the signature of thinking that was written here."""
 
@@ -276,7 +280,8 @@ def prepare_messages(
     """What to submit and how to answer. Raises ApiError and InvalidRequestError."""
     thinking, chat = thinking_of(request), as_chat(request)
     make_answer = functools.partial(MessagesAnswer, omits_thinking=thinking.is_omitted)
-    prepared = prepare_chat(chat, engine, parts, name, tenant, make_answer, "msg_")
+    with renamed(_OWN_NAMES):
+        prepared = prepare_chat(chat, engine, parts, name, tenant, make_answer, "msg_")
     if prepared.form_field == "response_format":
         prepared.form_field = "output_config.format"
     (job,) = prepared.jobs

@@ -275,6 +275,12 @@ def test_every_field_of_the_clients_is_known():
         ({"tools": [{**WEATHER, "input_schema": {"type": "nothing"}, "strict": True}]}, "nothing"),
         ({"tools": [{**WEATHER, "allowed_callers": ["code_execution_20260120"]}]}, "allowed_callers lacks direct"),
         ({"temperature": -1.0}, "temperature"),
+        ({"stop_sequences": [""]}, "stop_sequences = ['']"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages: the prompt is empty"),
+        (
+            {"tools": [{**WEATHER, "input_schema": {"type": "array"}}], "tool_choice": {"type": "any"}},
+            "are of type 'array'",
+        ),
     ],
 )
 def test_bad_requests_are_refused_in_the_apis_own_shape(server, changes, words):

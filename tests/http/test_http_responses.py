@@ -394,7 +394,10 @@ def test_a_background_response_is_cancelled(client):
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'", "input[0].content[0]"),
         ({"input": [{"role": "king", "content": "x"}]}, "role must be user", "input[0].role"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "must be a text", "input[0].call_id"),
-        ({"input": []}, "messages is empty", "messages"),
+        ({"input": []}, "input is empty", "input"),
+        ({"input": ""}, "input: the prompt is empty", "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens = 0: must be at least 1", "max_output_tokens"),
+        ({"input": "x" * 5000}, "Please reduce the length of the input", "input"),
         ({"tools": [{"type": "telepathy"}]}, "tools of type 'telepathy' are not known", "tools[0].type"),
         ({"tools": [{"type": "namespace", "name": "a"}]}, "must have a name and tools", "tools[0]"),
         (

@@ -88,14 +88,29 @@ def test_answers_and_their_events_are_of_the_clients_own_types(client: httpx.Cli
     assert set(error) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize("parameters", [{"type": "nothing"}, {"type": "object", "properties": {"a": 3}}])
+@pytest.mark.parametrize(
+    ("parameters", "param"),
+    [
+        ({"type": "nothing"}, "tools"),
+        ({"type": "array", "items": {}}, "tools"),
+        ({"type": "object", "properties": {"a": 3}}, "tool_choice"),
+    ],
+)
 @pytest.mark.parametrize(("choice", "strict"), [("required", False), ("auto", True)])
-def test_a_schema_that_is_none_is_refused(client: httpx.Client, parameters, choice, strict):
+def test_a_schema_that_is_none_is_refused(client: httpx.Client, parameters, param, choice, strict):
     function = {"name": "f", "parameters": parameters, "strict": strict}
     body = body_of("x", tools=[{"type": "function", "function": function}], tool_choice=choice)
     answer = client.post(CHAT, json=body)
     assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == "tool_choice"
+    assert answer.json()["error"]["param"] == param
+
+
+def test_arguments_are_an_object_where_the_schema_does_not_say_so(client: httpx.Client):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"maxProperties": 0}}}]
+    (choice,) = ask(client, CHAT, **body_of("7", tools=tools, tool_choice="required", parallel_tool_calls=False))[
+        "choices"
+    ]
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ["{}"]
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "reasoning_text"])

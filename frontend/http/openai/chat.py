@@ -53,7 +53,7 @@ from headrace.frontend.http.openai.responses import (
     usage_of,
     usage_so_far,
 )
-from headrace.frontend.http.openai.tool_choice import NO_STRICT_CALLS, tool_choice_of
+from headrace.frontend.http.openai.tool_choice import NO_STRICT_CALLS, check_arguments, tool_choice_of
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.text.chat_template import RenderedChat, text_parts
 from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
@@ -200,6 +200,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
         grammar = formats.grammar(client.tokenizer, prompt, choice, several=several, or_json=or_json)
         reasoning = formats.reasoning
         if grammar is not None:
+            check_arguments(choice)
             if form is not None and or_json is None:
                 why = "an answer that calls tools can have no other form besides, but that of a JSON schema"
                 raise bad_field("tool_choice", why)
@@ -215,6 +216,8 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
         reasoning_has_form=grammar is not None and bool(choice.forced),
     )
     truncate(tokens, params, client.welcome)
+    if not tokens.token_ids:
+        raise bad_field("messages", "messages: the prompt is empty; there must be at least one token")
     check_length(tokens, asked, client.welcome, "messages")
     choosing = choosing_of(request, params, client.welcome)
     name_told, tells_times = request.model or engine.names[0], parts.options.enable_per_request_metrics

@@ -306,6 +306,7 @@ class Neutral(msgspec.Struct, frozen=True):
 
 _BEAMS = "responses are sampled; completions and chat completions have use_beam_search"
 _TEXT_ONLY = "models read and write text alone"
+_CACHED = "a hint; equal prefixes are cached without one"
 _STORED = "nothing is stored by this server"
 _NO_CONVERSATIONS = "conversations are not kept as such"
 
@@ -363,6 +364,8 @@ _CHAT_NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
         "function_call": Neutral("retired by OpenAI; use tools", ("none",)),
         "modalities": Neutral(_TEXT_ONLY, (["text"],)),
         "audio": Neutral(_TEXT_ONLY),
+        "moderation": Neutral("not supported: no text is moderated"),
+        "prompt_cache_options": Neutral(_CACHED, is_harmless=True),
         "web_search_options": Neutral("not supported: the server searches nothing; give what was found as messages"),
     }
 )
@@ -381,11 +384,11 @@ NEUTRAL_OF: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.Mapping
                 "messages": Neutral("responses have input"),
                 **dict.fromkeys(("max_tokens", "max_completion_tokens"), Neutral("responses have max_output_tokens")),
                 "response_format": Neutral("responses have text.format"),
-                "prompt_cache_options": Neutral("a hint; equal prefixes are cached without one", is_harmless=True),
+                "prompt_cache_options": Neutral(_CACHED, is_harmless=True),
                 "conversation": Neutral(f"{_NO_CONVERSATIONS}; use previous_response_id"),
                 "prompt": Neutral("templates of prompts are kept by OpenAI; give input and instructions"),
                 "context_management": Neutral("not supported; truncation: auto drops the oldest turns"),
-                "moderation": Neutral("not supported"),
+                "moderation": _CHAT_NEUTRAL["moderation"],
             }
         ),
     }

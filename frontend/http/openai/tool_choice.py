@@ -65,6 +65,15 @@ def check_tools(tools: Tools | None) -> None:
             )
 
 
+def check_arguments(choice: ToolChoice) -> None:
+    """Of calls that are held to their schemas. Raises ApiError for a schema of anything but objects."""
+    for function in (tool["function"] for tool in choice.forced or choice.shown or ()):
+        declared = (function.get("parameters") or {}).get("type", "object")
+        if declared != "object" and not (isinstance(declared, list) and "object" in declared):
+            said = f"the parameters of the tool {function['name'][:80]!r} are of type {declared!r:.80}"
+            raise bad_field("tools", f"{said}, and a call's arguments are an object")
+
+
 def _named(tools: Tools, wanted: Sequence[Any], where: str) -> Tools:
     known, found = {tool["function"]["name"]: tool for tool in tools}, []
     for each in wanted:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+import types
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import msgspec
 
 from headrace.frontend.fleet.pool import Engine
-from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.errors import ApiError, bad_field, renamed
 from headrace.frontend.http.exchange import LargeBodies
 from headrace.frontend.http.openai.chat import ChatParts, ChatWork, chat_work
 from headrace.frontend.http.openai.generation import Generator
@@ -35,6 +36,11 @@ from headrace.frontend.http.responses_api.run import EventLog, ResponseObject, R
 from headrace.frontend.http.responses_api.store import ResponseStore, Stored
 from headrace.frontend.http.responses_api.tool_servers import MOST_CALLS, Tool, ToolServers, by_name, failure, listing
 from headrace.ipc.failure import QueueFullError
+
+_OWN_NAMES: Mapping[str, str] = types.MappingProxyType(
+    {"messages": "input", **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")}
+)
+"""Of chat completions' fields."""
 
 
 class ResponseParts(NamedTuple):
@@ -169,7 +175,8 @@ def _work(
 
     def attempt(kept: list[Item]) -> ChatWork | ApiError:
         try:
-            return chat_work(as_chat(request, kept, tools), engine, chat, name, tenant)
+            with renamed(_OWN_NAMES):
+                return chat_work(as_chat(request, kept, tools), engine, chat, name, tenant)
         except ApiError as error:
             if error.body.code != "context_length_exceeded" or request.truncation != "auto":
                 raise

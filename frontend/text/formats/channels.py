@@ -13,7 +13,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from headrace.frontend.text.formats.declaration import ChannelFormat
-from headrace.frontend.text.formats.grammar import NO_ARGUMENTS, Rules, literal, regex
+from headrace.frontend.text.formats.grammar import Rules, arguments_of, literal, regex
 from headrace.frontend.text.formats.markers import make_markers
 from headrace.frontend.text.formats.parser import Event, OutputParser
 from headrace.frontend.text.formats.pieces import Reads, as_it_is
@@ -117,7 +117,7 @@ class ForcedChannelCalls(Rules):
         for tool in tools:
             function = tool["function"]
             to = literal(f"commentary to={channels.functions}{function['name']} ")
-            schema = self._json(function.get("parameters") or NO_ARGUMENTS)
+            schema = self._json(arguments_of(function))
             calls.append(self._rule("call", f"{channel} {to} {self._marker(channels.constrain)} {message} {schema}"))
         end = self._marker(channels.ends[1])
         self._rules.append(f"start: ({thought} {again})? ({' | '.join(calls)}) ({end})?")
@@ -171,5 +171,5 @@ class StrictChannelCalls(Rules):
         for channel in ("commentary", *self._format.reasoning):
             ways.append(f"{literal(to)} {self._channel} {literal(channel)}")
             ways.append(f"{self._channel} {literal(channel + to)}")
-        schema = self._json(function.get("parameters") or NO_ARGUMENTS)
+        schema = self._json(arguments_of(function))
         return self._rule("call", f"({' | '.join(ways)}) {self._type} {self._message} {schema}")

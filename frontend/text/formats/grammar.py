@@ -143,7 +143,7 @@ class ForcedCalls(Rules):
     def _call(self, function: Mapping[str, Any]) -> str:
         """Without what is around it."""
         calls, name = self._calls, str(function["name"])
-        schema = function.get("parameters") or NO_ARGUMENTS
+        schema = arguments_of(function)
         if calls.body == "pythonic":
             return f"{literal(name + '(')} {self._comma_separated(schema, self._python_argument)} {literal(')')}"
         ways = []
@@ -162,7 +162,7 @@ class ForcedCalls(Rules):
     def _object(self, function: Mapping[str, Any]) -> str:
         key, name = self._calls.name_keys[0], json.dumps(function["name"], ensure_ascii=False)
         begins = [literal(f'{{"{key}": {name}, "{other}": ') for other in self._calls.argument_keys]
-        schema = self._json(function.get("parameters") or NO_ARGUMENTS)
+        schema = self._json(arguments_of(function))
         return f"({' | '.join(begins)}) {schema} {literal('}')}"
 
     def _named(self, name: str) -> str:
@@ -338,6 +338,11 @@ class StrictCalls(ForcedCalls):
         """What it has before its first special token, and the rest."""
         at = min((at for each in self._special_ids if (at := marker.find(each)) >= 0), default=len(marker))
         return marker[:at], marker[at:]
+
+
+def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a call's arguments, which are an object also where it does not say so."""
+    return {**(function.get("parameters") or NO_ARGUMENTS), "type": "object"}
 
 
 def _inlined(schema: Any, whole: Mapping[str, Any]) -> dict[str, Any]:
