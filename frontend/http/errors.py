@@ -114,7 +114,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         answer.body = msgspec.structs.replace(
             said,
             param=names[name] + (said.param or "").removeprefix(name),
-            message=re.sub(rf"\b{name}\b", names[name], said.message),
+            message=re.sub(rf"^{name}\b", names[name], said.message),
         )
         raise answer from error
 

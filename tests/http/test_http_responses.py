@@ -397,7 +397,7 @@ def test_a_background_response_is_cancelled(client):
         ({"input": []}, "input is empty", "input"),
         ({"input": ""}, "input: the prompt is empty", "input"),
         ({"max_output_tokens": 0}, "max_output_tokens = 0: must be at least 1", "max_output_tokens"),
-        ({"input": "x" * 5000}, "Please reduce the length of the input", "input"),
+        ({"input": "x" * 5000}, "Please reduce the length of the messages", "input"),
         ({"tools": [{"type": "telepathy"}]}, "tools of type 'telepathy' are not known", "tools[0].type"),
         ({"tools": [{"type": "namespace", "name": "a"}]}, "must have a name and tools", "tools[0]"),
         (
