@@ -1,6 +1,6 @@
 """How long the router takes to choose: among many engines, prompts of 64 blocks, half of which some engines hold.
 
-    python benchmarks/router.py [--engines 1000] [--requests 20000]
+    python benchmarks/router.py [--engines 1000] [--versions 1] [--requests 20000]
 
 Processor time of this thread, without the waits for a core that others have. To reach: 20 us among 1,000 engines.
 """
@@ -33,12 +33,13 @@ class Quiet:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, default=1000)
+    parser.add_argument("--versions", type=int, default=1, help="How many a rolling change has brought")
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--prefixes", type=int, default=2000, help="How many different beginnings prompts have")
     arguments = parser.parse_args()
     chance, router = random.Random(1), Router(RouterOptions(), random.Random(2))
     for index in range(arguments.engines):
-        facts = EngineFacts(name=f"engine {index}", models=("m",), version="v", rank=index)
+        facts = EngineFacts(name=f"engine {index}", models=("m",), version=f"v{index % arguments.versions}", rank=index)
         router.join(facts, 0.0)
     beginnings = [[chance.randrange(32_000) for _ in range(SHARED_TOKENS)] for _ in range(arguments.prefixes)]
     choose_us, place_us, end_us = [], [], []
@@ -63,7 +64,8 @@ def main() -> None:
         end_us.append((time.thread_time() - placed_s) / ROUND * 1e6)
     measured = {"choose": choose_us, "choose and put on board": place_us, "end": end_us}
     result = {f"{name}, us": round(statistics.median(values), 2) for name, values in measured.items()}
-    print(json.dumps({"engines": arguments.engines, **result, "choices": dict(router.choices)}))
+    asked = {"engines": arguments.engines, "versions": arguments.versions}
+    print(json.dumps({**asked, **result, "choices": dict(router.choices)}))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ class Member:
         "busy_since_s",
         "cost_per_token_s",
         "cost_s",
+        "counted",
         "elsewhere_until_s",
         "entry_cost_s",
         "entry_order",
@@ -116,6 +117,8 @@ class Member:
         """By which its group finds it: of its last weighing as one that takes requests, and of its entry among them; -1
         without."""
         self.entry_cost_s = 0.0
+        self.counted = 0
+        """What its group has counted of `num_active`."""
 
     @property
     def ailment(self) -> str:
@@ -243,6 +246,7 @@ class Group:
         """Of the one that died last."""
         self._models: tuple[str, ...] = ()
         self.pace = Pace()
+        self._num_active = 0
         self._measured: dict[Member, None] = {}
         self._num_news = 0  # of those since the pace was learnt
         self._keeps_pace_until_s = -math.inf
@@ -257,7 +261,8 @@ class Group:
         return self._models
 
     def load(self) -> float:
-        return sum(each.num_active for each in self.members) / max(1, len(self.members))
+        """Outputs for each member that run or wait there."""
+        return self._num_active / max(1, len(self.members))
 
     def add(self, member: Member) -> None:
         self.members[member] = None
@@ -272,9 +277,14 @@ class Group:
         del self.by_bit[member.bit]
         self._measured.pop(member, None)
         self.usable &= ~member.bit
+        self._num_active -= member.counted
+        member.counted = 0
 
     def update(self, member: Member, now_s: float) -> None:
         """Its cost has changed, or whether it takes requests."""
+        num_active = member.num_active
+        self._num_active += num_active - member.counted
+        member.counted = num_active
         if not member.is_usable(now_s):
             member.order = -1
             if self.usable & member.bit:

@@ -451,6 +451,41 @@ def test_requests_move_between_engines_of_one_version_alone() -> None:
         asked.work.num_tokens += 1  # type: ignore[misc]
 
 
+def test_of_several_versions_new_requests_go_to_the_less_loaded_whatever_has_come_and_gone() -> None:
+    router, chance = Router(RouterOptions(), random.Random(1)), random.Random(2)
+    for index in range(6):
+        router.join(facts(index, version=f"v{index % 2}", capacity=100), 0.0)
+    on_board: list[RoutedRequest] = []
+
+    def loads() -> dict[str, float]:
+        active: dict[str, list[int]] = {}
+        for member in router.members.values():
+            active.setdefault(member.facts.version, []).append(member.num_active)
+        return {version: sum(each) / len(each) for version, each in active.items()}
+
+    for now_s in range(300):
+        name = chance.choice(list(router.members))
+        match chance.randrange(8):
+            case 0 | 1 if on_board:
+                router.end(on_board.pop(chance.randrange(len(on_board))), now_s)
+            case 2:
+                router.load(name, chance.randrange(20), 0, now_s)
+            case 3:
+                again = router.members[name].facts
+                router.leave(name, KILLED, now_s, is_awaited=True)
+                router.join(again, now_s)
+            case 4 if (
+                sum(each.facts.version == router.members[name].facts.version for each in router.members.values()) > 1
+            ):
+                router.change_version(name, chance.choice(("v0", "v1")), now_s)
+            case _:
+                before, asked = loads(), request(first=now_s)
+                version = router.place(asked, now_s).facts.version
+                assert before[version] == min(before.values())
+                on_board.append(asked)
+        on_board = [each for each in on_board if each.member is not None]
+
+
 def test_requests_of_an_engine_that_reads_other_weights_go_on_at_engines_that_have_them_too() -> None:
     router = Router(RouterOptions(), random.Random(1))
     for index, version in enumerate(("v1", "v1", "v2")):
