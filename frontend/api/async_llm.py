@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from headrace.frontend.api.batch import params_for
 from headrace.frontend.api.beam_search import BeamSearchParams, as_request_output, beam_search
 from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
-from headrace.frontend.api.engine_config import EngineConfig, ModelConfig, engine_config
+from headrace.frontend.api.engine_config import EngineConfig, ModelConfig, SchedulerConfig, engine_config
 from headrace.frontend.api.helpers import EngineSignature, TokenizerToAwait, get_tokenizer
 from headrace.frontend.api.inputs.chat_prompts import chat_options, chat_prompt
 from headrace.frontend.api.inputs.prompts import (
@@ -321,6 +321,9 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
 
     async def get_model_config(self) -> ModelConfig:
         return (await self.get_vllm_config()).model_config
+
+    async def get_scheduler_config(self) -> SchedulerConfig:
+        return (await self.get_vllm_config()).scheduler_config
 
     @property
     def vllm_config(self) -> EngineConfig:

@@ -77,6 +77,17 @@ class EngineArgs(metaclass=_Defaults):
         value = getattr(parse_options(**vars(self)), name)
         return None if name == "model" and value == "" else value  # as LLM is given none
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether an engine would be started with the same options."""
+        if not isinstance(other, EngineArgs):
+            return NotImplemented
+        return parse_options(**vars(self)) == parse_options(**vars(other))
+
+    __hash__ = None  # type: ignore[assignment]  # as of every object that may change
+
     @staticmethod
     def add_cli_args(parser: P, async_args_only: bool = False) -> P:
         """Adds every option to the parser, and `--config FILE`; nothing with async_args_only: there are no others."""

@@ -29,8 +29,20 @@ METHODS = {
     "(worker_extension_cls) and collective_rpc reach it",
     "from_vllm_config": "from_engine_args takes EngineArgs",
     "set_tokenizer": "the option tokenizer names the engine's, and prompts may be token ids of any",
-    **dict.fromkeys(("model_executor", "engine_core", "output_processor"), "the engine is a program of its own"),
-    **dict.fromkeys(("parallel_config", "speculative_config", "observability_config"), DECISIONS),
+    **dict.fromkeys(
+        ("model_executor", "engine_core", "input_processor", "output_processor"), "the engine is a program of its own"
+    ),
+    **dict.fromkeys(
+        (
+            *("parallel_config", "speculative_config", "observability_config", "get_parallel_config"),
+            *("get_decoding_config", "get_lora_config"),
+        ),
+        DECISIONS,
+    ),
+    "start_background_loop": "the engine runs from its start on",
+    "shutdown_background_loop": "shutdown() and close() end the engine",
+    "get_input_preprocessor": "get_tokenizer() makes tokens of texts",
+    **dict.fromkeys(("log_requests", "log_stats"), "the engine logs no requests; do_log_stats() logs its load"),
     "preprocess_chat": "get_tokenizer().apply_chat_template renders a conversation",
     **dict.fromkeys(("add_lora", "list_loras", "pin_lora", "remove_lora"), NO_ADAPTERS),
     **dict.fromkeys(

@@ -90,6 +90,23 @@ def test_times_of_a_request_are_moments_too() -> None:
     assert (unknown.time_in_queue, unknown.first_token_time, unknown.finished_time) == (None, None, None)
 
 
+def test_engine_args_are_compared_and_shown_by_their_options() -> None:
+    args = EngineArgs(model="m", max_model_len=64)
+    assert args == EngineArgs(model="m", max_model_len=64, seed=0)
+    assert args != EngineArgs(model="m")
+    assert args != "m"
+    assert repr(args) == "EngineArgs(model='m', max_model_len=64)"
+
+
+def test_structured_outputs_tell_whether_they_ask_for_a_form() -> None:
+    params = StructuredOutputsParams(structural_tag={"format": {"type": "const_string", "value": "a"}})
+    assert (params.all_constraints_none(), params.all_non_structural_tag_constraints_none()) == (False, True)
+    params = StructuredOutputsParams(regex="a")
+    assert (params.all_constraints_none(), params.all_non_structural_tag_constraints_none()) == (False, False)
+    params.regex = None
+    assert params.all_constraints_none()
+
+
 def test_config_objects_tell_what_they_lack(llm: LLM) -> None:
     engine = llm.llm_engine
     assert (engine.model_config.runner_type, engine.model_config.is_multimodal_model) == ("generate", False)
@@ -100,6 +117,7 @@ def test_config_objects_tell_what_they_lack(llm: LLM) -> None:
         (engine.vllm_config, "parallel_config", "describe_engine"),
         (engine, "model_executor", "a program of its own"),
         (llm, "set_tokenizer", "the option tokenizer"),
+        (llm, "get_decoding_config", "describe_engine"),
         (EngineArgs(), "create_model_config", "describe_engine"),
     ):
         with pytest.raises(AttributeError, match=f"has no '{name}': .*{said}"):

@@ -345,6 +345,8 @@ def test_messages_may_lack_content_and_have_fields_that_nobody_knows(client: htt
         empty = prompt_of({"role": role, "content": ""})
         assert prompt_of({"role": role}) == prompt_of({"role": role, "content": None}) == empty
     assert prompt_of({"role": "assistant", "tool_calls": []}) == prompt_of({"role": "assistant", "content": ""})
+    said_no = prompt_of({"role": "assistant", "content": None, "refusal": "no"})
+    assert said_no == prompt_of({"role": "assistant", "content": "no", "refusal": None})
     assert prompt_of({**USER[0], "timestamp": 5}) == prompt_of(USER[0])
     misspelt = refused(client, CHAT, messages=[*USER, {"role": "user", "contents": "hi"}], **GREEDY)
     assert misspelt["param"] == "messages[1].contents"

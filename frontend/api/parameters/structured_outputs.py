@@ -114,6 +114,13 @@ class StructuredOutputsParams:
             raise _too_long(name)
         self._checked = name, text
 
+    def all_constraints_none(self) -> bool:
+        """vLLM's question: whether no form is asked for. False, but for one that was taken away since."""
+        return all(getattr(self, name) is None for name in FORMS)
+
+    def all_non_structural_tag_constraints_none(self) -> bool:
+        return all(getattr(self, name) is None for name in FORMS if name != "structural_tag")
+
     def to_wire(self) -> StructuredOutput:
         name: Any = self._given()[0]
         backend, more = split_backend(self.backend or "")

@@ -360,6 +360,8 @@ def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
     plain = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
     for name in ("annotations", *UNREAD_IN_MESSAGES):
         plain.pop(name, None)
+    if (refusal := plain.pop("refusal", None)) is not None:
+        plain.setdefault("content", refusal)
     if isinstance(message.content, list):
         plain["content"] = [_without_hints(part) for part in message.content]
         where = f"messages[{index}].content"

@@ -152,8 +152,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     reasoning_text: str | None = None
+    refusal: Annotated[str | None, Meta(description="What an assistant said in the place of content")] = None
     # An assistant's message comes back as the server gave it, with fields that say nothing.
-    refusal: None = None
     annotations: Few[Any] | None = None
     audio: None = None
     function_call: None = None
