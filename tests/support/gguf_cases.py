@@ -120,6 +120,7 @@ CASES: dict[str, Source] = {
     "qwen2": plain("qwen2"),
     "qwen3": plain("qwen3"),
     "gemma3": plain("gemma3", **GEMMA3),
+    "gemma3n": plain("gemma3n", vocab_size_per_layer_input=tiny_models.VOCAB_SIZE),
     "gemma2": plain("gemma2", query_pre_attn_scalar=16),
     "smollm3": plain("smollm3"),
     "mixtral": plain("mixtral", num_key_value_heads=2),

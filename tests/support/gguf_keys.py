@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import gguf
+import torch
 
 Config = Mapping[str, Any]
 EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
@@ -14,6 +15,7 @@ PERMUTED = (
     "llama", "smollm3", "arcee", "granite", "granitemoe", "olmo", "baichuan", "internlm2", "minicpm",
 )  # fmt: skip
 LATENT = ("deepseek2", "minicpm3")
+OWN_HEADS = ("qwen3", "gemma2", "gemma3", "gemma3n", "gpt-oss")
 NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model", "n_embed"),
@@ -53,7 +55,7 @@ def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) or 1.0
     if arch not in LATENT and (partial != 1.0 or arch in PERMUTED):
         writer.add_rope_dimension_count(int(partial * head_dim))
-    if arch not in LATENT and (arch in ("qwen3", "gemma2", "gemma3", "gpt-oss") or head_dim * heads != hidden):
+    if arch not in LATENT and (arch in OWN_HEADS or head_dim * heads != hidden):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if "num_experts_per_tok" in config and arch != "minicpm3":
@@ -68,7 +70,9 @@ def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
     return int(layers)
 
 
-def _inner(arch: str, config: Config, hidden: int) -> int:
+def _inner(arch: str, config: Config, hidden: int) -> int | list[int]:
+    if arch == "gemma3n":
+        return list(config["intermediate_size"])
     if arch in ("falcon", "bloom", "mpt", "gpt2", "starcoder"):
         return 4 * hidden
     return int(config["intermediate_size_mlp" if arch == "llama4" else "intermediate_size"])
@@ -172,6 +176,18 @@ def _gemma2(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_final_logit_softcapping(config["final_logit_softcapping"])
 
 
+def _gemma3n(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    shares = torch.tensor(config["activation_sparsity_pattern"])
+    writer.add_activation_sparsity_scale(torch.distributions.Normal(0.0, 1.0).icdf(shares).tolist())
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+
+
 def _cohere2(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_sliding_window(config["sliding_window"])
     writer.add_logit_scale(config["logit_scale"])
@@ -209,6 +225,7 @@ OWN: dict[str, Callable[[gguf.GGUFWriter, Config], None]] = {
     "exaone4": _window_of_layers,
     "gemma2": _gemma2,
     "gemma3": _window,
+    "gemma3n": _gemma3n,
     "glm4moe": lambda writer, config: writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID),
     "gpt-oss": _window,
     "gptneox": lambda writer, config: writer.add_parallel_residual(config["use_parallel_residual"]),

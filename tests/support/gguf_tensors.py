@@ -67,6 +67,8 @@ def _parts(arch: str, name: str, tensor: Tensor, config: Config) -> Iterator[tup
         yield f"{blk}ffn_down_exps.weight", tensor
     elif last == "e_score_correction_bias":
         yield f"{start}.e_score_correction.bias", tensor
+    elif last.endswith("_scale"):
+        yield f"{name}.weight", tensor
     else:
         yield name, tensor
 
@@ -126,11 +128,11 @@ def _adjusted(arch: str, name: str, tensor: Tensor, config: Config) -> Tensor:
 
 
 def _stacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With one tensor of each matrix of a layer's experts, as the converter merges them."""
+    """With one tensor of each matrix of a layer's experts, as the converter merges them, and of Gemma 3n's rows."""
     found: dict[str, Tensor] = {}
     stacks: dict[str, list[tuple[int, Tensor]]] = {}
     for name, tensor in state.items():
-        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)
+        match = re.fullmatch(r"(.*\.experts|.*altup_(?:unembed_)?projections)\.(\d+)\.(.*)", name)
         if match:
             stacks.setdefault(f"{match[1]}.{match[3]}", []).append((int(match[2]), tensor))
         else:

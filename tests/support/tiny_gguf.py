@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "GPTNeoXForCausalLM": "gptneox",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma3nForCausalLM": "gemma3n",
     "GemmaForCausalLM": "gemma",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4moe",
@@ -71,7 +72,10 @@ ARCHITECTURES = {
     "StableLmForCausalLM": "stablelm",
     "Starcoder2ForCausalLM": "starcoder2",
 }
-NOT_QUANTISED = (".mlp.gate", ".shared_expert_gate", ".block_sparse_moe.gate", ".router.layer", ".router")
+NOT_QUANTISED = (
+    *(".mlp.gate", ".shared_expert_gate", ".block_sparse_moe.gate", ".router.layer", ".router"),
+    *(".altup.correction_coefs", ".altup.prediction_coefs", ".altup.modality_router"),
+)
 
 
 def save_gguf(model: Any, path: Path, kind: Kind = Kind.F32, tokenizer: Mapping[str, Any] | None = None) -> Path:

@@ -61,6 +61,19 @@ class Fields:
         value: int = self.get(key, (int,), default)
         return value
 
+    def integers(self, key: str, default: int | None = None) -> int | list[int]:
+        """One of all layers, or one of each."""
+        values = self.header.metadata.get(f"{self.prefix}.{key}")
+        if isinstance(values, np.ndarray) and values.dtype.kind in "iu" and len(set(values.tolist())) > 1:
+            return [int(each) for each in values]
+        return self.integer(key, default)
+
+    def floats(self, key: str) -> list[float] | None:
+        """One of each layer; None where the file has none."""
+        values = self.header.metadata.get(f"{self.prefix}.{key}")
+        is_list = isinstance(values, np.ndarray) and values.dtype.kind == "f"
+        return [float(each) for each in values] if is_list else None
+
     def number(self, key: str, default: float | None = None) -> float:
         return float(self.get(key, (int, float), default))
 
@@ -71,6 +84,12 @@ class Fields:
     def holds(self, tensor: str) -> bool:
         """Whether the file has that tensor."""
         return tensor in self.header.tensors
+
+    def rows(self, tensor: str) -> int:
+        """How many rows that tensor has. Raises ModelError where there is none."""
+        if tensor not in self.header.tensors:
+            raise ModelError(f"{self.header.path} has no tensor {tensor}")
+        return int(self.header.tensors[tensor].shape[0])
 
     def any_layer_holds(self, tensor: str) -> bool:
         """Whether a layer has a tensor whose name ends so: the first ones may be of another kind."""

@@ -65,7 +65,7 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         "model_type": architecture.model_type,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": fields.integer("feed_forward_length", 0 if architecture.is_mixture else None),
+        "intermediate_size": fields.integers("feed_forward_length", 0 if architecture.is_mixture else None),
         "num_hidden_layers": fields.integer("block_count") - fields.integer("nextn_predict_layers", 0),
         "num_attention_heads": num_heads,
         "num_key_value_heads": fields.integer("attention.head_count_kv", num_heads),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any
 
@@ -117,6 +118,27 @@ def _gemma(fields: Fields, config: Config) -> dict[str, Any]:
     return found
 
 
+def _gemma3n(fields: Fields, config: Config) -> dict[str, Any]:
+    """Sizes of what stands in no key are those of tensors. The file has of each layer by how many standard deviations a
+    gate must stand out, minus infinity where all of it is kept; the config has the share that is left out."""
+    least = fields.floats("activation_sparsity_scale") or [-math.inf] * config["num_hidden_layers"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": fields.integer("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": fields.rows("per_layer_token_embd.weight"),
+        "laurel_rank": fields.rows("blk.0.laurel_l.weight"),
+        "altup_num_inputs": fields.integer("altup.num_inputs"),
+        "altup_active_idx": fields.integer("altup.active_idx"),
+        "num_kv_shared_layers": fields.integer("attention.shared_kv_layers"),
+        "activation_sparsity_pattern": [NormalDist().cdf(each) for each in least],
+        "layer_types": fields.sliding_layers(),
+        "sliding_window": fields.integer("attention.sliding_window"),
+        "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
+        "rope_theta": fields.number("rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": fields.number("rope.freq_base_swa", 10_000.0),
+    }
+
+
 def _gpt2(fields: Fields, config: Config) -> dict[str, Any]:
     return {"n_inner": config["intermediate_size"]}
 
@@ -202,6 +224,7 @@ DENSE: Mapping[str, GGUFArchitecture] = MappingProxyType(
         "gemma": GGUFArchitecture("GemmaForCausalLM", "gemma", offset_norms=True),
         "gemma2": GGUFArchitecture("Gemma2ForCausalLM", "gemma2", offset_norms=True, extra=_gemma),
         "gemma3": GGUFArchitecture("Gemma3ForCausalLM", "gemma3_text", offset_norms=True, extra=_gemma),
+        "gemma3n": GGUFArchitecture("Gemma3nForCausalLM", "gemma3n_text", extra=_gemma3n),
         "glm4": GGUFArchitecture("Glm4ForCausalLM", "glm4", extra=query_biases),
         "gpt2": GGUFArchitecture("GPT2LMHeadModel", "gpt2", extra=_gpt2),
         "gptneox": GGUFArchitecture("GPTNeoXForCausalLM", "gpt_neox", extra=_neox),

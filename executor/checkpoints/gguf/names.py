@@ -60,6 +60,8 @@ class _Places:
         self._table = get_tensor_name_map(kind, spec.num_layers)
         self._num_blocks = int(header.metadata.get(f"{architecture}.block_count", spec.num_layers))
         self.shapes = {weight.name: weight.shape for weight in model_weights(spec)}
+        self._stacked = dict[str, str]()
+        """Of tensors that hold several weights of one shape: their names, but for the number."""
         self._declared = dict(self._plain_names())
         self._fused = {
             own: (start, fused)
@@ -84,6 +86,10 @@ class _Places:
             if each_expert in name:
                 continue
             stem, _, kind = name.rpartition(".")
+            together, _, number = stem.rpartition(".")
+            if number.isdecimal() and (own := self._own_name(together)):
+                self._stacked[f"{own}.{kind}"] = f"{together}.{{}}.{kind}"
+                continue
             if kind not in ("weight", "bias"):  # a whole name, as of a vector that no module holds
                 stem, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
             if own := self._own_name(stem):
@@ -123,6 +129,8 @@ class _Places:
                 }
         if name in self._declared:
             return {self._declared[name]: record}
+        if name in self._stacked:
+            return {self._stacked[name].format(number): part for number, part in enumerate(_unstacked(record))}
         return {self._latent_half(name) or name: record}
 
     def _latent_half(self, name: str) -> str | None:

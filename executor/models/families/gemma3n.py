@@ -179,9 +179,10 @@ def build(config: Config) -> ArchSpec:
 
 
 def _names(spec: ArchSpec, layers: Sequence[LayerSpec]) -> WeightNames:
-    """With what published checkpoints hold and nothing computes: keys and values of layers that read others'."""
+    """With what published checkpoints hold and nothing computes: keys and values of layers that read others', under the
+    names of GGUF files too."""
     needless = [
-        rf"\.{index}\.self_attn\.(k_proj|v_proj|k_norm)\."
+        rf"\.{index}\.(self_attn\.(k_proj|v_proj|k_norm)|attn_(k|v|k_norm))\."
         for index, layer in enumerate(layers)
         if layer.cache_of is not None
     ]
