@@ -228,6 +228,12 @@ class ProgramOps:
     def call(self, function: Callable[..., Any], *values: Any) -> Any:
         raise NotImplementedError(f"a program cannot call {function}: the block's why_no_program should say so")
 
+    def gathered(self, x: Any) -> Any:
+        raise NotImplementedError("a program gathers no columns of ranks: the block's why_no_program should say so")
+
+    def total(self, contributions: Sequence[Any]) -> Any:
+        raise NotImplementedError("a program's sums are of its stream: the block's why_no_program should say so")
+
     def stream(self) -> Buffer:
         return self.at.hidden
 

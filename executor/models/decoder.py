@@ -134,11 +134,11 @@ class Decoder:
         steps = [Step(batch, cos_sin) for batch in inputs.paged_batches]
         for layer, cache, group in zip(self._layers, kv_cache.layers, kv_cache.groups, strict=True):
             hidden, delta = layer(hidden, delta, steps[group], cache)
+        if not self._place.is_last_stage:
+            self._send(hidden, delta)
+            return hidden
         if self._stream is not None:
             hidden = self._stream.end(hidden)
-        if not self._place.is_last_stage:
-            self._place.link.send(torch.stack([hidden] if delta is None else [hidden, delta]))
-            return hidden
         if self._norm is not None:
             return self._norm(hidden, delta)[0]
         return hidden if delta is None else hidden + delta
@@ -157,8 +157,21 @@ class Decoder:
             hidden = hidden + self._positions[inputs.positions + (self.spec.learned_position_offset or 0)]
         return hidden, None
 
+    def _send(self, hidden: Tensor, delta: Tensor | None) -> None:
+        """To the next stage. A stream goes in parts as wide as hidden values, for which there is room."""
+        if self.spec.stream is None:
+            self._place.link.send(torch.stack([hidden] if delta is None else [hidden, delta]))
+            return
+        for part in hidden.split(self.spec.hidden_size, dim=1):
+            self._place.link.send(part[None].contiguous())
+
     def _receive(self, num_tokens: int) -> tuple[Tensor, Tensor | None]:
         """What the layers of the stage before returned."""
+        if (stream := self.spec.stream) is not None:
+            width, most = stream.width(self._place.layers(self.spec.num_layers).start), self.spec.hidden_size
+            sizes = [min(most, width - first) for first in range(0, width, most)]
+            parts = [self._place.link.receive((1, num_tokens, size), self.dtype)[0] for size in sizes]
+            return torch.cat(parts, dim=1).to(self.device), None
         count = 1 if self.spec.norm_placement == "post" else 2
         received = self._place.link.receive((count, num_tokens, self.spec.hidden_size), self.dtype).to(self.device)
         return received[0], received[1] if count == 2 else None

@@ -423,8 +423,17 @@ class EagerOps:
         parts = stack(exchange.gather(x), exchange.gather(logits), routing, correction)
         return exchange.own_sum(parts)
 
-    def call(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+    def call(self, function: Callable[..., Tensor], *values: Any) -> Tensor:
         return function(*values)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return self._place.all_gather(x)
+
+    def total(self, contributions: Sequence[Any]) -> Tensor:
+        total: Tensor = contributions[0]
+        for each in contributions[1:]:
+            total = total + each
+        return self._place.all_reduce(total)
 
     def stream(self) -> Tensor:
         if self.delta is not None:
@@ -437,10 +446,7 @@ class EagerOps:
         return normed
 
     def add(self, contributions: Sequence[Any], post_norm: EagerNorm | None = None) -> None:
-        total = contributions[0]
-        for each in contributions[1:]:
-            total = total + each
-        total = self._place.all_reduce(total)
+        total = self.total(contributions)
         if post_norm is not None:
             total, _ = post_norm(total)
         self.stream()

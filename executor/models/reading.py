@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,6 +209,15 @@ def _not_read(spec: ArchSpec, place: RankPlace, prefix: str) -> list[str]:
         excused += tuple(prefix + name for name in firsts)
     if not place.is_last_stage:
         excused += tuple(prefix + name for name in (names.final_norm, names.project_out))
+    if (stream := spec.stream) is not None and not place.is_first_stage:
+        excused += (prefix + stream.table.name, *_stems(stream.declare_beginning(spec), prefix))
+    if stream is not None and not place.is_last_stage:
+        excused += _stems(stream.declare_end(spec), prefix)
     others = [names.layer(prefix, i) for i in range(spec.num_layers) if i not in own]
     patterns = [rf"^{re.escape(name)}\.(weight|bias)$" for name in excused]
     return [*names.ignorable, *patterns, *(f"^{re.escape(start)}" for start in others)]
+
+
+def _stems(declared: Mapping[str, Declared], prefix: str) -> tuple[str, ...]:
+    """Names of what holds these weights."""
+    return tuple(prefix + weight.name.rpartition(".")[0] for each in declared.values() for weight in each.weights())

@@ -49,7 +49,7 @@ def outer_weights(spec: ArchSpec, prefix: str) -> Iterator[Weight]:
     if (stream := spec.stream) is not None:
         table = stream.table
         yield Weight(f"{prefix}{table.name}.weight", (table.vocab_size, table.width), "embedding")
-        for declared in stream.declare_ends(spec).values():
+        for declared in (*stream.declare_beginning(spec).values(), *stream.declare_end(spec).values()):
             yield from (replace(weight, name=prefix + weight.name) for weight in declared.weights())
     if spec.final_norm:
         yield from Norm.of_stream(spec, prefix + names.final_norm).weights()

@@ -3,6 +3,8 @@ of its own."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -84,25 +86,31 @@ class VocabParallelHead:
 
 
 class EagerStream:
-    """A spec's `Stream` at both ends of a model."""
+    """A spec's `Stream` at both ends of a model, each read by the stage that has it."""
 
     def __init__(self, weights: EagerWeights, spec: ArchSpec, stream: Stream, prefix: str) -> None:
         self._stream, self._place = stream, weights.place
+        self._table: VocabParallelEmbedding | None = None
+        self._beginning, self._end = dict[str, Any](), dict[str, Any]()
         table = stream.table
         self._table_size, scale = table.vocab_size, float(torch.tensor(table.scale, dtype=weights.dtype))
         shape = (table.vocab_size, table.width)
-        self._table = VocabParallelEmbedding(weights, prefix + table.name, *shape, scale, weights.place)
-        self._held = {key: weights.read(each, prefix) for key, each in stream.declare_ends(spec).items()}
+        if weights.place.is_first_stage:
+            self._table = VocabParallelEmbedding(weights, prefix + table.name, *shape, scale, weights.place)
+            self._beginning = {key: weights.read(each, prefix) for key, each in stream.declare_beginning(spec).items()}
+        if weights.place.is_last_stage:
+            self._end = {key: weights.read(each, prefix) for key, each in stream.declare_end(spec).items()}
 
     def begin(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
         """token_ids [num_tokens] int64, embedded [num_tokens, hidden] -> the stream"""
+        assert self._table is not None, "the first stage has the table"
         inputs = self._table(token_ids * (token_ids < self._table_size))
-        result: Tensor = self._stream.begin(self._ops(embedded), self._held, embedded, inputs)
+        result: Tensor = self._stream.begin(self._ops(embedded), self._beginning, embedded, inputs)
         return result
 
     def end(self, stream: Tensor) -> Tensor:
         """-> [num_tokens, hidden]"""
-        result: Tensor = self._stream.end(self._ops(stream), self._held, stream)
+        result: Tensor = self._stream.end(self._ops(stream), self._end, stream)
         return result
 
     def _ops(self, x: Tensor) -> EagerOps:

@@ -51,11 +51,15 @@ def check_experts(spec: ArchSpec, options: Options) -> None:
 
 def check_shares(spec: ArchSpec, place: RankPlace) -> None:
     """Raises ModelError or OptionError, with the numbers, where a rank of this place would have no part of its own."""
-    if spec.stream is not None and place.world_size > 1:
-        raise OptionError(
-            f"a {spec.architecture} runs on one rank: what it keeps of a token between layers is more than one row of "
-            "hidden values, which ranks do not exchange"
-        )
     spec.own_caches(place.tp_size)
     place.vocabulary(spec.vocab_size)
-    place.layers(spec.num_layers)
+    if spec.stream is not None:
+        place.vocabulary(spec.stream.table.vocab_size)
+    own = place.layers(spec.num_layers)
+    sources = [source for layer in own if (source := spec.layers[layer].cache_of) is not None]
+    if sources and min(sources) not in own:
+        first = min(source for layer in spec.layers if (source := layer.cache_of) is not None)
+        raise OptionError(
+            f"layers {own.start} to {own.stop - 1} of this {spec.architecture} read the cache of layer {min(sources)}, "
+            f"which another stage keeps: pipeline_layer_partition must give the last stage those from {first} on"
+        )

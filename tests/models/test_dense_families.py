@@ -27,10 +27,7 @@ __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 
 THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
 NEW_TOKENS = 10
-ONE_RANK = ("gemma3n", "gemma3n_plain")
-"""What ranks cannot divide."""
-DIVISIBLE = [name for name in FAMILIES if name not in ONE_RANK]
-OP_BY_OP = {"apertus", *ONE_RANK}
+OP_BY_OP = {"apertus", "gemma3n", "gemma3n_plain"}
 """What the CPU program cannot compute."""
 
 
@@ -76,21 +73,40 @@ def test_an_engine_gives_the_tokens_of_transformers(folder: Path, name: str) -> 
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("name", DIVISIBLE)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_two_ranks_give_the_tokens_of_transformers(folder: Path, name: str) -> None:
     expect_answers_of_transformers(folder, name, tensor_parallel_size=2, distributed_executor_backend=THREADS)
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("name", DIVISIBLE)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_two_stages_give_the_tokens_of_transformers(folder: Path, name: str) -> None:
-    expect_answers_of_transformers(folder, name, pipeline_parallel_size=2, distributed_executor_backend=THREADS)
+    # Layers that read the cache of others are in one stage with them.
+    partition = (1, 4) if name == "gemma3n" else ()
+    expect_answers_of_transformers(
+        folder,
+        name,
+        pipeline_parallel_size=2,
+        pipeline_layer_partition=partition,
+        distributed_executor_backend=THREADS,
+    )
 
 
-@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
-def test_a_stream_of_several_rows_is_not_divided_among_ranks(folder: Path, kind: str) -> None:
-    with pytest.raises(HeadraceError, match="a Gemma3nForCausalLM runs on one rank: what it keeps of a token between"):
-        LLM(str(saved(folder, "gemma3n")), **TIGHT, **{f"{kind}_parallel_size": 2})
+def test_ranks_of_both_kinds_share_a_stream_of_several_rows(folder: Path) -> None:
+    """Three that do not divide the heads and inner columns, and two stages."""
+    expect_answers_of_transformers(
+        folder,
+        "gemma3n",
+        tensor_parallel_size=3,
+        pipeline_parallel_size=2,
+        pipeline_layer_partition=(1, 4),
+        distributed_executor_backend=THREADS,
+    )
+
+
+def test_layers_that_read_anothers_cache_are_of_the_same_stage(folder: Path) -> None:
+    with pytest.raises(HeadraceError, match=r"layers 3 to 4 .* read the cache of layer 1, .* those from 1 on"):
+        LLM(str(saved(folder, "gemma3n")), **TIGHT, pipeline_parallel_size=2)
 
 
 def test_layers_that_read_anothers_cache_keep_none_and_their_own_matrices_are_not_read() -> None:

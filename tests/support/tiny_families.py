@@ -79,7 +79,7 @@ FAMILIES: dict[str, TinyModel] = {
         "Gemma3nTextConfig",
         **GEMMA3N,
         activation_sparsity_pattern=[0.4, 0.0, 0.0, 0.0, 0.7],
-        intermediate_size=[48, 40, 48, 48, 48],
+        intermediate_size=[50, 40, 48, 48, 48],
         num_kv_shared_layers=2,
         vocab_size_per_layer_input=100,
     ),

@@ -71,8 +71,9 @@ class Fields:
     def floats(self, key: str) -> list[float] | None:
         """One of each layer; None where the file has none."""
         values = self.header.metadata.get(f"{self.prefix}.{key}")
-        is_list = isinstance(values, np.ndarray) and values.dtype.kind == "f"
-        return [float(each) for each in values] if is_list else None
+        if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
+            return None
+        return [float(each) for each in values]
 
     def number(self, key: str, default: float | None = None) -> float:
         return float(self.get(key, (int, float), default))

@@ -270,9 +270,15 @@ class Ops(Protocol):
         """A contribution: the weighted sum of what the chosen experts of an `ExpertStack` make of x. correction: a
         `Vector` that is added to the scores to choose, and to nothing else."""
 
-    def call(self, function: Callable[..., Value], *values: Value) -> Value:
+    def call(self, function: Callable[..., Value], *values: Any) -> Value:
         """Any torch function of tensors. Only where ops run eagerly: a block that needs it says so in
-        `why_no_program`."""
+        `why_no_program`. So are the two below."""
+
+    def gathered(self, x: Value) -> Value:
+        """The columns of all ranks side by side, of what each has a part of."""
+
+    def total(self, contributions: Sequence[Value]) -> Value:
+        """The contributions' sum over the ranks."""
 
 
 class Block:
@@ -330,16 +336,24 @@ class Mixer(Block):
 
 class Stream:
     """What a model keeps of each token from layer to layer, where that is more than one row of hidden values. It stands
-    around both blocks of each layer in the place of `emit_layer`, and runs op by op on one rank. Subclasses are frozen
-    dataclasses of numbers."""
+    around both blocks of each layer in the place of `emit_layer`, and runs op by op, whole on each rank of a stage.
+    Subclasses are frozen dataclasses of numbers."""
 
     @property
     def table(self) -> LayerTable:
         """Of the token embeddings that `begin` is given beside the first."""
         raise NotImplementedError
 
-    def declare_ends(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        """What `begin` and `end` read. Weights' names are those below the model's prefix."""
+    def declare_beginning(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        """What `begin` reads. Weights' names are those below the model's prefix."""
+        raise NotImplementedError
+
+    def declare_end(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        """What `end` reads."""
+        raise NotImplementedError
+
+    def width(self, num_layers: int) -> int:
+        """Values of a token after so many layers."""
         raise NotImplementedError
 
     def declare_layer(self, spec: ArchSpec) -> Mapping[str, Declared]:

@@ -44,14 +44,20 @@ class AltUp(Stream):
         width = self.num_layers * self.input_size
         return LayerTable("embed_tokens_per_layer", self.layer_vocab_size, width, self.input_size**0.5)
 
-    def declare_ends(self, spec: ArchSpec) -> Mapping[str, Declared]:
+    def declare_beginning(self, spec: ArchSpec) -> Mapping[str, Declared]:
         hidden, others = self.hidden, range(self.num_rows - 1)
         return {
             "rows": Linear(tuple((f"altup_projections.{index}", hidden) for index in others), hidden),
             "inputs": Linear((("per_layer_model_projection", self.num_layers * self.input_size),), hidden),
             "inputs_norm": Norm.of(spec, "per_layer_projection_norm", self.input_size),
-            **{f"last_{i}": Linear(((f"altup_unembed_projections.{i}", hidden),), hidden) for i in others},
         }
+
+    def declare_end(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        names = (f"altup_unembed_projections.{i}" for i in range(self.num_rows - 1))
+        return {f"last_{i}": Linear(((name, self.hidden),), self.hidden) for i, name in enumerate(names)}
+
+    def width(self, num_layers: int) -> int:
+        return self.num_rows * self.hidden + (self.num_layers - num_layers) * self.input_size
 
     def declare_layer(self, spec: ArchSpec) -> Mapping[str, Declared]:
         hidden, rows = self.hidden, self.num_rows
@@ -89,10 +95,10 @@ class AltUp(Stream):
         active = ops.call(_row, predicted, self.active)
         normed = ops.norm(norms["mixer"], ops.call(_copy, active))
         laurel = ops.norm(own["laurel_norm"], ops.linear(own["right"], ops.linear(own["left"], normed)))
-        mixed = ops.norm(norms["mixer_post"], ops.call(_total, *layer.mixer.emit(ops, held.mixer, normed)))
+        mixed = ops.norm(norms["mixer_post"], ops.total(layer.mixer.emit(ops, held.mixer, normed)))
         stream = ops.call(_half_power, active, mixed, normed, laurel)
         computed = layer.ffn.emit(ops, held.ffn, ops.norm(norms["ffn"], ops.call(_copy, stream)))
-        activated = ops.call(_total, stream, ops.norm(norms["ffn_post"], ops.call(_total, *computed)))
+        activated = ops.call(_total, stream, ops.norm(norms["ffn_post"], ops.total(computed)))
         shares = ops.linear(own["correct"], self._routed(ops, own, activated))
         corrected = ops.call(self._corrected, predicted, activated, shares)
         scale = (own["active_scale"],) if self.scales_active else ()

@@ -12,7 +12,7 @@ from statistics import NormalDist
 from typing import Any
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, WeightNames
-from headrace.executor.models.blocks import Attend, Axis, Declared, Ffn, Held, Linear, Ops
+from headrace.executor.models.blocks import Attend, Axis, Declared, Ffn, Held, Linear, Ops, rounded_up
 from headrace.executor.models.blocks.altup import AltUp
 from headrace.executor.models.blocks.attention import Attention
 from headrace.executor.models.blocks.dense import Dense
@@ -82,15 +82,15 @@ class NormedValues(Attention):
     def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
         qkv = ops.linear(held["qkv"], x)
         if not self.reads_only:
-            qkv = ops.call(self._with_normed_values, qkv)
+            qkv = ops.call(self._with_normed_values, qkv, held["attend"].num_kv_heads)
         return [ops.product(held["output"], ops.attend(held["attend"], qkv))]
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
         return "the program norms no values."
 
-    def _with_normed_values(self, qkv: Any) -> Any:
-        """qkv [num_tokens, (num_heads + 2 num_kv_heads) head_dim], of which the values are overwritten"""
-        values = qkv.unflatten(-1, (-1, self.head_dim))[:, -self.num_kv_heads :]
+    def _with_normed_values(self, qkv: Any, num_kv_heads: int) -> Any:
+        """qkv [num_tokens, (num_heads + 2 num_kv_heads) head_dim] of a rank, of which the values are overwritten"""
+        values = qkv.unflatten(-1, (-1, self.head_dim))[:, -num_kv_heads:]
         wide = values.float()
         values.copy_(wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt())
         return qkv
@@ -98,9 +98,11 @@ class NormedValues(Attention):
 
 @dataclass(frozen=True)
 class OutstandingDense(Dense):
-    """A gated FFN whose gate keeps of each row what lies above `cutoff` standard deviations over its mean."""
+    """A gated FFN whose gate keeps of a row, over all ranks, what lies `cutoff` standard deviations above its mean."""
 
     cutoff: float = 0.0
+    num_counted: int = 0
+    """Columns of a gate without those of padding; 0 for all."""
 
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
         names, inner, hidden = spec.names, Axis(self.inner), spec.hidden_size
@@ -111,17 +113,26 @@ class OutstandingDense(Dense):
         }
 
     def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
-        gate = ops.call(self._outstanding, ops.linear(held["gate"], x))
+        gate = ops.linear(held["gate"], x)
+        gate = ops.call(self._outstanding, gate, ops.gathered(gate))
         return [ops.product(held["down"], ops.call(self._gated, gate, ops.linear(held["up"], x)))]
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
         return "the program compares no value of a row with the row's mean."
 
-    def _outstanding(self, gate: Any) -> Any:
-        """gate [num_tokens, inner]"""
-        wide = gate.float()
-        lowest = wide.mean(-1, keepdim=True) + self.cutoff * wide.std(-1, keepdim=True, correction=0)
-        return (wide - lowest).relu().to(gate.dtype)
+    def for_ranks(self, tp_size: int, inner_block: int) -> OutstandingDense:
+        inner = rounded_up(self.inner, tp_size * inner_block)
+        return self if tp_size == 1 else replace(self, inner=inner, num_counted=self.num_counted or self.inner)
+
+    def values_per_token(self, tp_size: int) -> int:
+        """With the gate of all ranks."""
+        return super().values_per_token(tp_size) + 2 * self.inner
+
+    def _outstanding(self, gate: Any, whole: Any) -> Any:
+        """gate [num_tokens, a rank's columns], whole [num_tokens, inner]"""
+        counted = whole[:, : self.num_counted or self.inner].float()
+        lowest = counted.mean(-1, keepdim=True) + self.cutoff * counted.std(-1, keepdim=True, correction=0)
+        return (gate.float() - lowest).relu().to(gate.dtype)
 
     def _gated(self, gate: Any, up: Any) -> Any:
         from torch.nn import functional  # families are read where there is no torch
