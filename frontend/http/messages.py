@@ -12,6 +12,7 @@ import functools
 import json
 import types
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -33,7 +34,7 @@ from headrace.frontend.http.openai.requests import (
     Neutral,
     one_of,
 )
-from headrace.frontend.http.openai.responses import Answer
+from headrace.frontend.http.openai.responses import Answer, ModelCard
 from headrace.frontend.http.responses_api.items import as_encrypted, from_encrypted
 from headrace.frontend.text.formats.message import call_id, num_reasoning_tokens
 from headrace.frontend.text.formats.parser import Event, OutputParser
@@ -125,6 +126,36 @@ MESSAGES_NEUTRAL: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.M
 
 class CountTokensResponse(msgspec.Struct):
     input_tokens: int
+
+
+class ClaudeModel(msgspec.Struct, tag_field="type", tag="model"):
+    """A model as Anthropic's clients have it."""
+
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
+    lifecycle: str = "active"
+
+    @classmethod
+    def of(cls, card: ModelCard) -> ClaudeModel:
+        created = datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z")
+        return cls(card.id, card.id, created, card.max_model_len, card.max_model_len)
+
+
+class ClaudeModels(msgspec.Struct):
+    """All in one page."""
+
+    data: list[ClaudeModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
+
+    @classmethod
+    def of(cls, cards: Sequence[ModelCard]) -> ClaudeModels:
+        ids = [card.id for card in cards]
+        return cls([ClaudeModel.of(card) for card in cards], *((ids[0], ids[-1]) if ids else (None, None)))
 
 
 def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:

@@ -27,6 +27,8 @@ from headrace.frontend.http.files.batches import FilesState
 from headrace.frontend.http.load_report import LOAD_FORMAT_HEADER, load_headers
 from headrace.frontend.http.messages import (
     MESSAGES_NEUTRAL,
+    ClaudeModel,
+    ClaudeModels,
     CountTokensRequest,
     CountTokensResponse,
     MessagesRequest,
@@ -235,14 +237,23 @@ async def _generate(
 
 
 async def models(state: ServerState, exchange: Exchange) -> None:
-    await exchange.answer(ModelList("list", [_card(state, name) for name in _names(state)]))
+    cards = [_card(state, name) for name in _names(state)]
+    await exchange.answer(ClaudeModels.of(cards) if _is_claudes(exchange) else ModelList("list", cards))
+
+
+def _is_claudes(exchange: Exchange) -> bool:
+    """Two APIs have routes of one path for models; clients of Anthropic's always say its version."""
+    return exchange.header_bytes(b"anthropic-version") is not None
 
 
 async def one_model(state: ServerState, exchange: Exchange) -> None:
     name = exchange.scope["path_params"]["model"]
+    if _is_claudes(exchange):
+        exchange.error_body = error_body
     if name not in _names(state):
         raise ApiError(404, f"the model {name!r:.200} does not exist", param="model", code="model_not_found")
-    await exchange.answer(_card(state, name))
+    card = _card(state, name)
+    await exchange.answer(ClaudeModel.of(card) if _is_claudes(exchange) else card)
 
 
 async def tokenize(state: ServerState, exchange: Exchange) -> None:

@@ -11,7 +11,7 @@ import anthropic
 import httpx
 import msgspec
 import pytest
-from anthropic.types import ErrorResponse, Message, MessageTokensCount, RawMessageStreamEvent
+from anthropic.types import ErrorResponse, Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent
 from anthropic.types import message_create_params as plain_params
 from anthropic.types.beta import message_create_params as beta_params
 from http_server import serving
@@ -291,6 +291,15 @@ def test_bad_requests_are_refused_in_the_apis_own_shape(server, changes, words):
         assert answer.json()["type"] == "error"
         assert answer.json()["error"]["type"] == "invalid_request_error"
         assert words in answer.json()["error"]["message"]
+
+
+def test_models_are_told_to_anthropics_clients_in_their_own_types(client):
+    (model,) = client.models.list()
+    assert ModelInfo.model_validate(model.to_dict(), strict=False) == client.models.retrieve("null")
+    assert (model.id, model.display_name, model.type, model.max_input_tokens) == ("null", "null", "model", 1024)
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.models.retrieve("later")
+    ErrorResponse.model_validate(caught.value.body)
 
 
 def test_a_wrong_key_is_an_authentication_error(server):
