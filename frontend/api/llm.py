@@ -186,7 +186,8 @@ class LLM(Controls, NamesWhatIsMissing):
         chat_template (its text, or a name of the model's), chat_template_content_format (auto, string or openai: how
         the template gets a message's content), tools, documents, and chat_template_kwargs, a dict of what else the
         template should see. With tools, outputs have a `message` with the calls in it; tool_call_parser (by default
-        auto) and reasoning_parser name formats as the server's options do. Raises as `generate` does.
+        auto) and reasoning_parser name formats as the server's options do. Calls are read, and held to no schema, with
+        `strict` in a tool neither: that is the server's. Raises as `generate` does.
         """
         self._check_usable()
         check_arguments("chat", {"lora_request": lora_request})

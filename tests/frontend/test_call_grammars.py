@@ -291,6 +291,21 @@ def test_grammars_admit_calls_as_the_family_writes_them_and_no_others(way: Way):
             assert not accepts(grammar, way.write(wrong), specials), way.write(wrong)
 
 
+@pytest.mark.parametrize("name", [name for name, declared in known_formats().items() if declared.calls])
+def test_one_call_that_is_complete_ends_the_answer(name: str):
+    llguidance = pytest.importorskip("llguidance")
+    declared = load_format(name).calls
+    assert declared is not None
+    way = next(each for each in WAYS if load_format(each.format).calls == declared)
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens(list(way.special))
+    grammar = ForcedCalls(declared, FORCED[1:], special_ids(way.special), several=False).text()
+    matching = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("<|endoftext|>"))
+    matcher = llguidance.LLMatcher(matching, llguidance.LLMatcher.grammar_from_lark(grammar))
+    assert matcher.consume_tokens(tokenizer.encode(way.write(TWO[1:]).rstrip()).ids), matcher.get_error()
+    assert matcher.is_stopped()
+
+
 def test_a_call_behind_a_separator_is_held_to_its_schema_too():
     grammar = strict_grammar("llama3_json")
     good, bad = (f'{{"name": "get_weather", "parameters": {each}}}' for each in (GOOD, BAD))

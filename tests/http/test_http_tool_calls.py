@@ -113,6 +113,18 @@ def test_arguments_are_an_object_where_the_schema_does_not_say_so(client: httpx.
     assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ["{}"]
 
 
+def test_a_server_may_hold_every_call_to_its_schema():
+    """Where the model writes arguments that are none, the grammar lets it not."""
+    arguments = ("--chat-template", TEMPLATE, "--max-model-len", "1024", "--tool-strict-level", "parameter")
+    said = '<tool_call>\n{"name": "get_weather", "arguments": {"town": 7}}\n</tool_call>'
+    with serving("--distributed-executor-backend", PARROT, *arguments) as server, server.client() as client:
+        parameters = {"type": "object", "properties": {"city": {"enum": ["x"]}}, "required": ["city"]}
+        tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+        (choice,) = ask(client, CHAT, **body_of(said, tools=tools, parallel_tool_calls=False))["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["city"] == "x"
+
+
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "reasoning_text"])
 def test_past_reasoning_and_parts_reach_the_template_by_every_name(name: str):
     template = "{% for m in messages %}[{{ m.role }}:{{ m.reasoning_content }}:{{ m.content }}]{% endfor %}"

@@ -96,6 +96,7 @@ def render(
     assert engine.client is not None
     client = engine.client
     choice = tool_choice_of(request.tools, request.tool_choice)
+    choice = choice._replace(always_strict=parts.options.tool_strict_level == "parameter")
     prompt = parts.prompts.render(
         request,
         request.messages,
@@ -194,7 +195,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
         form = params.structured_outputs
         or_json = _schema_of(form) if choice.shown and not choice.forced else None
         formats = parts.formats.of(prompt, choice)
-        if choice.is_strict and not choice.forced and not formats.can_hold_calls(client.tokenizer):
+        if choice.asks_for_strict and not choice.forced and not formats.can_hold_calls(client.tokenizer):
             raise bad_field("tools", NO_STRICT_CALLS)
         reader = formats.reader(client.tokenizer, prompt, choice)
         grammar = formats.grammar(client.tokenizer, prompt, choice, several=several, or_json=or_json)

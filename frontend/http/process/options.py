@@ -250,6 +250,14 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_auto_tool_choice: Annotated[
         bool, Option(CHAT, "Read tool calls where a request gives tools and leaves the choice to the model")
     ] = True
+    tool_strict_level: Annotated[
+        Literal["auto", "parameter"],
+        Option(
+            CHAT,
+            "parameter: calls that the model decides on are held to their tools' schemas as if each tool had strict, "
+            "where their format is known; auto: where a tool has it",
+        ),
+    ] = "auto"
     response_role: Annotated[str, Option(CHAT, "Role of the answers' messages")] = "assistant"
 
     return_tokens_as_token_ids: Annotated[

@@ -37,10 +37,17 @@ class ToolChoice(NamedTuple):
     """The answer has to call one of these; None: the model decides."""
     is_named: bool = False
     """There is one, chosen by its name."""
+    always_strict: bool = False
+    """Whatever the tools say, where the format of the model's calls is known."""
 
     @property
     def is_strict(self) -> bool:
-        """Calls that the model decides on have to fit their schemas: one tool asks for it, and all get it."""
+        """Calls that the model decides on have to fit their schemas."""
+        return self.always_strict or self.asks_for_strict
+
+    @property
+    def asks_for_strict(self) -> bool:
+        """One tool does, and all get it."""
         return any(tool["function"].get("strict") for tool in self.shown or ())
 
 

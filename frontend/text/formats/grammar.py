@@ -84,7 +84,8 @@ class ForcedCalls(Rules):
 
     def _answer(self) -> str:
         """After the reasoning."""
-        return f"({self._all_calls()}) GAP?"
+        # One call that is complete ends the answer, without a token that says so.
+        return f"({self._all_calls()}) {'GAP?' if self._several else ''}"
 
     def _write_calls(self) -> None:
         functions = [tool["function"] for tool in self._tools]
