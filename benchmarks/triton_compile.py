@@ -7,6 +7,8 @@ launch ahead of time and asks cuobjdump what it takes.
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -19,6 +21,7 @@ from unittest import mock
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -95,6 +98,36 @@ def compile_launch(launch: LaunchRecord, architecture: int) -> Resources:
 
 def compile_kernel(launch: LaunchRecord, architecture: int) -> Any:
     """Triton's compiled kernel, with the specialisations that its own launcher would choose."""
+    source = ASTSource(launch.function, *_specialised(launch))
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=launch.options)
+
+
+def digest_of(launch: LaunchRecord, architecture: int) -> str:
+    """Of all that one version of Triton compiles from: the text of the kernel and of what it calls, what its arguments
+    are specialised to, the options and the architecture."""
+    texts: dict[str, str] = {}
+    _add_texts(launch.function, texts)
+    parts = (sorted(texts.items()), *_specialised(launch), sorted(launch.options.items()), architecture)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _add_texts(function: JITFunction, texts: dict[str, str]) -> None:
+    """By their names a kernel, what it calls, and the constants outside that either reads."""
+    name = f"{function.__module__}.{function.__name__}"
+    if name in texts:
+        return
+    texts[name] = function.src
+    around = function.fn.__globals__
+    for read in {node.id for node in ast.walk(ast.parse(function.src)) if isinstance(node, ast.Name)}:
+        value = around.get(read)
+        if isinstance(value, JITFunction):
+            _add_texts(value, texts)
+        elif isinstance(value, int | float | str | tl.constexpr):
+            texts[f"{function.__module__}.{read}"] = repr(value)
+
+
+def _specialised(launch: LaunchRecord) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]:
+    """Types of arguments by name, and by index those that are constants and what is known of others."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.function.params):
         value = launch.arguments.get(parameter.name, parameter.default)
@@ -107,8 +140,7 @@ def compile_kernel(launch: LaunchRecord, architecture: int) -> Any:
         is_aligned = isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0)
         if specialised and is_aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.function, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=launch.options)
+    return signature, constants, attributes
 
 
 def _type(value: Any) -> str:

@@ -1,26 +1,28 @@
 """Registers, spills and shared memory of every Triton kernel on sm_80 and sm_90, without a GPU.
 
 `python benchmarks/triton_resources.py` compiles what the entry points launch for the shapes of real models and writes
-`results/triton_resources.json`. `--only WORD` prints those whose case holds the word, and writes nothing.
+`results/triton_resources.json`. A launch whose digest (`triton_compile.digest_of`) is on record there, by the same
+version of Triton, is not compiled again: its figures are kept. `--all` compiles everything. `--only WORD` prints those
+whose case holds the word, and writes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import functools
-import hashlib
+import json
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import triton
 from report import write_report
 from torch import Tensor
-from triton_compile import compile_launch, record
+from triton_compile import LaunchRecord, Resources, compile_launch, digest_of, record
 
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.reference.decode import RowsState
@@ -79,9 +81,14 @@ def attend(
     """heads: query heads, key/value heads, values of each."""
     num_heads, num_kv_heads, head_dim = heads
     cache = meta(1000, num_kv_heads, 16, head_dim, dtype=stored)
-    rows = options.pop("row_scales", False)
-    scale_rows = meta(1000, num_kv_heads, 16, dtype=FP32) if rows else None
-    scales = CacheScales(keys=scale_rows, values=scale_rows)
+    if options.pop("row_scales", False):
+        rows = meta(1000, num_kv_heads, 16, dtype=FP32)
+        scales = CacheScales(keys=rows, values=rows)
+    elif options.pop("head_scales", False):
+        each = meta(num_kv_heads, dtype=FP32)
+        scales = CacheScales(each, each)
+    else:
+        scales = CacheScales()
     params = AttentionParams(head_dim**-0.5, **options)
     query = meta(num_tokens, num_heads, head_dim, dtype=dtype)
     return lambda: attention.paged_attention(query, cache, cache, batch_of(num_tokens, num_seqs), params, scales)
@@ -98,6 +105,10 @@ def attention_cases() -> dict[str, Run]:
         "attention Llama mixed": attend(LLAMA, 8192, 64),
         "attention Llama fp8 cache": attend(LLAMA, 8192, 64, torch.float8_e4m3fn),
         "attention Llama int8 cache, a scale per row": attend(LLAMA, 8192, 64, torch.int8, row_scales=True),
+        "attention Llama e5m2 cache, a scale per head": attend(LLAMA, 8192, 64, torch.float8_e5m2, head_scales=True),
+        "attention Llama decode, e5m2 cache, a scale per head": attend(
+            LLAMA, 256, 256, torch.float8_e5m2, head_scales=True
+        ),
         "attention Llama float16": attend(LLAMA, 8192, 64, torch.float16, torch.float16),
         "attention Llama float32": attend(LLAMA, 8192, 64, FP32, FP32),
         "attention Llama invariant": attend(LLAMA, 8192, 64, batch_invariant=True),
@@ -127,6 +138,7 @@ def latent_cases() -> dict[str, Run]:
         "latent V2 Lite decode of one": attend_latent(16, 1, 1),
         "latent V3 mixed": attend_latent(128, 8192, 64),
         "latent V2 Lite fp8 cache": attend_latent(16, 8192, 64, torch.float8_e4m3fn),
+        "latent V2 Lite e5m2 cache": attend_latent(16, 8192, 64, torch.float8_e5m2),
         "latent V2 Lite int8 cache": attend_latent(16, 8192, 64, torch.int8),
         "latent V2 Lite float32": attend_latent(16, 8192, 64, FP32, FP32),
     }
@@ -139,6 +151,7 @@ def row_cases() -> dict[str, Run]:
         rotation.cos, rotation.sin, query_norm=meta(128, dtype=FP32), key_norm=meta(128, dtype=FP32), eps=1e-6
     )
     cache, fp8 = meta(1000, 8, 16, 128), meta(1000, 8, 16, 128, dtype=torch.float8_e4m3fn)
+    e5m2, heads = meta(1000, 8, 16, 128, dtype=torch.float8_e5m2), meta(8, dtype=FP32)
     batch = batch_of(64, 64)
     return {
         "rms_norm 4096": lambda: norms.rms_norm(meta(64, 4096), meta(64, 4096), meta(4096, dtype=FP32), 1e-5),
@@ -151,6 +164,9 @@ def row_cases() -> dict[str, Run]:
         ),
         "rotary_and_write with q/k norm, fp8": lambda: rotary_cache.rotary_and_write(
             query, key, value, normed, LayerCache(fp8, fp8), batch
+        ),
+        "rotary_and_write, e5m2, a scale per head": lambda: rotary_cache.rotary_and_write(
+            query, key, value, rotation, LayerCache(e5m2, e5m2, CacheScales(heads, heads)), batch
         ),
         "activate_and_multiply silu": lambda: activation.activate_and_multiply(meta(64, 2 * 14336), "silu"),
         "activate_and_multiply gelu_tanh": lambda: activation.activate_and_multiply(meta(64, 2 * 14336), "gelu_tanh"),
@@ -310,43 +326,45 @@ def all_cases() -> Mapping[str, Run]:
     return MappingProxyType({name: run for cases in kinds for name, run in cases().items()})
 
 
-def sources_hash() -> str:
-    """Of the kernels and their block sizes: the figures are out of date when it differs from the recorded one."""
-    digest = hashlib.sha256()
-    folder = Path(attention.__file__).parent
-    for path in sorted(folder.glob("*.py")):
-        digest.update("".join(kernels_of(path.read_text())).encode())
-    digest.update((folder / "configs.py").read_bytes())
-    return digest.hexdigest()
+def launches() -> Iterator[tuple[str, int, LaunchRecord]]:
+    """Of every case on every architecture: its name, the architecture, and what is launched."""
+    for name, run in all_cases().items():
+        for architecture in ARCHITECTURES:
+            for launch in record(run, architecture):
+                yield name, architecture, launch
 
 
-def kernels_of(source: str) -> list[str]:
-    """The text of each function that Triton compiles, with its decorator."""
-    lines = source.splitlines(keepends=True)
-    return [
-        "".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
-    ]
+def recorded() -> dict[str, dict[str, Any]]:
+    """What is on record by digests; nothing where another version of Triton compiled it."""
+    report = json.loads(RESULTS.read_text())
+    if report["versions"]["triton"] != triton.__version__:
+        return {}
+    return {entry["digest"]: entry for entry in report["results"]["kernels"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="print the cases that hold this word, and write nothing")
-    only = parser.parse_args().only
+    parser.add_argument("--all", action="store_true", help="compile also what is on record")
+    arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)  # triton's notice of a default that will change
+    known: dict[str, dict[str, Any]] = {} if arguments.all or arguments.only else recorded()
+    figures = [field.name for field in fields(Resources)]
     results = []
-    for name, run in all_cases().items():
-        if only not in name:
+    num_compiled = 0
+    for name, architecture, launch in launches():
+        if arguments.only not in name:
             continue
-        for architecture in ARCHITECTURES:
-            for launch in record(run, architecture):
-                resources = compile_launch(launch, architecture)
-                entry = {"case": name, "architecture": architecture, "kernel": launch.function.__name__}
-                results.append({**entry, **launch.options, **asdict(resources)})
-                print(*results[-1].values(), flush=True)
-    if not only:
-        write_report(RESULTS, "triton_resources", {"sources": sources_hash(), "kernels": results})
+        digest = digest_of(launch, architecture)
+        entry = {"case": name, "architecture": architecture, "kernel": launch.function.__name__, "digest": digest}
+        if digest not in known:
+            known[digest] = asdict(compile_launch(launch, architecture))
+            num_compiled += 1
+            print(*entry.values(), *known[digest].values(), flush=True)
+        results.append({**entry, **launch.options, **{figure: known[digest][figure] for figure in figures}})
+    print(f"{num_compiled} compiled for {len(results)} launches")
+    if not arguments.only:
+        write_report(RESULTS, "triton_resources", {"kernels": results})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -50,8 +49,6 @@ from headrace.ipc.failure import EngineDeadError, HeadraceError, ModelError, Opt
 from headrace.ipc.messages import Sampling, TokenizerBundle
 from headrace.ipc.plugins import load_class
 from headrace.ipc.wait import BoundedCalls, WaitTimeoutError
-
-logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
@@ -102,10 +99,6 @@ class ModelRank(Rank):
         spec = found.spec
         if found.config is not None and self._device.type != "cpu":
             raise ModelError(f"{spec.architecture} is computed by transformers' code, for which there is a CPU alone")
-        if self._options.kv_cache_dtype == "fp8_e5m2" and self._device.type != "cpu":
-            raise OptionError(
-                "kv_cache_dtype=fp8_e5m2 is for a CPU alone; on a GPU fp8, which is fp8_e4m3, holds as many tokens"
-            )
         check_shares(spec, self._place)
         check_experts(spec, self._options)
         self._weights = weights_identity(checkpoint)
@@ -114,7 +107,7 @@ class ModelRank(Rank):
             groups = ONE_GROUP
         kv_rows, kv_elements = own_kv(spec, self._place, groups)
         if self._options.kv_cache_dtype in FP8_CACHES and not self._options.calculate_kv_scales:
-            self._cache_scales = self._own_cache_scales(checkpoint, spec)
+            self._cache_scales = checkpoint.cache_scales(spec)
         return ModelDescription(
             name=checkpoint.name,
             architecture=spec.architecture,
@@ -137,17 +130,6 @@ class ModelRank(Rank):
             checks_sampling=looks_at_params(self._processor_classes),
             why_no_prefix_caching=_why_no_prefix_caching(spec),
         )
-
-    def _own_cache_scales(self, checkpoint: Checkpoint, spec: ArchSpec) -> tuple[kv_cache.LayerScales, ...]:
-        """The checkpoint's, where the device's kernels read such."""
-        found = checkpoint.cache_scales(spec)
-        if self._device.type != "cpu" and any(len(scale) > 1 for pair in found for scale in pair):
-            logger.warning(
-                "the checkpoint's scales of a quantised cache have no effect, as a GPU's kernels read none of single "
-                "heads: scales are taken from what is written"
-            )
-            return ()
-        return found
 
     def tokenizer(self) -> TokenizerBundle | None:
         if self._options.skip_tokenizer_init:

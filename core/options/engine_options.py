@@ -29,7 +29,7 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         Option(
             CACHE,
             "Type that keys and values are kept in; auto is dtype, or float16 beside weights that are computed packed. "
-            "8 bits have a scale for each token and head, or in fp8 (fp8_e4m3) and fp8_e5m2 (CPU) a checkpoint's own",
+            "8 bits have a scale for each token and head, or in fp8 (fp8_e4m3) and fp8_e5m2 a checkpoint's own",
         ),
     ] = "auto"
     calculate_kv_scales: Annotated[

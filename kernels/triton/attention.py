@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.triton import configs
 from headrace.kernels.triton.attention_parts import FEW_PARTS, PARTS_AT_ONCE, Parts, num_parts_for
-from headrace.kernels.triton.common import dot, sequence_of_tile, widen
+from headrace.kernels.triton.common import CACHE_KINDS, dot, scale_of, sequence_of_tile, widen_cached
 from headrace.kernels.triton.configs import (
     Device,
     Tiles,
@@ -31,7 +31,6 @@ from headrace.kernels.triton.configs import (
 LOG2_E = 1.4426950408889634
 FIXED_SPLIT_TOKENS = 4096
 """Batch-invariant attention divides every context at multiples of this."""
-CACHE_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 E4M3_IN_HARDWARE = 3
 
 
@@ -87,16 +86,15 @@ class Launch:
         if not key_cache.is_contiguous() or not value_cache.is_contiguous():
             raise ValueError("the key and value caches of a layer must each be contiguous")
         scales = scales or CacheScales()
-        assert isinstance(scales.key, float), "no kernel here reads scales of heads"
-        assert isinstance(scales.value, float), "no kernel here reads scales of heads"
         kind = CACHE_KINDS.get(key_cache.dtype, 0)
-        if key_cache.dtype == torch.float8_e4m3fn:
+        if kind > CACHE_KINDS[torch.int8]:
             key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-            kind = E4M3_IN_HARDWARE if self.device.has_fp8 else kind
-        self._value_scale = scales.value if kind and scales.values is None else 1.0
-        key_scale = scales.key if kind and scales.keys is None else 1.0
+        if kind == CACHE_KINDS[torch.float8_e4m3fn] and self.device.has_fp8:
+            kind = E4M3_IN_HARDWARE
+        key_scale, key_heads = scale_of(scales.key, kind, scales.keys)
+        self._value_scale, value_heads = scale_of(scales.value, kind, scales.values)
         unit = LOG2_E if params.soft_cap is None else 1.0 / params.soft_cap
-        self._tensors = (query, key_cache, value_cache, scales.keys, scales.values)
+        self._tensors = (query, key_cache, value_cache, scales.keys, scales.values, key_heads, value_heads)
         self._scalars = (params.scale * key_scale * unit, self._value_scale, params.soft_cap or 0.0, self._window)
         self._shape = {
             "NUM_KV_HEADS": self.num_kv_heads,
@@ -275,7 +273,7 @@ def attend_range(
         else:
             stored_keys = tl.load(key_cache + elements)
             stored_values = tl.load(value_cache + elements)
-        keys = widen(stored_keys, q.dtype, KIND)
+        keys = widen_cached(stored_keys, q.dtype, KIND)
         scores = dot(q, tl.trans(keys), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION)
         if ROW_SCALES:
             scale_rows = (rows - slots * HEAD_DIM) // HEAD_DIM + slots
@@ -311,7 +309,7 @@ def attend_range(
                 weights *= tl.load(value_scales + scale_rows, mask=written, other=0.0)[None, :]
             else:
                 weights *= tl.load(value_scales + scale_rows)[None, :]
-        values = widen(stored_values, q.dtype, KIND)
+        values = widen_cached(stored_values, q.dtype, KIND)
         acc = dot(weights.to(q.dtype), values, acc * decay[:, None], PRECISION)
         running_max = new_max
     return running_max, running_sum, acc
@@ -327,6 +325,8 @@ def attend_kernel(
     value_cache,
     key_scales,  # [num_blocks, num_kv_heads, BLOCK_SIZE] float32 with ROW_SCALES
     value_scales,
+    key_heads,  # [NUM_KV_HEADS] float32, or None: factors besides score_scale and value_scale
+    value_heads,
     sinks,  # [num_heads] float32, or None
     block_tables,  # [num_seqs, table_stride]
     seq_lens,  # [num_seqs]
@@ -387,6 +387,10 @@ def attend_kernel(
             return
         if SKIP_DECODES and num_queries == 1:
             return
+    if key_heads is not None:
+        score_scale *= tl.load(key_heads + head)
+    if value_heads is not None:
+        value_scale *= tl.load(value_heads + head)
     first_position = context_len - num_queries + first_query
     table_row = block_tables + seq.to(tl.int64) * table_stride
 
@@ -469,6 +473,8 @@ def attend_kernel(
             True, PRECISION,
         )  # fmt: skip
         if PARTS:
+            if value_heads is not None:  # what combines parts knows the scale of all heads alone
+                share_acc *= value_scale
             part = (seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads) * num_parts + share
             tl.store(parts + part[:, None] * HEAD_DIM + dims[None, :], share_acc, mask=in_tile)
             tl.store(part_stats + part * 2, share_max, mask=in_row)

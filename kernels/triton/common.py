@@ -5,11 +5,22 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton import knobs
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+CACHE_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 5}
+"""What `widen_cached` calls the types of caches of one byte. 3 and 4 are forms of weights too."""
+
+
+def scale_of(scale: float | Tensor, kind: int, rows: Tensor | None) -> tuple[float, Tensor | None]:
+    """What all that is read of a cache is multiplied by, and what each head's is besides: [num_kv_heads] float32."""
+    if not kind or rows is not None:
+        return 1.0, None
+    return (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
 
 
 @triton.jit
@@ -58,6 +69,18 @@ def e4m3_of(x):
 
 
 @triton.jit
+def e5m2_of(x):
+    """x float32, at most 57344 in magnitude, as the byte of the nearest e5m2 (even among two): as `Tensor.to` does."""
+    bits = x.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0xFFFFF + ((magnitude >> 21) & 1)) >> 21) - 448
+    # Below 2 ** -14 codes are multiples of 2 ** -16; adding 2 ** 23 rounds to a whole one.
+    small = (tl.abs(x) * 65536.0 + 8388608.0).to(tl.uint32, bitcast=True) & 0x7
+    return (sign | tl.where(magnitude < 0x38800000, small, normal)).to(tl.uint8)
+
+
+@triton.jit
 def int8_of(x):
     """x float32, at most 127 in magnitude, to the nearest integer, even among two."""
     # Adding 1.5 * 2 ** 23 leaves no room for a fraction.
@@ -96,3 +119,12 @@ def widen(stored, dtype: tl.constexpr, KIND: tl.constexpr):
         return stored.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(dtype)
     else:
         return stored.to(dtype)
+
+
+@triton.jit
+def widen_cached(stored, dtype: tl.constexpr, KIND: tl.constexpr):
+    """As `widen`, of a cache's: KIND 5 is e5m2, the upper byte of a float16."""
+    if KIND == 5:
+        return (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(dtype)
+    else:
+        return widen(stored, dtype, KIND)

@@ -19,14 +19,9 @@ from torch import Tensor
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.reference.latent import LatentUp, absorb, project_values
 from headrace.kernels.triton import configs
-from headrace.kernels.triton.attention import (
-    CACHE_KINDS,
-    E4M3_IN_HARDWARE,
-    LOG2_E,
-    combine,
-)
+from headrace.kernels.triton.attention import E4M3_IN_HARDWARE, LOG2_E, combine
 from headrace.kernels.triton.attention_parts import Parts, num_parts_for
-from headrace.kernels.triton.common import dot, sequence_of_tile, widen
+from headrace.kernels.triton.common import CACHE_KINDS, dot, scale_of, sequence_of_tile, widen_cached
 from headrace.kernels.triton.configs import latent_tiles, power_of_two
 
 HEADS_AT_ONCE = 16
@@ -80,15 +75,15 @@ class _Launch:
     ) -> None:
         if not cache.is_contiguous():
             raise ValueError("the cache of a layer must be contiguous")
-        assert isinstance(scales.key, float), "all heads share one vector of a token, and one scale"
-        assert isinstance(scales.value, float), "all heads share one vector of a token, and one scale"
         kind, block_size = CACHE_KINDS.get(cache.dtype, 0), cache.shape[2]
-        if cache.dtype == torch.float8_e4m3fn:
+        if kind > CACHE_KINDS[torch.int8]:
             cache = cache.view(torch.uint8)
-            kind = E4M3_IN_HARDWARE if configs.device_of(query).has_fp8 else kind
+        if kind == CACHE_KINDS[torch.float8_e4m3fn] and configs.device_of(query).has_fp8:
+            kind = E4M3_IN_HARDWARE
         has_rows, rope_dim = scales.keys is not None and kind != 0, query.shape[2] - latent_dim
-        self.value_scale = scales.value if kind and not has_rows else 1.0
-        key_scale = scales.key if kind and not has_rows else 1.0
+        self.value_scale, value_heads = scale_of(scales.value, kind, scales.keys)
+        key_scale, key_heads = scale_of(scales.key, kind, scales.keys)
+        assert key_heads is value_heads is None, "all heads share one vector of a token, and one scale"
         self._query, self._cache, self._batch, self._scales = query, cache, batch, scales
         self._score_scale = params.scale * key_scale * LOG2_E
         self._shape: dict[str, Any] = {
@@ -220,13 +215,13 @@ def latent_kernel(
         slots = at % BLOCK_SIZE
         vectors = cache + (blocks * block_stride + slots * VECTOR)[:, None]
         stored = tl.load(vectors + values[None, :], mask=written[:, None] & (values < LATENT)[None, :], other=0)
-        keys = widen(stored, q.dtype, KIND)
+        keys = widen_cached(stored, q.dtype, KIND)
         stored_rotated = tl.load(
             vectors + LATENT + rotated[None, :], mask=written[:, None] & (rotated < ROPE)[None, :], other=0
         )
         scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         scores = dot(q, tl.trans(keys), scores, PRECISION)
-        scores = dot(q_rotated, tl.trans(widen(stored_rotated, q.dtype, KIND)), scores, PRECISION)
+        scores = dot(q_rotated, tl.trans(widen_cached(stored_rotated, q.dtype, KIND)), scores, PRECISION)
         if ROW_SCALES:
             scores *= tl.load(key_scales + blocks * BLOCK_SIZE + slots, mask=written, other=0.0)[None, :]
         visible = (at[None, :] <= positions[:, None]) & written[None, :]

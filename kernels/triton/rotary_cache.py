@@ -12,10 +12,9 @@ from torch import Tensor
 
 from headrace.kernels.reference.attention import CacheScales, PagedBatch
 from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
-from headrace.kernels.triton.common import e4m3_of, int8_of, rounded
+from headrace.kernels.triton.common import CACHE_KINDS, e4m3_of, e5m2_of, int8_of, rounded, scale_of
 from headrace.kernels.triton.configs import power_of_two
 
-CACHE_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 ELEMENTS_PER_PROGRAM = 1024
 NUM_WARPS = 4
 NOTHING = Rotation()
@@ -78,7 +77,7 @@ def _launch(
         kind, block_size = CACHE_KINDS.get(key_cache.dtype, 0), key_cache.shape[2]
         if not key_cache.is_contiguous() or not value_cache.is_contiguous():
             raise ValueError("the key and value caches of a layer must each be contiguous")
-        if kind == CACHE_KINDS[torch.float8_e4m3fn]:
+        if kind > CACHE_KINDS[torch.int8]:
             key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     block_d = power_of_two(head_dim)
     at_once = max(1, ELEMENTS_PER_PROGRAM // block_d)
@@ -97,8 +96,8 @@ def _launch(
         value_cache,
         scales.keys if kind else None,
         scales.values if kind else None,
-        scales.key,
-        scales.value,
+        *scale_of(scales.key, kind, scales.keys),
+        *scale_of(scales.value, kind, scales.values),
         rotation.eps,
         query.stride(0),
         key.stride(0),
@@ -177,30 +176,32 @@ def store_rows(
     rows,  # [HEADS] rows of the cache seen as [num_blocks * num_kv_heads * block_size, HEAD_DIM]
     in_heads,
     x,  # [HEADS, BLOCK_D] float32
-    layer_scale,
+    scale,  # of all, or [HEADS, 1]; without ROW_SCALES
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     KIND: tl.constexpr,
     ROW_SCALES: tl.constexpr,
 ):
-    """KIND: 0 stores as it is, 1 int8, 2 e4m3 as bytes."""
+    """KIND: 0 stores as it is, 1 int8, 2 e4m3 as bytes, 5 e5m2 as bytes."""
     dims = tl.arange(0, BLOCK_D)
     target = cache + rows[:, None] * HEAD_DIM + dims[None, :]
     inside = in_heads[:, None] & (dims < HEAD_DIM)[None, :]
     if KIND == 0:
         tl.store(target, rounded(x, cache.dtype.element_ty), mask=inside)
     else:
-        most: tl.constexpr = 127.0 if KIND == 1 else 448.0
+        most: tl.constexpr = 127.0 if KIND == 1 else 448.0 if KIND == 2 else 57344.0
         if ROW_SCALES:
             largest = tl.max(tl.abs(x), 1)
             divisor = tl.where(largest > 0, tl.div_rn(largest, tl.zeros_like(largest) + most), 1.0)
             tl.store(scales + rows, divisor, mask=in_heads)
             small = tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape))
         else:
-            small = tl.div_rn(x, tl.zeros_like(x) + layer_scale)
+            small = tl.div_rn(x, tl.zeros_like(x) + scale)
         small = tl.minimum(tl.maximum(small, -most), most)
         if KIND == 1:
             tl.store(target, int8_of(small), mask=inside)
+        elif KIND == 5:
+            tl.store(target, e5m2_of(small), mask=inside)
         else:
             tl.store(target, e4m3_of(small), mask=inside)
 
@@ -222,7 +223,9 @@ def rotary_cache_kernel(
     key_scales,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE] float32 with ROW_SCALES
     value_scales,
     key_scale,
+    key_heads,  # [NUM_KV_HEADS] float32, or None: divisors in place of the one of all
     value_scale,
+    value_heads,
     eps,
     query_stride,
     key_stride,
@@ -291,9 +294,15 @@ def rotary_cache_kernel(
             slot = tl.load(slots + token).to(tl.int64)
             if slot >= 0:
                 rows = (slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
-                store_rows(key_cache, key_scales, rows, in_heads, x, key_scale, HEAD_DIM, BLOCK_D, KIND, ROW_SCALES)
+                by_key = key_scale
+                if key_heads is not None:
+                    by_key = tl.load(key_heads + heads, mask=in_heads, other=1.0)[:, None]
+                store_rows(key_cache, key_scales, rows, in_heads, x, by_key, HEAD_DIM, BLOCK_D, KIND, ROW_SCALES)
                 source = value + token * value_stride + heads[:, None] * HEAD_DIM + dims[None, :]
                 v = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+                by_value = value_scale
+                if value_heads is not None:
+                    by_value = tl.load(value_heads + heads, mask=in_heads, other=1.0)[:, None]
                 store_rows(
-                    value_cache, value_scales, rows, in_heads, v, value_scale, HEAD_DIM, BLOCK_D, KIND, ROW_SCALES
+                    value_cache, value_scales, rows, in_heads, v, by_value, HEAD_DIM, BLOCK_D, KIND, ROW_SCALES
                 )

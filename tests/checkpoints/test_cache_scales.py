@@ -160,20 +160,18 @@ def test_what_is_not_a_number_for_each_layer_or_head_is_calculated_and_that_is_s
     assert "scales of a quantised cache (model.layers.0.self_attn.k_scale ...) have no effect" in caplog.text
 
 
-def test_a_gpu_takes_neither_scales_of_heads_nor_e5m2(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    gpu = GpuFacts("A GPU", (9, 0), 4 << 30, 3 << 30)
+@pytest.mark.parametrize("asked", ["fp8", "fp8_e5m2"])
+def test_a_gpu_takes_scales_of_layers_and_of_heads(asked: Any, tmp_path: Path) -> None:
+    gpu = HostBackend(GpuFacts("A GPU", (9, 0), 4 << 30, 3 << 30))
 
-    def rows_with_scales(folder: Path, kv_cache_dtype: Any) -> int:
-        asked = Options(model=str(folder), skip_tokenizer_init=True, kv_cache_dtype=kv_cache_dtype)
-        described = GpuRank(asked, torch.device("cuda", 0), HostBackend(gpu)).describe(lambda phase: None)
-        return described.kv_rows_per_token
+    def rows_with_scales(folder: Path, **options: Any) -> int:
+        wanted = Options(model=str(folder), skip_tokenizer_init=True, kv_cache_dtype=asked, **options)
+        return GpuRank(wanted, torch.device("cuda", 0), gpu).describe(lambda phase: None).kv_rows_per_token
 
-    even = checkpoint_with(tmp_path / "even", named())
-    assert rows_with_scales(even, "fp8") == 0
-    assert rows_with_scales(checkpoint_with(tmp_path / "own", of_heads()), "fp8") == 2 * 2 * 4
-    assert "a GPU's kernels read none of single heads" in caplog.text
-    with pytest.raises(OptionError, match="kv_cache_dtype=fp8_e5m2 is for a CPU alone; on a GPU fp8"):
-        rows_with_scales(even, "fp8_e5m2")
+    for kind, scales in (("even", named()), ("own", of_heads())):
+        folder = checkpoint_with(tmp_path / kind, scales)
+        assert rows_with_scales(folder) == 0
+        assert rows_with_scales(folder, calculate_kv_scales=True) == 2 * 2 * 4
 
 
 def test_ranks_divide_by_the_scales_of_their_own_heads(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_rows_that_groups_do_not_divide_stay_as_they_are_which_is_said_once(
 # --- quantised caches -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "bound"), [("fp8", 0.1), ("int8", 0.03)])
+@pytest.mark.parametrize(("kv_cache_dtype", "bound"), [("fp8", 0.1), ("fp8_e5m2", 0.2), ("int8", 0.03)])
 def test_a_quantised_cache_answers_nearly_as_a_whole_one_and_as_the_cpus(
     kv_cache_dtype: str, bound: float, tmp_path: Path
 ) -> None:

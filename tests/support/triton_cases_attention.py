@@ -11,6 +11,7 @@ from paged import make_batch
 
 from headrace.kernels import ops
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch, paged_attention
+from headrace.kernels.reference.rows import LARGEST_STORED
 from headrace.kernels.triton import attention, configs
 from headrace.kernels.triton.attention_parts import num_parts_for
 
@@ -85,17 +86,24 @@ def long_case_random_batches() -> None:
 def case_scaled_caches() -> None:
     batch, keys, values = make_batch([(1, 40), (9, 50), (1, 0), (1, 5)], 16, 2, 20, torch.float32)
     query = torch.randn(12, 6, 20)
-    params = AttentionParams(20**-0.5)
-    for stored, largest in ((torch.int8, 127.0), (torch.float8_e4m3fn, 448.0)):
-        for dynamic in (False, True):
+    params, of_heads = AttentionParams(20**-0.5), torch.tensor([[0.04, 0.05], [0.06, 0.03]])
+    for stored, largest in LARGEST_STORED.items():
+        for per in ("row", "layer", "head"):
             caches, rows = [], []
             for x in (keys, values):
-                row = x.nan_to_num().abs().amax(-1).clamp(min=1e-3) / largest if dynamic else None
+                row = x.nan_to_num().abs().amax(-1).clamp(min=1e-3) / largest if per == "row" else None
                 scaled = x.nan_to_num() / (0.04 if row is None else row[..., None])
                 caches.append(scaled.round().to(stored) if stored == torch.int8 else scaled.to(stored))
                 rows.append(row)
-            scales = CacheScales(0.04, 0.04, *rows)
+            scales = CacheScales(*of_heads) if per == "head" else CacheScales(0.04, 0.04, *rows)
             stored_keys, stored_values = caches
+            expected = paged_attention(query, stored_keys, stored_values, batch, params, scales)
+            found = attention.paged_attention(query, stored_keys, stored_values, batch, params, scales)
+            assert_close(found, expected)
+    large = configs.Device((8, 0), 16)
+    assert num_parts_for(large, 2 * len(batch.seq_lens)) > 1
+    with mock.patch.object(configs, "device_of", return_value=large):  # each sequence of one token in several parts
+        for scales in (CacheScales(*of_heads), CacheScales(0.04, 0.05)):
             expected = paged_attention(query, stored_keys, stored_values, batch, params, scales)
             found = attention.paged_attention(query, stored_keys, stored_values, batch, params, scales)
             assert_close(found, expected)

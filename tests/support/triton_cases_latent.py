@@ -9,6 +9,7 @@ from triton_cases_attention import DECODES, MIXED, assert_close
 from headrace.kernels import ops
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.reference.latent import LatentUp, latent_attention
+from headrace.kernels.reference.rows import LARGEST_STORED
 from headrace.kernels.triton import latent
 
 
@@ -51,7 +52,7 @@ def case_scaled_caches() -> None:
     batch, cache, _ = make_batch(lengths, 16, 1, 28, torch.float32)
     query, up = inputs(lengths, 3, torch.float32)
     params = AttentionParams(0.3)
-    for stored, largest in ((torch.int8, 127.0), (torch.float8_e4m3fn, 448.0)):
+    for stored, largest in LARGEST_STORED.items():
         for dynamic in (False, True):
             row = cache.nan_to_num().abs().amax(-1).clamp(min=1e-3) / largest if dynamic else None
             scaled = cache.nan_to_num() / (0.04 if row is None else row[..., None])

@@ -13,6 +13,7 @@ from headrace.kernels import ops
 from headrace.kernels.reference.attention import CacheScales
 from headrace.kernels.reference.decode import RowsState
 from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
+from headrace.kernels.reference.rows import LARGEST_STORED
 from headrace.kernels.triton import activation, decode, embedding, norms, rotary_cache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -97,20 +98,23 @@ def case_rotary_and_write_equals_its_parts_and_leaves_padding_alone() -> None:
 
 
 def case_write_cache_stores_scaled_rows_as_the_reference_does() -> None:
-    for dtype, stored, dynamic in itertools.product(DTYPES, (torch.int8, torch.float8_e4m3fn), (False, True)):
+    for dtype, stored, per in itertools.product(DTYPES, LARGEST_STORED, ("layer", "head", "row")):
         batch, keys, _ = make_batch([(3, 20), (1, 5), (2, 0), (9, 9)], 4, 2, 24, torch.float32)
         key, value = (torch.randn(2, 15, 2, 24) * 100).to(dtype)
         key[0, 0] = 0
         key[1, 1] *= 1e-3  # subnormal as e4m3
+        key[2, 0] *= 1e-7  # subnormal as e5m2
         caches, scales = [], []
         for _ in range(2):
             caches.append(torch.zeros(2, *keys.shape).to(stored))
             rows = torch.zeros(2, *keys.shape[:3])
-            scales.append(CacheScales(keys=rows[0], values=rows[1]) if dynamic else CacheScales(key=0.9, value=0.3))
+            of_heads = CacheScales(torch.tensor([0.9, 0.5]), torch.tensor([0.3, 1.3]))
+            whole = of_heads if per == "head" else CacheScales(key=0.9, value=0.3)
+            scales.append(CacheScales(keys=rows[0], values=rows[1]) if per == "row" else whole)
         ops()["write_cache"].reference(key, value, *caches[0], batch, scales[0])
         rotary_cache.write_cache(key, value, caches[1][0], caches[1][1], batch, scales[1])
         assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
-        if dynamic:
+        if per == "row":
             assert torch.equal(scales[0].keys, scales[1].keys)
             assert torch.equal(scales[0].values, scales[1].values)
 

@@ -33,8 +33,7 @@ Keys and values beside packed weights are float16, finer than bfloat16; where ac
 `--kv-cache-dtype fp8` (e4m3) and `fp8_e5m2` divide keys and values by the checkpoint's scales (`k_scale` and `v_scale`,
 or Quark's `output_scale`) where it has them for every layer: one of each, or one for each head. Where it has others or
 none, with `--calculate-kv-scales`, and in an `int8` cache each token and head has a scale of its own, taken from what
-is written, which is finer and takes 4 bytes of each head's row. A GPU has no `fp8_e5m2`, and scales of its own where
-the checkpoint's are of heads.
+is written, which is finer and takes 4 bytes of each head's row.
 
 Ranks (tensor parallel) divide matrices between groups. Where a share begins within a group, or where GPTQ's
 `desc_act` orders the inputs that ranks divide, that matrix is kept in floats, which is logged. Experts are computed
