@@ -303,6 +303,4 @@ def rotary_cache_kernel(
                 by_value = value_scale
                 if value_heads is not None:
                     by_value = tl.load(value_heads + heads, mask=in_heads, other=1.0)[:, None]
-                store_rows(
-                    value_cache, value_scales, rows, in_heads, v, by_value, HEAD_DIM, BLOCK_D, KIND, ROW_SCALES
-                )
+                store_rows(value_cache, value_scales, rows, in_heads, v, by_value, HEAD_DIM, BLOCK_D, KIND, ROW_SCALES)
