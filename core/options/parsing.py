@@ -197,7 +197,10 @@ class OptionParser(argparse.ArgumentParser):
             return f"unexpected argument {argument}"
         name = argument.partition("=")[0]
         close = nearest(name.lstrip("-"), [known.lstrip("-").replace("-", "_") for known in self._visible_options()])
-        return f"unknown option {name}" + (f"; did you mean --{close.replace('_', '-')}?" if close else "")
+        meant = "" if close is None else f"--{close.replace('_', '-')}"
+        if meant == name:  # the commands share their names
+            return f"{name} is no option of this command, but of another"
+        return f"unknown option {name}" + (f"; did you mean {meant}?" if meant else "")
 
     def _visible_options(self) -> list[str]:
         nested = [

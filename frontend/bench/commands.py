@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -54,6 +55,29 @@ def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--show-stdout", action="store_true", help="Let the commands print")
 
 
+_WITHOUT_EFFECT = {
+    "--trust-remote-code": "a tokenizer.json holds no code",
+    "--tokenizer-mode": "--tokenizer names a tokenizer.json, which says what it is",
+    "--skip-tokenizer-init": "without --tokenizer none is read",
+}
+
+
+class _Without(argparse.Action):
+    """An option of vLLM's that passes with a note."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        name = self.option_strings[0]
+        print(f"headrace: {name} has no effect: {_WITHOUT_EFFECT[name]}", file=sys.stderr)
+
+
+def _serve_arguments(parser: argparse.ArgumentParser) -> None:
+    for name in _WITHOUT_EFFECT:
+        parser.add_argument(
+            name, action=_Without, nargs=None if name.endswith("mode") else 0, help=argparse.SUPPRESS,
+            default=argparse.SUPPRESS,
+        )  # fmt: skip
+
+
 class Command(NamedTuple):
     """One of them. Its function is `bench_<name>(arguments)` of `module`, which returns the exit status."""
 
@@ -91,6 +115,7 @@ cause. The server may be ours, vLLM's, SGLang's or llama.cpp's.""",
                 declared.SamplingOptions,
                 declared.ServingResultOptions,
             ),
+            arguments=_serve_arguments,
         ),
         "startup": Command(
             "startup",

@@ -111,6 +111,12 @@ class TargetOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             default_text="none: drawn prompts are sent as token ids, or for openai-chat as text that the server makes",
         ),
     ] = None
+    request_id_prefix: Annotated[
+        str | None, Option(TARGET, "Requests are sent with X-Request-Id: this and a number from 0 on")
+    ] = None
+    profile: Annotated[
+        bool, Option(TARGET, "The server records itself meanwhile, by its /start_profile and /stop_profile")
+    ] = False
     ready_check_timeout_sec: Annotated[
         float, Option(TARGET, "How long to wait for the server to come up", "seconds", minimum=0)
     ] = 0.0

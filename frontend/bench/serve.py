@@ -115,6 +115,8 @@ def check(asked: ServingRun) -> None:
     parse_metrics(asked.result.percentile_metrics)
     parse_percentiles(asked.result.metric_percentiles)
     records.parse_pairs(asked.target.header, "header")
+    if not (asked.target.request_id_prefix or "x").isprintable():
+        raise OptionError("--request-id-prefix must be of printable characters")
     records.check_writable(asked.result)
     _check_sampling(asked.sampling)
     for name in ("model", "stream", "prompt", "messages"):
@@ -209,7 +211,10 @@ async def _run(
         model = _model_of(asked.target, models, target)
         path = asked.target.endpoint or _PATHS[asked.target.backend]
         encoder = msgspec.json.Encoder()
-        bodies = [target.post(path, encoder.encode(body_of(asked, model, request))) for request in requests]
+        bodies = [
+            target.post(path, encoder.encode(body_of(asked, model, request)), _request_id(asked.target, number))
+            for number, request in enumerate(requests)
+        ]
         if asked.traffic.num_warmups:
             warmup = [bodies[at % len(bodies)] for at in range(asked.traffic.num_warmups)]
             bound = asked.traffic.max_concurrency
@@ -222,13 +227,33 @@ async def _run(
             keep_text=asked.result.save_detailed,
         )
         bar = ProgressBar(len(requests), shown=not asked.result.disable_tqdm and sys.stderr.isatty())
+        if asked.target.profile:
+            await _tell(pool, target, "/start_profile")
         try:
             result = await load.run(bar.tick)
         finally:
             bar.close(load)
+            if asked.target.profile:
+                await _tell(pool, target, "/stop_profile")
         return result, model, {"url": target.url, "models": models, "version": await _json(pool, target, "/version")}
     finally:
         await pool.close()
+
+
+def _request_id(options: TargetOptions, number: int) -> str:
+    return "" if options.request_id_prefix is None else f"X-Request-Id: {options.request_id_prefix}{number}\r\n"
+
+
+async def _tell(pool: Pool, target: Target, path: str) -> None:
+    """Raises ServerError."""
+    reader = Whole()
+    try:
+        await pool.send(target.post(path, b""), reader)
+    except ExchangeError as error:
+        raise ServerError(f"--profile: {target.url}{path}: {error}") from None
+    if reader.status != 200:
+        answered = reader.body.decode(errors="replace")[:300]
+        raise ServerError(f"--profile: {target.url}{path} answered {reader.status}: {answered}")
 
 
 async def _models(pool: Pool, target: Target, options: TargetOptions) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -58,6 +59,32 @@ def test_a_proper_server_is_measured(capsys: pytest.CaptureFixture[str], tmp_pat
     assert record["versions"]["headrace"]
     assert "20 of 20 requests completed" in printed
     assert "time to first token" in printed
+
+
+def test_names_that_vllms_command_lines_have_pass_and_requests_are_numbered(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with fake.FakeServer(fake.stream) as server:
+        arguments = ("--base-url", server.url, "--num-prompts", "2", *SHORT, "--request-id-prefix", "mine-")
+        habits = ("--trust-remote-code", "--tokenizer-mode", "auto", "--skip-tokenizer-init")
+        status, _, printed = bench(capsys, tmp_path, *arguments, *habits)
+    assert status == 0
+    assert "--tokenizer-mode has no effect: --tokenizer names" in printed
+    assert sorted(re.findall(r"(?m)^X-Request-Id: (.*)\r$", "".join(server.heads))) == ["mine-0", "mine-1"]
+    with pytest.raises(SystemExit):
+        main(["bench", "serve", "--enforce-eager"])
+    assert "--enforce-eager is no option of this command, but of another" in capsys.readouterr().err
+
+
+def test_a_profile_is_recorded_around_the_load_and_its_refusal_is_told(
+    chat_server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with fake.FakeServer(fake.stream) as server:
+        arguments = ("--base-url", server.url, "--num-prompts", "1", *SHORT, "--profile")
+        assert bench(capsys, tmp_path, *arguments)[0] == 0
+    assert [head.split()[1] for head in server.heads] == ["/start_profile", "/v1/completions", "/stop_profile"]
+    assert main(["bench", "serve", "--base-url", chat_server.url, *arguments[2:]]) == 1
+    assert "/start_profile answered 404" in capsys.readouterr().err
 
 
 def test_chat_is_spoken_too_and_a_role_is_no_token(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ class FakeServer:
     def __init__(self, behaviour: Behaviour) -> None:
         self._behaviour = behaviour
         self.bodies: list[dict[str, Any]] = []
+        self.heads: list[str] = []
+        """Of everything that was posted."""
         self.arrivals_s: list[float] = []
         self.num_connections = 0
         self.everybody_is_here = asyncio.Event()
@@ -66,6 +68,10 @@ class FakeServer:
                 body = await reader.readexactly(size)
                 if head.startswith("GET"):
                     await answer_json(writer, 200, {"data": [{"id": "fake"}]} if "/v1/models" in head else {})
+                    continue
+                self.heads.append(head)
+                if "_profile HTTP" in head:
+                    await answer_json(writer, 200, {})
                     continue
                 self.arrivals_s.append(time.perf_counter())
                 self.bodies.append(json.loads(body))

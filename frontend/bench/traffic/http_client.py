@@ -68,8 +68,10 @@ class Target:
         lines = {"Host": parts.netloc.rpartition("@")[2], "Accept": "text/event-stream, application/json", **headers}
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
 
-    def post(self, path: str, body: bytes) -> bytes:
-        head = f"POST {self._path}{path} HTTP/1.1\r\n{self._headers}Content-Type: application/json\r\n"
+    def post(self, path: str, body: bytes, more_headers: str = "") -> bytes:
+        """more_headers: lines, each with its end."""
+        headers = self._headers + more_headers
+        head = f"POST {self._path}{path} HTTP/1.1\r\n{headers}Content-Type: application/json\r\n"
         return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
     def get(self, path: str) -> bytes:
