@@ -11,14 +11,17 @@ import jsonschema
 import numpy as np
 import pytest
 from example_tools import DETAILED, FORCED
-from fake_tokenizers import byte_level_tokenizer
+from fake_tokenizers import bundle_of, byte_level_tokenizer
 from family_answers import WAYS, Way
 from read_answers import Read, read
 
+from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.channels import ForcedChannelCalls, StrictChannelCalls
+from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import OutputFormat, ReasoningFormat, known_formats, load_format
 from headrace.frontend.text.formats.grammar import ForcedCalls, StrictCalls
 from headrace.frontend.text.formats.parser import OutputParser
+from headrace.frontend.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("name", [name for name, declared in known_formats().items() if declared.calls])
@@ -267,6 +270,24 @@ def test_a_final_message_of_harmony_is_json_where_calls_are_the_other_choice():
         assert accepts(grammar, said, HARMONY), said
     for said in (final.replace("1", '"b"'), '{"a": 1}', "<|channel|>final<|message|>text", harmonys_call(BAD)):
         assert not accepts(grammar, said, HARMONY), said
+
+
+def test_a_form_of_json_is_harmonys_final_message_after_its_thoughts():
+    """A grammar of JSON alone would forbid the header that the model begins with."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens(list(HARMONY))
+    prompt, choice = RenderedChat("", "{# <|channel|> <|message|> analysis #}"), ToolChoice()
+    formats = OutputFormats().of(prompt, choice)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    grammar = formats.grammar(Tokenizer(bundle_of(tokenizer)), prompt, choice, several=True, or_json=schema)
+    assert grammar is not None
+    final = '<|channel|>final<|message|>{\n  "a": 1\n}<|return|>'
+    for said in (final, HARMONYS_THOUGHT + final):
+        assert accepts(grammar, said, HARMONY), said
+    for said in ('{"a": 1}', final.replace("1", '"b"'), harmonys_call(GOOD)):
+        assert not accepts(grammar, said, HARMONY), said
+    plain = Tokenizer(bundle_of(byte_level_tokenizer()))
+    assert formats.grammar(plain, prompt, choice, several=True, or_json=schema) is None
 
 
 TWO = [("get_weather", {"city": "x", "days": 3}), ("now", {})]

@@ -192,6 +192,7 @@ def test_a_budget_ends_the_reasoning_of_a_completion_by_the_format_that_the_serv
         ([{"name": "f"}], "tools[0]"),
         ([NOW, {"type": "function", "function": {}}], "tools[1].function.name"),
         ([{"type": "function", "function": {"name": "f", "parameters": "x"}}], "tools[0].function.parameters"),
+        ([{"type": "function", "function": {"name": "f", "paramters": {}}}], "tools[0].function"),
     ],
 )
 def test_tools_of_another_shape_are_refused_by_name(client: httpx.Client, tools, param):

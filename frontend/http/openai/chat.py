@@ -193,8 +193,10 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
     if client.tokenizer is not None:
         several = request.parallel_tool_calls is not False
         form = params.structured_outputs
-        or_json = _schema_of(form) if choice.shown and not choice.forced else None
         formats = parts.formats.of(prompt, choice)
+        # Where nothing says when reasoning ends, the grammar has to have it.
+        thinks_in_channels = formats.channels is not None and not client.welcome.grammars_hold_in_reasoning
+        or_json = _schema_of(form) if (choice.shown or thinks_in_channels) and not choice.forced else None
         if choice.asks_for_strict and not choice.forced and not formats.can_hold_calls(client.tokenizer):
             raise bad_field("tools", NO_STRICT_CALLS)
         reader = formats.reader(client.tokenizer, prompt, choice)
@@ -224,7 +226,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
     name_told, tells_times = request.model or engine.names[0], parts.options.enable_per_request_metrics
     answer = Answer(request, id, name_told, client.tokenizer, tells_times=tells_times)
     job = Job(id, tokens, params, request.priority or 0, affinity_of(request))
-    form_field = "tool_choice" if grammar is not None else field_of_body(request)
+    form_field = "tool_choice" if grammar is not None and choice.shown else field_of_body(request)
     return ChatWork(job, answer, reader, choice.is_named, form_field, choosing)
 
 

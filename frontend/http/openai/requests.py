@@ -424,7 +424,7 @@ class RequestDecoder:
         unknown = [name for name in fields if name not in known]
         for name in unknown:
             # Looking for the name that is meant takes long enough not to do it for many.
-            if self._strict or len(unknown) > _MOST_UNKNOWN or _closest(name, known) is not None:
+            if self._strict or len(unknown) > _MOST_UNKNOWN or closest(name, known) is not None:
                 raise _unknown(name, known)
             del fields[name]
             self._note_ignored(name)
@@ -454,7 +454,7 @@ class RequestDecoder:
                         raise _unknown(name, (), where)
                 elif name not in unknown:
                     unknown.add(name)
-                    if self._strict or len(unknown) > _MOST_UNKNOWN or _closest(name, known) is not None:
+                    if self._strict or len(unknown) > _MOST_UNKNOWN or closest(name, known) is not None:
                         raise _unknown(name, known, where)
                     self._note_ignored(f"messages[].{name}")
 
@@ -539,14 +539,15 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def _unknown(name: str, known: tuple[str, ...], where: str = "") -> ApiError:
-    close = _closest(name, known)
+    close = closest(name, known)
     name = shortened(name, _LONGEST_NAME)
     hint = f"; did you mean {close}?" if close is not None else ""
     of = f" of {where}" if where else ""
     return bad_field(f"{where}.{name}" if where else name, f"unknown field {name!r}{of}{hint}", "unknown_parameter")
 
 
-def _closest(name: str, known: tuple[str, ...]) -> str | None:
+def closest(name: str, known: tuple[str, ...]) -> str | None:
+    """The known name that this one looks like misspelt."""
     if OTHER_NAMES.get(name) in known:
         return OTHER_NAMES[name]
     close = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT) if len(name) <= _LONGEST_NAME else []

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.openai.requests import closest
 from headrace.frontend.text.formats.choice import ToolChoice, Tools
 
+_OF_FUNCTIONS = ("name", "description", "parameters", "strict")
+"""Others are the template's, which may know more."""
 NO_STRICT_CALLS = (
     "a tool has `strict`, and nothing can hold calls to its schema where the model decides whether to call, as this "
     "server reads none of this model's: its chat template speaks for no known format. Name one by --tool-call-parser, "
@@ -58,6 +61,11 @@ def check_tools(tools: Tools | None) -> None:
             raise bad_field(where, f"{where} must be {{type: function, function: {{name: ...}}}}")
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise bad_field(f"{where}.function.name", f"{where}.function needs a name")
+        for name in function.keys() - set(_OF_FUNCTIONS):
+            if (known := closest(name, _OF_FUNCTIONS)) is not None:
+                raise bad_field(
+                    f"{where}.function", f"unknown field {name!r} of {where}.function; did you mean {known}?"
+                )
         if not isinstance(function.get("parameters") or {}, dict):
             raise bad_field(
                 f"{where}.function.parameters",

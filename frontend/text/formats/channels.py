@@ -8,6 +8,7 @@ The header says whether the text is reasoning, a call's arguments or content.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -143,14 +144,14 @@ class StrictChannelCalls(Rules):
         return all(each in special_tokens for each in markers)
 
     def text(self, or_json: Any = None) -> str:
-        """or_json: the schema of an answer that is no call. Once."""
+        """or_json: the schema of a final message. Once."""
         first, *others = (self._marker(end) for end in self._format.ends)
         self._rules.append(r"TEXT: /(.|\n)*/")
         to_function = regex(_RECIPIENT.strip() + self._format.functions)
         self._rules.append(rf"WORDS: TEXT & ~/(.|\n)*{to_function}(.|\n)*/")
         after = f"({first} ({self._again})? | {' | '.join(others)})?"
         calls = " | ".join(self._call(tool["function"]) for tool in self._tools)
-        ways = [f"({calls}) ({' | '.join((first, *others))})? ({self._again})?"]
+        ways = [f"({calls}) ({' | '.join((first, *others))})? ({self._again})?"] if calls else []
         if or_json is None:
             ways.append(
                 f"WORDS ({self._channel} WORDS ({self._marker(self._format.constrain)} WORDS)?)? "
@@ -160,7 +161,7 @@ class StrictChannelCalls(Rules):
             thinks = " | ".join(map(literal, self._format.reasoning))
             ways.append(f"{self._channel} ({thinks}) {self._message} TEXT {first} {self._again}")
             final = f"{self._channel} {literal('final')} {self._type} {self._message}"
-            ways.append(f"{final} {self._json(or_json)} ({' | '.join(others)})?")
+            ways.append(f"{final} %json {json.dumps(or_json)} ({' | '.join(others)})?")
         self._rules.append(f"message: {' | '.join(ways)}")
         self._rules.append("start: message" + (" | WORDS" if or_json is None else ""))
         return super().text()

@@ -135,13 +135,12 @@ class AnswerFormats(NamedTuple):
         self, tokenizer: Tokenizer, prompt: RenderedChat, choice: ToolChoice, *, several: bool, or_json: Any = None
     ) -> str | None:
         """Of an answer that has to call a tool, or whose calls have to fit their schemas; None of others. several: it
-        may call more than one. or_json: the schema of an answer that is no call."""
+        may call more than one. or_json: the schema of an answer that is no call: of its last
+        message, where answers have several."""
         special = tokenizer.special_tokens
-        is_held = bool(choice.shown) and (choice.is_strict or or_json is not None) and self.can_hold_calls(tokenizer)
         if self.channels is not None:
-            if choice.forced:
-                return ForcedChannelCalls(self.channels, choice.forced, special).text()
-            return StrictChannelCalls(self.channels, choice.shown or (), special).text(or_json) if is_held else None
+            return self._channels_grammar(self.channels, special, choice, or_json)
+        is_held = bool(choice.shown) and (choice.is_strict or or_json is not None)
         if self.calls is None or self.calls.calls is None:
             return None
         calls, several = self.calls.calls, several and not choice.is_named
@@ -153,6 +152,17 @@ class AnswerFormats(NamedTuple):
         # Of reasoning that is read, the engine knows the end.
         thinks_first = thinks_first if self.reading is None else None
         return StrictCalls(calls, choice.shown or (), special, several=several, thinks_first=thinks_first).text(or_json)
+
+    def _channels_grammar(
+        self, channels: ChannelFormat, special: Mapping[str, int], choice: ToolChoice, or_json: Any
+    ) -> str | None:
+        if choice.forced:
+            return ForcedChannelCalls(channels, choice.forced, special).text()
+        shown = choice.shown if self.reads_channels_calls and choice.shown else ()
+        is_held = or_json is not None or (shown and choice.is_strict)
+        if not is_held or not StrictChannelCalls.are_possible(channels, special):
+            return None
+        return StrictChannelCalls(channels, shown, special).text(or_json)
 
     def reader(
         self, tokenizer: Tokenizer, prompt: RenderedChat, choice: ToolChoice
