@@ -6,37 +6,43 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import transformers
+from every_family import QUANTISED, TABLES
 from gguf_cases import CASES
 from published_models import PUBLISHED
 from published_models import config_of as published_config
-from tiny_families import FAMILIES, FOREIGN, foreign
-from tiny_mixtures import FAMILIES as MIXTURES
-from tiny_models import COMMON, TINY_MODELS, TinyModel
+from tiny_families import FOREIGN, foreign
+from tiny_models import COMMON, TinyModel
 
+from headrace.executor.checkpoints.weights import DummyWeights
 from headrace.executor.cpu.decoder import why_not
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import families, spec_from_config
+from headrace.executor.models.sizes import weight_shapes
 from headrace.executor.parallel.divisibility import check_shares
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.failure import HeadraceError
+from headrace.kernels.registry import choose_reference
+from headrace.kernels.triton import versions as triton_versions
+from headrace.kernels.triton.versions import VERSIONS
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs/models.md"
+MOST_TOKENS = 64
 MARK = "<!-- what follows is written by tests/models/models_document.py: make docs -->\n"
-TABLES: tuple[tuple[str, dict[str, TinyModel]], ...] = (
-    ("test_models, test_parallel_model", TINY_MODELS),
-    ("test_dense_families", FAMILIES),
-    ("test_mixture_families", MIXTURES),
-)
 
 
 class Row(NamedTuple):
     architecture: str
     implementation: str
     on_cpu: str
+    on_gpu: str
     ranks: str
     gguf: str
+    quantised: str
     tests: str
 
 
@@ -58,19 +64,37 @@ def native_rows() -> Iterator[Row]:
         spec = spec_from_config(config())
         on_cpu = "op by op" if why_not(spec, torch.float32) else "program"
         found = "yes" if architecture in gguf else ""
-        yield Row(architecture, "headrace", on_cpu, divided(spec), found, tests)
+        quantised = "yes" if (architecture if architecture in tested else twin) in QUANTISED else ""
+        yield Row(architecture, "headrace", on_cpu, on_gpu(spec), divided(spec), found, quantised, tests)
 
 
 def foreign_rows() -> Iterator[Row]:
     for name in FOREIGN:
         architecture = foreign(name).model_class
         if architecture not in families():
-            yield Row(architecture, "transformers", "op by op", "", "", "test_transformers_backend")
+            yield Row(architecture, "transformers", "op by op", "", "", "", "", "test_transformers_backend")
 
 
 def config_of(tiny: TinyModel) -> dict[str, Any]:
     config = getattr(transformers, tiny.config_class)(**(COMMON | tiny.config))
     return config.to_dict() | {"architectures": [tiny.model_class]}
+
+
+def on_gpu(spec: ArchSpec) -> str:
+    """What computes the ops that have Triton kernels, asked as a GPU's rank asks when it reads the model."""
+    refused = set[str]()
+
+    def choose(op: str, **facts: Any) -> Callable[..., Any]:
+        versions = [each for each in VERSIONS if each.op == op]
+        if all(each.why_not(**facts) for each in versions):
+            refused.add(op)
+        return choose_reference(op)
+
+    spec = spec.for_context(MOST_TOKENS)
+    # Whether this machine has a GPU is not asked.
+    with mock.patch.object(triton_versions, "why_no_triton", return_value=""):
+        Decoder(spec, DummyWeights(weight_shapes(spec)), torch.float32, choose=choose)
+    return "Triton" + (f", {', '.join(sorted(refused))} in torch" if refused else "")
 
 
 def divided(spec: Any) -> str:
@@ -87,7 +111,7 @@ def divided(spec: Any) -> str:
 
 def table() -> str:
     rows = [*native_rows(), *foreign_rows()]
-    head = ("architecture", "implementation", "on a CPU", "ranks", "GGUF", "tests")
+    head = ("architecture", "implementation", "on a CPU", "on a GPU", "ranks", "GGUF", "quantised", "tests")
     lines = [f"{len(rows)} architectures.", "", f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     return "\n".join([*lines, *(f"| {' | '.join((f'`{row[0]}`', *row[1:]))} |" for row in rows)]) + "\n"
 

@@ -18,7 +18,7 @@ from headrace.executor.checkpoints.gguf.mixtures import MIXTRAL
 from headrace.executor.models.families import spec_from_config
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
-GGUF_COLUMN = re.compile(r"^\| `(\w+)` \|(?:[^|]*\|){3} (\w*) *\|", re.MULTILINE)
+GGUF_COLUMN = re.compile(r"^\| `(\w+)` \|(?:[^|]*\|){4} (\w*) *\|", re.MULTILINE)
 
 
 @pytest.mark.system
