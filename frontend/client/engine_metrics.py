@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -62,6 +62,37 @@ ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...]
 """Kind, name, help, and how the value is read."""
 
 
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+METRICS_BY_LABEL: tuple[tuple[str, str, str, str, Callable[[EngineStats], Mapping[str, float]]], ...] = (
+    (
+        "gauge",
+        "num_requests_waiting_by_reason",
+        "Requests that wait: `capacity` for room in a step, or for what else they need.",
+        "reason",
+        lambda s: s.num_waiting_by_reason,
+    ),
+    (
+        "gauge",
+        "engine_sleep_state",
+        "1 for the state that it is in.",
+        "sleep_state",
+        lambda s: {state: float(s.sleep_level == level) for level, state in enumerate(_SLEEP_STATES)},
+    ),
+    (
+        "counter",
+        "prompt_tokens_by_source",
+        "Prompt tokens by where their keys and values came from.",
+        "source",
+        lambda s: {
+            "local_compute": s.num_prompt_tokens - s.num_cached_prompt_tokens,
+            "local_cache_hit": s.num_cached_prompt_tokens,
+            "external_kv_transfer": 0,
+        },
+    ),
+)
+"""Kind, name, help, one more label, and how the values are read, by that label's."""
+
+
 class Metric(msgspec.Struct, kw_only=True):
     """One metric of one engine."""
 
@@ -105,9 +136,10 @@ def engine_metrics(stats: EngineStats, welcome: Welcome, requests: RequestCounts
             found.append(Gauge(name=f"{prefix}:{name}", labels=labels, value=float(number)))
         else:
             found.append(Counter(name=f"{prefix}:{name}", labels=labels, value=number))
-    for reason, count in stats.num_waiting_by_reason.items():
-        name = f"{prefix}:num_requests_waiting_by_reason"
-        found.append(Gauge(name=name, labels={**labels, "reason": reason}, value=float(count)))
+    for kind, name, _, label, values in METRICS_BY_LABEL:
+        metric = Gauge if kind == "gauge" else Counter
+        for value_of_label, count in values(stats).items():
+            found.append(metric(name=f"{prefix}:{name}", labels={**labels, label: value_of_label}, value=count))
     accepted = list(stats.num_accepted_tokens_per_pos)
     found.append(Vector(name=f"{prefix}:spec_decode_num_accepted_tokens_per_pos", labels=labels, values=accepted))
     step_counts = stats.times.step_tokens or (0,) * (len(STEP_TOKEN_BOUNDS) + 1)

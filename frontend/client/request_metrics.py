@@ -35,6 +35,7 @@ REQUEST_HISTOGRAMS: Histograms = {
     "request_decode_time_seconds": (_LONG, "From the first token to the last."),
     "request_inference_time_seconds": (_LONG, "From first scheduling to the last token."),
     "request_prompt_tokens": (_COUNTS, "Tokens in a request's prompt."),
+    "request_prefill_kv_computed_tokens": (_COUNTS, "Tokens of a request's prompt that the prefix cache did not have."),
     "request_generation_tokens": (_COUNTS, "Tokens generated for a request."),
     "request_max_num_generation_tokens": (_COUNTS, "Tokens of a request's longest output."),
     "request_params_n": ((1.0, 2.0, 5.0, 10.0, 20.0), "Outputs asked for."),
@@ -111,7 +112,9 @@ class RequestMeter:
         metrics = stream.metrics
         if stream.error is not None:
             return
-        self._take("request_prompt_tokens", len(stream.prompt.token_ids or ()))
+        num_prompt = len(stream.prompt.token_ids or ())
+        self._take("request_prompt_tokens", num_prompt)
+        self._take("request_prefill_kv_computed_tokens", num_prompt - (stream.num_cached_tokens or 0))
         self._take("request_params_n", stream.params.n)
         self._take("request_params_max_tokens", stream.params.max_tokens)
         self._take("request_generation_tokens", metrics.num_generation_tokens)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headrace.frontend.client.engine_metrics import ENGINE_METRICS
+from headrace.frontend.client.engine_metrics import ENGINE_METRICS, METRICS_BY_LABEL
 from headrace.frontend.client.request_metrics import (
     FINISH_REASONS,
     REJECTIONS,
@@ -206,16 +206,14 @@ class Exposition:
                 for position, count in enumerate(stats.num_accepted_tokens_per_pos):
                     accepted.add_metric((*_labels(engine), str(position)), count)
         yield accepted
-        reasons = GaugeMetricFamily(
-            f"{self._prefix}:num_requests_waiting_by_reason",
-            "Requests that wait: `capacity` for room in a step, or for what else they need.",
-            labels=("model_name", "engine", "reason"),
-        )
-        for engine in self._pool.engines:
-            if (stats := self._last_stats.get(engine.index)) is not None:
-                for reason, count in stats.num_waiting_by_reason.items():
-                    reasons.add_metric((*_labels(engine), reason), count)
-        yield reasons
+        for kind, name, text, label, values in METRICS_BY_LABEL:
+            family_class = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+            family = family_class(f"{self._prefix}:{name}", text, labels=("model_name", "engine", label))
+            for engine in self._pool.engines:
+                if (stats := self._last_stats.get(engine.index)) is not None:
+                    for value_of_label, count in values(stats).items():
+                        family.add_metric((*_labels(engine), value_of_label), count)
+            yield family
         yield from self._step_families()
         up = GaugeMetricFamily(f"{self._prefix}:engine_up", "Whether the engine is there.", labels=("engine",))
         info = GaugeMetricFamily(
@@ -231,13 +229,10 @@ class Exposition:
         yield from (up, info)
 
     def _step_families(self) -> Iterator[Any]:
-        from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+        from prometheus_client.core import HistogramMetricFamily
 
         labels = ("model_name", "engine")
         tokens = HistogramMetricFamily(f"{self._prefix}:iteration_tokens_total", "Tokens of a step.", labels=labels)
-        asleep = GaugeMetricFamily(
-            f"{self._prefix}:engine_sleep_state", "1 for the state that it is in.", labels=(*labels, "sleep_state")
-        )
         for engine in self._pool.engines:
             stats = self._last_stats.get(engine.index)
             if stats is None:
@@ -245,9 +240,7 @@ class Exposition:
             counts = stats.times.step_tokens or (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
             bounds = tuple(map(float, STEP_TOKEN_BOUNDS))
             tokens.add_metric(_labels(engine), cumulative(bounds, counts), sum_value=stats.times.step_tokens_sum)
-            for level, state in enumerate(("awake", "weights_offloaded", "discard_all")):
-                asleep.add_metric((*_labels(engine), state), float(stats.sleep_level == level))
-        yield from (tokens, asleep)
+        yield tokens
 
     def _request_families(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily

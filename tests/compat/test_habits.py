@@ -158,6 +158,9 @@ def test_requests_are_timed_in_histograms(llm: LLM) -> None:
     first_s = sum(output.metrics.first_token_latency for output in (*outputs, streamed[-1]))
     assert new["time_to_first_token_seconds"][1] == pytest.approx(first_s)
     assert new["request_params_n"] == (3, 3.0)
+    num_cached = sum(output.num_cached_tokens for output in (*outputs, streamed[-1]))
+    computed = new["request_prompt_tokens"][1] - num_cached
+    assert new["request_prefill_kv_computed_tokens"] == (3, computed)
     buckets = [each["request_params_max_tokens"].buckets for each in (before, after)]
     assert [buckets[1][bound] - buckets[0][bound] for bound in ("2.0", "5.0", "10.0")] == [0, 1, 3]
     assert {reason for reason in ended if ended[reason] != ended_before[reason]} == {"length"}

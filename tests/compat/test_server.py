@@ -216,6 +216,11 @@ def test_the_routes_that_operators_ask_answer(client: httpx.Client) -> None:
     ask(client, COMPLETIONS, prompt="a", ignore_eos=True, **GREEDY)
     assert metric(client, "headrace:generation_tokens_total") == before + 5
     assert metric(client, "headrace:num_requests_waiting_by_reason", reason="capacity") == 0
+    sources = [
+        metric(client, "headrace:prompt_tokens_by_source_total", source=f"local_{s}") for s in ("compute", "cache_hit")
+    ]
+    assert sum(sources) == metric(client, "headrace:prompt_tokens_total") > 0
+    assert metric(client, "headrace:engine_sleep_state", sleep_state="awake") == 1
     never = metric(client, "headrace:request_num_preemptions_bucket", le="0.0")
     assert never == metric(client, "headrace:request_num_preemptions_count") > 0
 
