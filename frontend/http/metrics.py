@@ -211,8 +211,8 @@ class Exposition:
             family = family_class(f"{self._prefix}:{name}", text, labels=("model_name", "engine", label))
             for engine in self._pool.engines:
                 if (stats := self._last_stats.get(engine.index)) is not None:
-                    for value_of_label, count in values(stats).items():
-                        family.add_metric((*_labels(engine), value_of_label), count)
+                    for value_of_label, number in values(stats).items():
+                        family.add_metric((*_labels(engine), value_of_label), number)
             yield family
         yield from self._step_families()
         up = GaugeMetricFamily(f"{self._prefix}:engine_up", "Whether the engine is there.", labels=("engine",))
