@@ -290,10 +290,19 @@ def test_modelopts_config_may_lie_beside_the_models(tmp_path: Path) -> None:
     assert error_of(opened(tmp_path, quantization="modelopt"), model) < EXACT_ERROR
 
 
-@pytest.mark.parametrize(("layout", "writer"), [("auto_round:auto_gptq", made.gptq), ("auto_round:auto_awq", made.awq)])
-def test_autoround_stores_in_the_layouts_of_gptq_and_awq(layout: str, writer: Any, tmp_path: Path) -> None:
-    _, write_one = writer()
-    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "packing_format": layout}
+@pytest.mark.parametrize(
+    ("layout", "writer"),
+    [
+        ("auto_round:auto_gptq", partial(made.gptq, symmetric=False)),
+        ("auto_round:auto_awq", made.awq),
+        ("auto_round:gptqmodel", partial(made.gptq, v2=True)),
+        ("auto_round", partial(made.gptq, 2, symmetric=False, v2=True)),
+        ("auto_round", partial(made.gptq, 5, symmetric=False, v2=True)),
+    ],
+)
+def test_autoround_stores_in_the_layouts_of_gptq_and_awq_and_its_own(layout: str, writer: Any, tmp_path: Path) -> None:
+    config, write_one = writer()
+    config = {"quant_method": "auto-round", "bits": config["bits"], "group_size": 32, "packing_format": layout}
     model = made.write(tmp_path, tiny_models.build("llama"), config, write_one)
     assert error_of(opened(tmp_path, quantization="inc"), model) < MOST_ERROR
 
@@ -336,7 +345,7 @@ def test_another_format_than_the_checkpoints_is_refused(gptq_folder: Path, asked
     [
         ({"quant_method": "aqlm"}, r"by the method aqlm, which is not supported: vLLM took it out in 0\.10"),
         ({"quant_method": "mystery"}, "by the method mystery, which is not supported: known are auto-round, "),
-        ({"bits": 5}, "GPTQ weights of 5 bits are not supported; 2, 3, 4 and 8 bits are"),
+        ({"bits": 9}, "GPTQ weights of 9 bits are not supported; 2 to 8 bits are"),
         ({"bits": "four"}, "the GPTQ config's bits is 'four'; a whole number is expected"),
         ({"checkpoint_format": "marlin"}, "in the layout marlin, which is one kernel's own"),
     ],
@@ -438,11 +447,6 @@ def test_each_format_names_tensors_that_do_not_fit(
     ("config", "message"),
     [
         ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, "AWQ weights in the layout gemv"),
-        (made.gptq(5)[0], "GPTQ weights of 5 bits are not supported; 2, 3, 4 and 8 bits are"),
-        (
-            made.gptq(3, planar=True)[0] | {"bits": 9},
-            "GPTQ weights of 9 bits are not supported; 2 to 8 bits are in the layout gptq_p",
-        ),
         (made.gptq()[0] | {"checkpoint_format": "marlin"}, "in the layout marlin, which is one kernel's own"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "ModelOpt's W4A8_AWQ is not supported; FP8, "),
         (

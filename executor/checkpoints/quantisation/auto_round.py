@@ -1,4 +1,4 @@
-"""AutoRound (Cheng et al. 2023), and INC, which is built on it: stored in the layout of GPTQ or AWQ, or as fp8."""
+"""AutoRound (Cheng et al. 2023), and INC, which is built on it: stored in the layout of GPTQ or AWQ."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from headrace.executor.checkpoints.quantisation.awq import Awq
 from headrace.executor.checkpoints.quantisation.gptq import Gptq
 from headrace.ipc.failure import ModelError
 
+WHOLE_ZEROS = ("auto_round", "auto_round:gptqmodel")
+"""Layouts that store a zero point as it is; the others of GPTQ store one less."""
+
 
 class AutoRound(Format):
     """Never made itself: `of` gives the format of the layout."""
@@ -17,12 +20,13 @@ class AutoRound(Format):
     names = ("auto-round", "auto_round", "inc", "intel/auto-round")
     stored = (
         Stored(
-            "4 and 8 bits (2 and 3 kept in 4), symmetric or not, in the layouts of GPTQ and AWQ, with `extra_config`",
+            "2 to 8 bits (2 and 3 kept in 4, 5 to 7 in 8), symmetric or not, in the layouts of GPTQ and AWQ and its "
+            "own, with `extra_config`",
             ("int4", "int8"),
-            ("test_autoround_stores_in_the_layouts_of_gptq_and_awq",),
+            ("test_autoround_stores_in_the_layouts_of_gptq_and_awq_and_its_own",),
         ),
     )
-    made_by = "auto-round 0.16 for 4 bits in the layout of GPTQ (benchmarks/quantised_tools.py), a writer in tests"
+    made_by = "auto-round 0.16 for 2 to 4 bits (benchmarks/quantised_tools.py), a writer in tests"
 
     @classmethod
     def of(cls, config: Config) -> Any:
@@ -34,7 +38,6 @@ class AutoRound(Format):
             )
         if "awq" in layout:
             return Awq.of({**config, "zero_point": True, "version": "gemm"})
-        # In the tool's own layout zero points are those of GPTQ's first version too.
         differing = config.get("extra_config") or {}
         dynamic = {
             name if _is_pattern(name) else re.escape(name) + "$": {
@@ -43,7 +46,8 @@ class AutoRound(Format):
             for name, own in differing.items()
             if isinstance(own, dict) and own.get("bits", 16) < 16
         }
-        return Gptq.of({**config, "checkpoint_format": "gptq", "dynamic": dynamic})
+        version = "gptq_v2" if layout in WHOLE_ZEROS else "gptq"
+        return Gptq.of({**config, "checkpoint_format": version, "dynamic": dynamic})
 
 
 def _is_pattern(name: str) -> bool:

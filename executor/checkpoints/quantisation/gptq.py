@@ -26,7 +26,6 @@ from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight, two_in_a_byte
 
 METHOD = "GPTQ"
-BITS = (2, 3, 4, 8)
 PLANAR = "gptq_p"
 PLANES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
@@ -84,7 +83,7 @@ class Gptq(Format):
         dynamic, is_planar = config.get("dynamic") or {}, layout == PLANAR
         bits, size = number(config, ("bits",), METHOD), number(config, ("group_size",), METHOD, 128)
         adds_one = layout not in ("gptq_v2", PLANAR) and config.get("quant_method") != "gptq_v2"
-        return cls(_checked(bits, is_planar), size, adds_one, is_planar, dynamic)
+        return cls(_checked(bits), size, adds_one, is_planar, dynamic)
 
     def _of(self, module: str) -> Gptq:
         """With what differs for a module."""
@@ -92,7 +91,7 @@ class Gptq(Format):
             if pattern.startswith("-:"):
                 continue
             if re.match(pattern.removeprefix("+:"), module):
-                bits = _checked(number(differs, ("bits",), METHOD, self.bits), self.is_planar)
+                bits = _checked(number(differs, ("bits",), METHOD, self.bits))
                 return replace(self, bits=bits, group_size=number(differs, ("group_size",), METHOD, self.group_size))
         return self
 
@@ -184,10 +183,9 @@ def grouped_order(module: str, g_idx: Tensor | None, k: int, size: int) -> Tenso
     return order.to(torch.int32)
 
 
-def _checked(bits: int, is_planar: bool) -> int:
-    if bits not in (PLANES if is_planar else BITS):
-        known = f"2 to 8 bits are in the layout {PLANAR}" if is_planar else "2, 3, 4 and 8 bits are"
-        raise ModelError(f"GPTQ weights of {bits} bits are not supported; {known}")
+def _checked(bits: int) -> int:
+    if bits not in PLANES:
+        raise ModelError(f"GPTQ weights of {bits} bits are not supported; 2 to 8 bits are")
     return bits
 
 
