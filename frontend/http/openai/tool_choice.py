@@ -13,8 +13,8 @@ _OF_FUNCTIONS = ("name", "description", "parameters", "strict")
 """Others are the template's, which may know more."""
 NO_STRICT_CALLS = (
     "a tool has `strict`, and nothing can hold calls to its schema where the model decides whether to call, as this "
-    "server reads none of this model's: its chat template speaks for no known format. Name one by --tool-call-parser, "
-    "ask with `tool_choice` required or a function's name, or leave `strict` out"
+    "server reads none of this model's (its chat template speaks for no known format, or an option says so). Name one "
+    "by --tool-call-parser, ask with `tool_choice` required or a function's name, or leave `strict` out"
 )
 
 
