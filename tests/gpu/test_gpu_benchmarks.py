@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -241,7 +242,7 @@ def jobs(module: ModuleType) -> tuple[Any, ...]:
     write = "import json; json.dump({'results': {'cases': []}}, open(out, 'w')); print('wrote it', flush=True)"
     return (
         job("fails", "raise SystemExit('no such device')"),
-        job("hangs", f"{write}; import time; time.sleep(60)", most_s=1.5),
+        job("hangs", f"{write}; import time; time.sleep(60)", most_s=5),
         job("works", write),
         job("long", write, least_s=1e6),
     )
@@ -266,9 +267,9 @@ def test_a_job_that_fails_or_hangs_takes_no_other_along(
 ) -> None:
     found = run_all(tmp_path / "first")
     assert found["fails"] == "ended with status 1"
-    assert found["hangs"] == "stopped after 2 s"
+    assert found["hangs"] == "stopped after 5 s"
     assert found["works"] == "done"
-    assert found["long"].startswith("skipped: 5")
+    assert re.fullmatch(r"skipped: \d\d s were left, and it takes 1000000", found["long"])
     assert (tmp_path / "first" / "gpu_hangs.json").exists(), "what it had written stays"
     output = capsys.readouterr().out
     assert "no such device" in output

@@ -14,6 +14,7 @@ import pytest
 import zmq
 from engine_parts import make_plan, welcome_of
 from fake_core import zmq_core
+from http_server import wait_until
 from source_tree import PYTHONPATH
 from wire_client import WireClient
 
@@ -98,7 +99,7 @@ def test_the_client_that_a_message_fails_for_ends_with_the_cause_and_no_other(po
         stats = asyncio.ensure_future(client.get_stats())
         await asyncio.sleep(0)
         with WireClient(core.address) as other:
-            assert core.clients == [1, 2]
+            wait_until(lambda: core.clients == [1, 2], 10, "the port knows both, which it has answered")
             core._send(1, [b"the first frame", unsendable()])
             core.send(2, SMALL)
             other.receive(Load, lambda load: load == SMALL)

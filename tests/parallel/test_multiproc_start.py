@@ -24,6 +24,9 @@ from headrace.core.process.supervisor import start_engine
 from headrace.executor.placement.load_turn import turn_to_load
 from headrace.ipc.failure import EngineStartError, OptionError
 
+PATIENCE_S = (2.0, 20.0, 60.0)
+"""Limits of starts that hang, in turn: on a busy machine one may not have come to where it hangs within the first."""
+
 
 @pytest.fixture(autouse=True)
 def workers_find_the_null_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,17 +79,20 @@ def test_a_turn_ends_with_the_process_that_has_it() -> None:
 
 def test_who_waits_for_a_turn_is_not_blamed_for_a_start_that_takes_too_long(tmp_path: Path) -> None:
     asked = in_turns(1, tmp_path / "log", tp_size=2)
-    misled = {**asked.hf_overrides, "load_delay_s": 60.0}
-    with Ranks(msgspec.structs.replace(asked, hf_overrides=misled, startup_timeout=3.0)) as ranks:
-        with pytest.raises(EngineStartError) as caught:
+    misled = {**asked.hf_overrides, "load_delay_s": 100.0}
+    for limit_s in PATIENCE_S:
+        hanging_rank = msgspec.structs.replace(asked, hf_overrides=misled, startup_timeout=limit_s)
+        with Ranks(hanging_rank) as ranks, pytest.raises(EngineStartError) as caught:
             ranks.bring_up()
         failure = caught.value.failure
         assert failure is not None
-        assert failure.message.count("worker") == 1
-        assert failure.message.endswith("did not become ready within 3 s (startup_timeout)")
-        assert (failure.type, failure.phase) == ("Timeout", "load weights")
-        assert "in load" in "\n".join(failure.log_tail)
-        assert ranks.failures == [failure]
+        if failure.phase == "load weights":
+            break
+    assert failure.message.count("worker") == 1
+    assert failure.message.endswith(f"did not become ready within {limit_s:g} s (startup_timeout)")
+    assert (failure.type, failure.phase) == ("Timeout", "load weights")
+    assert "in load" in "\n".join(failure.log_tail)
+    assert ranks.failures == [failure]
 
 
 # --- where the time went --------------------------------------------------------------------------------------------
@@ -153,17 +159,22 @@ def test_a_running_engine_tells_how_its_start_went() -> None:
 def hanging(**changes: Any) -> Options:
     """An engine of one process, whose model takes longer than it may."""
     backend = "headrace.executor.testing.null:NullExecutor"
-    asked = {"load_delay_s": 60.0}
+    asked = {"load_delay_s": 100.0}
     return Options(model="null", distributed_executor_backend=backend, hf_overrides=asked, **changes)
 
 
 def test_a_core_that_hangs_while_it_starts_is_ended_and_its_stacks_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.core.process.supervisor.START_GRACE_S", 0.5)
-    child = start_engine(hanging(startup_timeout=1.5))
-    with pytest.raises(EngineStartError, match=r"engine-core \(pid \d+\) was not ready within 1\.5 s") as caught:
-        child.wait_ready()
-    failure = caught.value.failure
-    assert failure is not None
+    for limit_s in PATIENCE_S:
+        child = start_engine(hanging(startup_timeout=limit_s))
+        with pytest.raises(
+            EngineStartError, match=rf"engine-core \(pid \d+\) was not ready within {limit_s:g} s"
+        ) as caught:
+            child.wait_ready()
+        failure = caught.value.failure
+        assert failure is not None
+        if failure.phase == "load weights":
+            break
     assert (failure.type, failure.phase) == ("Timeout", "load weights")
     assert "null.py" in "\n".join(failure.log_tail)
     assert not child.alive
@@ -176,16 +187,17 @@ def test_a_start_on_the_callers_own_thread_has_no_deadline() -> None:
 
 def test_a_daemon_that_hangs_while_it_starts_says_where_and_ends(runtime_directory: Path) -> None:
     asked = hanging()
-    command = [sys.executable, "-m", "headrace.core.process.daemon", "--model=null", "--startup-timeout=0.5"]
+    command = [sys.executable, "-m", "headrace.core.process.daemon", "--model=null"]
     command += [f"--distributed-executor-backend={asked.distributed_executor_backend}"]
-    done = subprocess.run(
-        [*command, f"--hf-overrides={json.dumps(asked.hf_overrides)}"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "engine-core: not ready within 0.5 s (startup_timeout), during load weights; its threads:" in done.stderr
+    command += [f"--hf-overrides={json.dumps(asked.hf_overrides)}"]
+    for limit_s in PATIENCE_S:
+        done = subprocess.run(
+            [*command, f"--startup-timeout={limit_s:g}"], capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == 1
+        said = f"engine-core: not ready within {limit_s:g} s (startup_timeout), during load weights; its threads:"
+        if said in done.stderr:
+            break
+    assert said in done.stderr
     assert "null.py" in done.stderr
     assert not list(runtime_directory.iterdir())
