@@ -259,11 +259,19 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         bool,
         Option(
             PARALLEL,
-            "Divide the experts of a mixture whole, in runs of neighbours: among the tensor-parallel ranks, instead of "
+            "Divide the experts of a mixture whole: among the tensor-parallel ranks, instead of "
             "each expert's rows; with data_parallel_size on a CPU among the ranks of all engines, which then compute "
             "every step together and fail together",
         ),
     ] = False
+    expert_placement_strategy: Annotated[
+        Literal["linear", "round_robin"],
+        Option(
+            PARALLEL,
+            "Which whole experts a rank has: linear, a run of neighbours, or round_robin, each rank one in turn, which "
+            "spreads groups of experts that are chosen together",
+        ),
+    ] = "linear"
     data_parallel_backend: Annotated[
         Literal["mp", "ray"],
         Option(

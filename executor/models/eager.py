@@ -19,7 +19,7 @@ from headrace.executor.models import blocks
 from headrace.executor.models.arch import ArchSpec, LayerSpec, RopeSpec
 from headrace.executor.models.blocks import Attend, Declared, Linear, Role, Routing, emit_layer, size_of
 from headrace.executor.models.chunks import in_chunks, query_growth
-from headrace.executor.models.reading import CheckedWeights, Part, own_part, own_slopes
+from headrace.executor.models.reading import CheckedWeights, Part, expert_places, own_part, own_slopes
 from headrace.executor.parallel.padding import grouped_part, stored_source
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.grouped import GroupedWeight, joined
@@ -359,7 +359,9 @@ class EagerExperts:
             gate, up, last = (f"{prefix}{names[expert]}.weight" for names in _names(declared))
             gate_up[index] = weights.stack([(name, Part(name, inner, own)) for name in (gate, up)], hidden, None)
             down[index] = weights.stack([(last, Part(last, hidden))], inner, own)
-        self.are_divided = count < len(declared.gates)
+        places = expert_places(self._own, len(declared.gates))
+        self._places = None if places is None else places.to(weights.device)
+        self.are_divided = places is not None
         self._route = weights.kernel("route_experts", num_experts=len(declared.gates))
         biases = weights.expert_biases(declared, prefix) if declared.bias else None
         pack = weights.kernel(
@@ -378,9 +380,8 @@ class EagerExperts:
         """x [num_tokens, hidden], logits [num_tokens, num_experts], correction [num_experts] float32 ->
         [num_tokens, hidden]"""
         expert_ids, shares = self._route(logits, top_k=routing.num_chosen, bias=correction, **routing.options)
-        if self.are_divided:
-            is_own = (expert_ids >= self._own.start) & (expert_ids < self._own.stop)
-            expert_ids = torch.where(is_own, expert_ids - self._own.start, -1)
+        if self._places is not None:
+            expert_ids = self._places[expert_ids]
         return self._experts.apply(x, expert_ids, shares)
 
 

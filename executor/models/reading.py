@@ -221,3 +221,12 @@ def _not_read(spec: ArchSpec, place: RankPlace, prefix: str) -> list[str]:
 def _stems(declared: Mapping[str, Declared], prefix: str) -> tuple[str, ...]:
     """Names of what holds these weights."""
     return tuple(prefix + weight.name.rpartition(".")[0] for each in declared.values() for weight in each.weights())
+
+
+def expert_places(own: range, count: int) -> Tensor | None:
+    """[count] int32: of each expert its number among a rank's own, -1 for those of others; None where all are own."""
+    if len(own) == count:
+        return None
+    places = torch.full((count,), -1, dtype=torch.int32)
+    places[torch.tensor(own, dtype=torch.int64)] = torch.arange(len(own), dtype=torch.int32)
+    return places

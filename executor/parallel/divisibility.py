@@ -39,6 +39,11 @@ def check_world(options: Options) -> None:
 def check_experts(spec: ArchSpec, options: Options) -> None:
     """Raises OptionError where expert parallelism would divide nothing."""
     if not options.enable_expert_parallel:
+        if options.expert_placement_strategy != Options().expert_placement_strategy:
+            raise OptionError(
+                f"expert_placement_strategy={options.expert_placement_strategy} is of experts that are divided whole: "
+                "it needs enable_expert_parallel"
+            )
         return
     if options.tensor_parallel_size == 1 and not options.shares_experts:
         raise OptionError(

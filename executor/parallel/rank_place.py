@@ -141,6 +141,8 @@ class RankPlace:
     """Layers of each stage; empty divides them evenly."""
     expert_parallel: bool = False
     """Experts are divided whole, and not their rows."""
+    experts_in_turn: bool = False
+    """Of experts that are divided whole neighbours go to different ranks."""
     dp_rank: int = 0
     dp_size: int = 1
     """Engine cores that divide the experts among them; see `Options.shares_experts`."""
@@ -169,7 +171,8 @@ class RankPlace:
         """The place of a rank of the world that the options ask for. Raises OptionError for a wrong partition."""
         sizes = options.tensor_parallel_size, options.pipeline_parallel_size
         place = cls.of(rank, *sizes, options.pipeline_layer_partition)
-        return replace(place, expert_parallel=options.enable_expert_parallel)
+        in_turn = options.expert_placement_strategy == "round_robin"
+        return replace(place, expert_parallel=options.enable_expert_parallel, experts_in_turn=in_turn)
 
     def with_collectives(self, collectives: Collectives) -> RankPlace:
         return replace(self, collectives=collectives)
@@ -232,6 +235,8 @@ class RankPlace:
         rank, size = self.dp_rank * self.tp_size + self.tp_rank, self.dp_size * self.tp_size
         if not self.expert_parallel or count < size:
             return range(count)
+        if self.experts_in_turn:
+            return range(rank, count, size)
         return range(rank * count // size, (rank + 1) * count // size)
 
     def layers(self, num_layers: int) -> range:

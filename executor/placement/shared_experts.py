@@ -147,7 +147,7 @@ class SharedExpertsExecutor(Executor):
             self._options.data_parallel_meeting,
             rank,
             size,
-            model=f"{plan.model.name} {plan.dtype} {world}",
+            model=f"{plan.model.name} {plan.dtype} {world} {plan.options.expert_placement_strategy}",
             shared_bytes=collectives_bytes(world),
             limit_s=self._options.startup_timeout,
             workers=self._ranks.workers,

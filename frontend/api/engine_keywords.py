@@ -94,6 +94,7 @@ class EngineOptions(TypedDict, total=False):
     coordinator: Sequence[str] | str | None
     pipeline_layer_partition: Sequence[int] | str | None
     enable_expert_parallel: bool | None
+    expert_placement_strategy: Literal["linear", "round_robin"] | str | None
     data_parallel_backend: Literal["mp", "ray"] | str | None
     data_parallel_meeting: str | None
     disable_custom_all_reduce: bool | None

@@ -209,7 +209,7 @@ HR_EXPORT void hr_op_route(const void* raw, const Step& step, int thread, int nu
     const float divisor = args.renormalise == 0 ? 1.0f : sum > 1e-20f ? sum : 1e-20f;
     for (int64_t slot = 0; slot < args.top_k; ++slot) {
       weights[slot] = weights[slot] / divisor * args.scale;
-      best[slot] -= static_cast<int32_t>(args.first_expert);
+      if (args.places) best[slot] = args.places[best[slot]];
     }
   }
 }

@@ -27,7 +27,7 @@ struct RouteArgs {
   int64_t num_groups;     // of neighbours; experts come from the best groups_chosen of them
   int64_t groups_chosen;  // by the sum of each one's group_best best scores
   int64_t group_best;
-  int64_t first_expert;  // subtracted from the numbers of those chosen
+  const int32_t* places;  // [num_experts] the number of each among a rank's own, -1 for another's; null: the same
   int64_t fixed_rows;  // with Rows::kFixed
   Rows rows;
   DType logits_dtype;

@@ -154,13 +154,16 @@ class RouteOptions(TypedDict, total=False):
     scale: float
     groups: ExpertGroups
     margin: float
-    first_expert: int
-    """What numbers count from: lower ones are negative then, and another rank's."""
+    places: Tensor | None
+    """[num_experts] int32: of each the number that is written instead, -1 for an expert of another rank."""
 
 
 def route_args(num_experts: int, top_k: int, options: RouteOptions) -> RouteArgs:
     """The arguments of routing but for what depends on the rows. Raises ValueError for what there is not."""
     scoring, groups = options["scoring"], options.get("groups", ALL_EXPERTS)
+    places = options.get("places")
+    if places is not None and (places.dtype != torch.int32 or places.shape != (num_experts,)):
+        raise ValueError(f"experts' places are {num_experts} int32, not {list(places.shape)} {places.dtype}.")
     if not 0 < top_k <= num_experts:
         raise ValueError(f"{top_k} of {num_experts} experts cannot be chosen.")
     if scoring not in SCORINGS:
@@ -173,7 +176,7 @@ def route_args(num_experts: int, top_k: int, options: RouteOptions) -> RouteArgs
         num_groups=groups.number,
         groups_chosen=groups.chosen,
         group_best=groups.best,
-        first_expert=options.get("first_expert", 0),
+        places=None if places is None else places.data_ptr(),
         scoring=SCORINGS[scoring],
         renormalise=options["renormalise"],
         scale=options.get("scale", 1.0),

@@ -247,7 +247,7 @@ class Builder:
         args.bias, args.rows = address_of(bias), ROW_COUNTS[logits.rows]
         args.expert_ids, args.weights = expert_ids.address, weights.address
         self._need(0, route_scratch_bytes(logits.columns))
-        self._add("route", "hr_op_route", args, (logits,), (expert_ids, weights), keep=(bias,))
+        self._add("route", "hr_op_route", args, (logits,), (expert_ids, weights), keep=(bias, options.get("places")))
 
     def experts(
         self,

@@ -165,7 +165,7 @@ class RouteArgs(ctypes.Structure):
         ("num_groups", ctypes.c_int64),
         ("groups_chosen", ctypes.c_int64),
         ("group_best", ctypes.c_int64),
-        ("first_expert", ctypes.c_int64),
+        ("places", ctypes.c_void_p),
         ("fixed_rows", ctypes.c_int64),
         ("rows", ctypes.c_int32),
         ("logits_dtype", ctypes.c_int32),

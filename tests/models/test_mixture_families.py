@@ -99,23 +99,32 @@ def test_ranks_that_have_whole_experts_answer_as_transformers_does(folder: Path,
     expect_answers_of_transformers(folder, name, **EXPERT_PARALLEL)
 
 
+@pytest.mark.parametrize("name", ["glm4_moe", "llama4"])
+def test_neighbours_among_experts_may_be_of_different_ranks(folder: Path, name: str) -> None:
+    """As one program and op by op."""
+    expect_answers_of_transformers(folder, name, **EXPERT_PARALLEL, expert_placement_strategy="round_robin")
+
+
 def test_expert_parallelism_that_would_divide_nothing_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="needs tensor_parallel_size=2 or more"):
         LLM(str(saved(folder, "glm4_moe")), **TIGHT, enable_expert_parallel=True)
+    with pytest.raises(OptionError, match="expert_placement_strategy=round_robin is of experts that are divided whole"):
+        LLM(str(saved(folder, "glm4_moe")), **TIGHT, expert_placement_strategy="round_robin")
     with pytest.raises(OptionError, match="a LlamaForCausalLM has no experts to divide"):
         LLM(str(tiny_models.save("llama", tmp_path / "llama")), **TIGHT, **EXPERT_PARALLEL)
 
 
-def test_a_rank_reads_its_own_experts_alone(folder: Path) -> None:
+@pytest.mark.parametrize(("in_turn", "experts"), [(False, [[0, 1], [2, 3, 4]]), (True, [[0, 2, 4], [1, 3]])])
+def test_a_rank_reads_its_own_experts_alone(folder: Path, in_turn: bool, experts: list[list[int]]) -> None:
     spec, state = spec_from_config(config_of("mixtral")), state_of(reference("mixtral"))
     read = []
     for rank in range(2):
-        place = RankPlace(rank, 2, expert_parallel=True)
+        place = RankPlace(rank, 2, expert_parallel=True, experts_in_turn=in_turn)
         source = Counting(state)
         Decoder(spec, source, torch.float32, place=place)
         numbers = {int(each.split(".experts.")[1].split(".")[0]) for each in source.read if ".experts." in each}
         read.append(sorted(numbers))
-    assert read == [[0, 1], [2, 3, 4]]
+    assert read == experts
 
 
 @pytest.mark.system

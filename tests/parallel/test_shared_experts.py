@@ -184,6 +184,8 @@ def test_experts_are_divided_among_the_ranks_of_all_engines() -> None:
         for tp_rank in range(2)
     ]
     assert [list(place.experts(12)) for place in places] == [[2 * each, 2 * each + 1] for each in range(6)]
+    in_turn = [replace(place, experts_in_turn=True) for place in places]
+    assert [list(place.experts(12)) for place in in_turn] == [[each, each + 6] for each in range(6)]
     assert [len(place.experts(7)) for place in places] == [1, 1, 1, 1, 1, 2]
     assert all(place.experts(5) == range(5) for place in places)  # by rows, of each engine's own two ranks
 
