@@ -122,6 +122,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None and name in vllm_modules.MODULES:
         return importlib.import_module(f"headrace.{name}")
+    if home is None and name in vllm_modules.OF_PACKAGE:
+        return importlib.import_module("headrace.frontend.api.unsupported").refused_class(name)
     if home is None:
         missing = importlib.import_module("headrace.frontend.api.unsupported")
         error = missing.no_attribute("headrace", name, missing.PACKAGE, missing.reason_of(name))

@@ -2,7 +2,8 @@
 
 The modules have no files. A finder at the end of `sys.meta_path` makes one when it is imported. Its names are those of
 `headrace` or have their home in HOMES, and are loaded when first used. A name or module that vLLM has there and
-Headrace has not is told with the reason, its own or that of the module (frontend/api/unsupported.py).
+Headrace has not is told with the reason, its own or that of the module (frontend/api/unsupported.py): a class, which
+scripts import and may not use, when one is made.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ OUTPUTS = (
     *("EmbeddingRequestOutput", "PoolingOutput", "PoolingRequestOutput", "RequestOutput", "ScoringOutput"),
     "ScoringRequestOutput",
 )
+OF_PACKAGE = (*OUTPUTS, "PoolingParams")
+"""What vLLM itself offers of its classes that are not here, and some that are."""
 SAMPLING = (
     *("BeamSearchParams", "RepetitionDetectionParams", "RequestOutputKind", "SamplingParams", "SamplingType"),
     "StructuredOutputsParams",
@@ -226,7 +229,7 @@ class VllmModule(types.ModuleType):
 def find(row: str, name: str) -> object:
     """The object of that name in a row. Raises ImportError for one of vLLM's that is lacking, else AttributeError."""
     import headrace
-    from headrace.frontend.api.unsupported import PACKAGE, no_attribute, reason_of
+    from headrace.frontend.api.unsupported import PACKAGE, no_attribute, reason_of, refused_class
 
     home = HOMES.get(f"{row}.{name}") or HOMES.get(name)
     if name in MODULES[row] and home is not None:
@@ -236,11 +239,20 @@ def find(row: str, name: str) -> object:
     if name in MODULES[row] and name in headrace.__all__:
         offered: object = getattr(headrace, name)
         return offered
+    if name in MODULES[row] and is_refused_class(name):
+        return refused_class(name)
     is_special = name.startswith("__")  # Python asks for such names
     error = no_attribute(f"headrace.{row}", name, PACKAGE, None if is_special else reason_of(row))
     if name in MODULES[row] or name in PACKAGE:
         raise ImportError(str(error))
     raise error
+
+
+def is_refused_class(name: str) -> bool:
+    """Whether it is a class that vLLM has and Headrace has not."""
+    from headrace.frontend.api.unsupported import PACKAGE
+
+    return name in PACKAGE and name[0].isupper()
 
 
 def tell_why_not(package: str, row: str) -> None:

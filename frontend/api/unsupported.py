@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -215,6 +216,17 @@ PACKAGE = {
         ONLY_GENERATION,
     ),
 }
+
+
+@functools.cache
+def refused_class(name: str) -> type:
+    """One of vLLM's in PACKAGE. Scripts import it, write it into types and ask isinstance, whether they use it or not:
+    making one raises InvalidRequestError with the reason."""
+
+    def refuse(cls: type, *args: object, **fields: object) -> object:
+        raise InvalidRequestError(f"{cls.__name__} is refused: {PACKAGE[name]}")
+
+    return type(name, (), {"__doc__": f"Not here: {PACKAGE[name]}.", "__module__": "headrace", "__new__": refuse})
 
 
 def no_attribute(owner: str, name: str, reasons: Mapping[str, str], others: str | None = None) -> AttributeError:

@@ -33,6 +33,10 @@ def test_a_row_imports_and_each_name_is_there_or_explained(row: str) -> None:
     for name in MODULES[row]:
         if name in module.__all__:
             assert getattr(module, name) is not None
+        elif name[0].isupper():
+            with pytest.raises(headrace.InvalidRequestError, match=f"^{name} is refused: .{{10,}}"):
+                getattr(module, name)("some", argument=1)
+            assert not isinstance(module, getattr(module, name))
         else:
             with pytest.raises(ImportError, match=f"has no {name!r}: .{{10,}}"):
                 getattr(module, name)
@@ -214,7 +218,8 @@ assert vllm.sampling_params.SamplingParams is SamplingParams
 assert vllm.engine.arg_utils.AsyncEngineArgs is AsyncEngineArgs
 try:
     from vllm.lora.request import LoRARequest
-except ImportError as error:
+    LoRARequest("sql", 1, "folder")
+except ValueError as error:
     print(error)
 try:
     from vllm.platforms import current_platform

@@ -81,8 +81,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_what_vllm_has_and_headrace_lacks_is_named_with_the_reason() -> None:
-    with pytest.raises(ImportError, match="'PoolingParams': only generation is supported"):
-        from headrace import PoolingParams  # noqa: F401
+    with pytest.raises(ValueError, match="PoolingParams is refused: only generation is supported"):
+        headrace.PoolingParams()
+    assert headrace.PoolingParams is headrace.pooling_params.PoolingParams
     llm: Any = object.__new__(headrace.LLM)
     with pytest.raises(AttributeError, match="LLM has no 'embed': only generation is supported"):
         llm.embed(["x"])
