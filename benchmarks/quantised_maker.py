@@ -231,6 +231,7 @@ def autoround(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
         "4 bits awq": ("auto_round:auto_awq", {"bits": 4, "sym": False}),
         "3 bits": ("auto_round", {"bits": 3}),
         "2 bits asymmetric": ("auto_round", {"bits": 2, "sym": False}),
+        "5 bits asymmetric": ("auto_round", {"bits": 5, "sym": False}),
         "8 bits": ("auto_round", {"bits": 8}),
         "awq 4 bits": ("auto_awq", {"bits": 4, "sym": False}),
         "gptq 3 bits": ("auto_gptq", {"bits": 3}),

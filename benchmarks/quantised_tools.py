@@ -50,8 +50,8 @@ SCHEMES = {
         "fp8 blocks",
     ),
     "auto_round": (
-        "4 bits", "4 bits asymmetric", "4 bits awq", "3 bits", "2 bits asymmetric", "8 bits", "awq 4 bits",
-        "gptq 3 bits", "gptq 2 bits asymmetric",
+        "4 bits", "4 bits asymmetric", "4 bits awq", "3 bits", "2 bits asymmetric", "5 bits asymmetric", "8 bits",
+        "awq 4 bits", "gptq 3 bits", "gptq 2 bits asymmetric",
     ),
     "quark": ("fp8", "int8", "int4", "uint4", "mxfp4", "mxfp6 e2m3", "mxfp6 e3m2"),
 }  # fmt: skip

@@ -26,7 +26,7 @@ class AutoRound(Format):
             ("test_autoround_stores_in_the_layouts_of_gptq_and_awq_and_its_own",),
         ),
     )
-    made_by = "auto-round 0.16 for 2 to 4 bits (benchmarks/quantised_tools.py), a writer in tests"
+    made_by = "auto-round 0.16 for 2 to 5 bits (benchmarks/quantised_tools.py), a writer in tests"
 
     @classmethod
     def of(cls, config: Config) -> Any:
