@@ -200,8 +200,8 @@ HOMES: Mapping[str, str] = types.MappingProxyType(
         )},
         **{name: f"frontend.api.config_objects:{name}" for name in (*COMPILATION, *CONFIG_DICTS)},
         **{name: f"frontend.api.stat_loggers:{name}" for name in (
-            "AggregateStatLoggerBase", "FinishedRequestStats", "IterationStats", "PrefixCacheStats", "SchedulerStats",
-            "StatLoggerBase",
+            "AggregateStatLoggerBase", "AggregatedLoggingStatLogger", "FinishedRequestStats", "IterationStats",
+            "LoggingStatLogger", "PrefixCacheStats", "SchedulerStats", "StatLoggerBase",
         )},
         **{name: f"executor.sampling.logits_processors:{name}" for name in PROCESSORS},
         **{f"v1.metrics.reader.{name}": f"frontend.client.engine_metrics:{name}" for name in (

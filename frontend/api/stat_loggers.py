@@ -131,6 +131,31 @@ class AggregateStatLoggerBase(StatLoggerBase):
     def __init__(self, vllm_config: EngineConfig, engine_indexes: list[int]) -> None: ...
 
 
+class LoggingStatLogger(StatLoggerBase):
+    """vLLM's, to be given or derived from. Its line is the one that `do_log_stats` logs here without it."""
+
+    def __init__(self, vllm_config: EngineConfig, engine_index: int = 0) -> None:
+        self.vllm_config, self.engine_index = vllm_config, engine_index
+        self.last_scheduler_stats = SchedulerStats()
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is not None:
+            self.last_scheduler_stats = scheduler_stats
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+class AggregatedLoggingStatLogger(LoggingStatLogger, AggregateStatLoggerBase):
+    """The same: there is one engine."""
+
+
 Factory = Callable[[Any, Any], StatLoggerBase]
 
 

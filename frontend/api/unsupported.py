@@ -182,7 +182,6 @@ def reason_of(name: str) -> str | None:
 
 
 PACKAGE = {
-    "AggregatedLoggingStatLogger": "do_log_stats() logs that line without one",
     **dict.fromkeys(("KVTransferConfig", "WeightTransferConfig"), "engines exchange neither cache nor weights yet"),
     "PoolerConfig": ONLY_GENERATION,
     **dict.fromkeys(
@@ -204,7 +203,6 @@ PACKAGE = {
     "LoRARequest": NO_ADAPTERS,
     "ParallelConfig": DECISIONS,
     **dict.fromkeys(("build_app", "init_app_state", "run_server"), "`headrace serve` is a program of its own"),
-    "LoggingStatLogger": "do_log_stats() logs that line without one",
     "PrometheusStatLogger": "`headrace serve` has /metrics; get_metrics() gives the same numbers to a script",
     "ModelRegistry": "a package with an entry point in headrace.plugins brings a model family",
     **dict.fromkeys(

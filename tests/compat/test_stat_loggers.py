@@ -10,7 +10,13 @@ import pytest
 from headrace import LLM, AsyncLLM, EngineArgs, InvalidRequestError, LLMEngine, SamplingParams
 from headrace.frontend.api.engine_config import engine_config
 from headrace.frontend.api.stat_loggers import StatLoggers
-from headrace.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerBase
+from headrace.v1.metrics.loggers import (
+    AggregatedLoggingStatLogger,
+    AggregateStatLoggerBase,
+    LoggingStatLogger,
+    PrometheusStatLogger,
+    StatLoggerBase,
+)
 from headrace.v1.metrics.stats import IterationStats, SchedulerStats
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -84,6 +90,27 @@ def test_an_llm_tells_loggers_too(address: str) -> None:
         LLMEngine(llm).do_log_stats()
     assert Counting.last.calls == ["initialized", "log"]
     assert sum(len(each.finished_requests) for _, each in Counting.last.records) == 2
+
+
+# examples/features/data_parallel/multi_instance_data_parallel.py gives vLLM's own classes
+def test_vllms_loggers_are_taken_and_the_one_of_prometheus_is_refused(address: str) -> None:
+    made: list[LoggingStatLogger] = []
+
+    class Mine(LoggingStatLogger):
+        def log(self) -> None:
+            made.append(self)
+
+    class Ours(Mine, AggregatedLoggingStatLogger):
+        pass
+
+    with LLM.connect(address) as llm:
+        llm.start_stat_loggers(StatLoggers([LoggingStatLogger, AggregatedLoggingStatLogger, Mine, Ours]))
+        llm.generate("a", GREEDY, use_tqdm=False)
+        llm.do_log_stats()
+        assert [(type(each), each.engine_index) for each in made] == [(Mine, 0), (Ours, [0])]
+        assert all(each.last_scheduler_stats.step_counter > 0 for each in made)
+        with pytest.raises(InvalidRequestError, match=r"^PrometheusStatLogger is refused: .*/metrics"):
+            llm.start_stat_loggers(StatLoggers([PrometheusStatLogger]))
 
 
 def test_what_makes_no_logger_is_refused_before_an_engine_starts() -> None:
