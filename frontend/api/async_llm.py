@@ -142,11 +142,13 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
         **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Completes one prompt: its outputs as they come, cumulative unless `sampling_params.output_kind` says else.
 
         An asynchronous generator of StreamingInput is a prompt that comes in pieces (see streaming_input.py).
+        `data_parallel_rank` names the engine that begins it, of several.
 
         Ending the iteration early, or cancelling its task, aborts the request. A slow reader gets fewer, larger
         steps. Raises InvalidRequestError (a `request_id` that is running counts too), QueueFullError,
@@ -155,12 +157,14 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         check_arguments("generate", {"lora_request": lora_request, **others})
         how = tokenization_of(tokenization_kwargs)
         if isinstance(prompt, AsyncGenerator):
+            if data_parallel_rank is not None:
+                raise InvalidRequestError("data_parallel_rank is of whole prompts: leave it out for one in pieces")
             pieces = self._generate_from_pieces(prompt, sampling_params, request_id, priority, how)
             async with contextlib.aclosing(pieces):
                 async for output in pieces:
                     yield output
             return
-        client, stream = await self._submit(prompt, sampling_params, request_id, priority, how)
+        client, stream = await self._submit(prompt, sampling_params, request_id, priority, data_parallel_rank, how)
         try:
             async for output in stream:
                 yield output
@@ -175,11 +179,13 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         *,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
         **others: Any,
     ) -> RequestStream:
         """Submits one prompt; `await get()` of what it gives waits for the next output. Raises as `generate` does."""
         check_arguments("add_request", others)
-        _, stream = await self._submit(prompt, params, request_id, priority, tokenization_of(tokenization_kwargs))
+        how = tokenization_of(tokenization_kwargs)
+        _, stream = await self._submit(prompt, params, request_id, priority, data_parallel_rank, how)
         return stream
 
     async def _generate_from_pieces(
@@ -215,6 +221,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         sampling_params: SamplingParams | None,
         request_id: str | None,
         priority: int,
+        rank: int | None,
         how: Tokenization = AS_THE_MODEL_HAS_IT,
     ) -> tuple[CoreClient | FleetClient, RequestStream]:
         client = await self._ready()
@@ -225,6 +232,10 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         kind = chosen.output_kind if isinstance(chosen, SamplingParams) else defaults.output_kind
         (params,) = params_for(sampling_params, defaults, 1, kind)
         name = str(next(self._request_ids)) if request_id is None else request_id
+        if isinstance(client, FleetClient):
+            return client, client.submit(name, parsed, params, priority, rank=rank)
+        if rank not in (None, 0):
+            raise InvalidRequestError(f"data_parallel_rank is {rank!r}, and there is one engine, of rank 0")
         return client, client.submit(name, parsed, params, priority)
 
     async def chat(

@@ -70,7 +70,7 @@ COMMANDS: Mapping[str, str] = types.MappingProxyType(
 NO_MEDIA = "multimodal input is not supported yet; models run on text alone"
 TOKENS = "give the prompt as token ids ({'prompt_token_ids': [...]}), made as you like with get_tokenizer()"
 NO_TRACES = "traces are not supported yet"
-ONE_ENGINE = "an AsyncLLM has one engine"
+ONE_CLIENT = "an AsyncLLM is one client, of all its engines"
 ARGUMENTS: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
     {
         "lora_request": (NO_ADAPTERS, ()),
@@ -84,8 +84,8 @@ ARGUMENTS: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
         "reasoning_ended": ("reasoning is not told apart from the answer", (False,)),
         "trace_headers": (NO_TRACES, ({},)),
         "arrival_time": ("a request arrives when it is submitted", ()),
-        "data_parallel_rank": (ONE_ENGINE, (0,)),
-        "session_id": (ONE_ENGINE, (ANY,)),
+        "data_parallel_rank": ("the least busy engine takes each prompt; AsyncLLM.generate lets one be named", (0,)),
+        "session_id": ("a request goes where its prefix is cached, without a name for it", (ANY,)),
         "kv_hints": ("the prefix cache decides by itself what it keeps", ({},)),
         "reasoning_parser_kwargs": ("reasoning is not told apart from the answer", ({},)),
         "start_engine_loop": ("the engine runs from its start on", (True,)),
@@ -95,8 +95,8 @@ ARGUMENTS: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
         "disable_log_stats": ("it is an option: EngineArgs(disable_log_stats=True)", (False, True)),
         "enable_multiprocessing": ("LLM(in_process=True) runs the engine in this process", (True,)),
         "client_addresses": ("AsyncLLM.connect(address) attaches to a running engine", ()),
-        "client_count": (ONE_ENGINE, (1,)),
-        "client_index": (ONE_ENGINE, (0,)),
+        "client_count": (ONE_CLIENT, (1,)),
+        "client_index": (ONE_CLIENT, (0,)),
         "executor_class": ("it is an option: distributed_executor_backend=module:Class", ()),
     }
 )

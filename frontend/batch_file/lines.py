@@ -21,6 +21,7 @@ from headrace.frontend.batch_file.file import (
     decode_line,
     failed,
 )
+from headrace.frontend.fleet.blame import QUARANTINED
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.openai.chat import prepare_chat
@@ -106,9 +107,9 @@ class LineAnswers:
                 raise bad_field("url", f"url is {request.url!r:.100}; the batch is for {self._url}")
             request_id = uuid.uuid4().hex
             body = await self._answer(request, request_id)
-        except EngineDeadError:
-            raise
         except (ApiError, HeadraceError) as error:
+            if isinstance(error, EngineDeadError) and not _is_its_own(error):
+                raise
             custom_id = custom_id_of(line)
             done: Any = self._done_lines if custom_id is None else self._done_ids
             if (number if custom_id is None else custom_id) in done:
@@ -154,6 +155,11 @@ class LineAnswers:
         if url == CHAT:
             return prepare_chat(chat, engine, self._parts.chat, name, self._tenant)
         return prepare_completion(completion, engine, self._parts.chat, name, self._tenant)
+
+
+def _is_its_own(error: EngineDeadError) -> bool:
+    """The line killed engines: were it kept for later, it would kill the next ones."""
+    return error.failure is not None and error.failure.type == QUARANTINED
 
 
 def _check_whole(request: SharedFields, names: Sequence[str]) -> None:

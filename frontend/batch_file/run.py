@@ -11,17 +11,17 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import flag, options_from_arguments
 from headrace.core.options.values import option_specs
-from headrace.core.process.supervisor import start_engine
 from headrace.frontend.batch_file.file import BatchResult, Results, read_lines
 from headrace.frontend.batch_file.lines import LineAnswers
-from headrace.frontend.client.client import CoreClient
-from headrace.frontend.client.own_engine import STOP_DEADLINE_S
-from headrace.frontend.fleet.pool import Engine, EnginePool
-from headrace.frontend.fleet.sources import Attached, Owned, Source
+from headrace.frontend.client.client import CONNECT_TIMEOUT_S
+from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
+from headrace.frontend.fleet.pool import HELD_S, Engine, EnginePool
+from headrace.frontend.fleet.sources import Attached
 from headrace.frontend.http.exchange import LargeBodies
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.openai.chat import ChatParts
@@ -35,19 +35,28 @@ from headrace.frontend.http.responses_api.create import ResponseParts
 from headrace.frontend.http.responses_api.handlers import ResponsesState
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 
+_LOOK_S = 0.1
+T = TypeVar("T")
 
-def engine_source(arguments: argparse.Namespace) -> Source:
-    """The engine that the arguments name. Raises OptionError for options that contradict each other."""
+
+def engines_of(arguments: argparse.Namespace) -> FleetClient:
+    """The engines that the arguments name. Raises OptionError for options that contradict each other."""
     options = options_from_arguments(arguments)
-    if arguments.engine is None:
-        child = start_engine(options)
-        return Owned(lambda: start_engine(options), child, restarts=0)
     given = [flag(name) for name in option_specs(Options) if name in vars(arguments)]
-    if given or getattr(arguments, "config", None):
-        raise OptionError(
-            f"--engine attaches to an engine that has its options; leave out {', '.join(given or ['--config'])}"
-        )
-    return Attached(arguments.engine, comes_back=False)  # its death ends the run
+    if arguments.engine is not None:
+        if given or getattr(arguments, "config", None):
+            raise OptionError(
+                f"--engine attaches to an engine that has its options; leave out {', '.join(given or ['--config'])}"
+            )
+        return FleetClient([Attached(arguments.engine, comes_back=False)])  # its death ends the run
+    if options.coordinator:
+        given = [each for each in given if each not in ("--coordinator", "--peer-timeout")]
+        if given:
+            raise OptionError(f"--coordinator finds an engine that has its options; leave out {', '.join(given)}")
+        return FleetClient([], coordinators=options.coordinator, peer_timeout_s=options.peer_timeout)
+    options = with_meeting(options)
+    children = start_ranks(options)
+    return FleetClient(owned_ranks(options, children, RESTARTS if len(children) > 1 else 0))
 
 
 class BatchRun:
@@ -66,23 +75,17 @@ class BatchRun:
         self._pages = Pages()
         self._on_result: Callable[[], None] = _nothing
 
-    async def run(self, source: Source) -> int:
-        """The exit status. Raises HeadraceError when the engine does not start, or dies: what has a result then
-        keeps it, and the rest can be resumed."""
-        pool = EnginePool([source])
-        pool.start()
-        client: CoreClient | None = None
+    async def run(self, engines: FleetClient) -> int:
+        """The exit status. Raises HeadraceError when the engines do not start, or the last one dies: what has a result
+        then keeps it, and the rest can be resumed."""
         try:
-            await _first_of(pool.started, pool.dead)
-            client = pool.engines[0].client
-            if client is None:
-                raise HeadraceError.from_failure(pool.failure or Failure(message="the engine did not start"))
+            await engines.start(CONNECT_TIMEOUT_S)
+            pool = engines.pool
+            capacity = sum(each.client.welcome.max_num_seqs for each in pool.engines if each.client is not None)
             with self._progress():
-                await self._run_lines(pool, self._max_concurrency or 2 * client.welcome.max_num_seqs)
+                await self._run_lines(pool, self._max_concurrency or 2 * capacity)
         finally:
-            if client is not None:
-                await client.close()  # the pool forgets one whose engine has died
-            await pool.close(STOP_DEADLINE_S)
+            await engines.close()
         self._say_summary()
         return 1 if self._num_failed or self._results.num_errors else 0
 
@@ -99,6 +102,7 @@ class BatchRun:
             RequestDecoder(strict=False),
             lambda model: self._engine_for(pool, model),
             done=[self._results],
+            prepare=lambda body, make: self._prepare(pool, body, make),
         )
         try:
             await answers.run(read_lines(self._path), asyncio.Semaphore(bound), self._record)
@@ -114,12 +118,28 @@ class BatchRun:
         self._check_alive(pool)
         return engine_for(pool, model)
 
-    def _check_alive(self, pool: EnginePool) -> None:
-        """Its death ends the run, where a server would answer 503."""
-        (only,) = pool.engines
-        if only.client is None:
-            raise EngineDeadError.from_failure(only.failure or Failure(message="the engine is gone"))
-        only.client.check_alive()
+    async def _prepare(self, pool: EnginePool, body: bytes, make: Callable[[bytes], T]) -> T:
+        """Once an engine is there: while the last one is started again, a line waits as those do that run."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HELD_S):
+                while not any(each.usable for each in pool.engines) and self._may_return(pool):
+                    await asyncio.sleep(_LOOK_S)
+        return make(body)
+
+    @staticmethod
+    def _may_return(pool: EnginePool) -> bool:
+        return not pool.dead.is_set() and any(each.source.comes_back for each in pool.engines)
+
+    @staticmethod
+    def _check_alive(pool: EnginePool) -> None:
+        """The last one's death ends the run, where a server would answer 503."""
+        if any(each.usable for each in pool.engines):
+            return
+        for each in pool.engines:
+            if each.client is not None:
+                each.client.check_alive()
+        failures = (each.failure for each in pool.engines)
+        raise EngineDeadError.from_failure(next(filter(None, failures), Failure(message="no engine is there")))
 
     def _record(self, place: int, result: BatchResult | None) -> None:
         """`place` is the line's among those of the input."""
@@ -151,7 +171,7 @@ class BatchRun:
 
             def advance() -> None:
                 elapsed_s = bar.format_dict["elapsed"] or 1e-9
-                bar.set_postfix_str(f"{self._pages.num_generated(0) / elapsed_s:.1f} output tok/s", refresh=False)
+                bar.set_postfix_str(f"{self._pages.num_generated() / elapsed_s:.1f} output tok/s", refresh=False)
                 bar.update()
 
             self._on_result = advance
@@ -163,22 +183,13 @@ class BatchRun:
             skipped += f" ({self._results.num_errors} of them an error; without its line in the output one runs again)"
         print(
             f"run-batch: {self._num_answered} answered, {self._num_failed} failed{skipped}; "
-            f"{self._pages.num_generated(0)} output tokens",
+            f"{self._pages.num_generated()} output tokens",
             file=sys.stderr,
         )
 
 
 def _nothing() -> None:
     """Before the progress bar is there."""
-
-
-async def _first_of(*events: asyncio.Event) -> None:
-    tasks = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -12,6 +12,9 @@ import msgspec
 from headrace.frontend.fleet.decisions import RoutedRequest
 from headrace.ipc.failure import Failure
 
+QUARANTINED = "Quarantined"
+"""Type of the failure of a request that is blamed: it is that request's own, and the engines go on."""
+
 
 def suspects_of(requests: Iterable[RoutedRequest]) -> list[RoutedRequest]:
     return [each for each in requests if each.is_suspect]
@@ -31,7 +34,7 @@ def quarantined(request: RoutedRequest, failure: Failure) -> Failure:
         failure,
         message=f"{died} died with this request on board, and no other request can be the cause; it is not sent to "
         f"another engine: {failure.message}",
-        type="Quarantined",
+        type=QUARANTINED,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S
 from headrace.frontend.client.request import RequestStream
+from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.router import RouterOptions
@@ -27,6 +29,7 @@ from headrace.ipc.messages import EngineStats, GetStats, Welcome
 if TYPE_CHECKING:
     from headrace.core.options.engine_options import Options
 
+logger = logging.getLogger(__name__)
 RESTARTS = 10
 """How often in a row a dead engine of several is started again."""
 
@@ -51,6 +54,11 @@ def start_ranks(
         raise OptionError(
             f"data_parallel_size_local={options.data_parallel_size_local}: all of data_parallel_size are started here; "
             "`headrace serve` can start some of them, and find those of other hosts"
+        )
+    if ranks is None and options.data_parallel_rank:
+        raise OptionError(
+            f"data_parallel_rank={options.data_parallel_rank}: all of data_parallel_size are started here; "
+            "`headrace serve` and engine-core start one by its rank, and a request names the one that it is for"
         )
     if options.data_parallel_backend == "ray":
         from headrace.core.process.ray_engines import RayFleet
@@ -111,6 +119,7 @@ class FleetClient(AsyncControls):
         """
         discovery = Discovery(self._coordinators, self._peer_timeout_s) if self._coordinators else None
         self._pool = pool = EnginePool(self._sources, self._options, discovery=discovery)
+        pool.on_death, pool.on_return = _say_ended, _say_returned
         pool.start()
         waits = [asyncio.create_task(event.wait()) for event in (pool.started, pool.dead)]
         try:
@@ -164,10 +173,13 @@ class FleetClient(AsyncControls):
         priority: int = 0,
         *,
         max_tokens: int | None = None,
+        rank: int | None = None,
     ) -> RequestStream:
-        """As CoreClient.submit."""
-        model = self.pool.names[0]
-        stream = self.pool.submit(request_id, prompt, params, priority, model=model, max_tokens=max_tokens)
+        """As CoreClient.submit, at the engine of this data_parallel_rank, or at any."""
+        affinity = ANYWHERE if rank is None else Affinity(rank=rank)
+        stream = self.pool.submit(
+            request_id, prompt, params, priority, model=self.pool.names[0], max_tokens=max_tokens, affinity=affinity
+        )
         if self.request_counts is not None:
             self.request_counts.follow(stream)
         return stream
@@ -200,6 +212,14 @@ class FleetClient(AsyncControls):
         """Aborts what runs, and stops the engines. May be called again."""
         if self._pool is not None:
             await self._pool.close(STOP_DEADLINE_S)
+
+
+def _say_ended(failure: Failure) -> None:
+    logger.warning("an engine has ended: %s", failure.message)
+
+
+def _say_returned(address: str) -> None:
+    logger.warning("the engine at %s is there again", address)
 
 
 def _summed(answers: Sequence[EngineStats]) -> EngineStats:

@@ -286,10 +286,10 @@ class EnginePool:
         """
         if request_id in self._streams:
             raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
-        if affinity.rank is not None and f"engine {affinity.rank}" not in self._by_name:
+        if affinity.rank is not None and affinity.rank not in (ranks := [engine.index for engine in self.engines]):
             raise InvalidRequestError(
-                f"data_parallel_rank is {affinity.rank}, and there are {len(self.engines)} engines, of rank "
-                f"{', '.join(str(engine.index) for engine in self.engines)}"
+                f"data_parallel_rank is {affinity.rank!r}, and there are {len(ranks)} engines, of rank "
+                f"{', '.join(map(str, ranks))}"
             )
         token_ids, is_one = prompt.token_ids or (), len(self.router.members) < 2
         routed = RoutedRequest(

@@ -349,7 +349,7 @@ class Router:
         if request.is_suspect:
             return self._alone(group, request, now_s), "load"
         if request.rank is not None and not request.has_begun:
-            return self._of_rank(group, request.rank, request), "rank"
+            return self._of_rank(request.rank, request), "rank"
         if len(group.members) == 1:
             (only,) = group.members
             if only.is_usable(now_s) and only.facts.name not in request.refusals:
@@ -432,13 +432,13 @@ class Router:
                     part ^= lowest
                     yield group.by_bit[lowest << shift], length * chunk
 
-    @staticmethod
-    def _of_rank(group: Group, rank: int, request: RoutedRequest) -> Member:
-        for member in group.members:
+    def _of_rank(self, rank: int, request: RoutedRequest) -> Member:  # of whatever version
+        serving = [each for each in self.members.values() if request.model in each.facts.models]
+        for member in serving:
             if member.facts.rank == rank and member.facts.name not in request.refusals:
                 return member
-        ranks = ", ".join(str(each) for each in sorted(member.facts.rank for member in group.members))
-        raise NoEngineError(f"there is no engine of data_parallel_rank {rank}; there are {ranks}")
+        ranks = ", ".join(map(str, sorted(member.facts.rank for member in serving))) or "none"
+        raise NoEngineError(f"no engine of data_parallel_rank {rank} has {request.model!r:.200}; there are {ranks}")
 
     @staticmethod
     def _why_none(group: Group, now_s: float) -> Exception:

@@ -118,10 +118,11 @@ class Pages:
         first = self._start + _engine_offset(index)
         return self._numbers[first : first + REQUEST_LAYOUT.size]
 
-    def num_generated(self, index: int) -> int:
-        """Tokens of one engine's requests that have ended."""
+    def num_generated(self) -> int:
+        """Tokens of requests that have ended, of all engines."""
         bounds, _ = REQUEST_HISTOGRAMS["request_generation_tokens"]
-        return int(self.engine(index)[REQUEST_LAYOUT.at["request_generation_tokens"] + len(bounds) + 1])
+        at = REQUEST_LAYOUT.at["request_generation_tokens"] + len(bounds) + 1
+        return int(sum(self.engine(index)[at] for index in range(MOST_ENGINES)))
 
     def count(self, name: str, amount: float = 1.0) -> None:
         self.process[_PROCESS_LAYOUT.at[name]] += amount

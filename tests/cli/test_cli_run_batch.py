@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -13,14 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 import zmq
 from fake_core import Faults, ZmqCore, zmq_core
+from fleet_parts import Session
 from http_server import null_engine_arguments, wait_until
+from null_with_tokenizer import BACKEND, VOCAB_SIZE
 from source_tree import PYTHONPATH
 
 from headrace import LLM, SamplingParams
+from headrace.core.engine.engine import EngineThread
+from headrace.core.options.parsing import parse_options
+from headrace.frontend.batch_file.file import Results
+from headrace.frontend.batch_file.run import BatchRun
 from headrace.frontend.cli.main import main
+from headrace.frontend.fleet.client import FleetClient
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import AddRequest, Draining, EngineFailed
 
@@ -288,8 +297,8 @@ def test_a_wrong_command_line_is_a_sentence_and_touches_no_file(
     assert len((tmp_path / "in.jsonl").read_text().splitlines()) == 1
 
 
-def start_own(tmp_path: Path, **model: Any) -> subprocess.Popen[str]:
-    engine = ["--model", *null_engine_arguments(**model)]
+def start_own(tmp_path: Path, *more: str, **model: Any) -> subprocess.Popen[str]:
+    engine = ["--model", *null_engine_arguments(**model), *more]
     command = [sys.executable, "-m", "headrace", "run-batch", *engine]
     return subprocess.Popen(
         [*command, "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")],
@@ -305,6 +314,70 @@ def test_it_starts_an_engine_of_its_own_and_leaves_nothing_behind(runtime_direct
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert len(by_id(tmp_path / "out.jsonl")) == 20
+
+
+def test_a_run_outlives_one_of_its_engines_which_all_have_a_share(runtime_directory: Path, tmp_path: Path) -> None:
+    asked = {"max_tokens": 60, "ignore_eos": True, "logprobs": 1}
+    lines = [line(f"r{each}", prompt=[5, each], seed=each, **asked) for each in range(12)]
+    write(tmp_path / "in.jsonl", line("first", prompt=[7], max_tokens=1), *lines)
+    process, out = start_own(tmp_path, "-dp", "2", "--as-completed", step_delay_s=0.02), tmp_path / "out.jsonl"
+    try:
+        wait_until(lambda: out.exists() and out.stat().st_size > 0, 60.0, "a result")
+        children = psutil.Process(process.pid).children()
+        daemons = [each for each in children if "headrace.core.process.daemon" in each.cmdline()]
+        assert len(daemons) == 2
+        daemons[0].kill()
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, errors
+    assert f"13 answered, 0 failed; {12 * 60 + 1} output tokens" in errors
+    assert "an engine has ended: engine-core" in errors
+    rows = by_id(out)
+    null: dict[str, Any] = {"distributed_executor_backend": BACKEND, "hf_overrides": {"vocab_size": VOCAB_SIZE}}
+    with LLM("null", in_process=True, **null) as llm:
+        params = [SamplingParams(max_tokens=60, ignore_eos=True, logprobs=1, seed=each) for each in range(12)]
+        alone = llm.generate([[5, each] for each in range(12)], params, use_tqdm=False)
+    told = [rows[f"r{each}"]["response"]["body"]["choices"][0]["text"] for each in range(12)]
+    assert told == [each.outputs[0].text for each in alone]
+
+
+def test_a_line_that_kills_engines_is_an_error_of_its_own(tmp_path: Path) -> None:
+    """Else a batch that goes on later would kill the next two."""
+    source = write(
+        tmp_path / "in.jsonl",
+        line("kills", prompt=[5] * 100, max_tokens=4),
+        line("works", prompt=[7, 6], max_tokens=40, ignore_eos=True),
+    )
+    null: dict[str, Any] = {"distributed_executor_backend": BACKEND, "hf_overrides": {"step_delay_s": 0.05}}
+    thread = EngineThread(parse_options(model="null", max_num_batched_tokens=16, max_num_seqs=4, **null))
+    sessions = [Session(thread) for _ in range(3)]
+    engines = FleetClient(sessions)
+
+    async def kill() -> None:
+        while True:
+            for member in [*engines.pool.router.members.values()] if engines._pool else ():
+                if any(each.num_prompt_tokens == 100 and not each.work.num_tokens for each in member.requests):
+                    sessions[member.facts.rank].kill()
+            await asyncio.sleep(0.01)
+
+    async def main() -> int:
+        killer = asyncio.create_task(kill())
+        try:
+            return await BatchRun(source, results_file, None).run(engines)
+        finally:
+            killer.cancel()
+
+    results_file = Results(tmp_path / "out.jsonl", resume=False, overwrite=False)
+    try:
+        assert asyncio.run(main()) == 1
+    finally:
+        results_file.close()
+        thread.stop()
+    rows = by_id(tmp_path / "out.jsonl")
+    assert rows["works"]["error"] is None
+    assert "two engines died with this request on board" in rows["kills"]["error"]["message"]
 
 
 @pytest.mark.parametrize("while_it", ["loads", "runs"])

@@ -210,7 +210,7 @@ def test_async_llm_has_what_servers_ask_of_it(address: str) -> None:
         running = asyncio.create_task(anext(llm.generate("hi", GREEDY, "other", trace_headers=None)))
         await llm.wait_for_requests_to_drain(drain_timeout=30)
         await running
-        with pytest.raises(InvalidRequestError, match="data_parallel_rank is refused"):
+        with pytest.raises(InvalidRequestError, match="data_parallel_rank is 3, and there is one engine"):
             await anext(llm.generate("hi", GREEDY, data_parallel_rank=3))
         with pytest.raises(InvalidRequestError, match="client_count is refused"):
             AsyncLLM.from_engine_args(EngineArgs(model="x"), client_count=2)

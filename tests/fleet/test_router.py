@@ -214,6 +214,14 @@ def test_a_rank_is_kept_to_and_one_that_is_not_there_is_named() -> None:
         place(router, request(affinity=Affinity(rank=7)))
 
 
+def test_a_rank_is_found_whatever_version_its_engine_has() -> None:
+    """Also where another version has more room, as in the middle of a rolling upgrade."""
+    router = make(3)
+    router.join(facts(3, version="newer"), 0.0)
+    assert place(router, request(affinity=Affinity(rank=3))) == ["engine 3"]
+    assert place(router, request(affinity=Affinity(rank=2))) == ["engine 2"]
+
+
 def test_the_queue_of_the_whole_is_bounded() -> None:
     router = make(2, capacity=4)
     place(router, *(request() for _ in range(16)))

@@ -13,7 +13,7 @@ from http_server import Server, events_of, metric, serving, wait_until
 
 from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.frontend.fleet.client import FleetClient
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import InvalidRequestError, OptionError
 
 COMPLETIONS = "/v1/completions"
 SLOW = {"step_delay_s": 0.02}
@@ -148,7 +148,7 @@ def test_a_batch_of_llm_survives_the_death_of_an_engine() -> None:
         assert [each.outputs[0].token_ids for each in outputs] == expected
 
 
-def test_two_fresh_engines_share_equal_requests() -> None:
+def test_two_fresh_engines_share_equal_requests_and_each_is_had_by_its_rank() -> None:
     """After one that was measured at an engine, which must not draw all to itself."""
     null: dict[str, Any] = {"distributed_executor_backend": "headrace.executor.testing.null:NullExecutor"}
     params = SamplingParams(max_tokens=100, ignore_eos=True)
@@ -170,6 +170,13 @@ def test_two_fresh_engines_share_equal_requests() -> None:
             assert isinstance(llm._client, FleetClient)
             members = [llm._client.pool.route_of(str(each)).member for each in range(4)]
             await asyncio.gather(*(llm.abort(str(each)) for each in range(4)))
+            for rank in (1, 0, 1):
+                named = llm.generate({"prompt_token_ids": [5]}, params, f"of {rank}", data_parallel_rank=rank)
+                await anext(named)
+                assert llm._client.pool.route_of(f"of {rank}").member.facts.rank == rank  # type: ignore[union-attr]
+                await named.aclose()
+            with pytest.raises(InvalidRequestError, match="data_parallel_rank is 2, and there are 2 engines"):
+                await anext(llm.generate({"prompt_token_ids": [5]}, params, data_parallel_rank=2))
             return sorted(each.facts.rank for each in members if each is not None)
         finally:
             await llm.close()
@@ -180,3 +187,5 @@ def test_two_fresh_engines_share_equal_requests() -> None:
 def test_what_cannot_be_several_engines_is_refused() -> None:
     with pytest.raises(OptionError, match="leave in_process out"):
         LLM("null", in_process=True, data_parallel_size=2)
+    with pytest.raises(OptionError, match="data_parallel_rank=1: all of data_parallel_size are started here"):
+        LLM("null", data_parallel_size=2, data_parallel_rank=1)

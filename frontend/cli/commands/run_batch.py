@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from headrace.frontend.batch_file.file import Results
-    from headrace.frontend.batch_file.run import BatchRun, engine_source
+    from headrace.frontend.batch_file.run import BatchRun, engines_of
     from headrace.frontend.client.event_loop import run_async
     from headrace.ipc.failure import OptionError
 
@@ -54,6 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
     results = Results(result_path, resume=arguments.resume, overwrite=arguments.overwrite)
     try:
         batch = BatchRun(source_path, results, arguments.max_concurrency, as_completed=arguments.as_completed)
-        return run_async(lambda: batch.run(engine_source(arguments)))
+        return run_async(lambda: batch.run(engines_of(arguments)))
     finally:
         results.close()
