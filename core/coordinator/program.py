@@ -17,8 +17,9 @@ import time
 import zmq
 
 from headrace.core.coordinator.registry import Outgoing, Registry
+from headrace.ipc import coordination
 from headrace.ipc.codec import Codec, CodecError
-from headrace.ipc.coordination import ToCoordinator
+from headrace.ipc.coordination import Denied, ToCoordinator
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Ready, Start
 from headrace.ipc.process.child import leave_signals_to_parent
@@ -35,6 +36,7 @@ _LONGEST_WAIT_S = 0.5
 _GATHER_S = 0.01
 """What comes together is handled in one turn: to wake up for each of a thousand engines costs more than to read."""
 _MESSAGES_PER_TURN = 1000
+_FOREIGN = "this is a coordinator, and what was sent is no message to one of its version"
 EXIT_FAILED = 1
 
 
@@ -91,6 +93,7 @@ class Coordinator:
                     message = self._codec.decode(frames)
                 except CodecError as error:
                     logger.warning("a message could not be read: %s", error)
+                    self._send([Outgoing((peer,), Denied(schema_hash=coordination.SCHEMA_HASH, why=_FOREIGN))])
                     continue
                 self._send(self.registry.receive(peer, message, time.monotonic()))
 

@@ -19,7 +19,8 @@ from headrace.ipc.messages import EngineStats, GetStats, Welcome
 from headrace.ipc.transport.sockets import check_address, ipc_path, runtime_directory
 
 ANSWER_TIMEOUT_S = 2.0
-_SOCKET_NAME = re.compile(r"engine-(\d+)-[0-9a-f]+\.sock")
+_SOCKET_NAME = re.compile(r"engine-(?:(\d+)|core-\d+)-[0-9a-f]+\.sock")
+"""With the engine's process, or, of one that a server starts again at one address, the server's."""
 
 
 class EngineSnapshot(msgspec.Struct, kw_only=True):
@@ -124,7 +125,7 @@ def pid_of(address: str) -> int | None:
     """The process that a socket of the runtime directory belongs to, by its name."""
     path = ipc_path(address)
     match = _SOCKET_NAME.fullmatch(path.name) if path is not None else None
-    return int(match.group(1)) if match is not None else None
+    return int(match.group(1)) if match is not None and match.group(1) else None
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

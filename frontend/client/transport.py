@@ -24,12 +24,14 @@ from headrace.ipc.failure import Failure
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye
 from headrace.ipc.transport.keys import key_file
 from headrace.ipc.transport.sockets import (
+    HANDSHAKE_FAILED,
     LINGER_MS,
     AddressError,
     CutShortError,
     check_address,
     ipc_path,
     new_dealer,
+    or_keys,
     send_whole,
 )
 
@@ -151,7 +153,7 @@ class ZmqTransport:
         self._leaving, self._listener = leaving, listener
         self._unsent: collections.deque[list[zmq.Frame]] = collections.deque()
         self._unsent_bytes = 0
-        self._connected = False
+        self._connected = self._has_spoken = False
         self._turn_due = False
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
@@ -163,7 +165,7 @@ class ZmqTransport:
         self._context = context
         # The monitor has to be there before the connection is tried, or its failure may go unseen.
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
         )
         try:
             self._socket.connect(self.address)
@@ -236,7 +238,9 @@ class ZmqTransport:
             if self._context is None:
                 return
             try:
-                self._on_message(self._codec.decode(self._socket.recv_multipart(zmq.NOBLOCK)))
+                message = self._codec.decode(self._socket.recv_multipart(zmq.NOBLOCK))
+                self._has_spoken = True
+                self._on_message(message)
             except zmq.Again:
                 self._flush()
                 return
@@ -246,9 +250,10 @@ class ZmqTransport:
                 )
                 return
             except CodecError as error:
-                self._end(
-                    f"the {self._listener} at {self.address} sent something else than a message: {error}", "CodecError"
-                )
+                what = f"the {self._listener} at {self.address} sent something else than a message"
+                if not self._has_spoken:
+                    what = f"what listens at {self.address} is no {self._listener} of this version"
+                self._end(f"{what}: {error}", "CodecError")
                 return
             if time.monotonic() > end_s:
                 break
@@ -274,10 +279,10 @@ class ZmqTransport:
                     f"the {self._listener} at {self.address} admits no client with the keys of {self._keys_path}",
                     "KeyRefused",
                 )
-            elif event & _HANDSHAKE_FAILED:
+            elif event & HANDSHAKE_FAILED:
+                others = or_keys(self.address, self._keys_path)
                 self._end(
-                    f"what listens at {self.address} is no {self._listener} of this version{self._or_keys()}",
-                    "HandshakeFailed",
+                    f"what listens at {self.address} is no {self._listener} of this version{others}", "HandshakeFailed"
                 )
             elif self._connected:
                 self._end(f"the {self._listener} at {self.address} is gone: the connection was lost", CONNECTION_LOST)
@@ -293,14 +298,6 @@ class ZmqTransport:
                     "`headrace ps` lists those of yours that run",
                 )
 
-    def _or_keys(self) -> str:
-        """The other reason why a handshake over tcp:// fails, of which ZeroMQ tells no more."""
-        if ipc_path(self.address) is not None:
-            return ""
-        if self._keys_path is None:
-            return ", or one that wants keys (HEADRACE_KEYS=FILE, `headrace keys --help`)"
-        return f", or has other keys than {self._keys_path}, or none"
-
     def _may_connect(self) -> bool:
         path = ipc_path(self.address)
         try:
@@ -313,11 +310,6 @@ class ZmqTransport:
             self._connected = False
             self.close()
             self._on_closed(Failure(message=message, type=kind, phase="connection", hint=hint))
-
-
-_HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 
 def _in_memory(frames: list[Frame]) -> list[zmq.Frame]:

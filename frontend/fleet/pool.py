@@ -41,6 +41,7 @@ from headrace.frontend.fleet.decisions import (
 from headrace.frontend.fleet.directory import Loads
 from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.members import EngineFacts
+from headrace.frontend.fleet.pool_log import HealthLog, summary
 from headrace.frontend.fleet.router import Router, RouterOptions
 from headrace.frontend.fleet.sources import STABLE_AFTER_S, Source
 from headrace.ipc.failure import (
@@ -178,6 +179,7 @@ class EnginePool:
         self._waiting = RequestTable(lambda message: None)
         """Has the requests that wait for an engine."""
         self._timer: asyncio.TimerHandle | None = None
+        self._health = HealthLog()
 
     def start(self) -> None:
         for engine in self.engines:
@@ -389,17 +391,22 @@ class EnginePool:
             else:
                 self._waiting.adopt(stream)
         if decisions:
-            logger.info("%s", _summary(decisions))
+            logger.info("%s", summary(decisions))
 
     def _tick(self) -> None:
         """While there are requests."""
         self._timer = None
         now_s = time.monotonic()
-        for member in self.router.watched:
+        watched = list(self.router.watched)
+        for member in watched:
             engine = self._by_name[member.facts.name]
             if engine.client is not None:
                 self.router.heard(engine.name, engine.client.last_heard_s)
-        self._carry_out(self.router.tick(now_s))
+        decisions = self.router.tick(now_s)
+        for member in watched:
+            engine = self._by_name[member.facts.name]
+            self._health.note(engine.name, engine.source.address, member.ailment)
+        self._carry_out(decisions)
         if self._streams:
             self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
@@ -452,12 +459,15 @@ class EnginePool:
                 failure = Failure.of(error, process="server", phase="connect")
             # An engine of somebody else that is not there yet is no news, one of ours that did not start is.
             is_news = engine.client is not None or engine.source.is_own
+            news = failure
             if engine.client is not None and engine.client.draining:
                 engine.source.left()
+                news = Failure(message=f"{engine.name} at {engine.source.address} left, as it was asked to")
             engine.disconnected(failure)
+            self._health.forget(engine.name)
             self._forget_names()
             if is_news and self.on_death is not None and self.started.is_set():
-                self.on_death(failure)
+                self.on_death(news)
             self._note_start()
             fails_start = engine.is_needed and not (self.started.is_set() or self._may_start_without(engine))
             if fails_start or engine.source.is_gone or not engine.source.comes_back:
@@ -514,6 +524,8 @@ class EnginePool:
         client.on_welcome = lambda welcome: self._on_welcome(engine, welcome)
         if engine.failure is not None and self.on_return is not None:
             self.on_return(engine.source.address)
+        elif engine.source.is_own and self.started.is_set():
+            logger.info("%s at %s is there", engine.name, engine.source.address)
         engine.client, engine.failure = client, None
         if engine.hold is not None:
             engine.hold.cancel()
@@ -582,18 +594,3 @@ def _facts(engine: Engine, welcome: Welcome) -> EngineFacts:
         rank=engine.index,
         caches_prefixes=welcome.enable_prefix_caching,
     )
-
-
-def _summary(decisions: Sequence[Decision]) -> str:
-    """`5 requests move from engine 0 (died), 1 waits`"""
-    counts: dict[str, int] = {}
-    for decision in decisions:
-        source = f" from {decision.source.facts.name}" if decision.source is not None else ""
-        if isinstance(decision, Move):
-            text = f"moved{source} to {decision.target.facts.name} ({decision.reason})"
-        elif isinstance(decision, Fail):
-            text = f"failed{source}"
-        else:
-            text = f"waiting for an engine{source} ({decision.reason})"
-        counts[text] = counts.get(text, 0) + 1
-    return "requests: " + ", ".join(f"{count} {text}" for text, count in counts.items())

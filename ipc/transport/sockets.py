@@ -221,6 +221,21 @@ def new_dealer(
     return socket
 
 
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+"""Of a socket's monitor: what listens there is something else, or wants other keys."""
+
+
+def or_keys(address: str, keys_path: Path | None) -> str:
+    """The other reason why a handshake over tcp:// fails, of which ZeroMQ tells no more."""
+    if ipc_path(address) is not None:
+        return ""
+    if keys_path is None:
+        return ", or one that wants keys (HEADRACE_KEYS=FILE, `headrace keys --help`)"
+    return f", or has other keys than {keys_path}, or none"
+
+
 def send_whole(sock: zmq.Socket[bytes], first: Frame | zmq.Frame, rest: Sequence[Frame | zmq.Frame]) -> None:
     """Sends a message without waiting. Raises CutShortError, and zmq.Again or another ZMQError, where nothing was sent.
 

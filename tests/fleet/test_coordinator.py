@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -21,6 +22,7 @@ from test_serve_fleet import busy_engine, engines_of, stream
 
 from headrace import LLM, SamplingParams
 from headrace.frontend.cli.main import main
+from headrace.frontend.client.engine_watch import engine_addresses, look_at
 from headrace.ipc.failure import EngineDeadError, OptionError
 
 SLOW = {"step_delay_s": 0.02}
@@ -66,6 +68,8 @@ def test_several_http_processes_share_several_engines() -> None:
         streams = [pool.submit(stream, server, each) for each in range(6)]
         with server.client() as client:
             wait_until(lambda: client.get("/load").json()["server_load"] == 6, 10, "all to run")
+            seen = asyncio.run(look_at(engine_addresses()))  # what `headrace ps` lists
+            assert {each.pid for each in engines_of(server)} <= {each.pid for each in seen}
             victim = busy_engine(server, client)
             told.kill()
             victim.kill()

@@ -53,9 +53,12 @@ def test_commands_drain_an_engine_and_scale_a_server(capsys: pytest.CaptureFixtu
         assert "has left" in capsys.readouterr().out
         assert [each.result(60) for each in streams] == expected
         wait_until(lambda: metric(client, "headrace:engine_up") == 1, 10, "the pool to be smaller")
+        server.wait_log(rf"engine [01] at ipc://{address} left, as it was asked to")
+        assert "connection was lost" not in server.log
         assert main(["scale", "2", "--url", server.url]) == 0
         assert "Scaled to 2" in capsys.readouterr().out
         assert metric(client, "headrace:engine_up") == 2
+        server.wait_log(r"engine [01] at ipc://\S+ is there\n")
 
 
 def test_a_pause_holds_the_streams_of_all_engines_and_moves_none() -> None:

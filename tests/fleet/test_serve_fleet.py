@@ -80,7 +80,11 @@ def test_streams_of_an_engine_that_is_killed_or_stopped_go_on_unchanged(number: 
             wait_until(lambda: len(engines_of(server)) == 2, 20, "the engine that takes its place")
             wait_until(lambda: metric(client, "headrace:engine_up") == 2, 20, "its return")
         else:
+            server.wait_log(r"engine [01] at ipc://\S+ says nothing; it may be stopped")
             victim.send_signal(signal.SIGCONT)
+            again = pool.submit(stream, server, 1)
+            server.wait_log(r"engine [01] at ipc://\S+ is well again: it was silent")
+            assert again.result(60) == expected[1]
 
 
 def test_a_request_that_kills_its_engines_fails_with_the_cause_and_no_third_is_risked() -> None:

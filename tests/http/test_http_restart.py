@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -151,6 +152,10 @@ def test_an_engine_is_started_again_when_that_was_asked_for(processes):
 
         wait_until(served, 20, "the engine's return")
         assert {answer.status_code for answer in answers[:-1]} <= {503}
+        if processes == "1":
+            server.wait_log("is there again")
+            phases = re.findall(r" s\] (engine: .*)", server.log)
+            assert len(phases) == 2 * len(set(phases)), "the last phase of a start ends with it"
         server.signal()
         assert server.wait_exit() == 0
 

@@ -50,6 +50,11 @@ class PhaseLog:
             self._end()
             self._phase = phase
 
+    def end(self) -> None:
+        """The phase has ended, and none follows for now."""
+        with self._lock:
+            self._end()
+
     def finish(self, text: str) -> None:
         """The last phase has ended, and this is what the user waited for."""
         with self._lock:
@@ -163,6 +168,12 @@ def _serve_here(
         owned[0].on_progress = lambda phase: phases.enter(f"engine: {phase}")
         for each in owned:
             each.on_ready, each.on_restart = say_workers, lambda: say("starting the engine again")
+
+        def first_is_ready(ready: Ready) -> None:
+            phases.end()
+            say_workers(ready)
+
+        owned[0].on_ready = first_is_ready
     server.logs_stats = not engine_options.disable_log_stats
     server.on_ready = lambda: phases.finish(ready_text(url, options))
     server.on_engine_end, server.on_engine_return = say_engine_ended, say_engine_returned

@@ -1,0 +1,54 @@
+"""What the log says of an EnginePool: which requests moved where, and which engines have fallen silent."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from headrace.frontend.fleet.decisions import Decision, Fail, Move
+
+logger = logging.getLogger(__name__)
+_LONGEST_CAUSE = 200
+_AILMENTS = {
+    "silent": "says nothing; it may be stopped",
+    "stalled": "speaks, and brings no tokens",
+    "slow": "takes many times longer than its kind",
+}
+
+
+class HealthLog:
+    """A line when an engine falls ill, and one when it is well again."""
+
+    def __init__(self) -> None:
+        self._ill: dict[str, str] = {}  # by name
+
+    def note(self, engine: str, address: str, ailment: str) -> None:
+        """`ailment`: the router's word, "" for none."""
+        had = self._ill.get(engine, "")
+        if ailment == had:
+            return
+        if ailment:
+            self._ill[engine] = ailment
+            logger.info("%s at %s %s, and gets no requests meanwhile", engine, address, _AILMENTS[ailment])
+        else:
+            del self._ill[engine]
+            logger.info("%s at %s is well again: it was %s", engine, address, had)
+
+    def forget(self, engine: str) -> None:
+        """It has ended."""
+        self._ill.pop(engine, None)
+
+
+def summary(decisions: Sequence[Decision]) -> str:
+    """`requests: 5 moved from engine 0 to engine 1 (died), 1 waiting for an engine`"""
+    counts: dict[str, int] = {}
+    for decision in decisions:
+        source = f" from {decision.source.facts.name}" if decision.source is not None else ""
+        if isinstance(decision, Move):
+            text = f"moved{source} to {decision.target.facts.name} ({decision.reason})"
+        elif isinstance(decision, Fail):
+            text = f"failed{source} ({decision.failure.message:.{_LONGEST_CAUSE}})"
+        else:
+            text = f"waiting for an engine{source} ({decision.reason})"
+        counts[text] = counts.get(text, 0) + 1
+    return "requests: " + ", ".join(f"{count} {text}" for text, count in counts.items())
