@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
@@ -55,6 +56,10 @@ class PauseQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         True
     )
     wait_for_inflight_requests: Annotated[bool, Meta(description="Retired by vLLM; the same as mode=wait")] = False
+
+
+_LONGEST_LOOK = 64
+"""Bytes of a body that should be empty."""
 
 
 class SleepQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -282,12 +287,29 @@ def _post(path: str, handler: Handler, summary: str, response: Any, query: Any =
     return RouteSpec(
         method="POST",
         path=path,
-        handler=handler,
+        handler=_without_body(handler, query.__struct_fields__),
         summary=summary,
         response=response,
         query=query,
         refusals=(400, 403, 503),
     )
+
+
+def _without_body(handler: Handler, names: Sequence[str]) -> Handler:
+    """What would be left unread in a body is refused: who sends it believes that it counts."""
+    known = f"its parameters stand in the query: {', '.join(names)}" if names else "and has no parameters"
+
+    async def checked(state: ServerState, exchange: Exchange) -> None:
+        start = b""
+        async for part in exchange.parts():
+            start += part
+            if len(start) > _LONGEST_LOOK:
+                break
+        if len(start) > _LONGEST_LOOK or start.strip() not in (b"", b"{}", b"null"):
+            raise ApiError(HTTPStatus.BAD_REQUEST, f"this route reads no body, {known}", code="invalid_value")
+        await handler(state, exchange)
+
+    return checked
 
 
 def _get(path: str, handler: Handler, summary: str, response: Any) -> RouteSpec:

@@ -193,7 +193,7 @@ def bind_router(
         socket.bind(wanted)
     except zmq.ZMQError as error:
         socket.close(0)
-        raise AddressError(f"cannot listen at {wanted}: {error.strerror.lower()}") from error
+        raise AddressError(f"cannot listen at {wanted}: {zmq.strerror(error.errno or 0).lower()}") from error
     bound = socket.getsockopt(zmq.LAST_ENDPOINT)
     if path is not None:
         path.chmod(0o600)

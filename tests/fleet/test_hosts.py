@@ -21,6 +21,7 @@ from test_serve_fleet import stream
 
 from headrace.core.options.option import Secret
 from headrace.core.options.parsing import parse_options
+from headrace.frontend.cli.main import main
 from headrace.frontend.fleet.client import start_ranks
 from headrace.frontend.http.process.options import ServeOptions, check_serve_options
 from headrace.frontend.http.process.ranks import Ranks, ranks_of
@@ -108,10 +109,26 @@ def test_which_ranks_are_here_follows_from_the_options() -> None:
     assert ranks({}, data_parallel_address="::1", headless=True).coordinator == "tcp://[::1]:29550"
 
 
+def test_a_port_of_the_coordinator_that_is_taken_is_told_with_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        arguments = [*null_engine_arguments(), "-dp", "2", "-dpl", "1", "-dpp", port, "--port", "0"]
+        assert main(["serve", *arguments]) == 1
+    said = capsys.readouterr().err
+    assert f"cannot listen at tcp://127.0.0.1:{port}: address already in use\n" in said
+    assert "--data-parallel-rpc-port" in said
+
+
 @pytest.mark.parametrize(
     ("engine", "server", "words"),
     [
-        ({"data_parallel_size": 2}, {"data_parallel_start_rank": 1}, "ranks 1 to 2 .* of data_parallel_size=2"),
+        ({"data_parallel_size": 2}, {"data_parallel_start_rank": 1}, "ranks 1 to 2 .*_size=2 has ranks 0 to 1"),
+        (
+            {},
+            {"data_parallel_start_rank": 1},
+            "rank 1 would be started here, and data_parallel_size=1 has rank 0 alone",
+        ),
+        ({"data_parallel_size": 2}, {"data_parallel_hybrid_lb": True, "headless": True}, "choose one"),
         ({"data_parallel_size": 2, "data_parallel_size_local": 2}, {"data_parallel_external_lb": True}, "one engine"),
         ({"data_parallel_size": 2, "data_parallel_size_local": 3}, {}, "_local=3 is more than data_parallel_size=2"),
         ({"data_parallel_size": 2}, {"data_parallel_external_lb": True, "headless": True}, "neither hybrid nor headl"),

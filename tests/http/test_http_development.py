@@ -135,6 +135,10 @@ def test_weights_are_read_again_and_a_wrong_query_is_named(server, client):
     assert num_cached() == 0, "what the old weights had computed is of no use"
     refused = client.post("/reload_weights?path=/elsewhere")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "path")
+    refused = client.post("/reload_weights", json={"weights_path": "/elsewhere"})
+    assert refused.status_code == 400
+    assert "reads no body, its parameters stand in the query: weights_path" in refused.json()["error"]["message"]
+    assert client.post("/reload_weights", json={}).status_code == 200
 
 
 def test_a_profile_is_written(server, client):

@@ -29,7 +29,7 @@ from headrace.frontend.fleet.client import owned_ranks, start_ranks, with_meetin
 from headrace.frontend.fleet.sources import EngineProcess
 from headrace.frontend.http.process.options import LOOPBACK, ServeOptions, with_environment
 from headrace.frontend.http.process.ranks import Ranks, ranks_of
-from headrace.ipc.failure import Failure, OptionError
+from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import Ready
 from headrace.ipc.process.child import STOP_SIGNALS
 from headrace.ipc.process.log import LEVEL_VARIABLE, protect_stderr, set_up_logging
@@ -117,7 +117,7 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
             # The HTTP processes find engines by it, also those that are started later, here or elsewhere.
             coordinator = start_coordinator(ranks.coordinator)
         if coordinator is not None or ranks.coordinator:
-            address = ranks.coordinator if coordinator is None else coordinator.wait_ready().address
+            address = ranks.coordinator if coordinator is None else _ready_at(coordinator, ranks)
             engine_options = msgspec.structs.replace(engine_options, coordinator=(address,))
         if engine_options.coordinator:
             children = start_ranks(engine_options, ranks.here, ranks.new_address)
@@ -135,6 +135,16 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
     except BaseException:
         for child in (*children, *([coordinator] if coordinator is not None else [])):
             child.kill()
+        raise
+
+
+def _ready_at(coordinator: Child, ranks: Ranks) -> str:
+    """Its address. Raises EngineStartError."""
+    try:
+        return coordinator.wait_ready().address
+    except HeadraceError as error:
+        if ranks.coordinator:
+            error.hint = error.hint or "--data-parallel-address and --data-parallel-rpc-port (-dpa, -dpp) say where."
         raise
 
 

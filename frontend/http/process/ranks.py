@@ -63,8 +63,12 @@ def ranks_of(engine: Options, server: ServeOptions) -> Ranks:
         if engine.data_parallel_size_local not in (None, 1):
             raise OptionError("data_parallel_rank is of one engine: leave data_parallel_size_local out")
         start, here = start or engine.data_parallel_rank, 1
+    if is_hybrid and server.headless:
+        raise OptionError("data_parallel_hybrid_lb serves HTTP on each host, and headless on none: choose one")
     if start + here > size:
-        raise OptionError(f"ranks {start} to {start + here - 1} are asked for of data_parallel_size={size}")
+        asked = f"rank {start}" if here == 1 else f"ranks {start} to {start + here - 1}"
+        there = "rank 0 alone" if size == 1 else f"ranks 0 to {size - 1}"
+        raise OptionError(f"{asked} would be started here, and data_parallel_size={size} has {there}")
     given = tuple(each for each in ("data_parallel_address",) if getattr(server, each))
     if is_external or is_hybrid:
         if not here:
