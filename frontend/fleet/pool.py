@@ -41,7 +41,7 @@ from headrace.frontend.fleet.decisions import (
 from headrace.frontend.fleet.directory import Loads
 from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.members import EngineFacts
-from headrace.frontend.fleet.pool_log import HealthLog, summary
+from headrace.frontend.fleet.pool_log import HealthLog, summary, tell_namesakes_apart
 from headrace.frontend.fleet.router import Router, RouterOptions
 from headrace.frontend.fleet.sources import STABLE_AFTER_S, Source
 from headrace.ipc.failure import (
@@ -530,6 +530,8 @@ class EnginePool:
         if engine.hold is not None:
             engine.hold.cancel()
         engine.names = client.welcome.served_model_names or (client.welcome.model,)
+        others = (each for each in self.engines if each is not engine and {*each.names} & {*engine.names})
+        tell_namesakes_apart(engine.name, client.welcome, (each.client.welcome for each in others if each.client))
         self._carry_out(self.router.join(_facts(engine, client.welcome), time.monotonic()))
         if client.draining:  # said before anybody listened
             self._on_draining(engine)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from headrace.frontend.fleet.decisions import Decision, Fail, Move
+from headrace.ipc.messages import Welcome
 
 logger = logging.getLogger(__name__)
 _LONGEST_CAUSE = 200
@@ -37,6 +38,19 @@ class HealthLog:
     def forget(self, engine: str) -> None:
         """It has ended."""
         self._ill.pop(engine, None)
+
+
+def tell_namesakes_apart(engine: str, new: Welcome, others: Iterator[Welcome]) -> None:
+    """Engines of one served name are versions of one model. `others` are there already; the first is compared."""
+    first = next(others, new)
+    if new.tokenizer != first.tokenizer:
+        logger.warning(
+            "%s has %s, and others serve %s under the same name with another tokenizer or chat template: prompts that "
+            "one makes go to any of them; give different models different names (--served-model-name)",
+            *(engine, new.model, first.model),
+        )
+    elif new.model != first.model:
+        logger.info("%s has %s as another version of %s: their names are the same", engine, new.model, first.model)
 
 
 def summary(decisions: Sequence[Decision]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -309,6 +310,23 @@ def test_a_stream_goes_on_only_where_the_same_weights_are(trained_on: str, tmp_p
     finally:
         for each in threads:
             each.stop()
+
+
+def test_other_models_under_one_name_are_told_and_other_tokenizers_loudly(
+    thread: EngineThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    null = "headrace.executor.testing.null:NullExecutor"
+    name = thread._core.welcome.model
+    other = EngineThread(parse_options(model="null", served_model_name=(name,), distributed_executor_backend=null))
+    try:
+        with caplog.at_level(logging.WARNING):
+            run(thread, [SamplingParams(max_tokens=1)], threads=[thread, thread])
+            assert not caplog.text
+            run(thread, [SamplingParams(max_tokens=1)], threads=[thread, other])
+        said = f"engine 1 has null, and others serve {name} under the same name with another tokenizer"
+        assert caplog.text.count(said) == 1
+    finally:
+        other.stop()
 
 
 def test_weights_that_are_read_anew_make_an_engine_another(thread: EngineThread, trained_on: str) -> None:
