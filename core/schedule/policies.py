@@ -6,9 +6,13 @@ import msgspec
 import numpy as np
 
 
-def order_of(policy: str, priority: int, arrival: int) -> tuple[int, ...]:
-    """The sort key of a request: the smallest is served first, the largest is preempted first."""
-    return (priority, arrival) if policy == "priority" else (arrival,)
+def order_of(policy: str, priority: int, arrival: int, *, has_begun: bool) -> tuple[int, ...]:
+    """The sort key of a request: the smallest is served first, the largest is preempted first.
+
+    has_begun: it comes from an engine that died or drains, and somebody reads its stream; as one that was preempted
+    here it goes before those that wait for their first token.
+    """
+    return (priority, not has_begun, arrival) if policy == "priority" else (not has_begun, arrival)
 
 
 class PrefillLimits(msgspec.Struct, frozen=True):

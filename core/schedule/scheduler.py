@@ -170,7 +170,9 @@ class Scheduler:
         """Queues a request. The caller has checked that it can run alone: it fits max_model_len."""
         self._arrivals += 1
         request.arrival = self._arrivals
-        request.order = (self.waiting.era, *order_of(self.config.policy, priority, request.arrival))
+        has_begun = len(request.token_ids) > request.num_prompt_tokens
+        order = order_of(self.config.policy, priority, request.arrival, has_begun=has_begun)
+        request.order = (self.waiting.era, *order)
         self.waiting.push(request)
         self.settle(ended=True)
 

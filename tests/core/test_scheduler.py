@@ -295,6 +295,22 @@ def test_priority_policy_serves_smaller_numbers_first():
     assert order == {"fcfs": [0, 1, 2, 3], "priority": [2, 1, 3, 0]}
 
 
+@pytest.mark.parametrize(("policy", "order"), [("fcfs", [0, 3, 4, 1, 2]), ("priority", [0, 2, 3, 4, 1])])
+def test_what_had_begun_at_an_engine_that_died_goes_before_what_waits_for_its_first_token(
+    policy: str, order: list[int]
+) -> None:
+    core = SteppedCore(max_num_seqs=1, scheduling_policy=policy)
+    client = core.open()
+    client.add(0, [4, 5], max_tokens=4)
+    core.loop.turn()
+    client.add(1, [4, 5], max_tokens=2)
+    client.add(2, [4, 5], max_tokens=2, priority=-1)
+    for slot in (3, 4):
+        client.add(slot, [4, 5, 6, 7], max_tokens=4, num_resumed_tokens=2, seed=1)
+    core.run_until_idle()
+    assert [finish.slot for finish in client.finishes()] == order
+
+
 def test_priority_policy_preempts_the_least_important():
     core = SteppedCore(num_blocks=17, scheduling_policy="priority", max_num_seqs=4)
     client = core.open()

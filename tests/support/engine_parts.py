@@ -123,6 +123,7 @@ class SteppedClient:
         priority: int = 0,
         cache_salt: str = "",
         output_interval: int = 1,
+        num_resumed_tokens: int = 0,
         **sampling: Any,
     ) -> None:
         message: ClientMessage = AddRequest(
@@ -133,6 +134,7 @@ class SteppedClient:
             priority=priority,
             cache_salt=cache_salt,
             output_interval=output_interval,
+            num_resumed_tokens=num_resumed_tokens,
         )
         self.send(message)
 

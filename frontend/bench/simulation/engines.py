@@ -250,7 +250,10 @@ class SimulatedEngine:
         if row.resumed and (seed is None or row.resumed != expected):
             self.violations.append(f"{self.name}: a request is to go on after tokens that it never had")
         self._rows[link, row.slot] = row
-        self._waiting.append(row)
+        if row.resumed:
+            self._waiting.appendleft(row)
+        else:
+            self._waiting.append(row)
         self._go_on()
 
     # --- steps --------------------------------------------------------------------------------------------------
