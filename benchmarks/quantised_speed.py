@@ -3,9 +3,10 @@
     python benchmarks/quantised_speed.py [--only W4A16 ...] [--keep FOLDER] [--out FILE.json]
 
 Weights are random, written in the layouts of compressed-tensors: W4A16 in groups of 128 (of 64 where 128 does not
-divide the rows: the hidden size is 576), W8A8 with a scale for each row and token. The head is bf16 and tied to the
-embedding, so a decode step reads the whole checkpoint: bytes of a token are its size. `--keep` leaves the checkpoints
-in a folder, where another engine can be run on them. Nothing else may run on the machine meanwhile; some minutes.
+divide the rows: the hidden size is 576), W8A8 with a scale for each row and token; GPTQ and AWQ have 4 bits in groups
+of 64. The head is bf16 and tied to the embedding, so a decode step reads the whole checkpoint: bytes of a token are its
+size. `--keep` leaves the checkpoints in a folder, where another engine can be run on them. Nothing else may run on the
+machine meanwhile; some minutes.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ SHAPES = {
     "mlp.down_proj": (HIDDEN, INNER),
 }
 GROUPS = {HIDDEN: 64, INNER: 128}
+COMMON_GROUP = 64
 CASES = ["decode_1", "decode_8", "prefill_1024"]
 
 
@@ -62,6 +64,30 @@ def codes_of_8_bits(n: int, k: int, random: torch.Generator) -> dict[str, Tensor
     return {"weight": codes, "weight_scale": torch.full((n, 1), k**-0.5 / 73)}
 
 
+def every_word(n: int, k: int, code: int) -> Tensor:
+    """Zero points of 4 bits, all of this code: [k / 64, n / 8] int32."""
+    return torch.full((k // COMMON_GROUP, n // 8), int.from_bytes([17 * code] * 4, "little", signed=True)).to(
+        torch.int32
+    )
+
+
+def codes_of_gptq(n: int, k: int, random: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "qweight": torch.randint(-(1 << 31), 1 << 31, (k // 8, n), generator=random).to(torch.int32),
+        "qzeros": every_word(n, k, 7),
+        "scales": torch.full((k // COMMON_GROUP, n), k**-0.5 / 4.6).half(),
+        "g_idx": (torch.arange(k) // COMMON_GROUP).to(torch.int32),
+    }
+
+
+def codes_of_awq(n: int, k: int, random: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "qweight": torch.randint(-(1 << 31), 1 << 31, (k, n // 8), generator=random).to(torch.int32),
+        "qzeros": every_word(n, k, 8),
+        "scales": torch.full((k // COMMON_GROUP, n), k**-0.5 / 4.6).half(),
+    }
+
+
 def scheme(layout: str, *groups: dict[str, Any]) -> dict[str, Any]:
     named = {f"group_{index}": group for index, group in enumerate(groups)}
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": named, "ignore": ["lm_head"]}
@@ -77,6 +103,7 @@ W8A8 = {
     "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
     "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True},
 }
+OF_4_BITS = {"bits": 4, "group_size": COMMON_GROUP}
 Writer = Callable[[int, int, torch.Generator], dict[str, Tensor]]
 KINDS: dict[str, tuple[dict[str, Any] | None, Writer]] = {
     "bf16": (None, floats),
@@ -85,6 +112,8 @@ KINDS: dict[str, tuple[dict[str, Any] | None, Writer]] = {
         codes_of_4_bits,
     ),
     "W8A8": (scheme("int-quantized", W8A8), codes_of_8_bits),
+    "GPTQ": ({"quant_method": "gptq", **OF_4_BITS, "desc_act": False, "sym": True}, codes_of_gptq),
+    "AWQ": ({"quant_method": "awq", **OF_4_BITS, "zero_point": True, "version": "gemm"}, codes_of_awq),
 }
 
 

@@ -90,6 +90,11 @@ def num_resident(file: Path) -> int:
         return sum(page & 1 for page in pages)
 
 
+def is_resident(file: Path) -> bool:
+    """But for a few pages, which the system may have taken back where memory is short."""
+    return num_resident(file) > file.stat().st_size // mmap.PAGESIZE - 64
+
+
 def threads_called(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == name]
 
@@ -172,8 +177,8 @@ def test_eager_keeps_two_files_at_most(tmp_path: Path) -> None:
 def test_prefetch_brings_the_pages_while_nobody_asks_for_a_tensor(large: Path) -> None:
     weights = SafetensorsWeights([large], None, "prefetch")
     for thread in threads_called("prefetch"):
-        thread.join(10)
-    assert num_resident(large) == -(-large.stat().st_size // mmap.PAGESIZE)
+        thread.join(60)
+    assert is_resident(large)
     assert weights.names() == {"a", "b"}
 
 
@@ -185,16 +190,16 @@ def test_what_is_left_of_a_block_is_read_though_some_of_its_pages_are_in_memory(
             os.pread(file.fileno(), 1, end - BLOCK_BYTES)
     assert num_resident(large) < 100
     owner = RankPlace()
-    prefetch(owner, [large], 0, 1).join(10)
-    assert num_resident(large) == -(-large.stat().st_size // mmap.PAGESIZE)
+    prefetch(owner, [large], 0, 1).join(60)
+    assert is_resident(large)
 
 
 def test_a_rank_passes_over_what_another_has_read_ahead(large: Path) -> None:
     read, owner = Read(), RankPlace()
-    prefetch(owner, [large], 0, 2).join(10)
+    prefetch(owner, [large], 0, 2).join(60)
     assert read.size >= 2 * TENSOR_BYTES
     read = Read()
-    prefetch(owner, [large], 1, 2).join(10)
+    prefetch(owner, [large], 1, 2).join(60)
     assert read.size < 64 << 10
 
 

@@ -77,7 +77,7 @@ def test_chat_remembers_what_was_said(server, client, capsys, monkeypatch):
 def test_leaving_an_answer_ends_the_request(server, client):
     with RemoteLLM(server.url, KEY).stream(PROMPT, SamplingParams(ignore_eos=True)) as stream:
         next(iter(stream))
-    wait_until(lambda: metric(client, "headrace:num_requests_running") == 0, 5, "the abort")
+    wait_until(lambda: metric(client, "headrace:num_requests_running") == 0, 30, "the abort")
 
 
 def test_a_server_s_refusal_is_its_own_sentence(server, capsys):
@@ -190,4 +190,4 @@ def test_ctrl_c_ends_every_command_without_a_traceback(tmp_path):
         for command, program in zip(commands, programs, strict=True):
             _, said = program.communicate(timeout=10)
             assert (program.returncode, b"Traceback" in said) == (130, False), (command, said.decode())
-        wait_until(lambda: metric(client, "headrace:num_requests_running") == 0, 5, "the aborts")
+        wait_until(lambda: metric(client, "headrace:num_requests_running") == 0, 30, "the aborts")

@@ -102,11 +102,11 @@ def test_a_killed_client_is_freed_and_others_go_on(shared_engine):
     assert victim.stdout.readline().strip() == "streaming"
     with WireClient(shared_engine) as other:
         other.add(1, [5, 6], max_tokens=FOREVER, ignore_eos=True)
-        wait_until(lambda: other.stats().num_running == 4, 5, "all requests running")
+        wait_until(lambda: other.stats().num_running == 4, 30, "all requests running")
         victim.kill()
         victim.wait()
         victim.stdout.close()
-        wait_until(lambda: other.stats().num_running == 1, 5, "freeing the dead client's requests")
+        wait_until(lambda: other.stats().num_running == 1, 30, "freeing the dead client's requests")
         other.receive(StepOutputs)
         other.send(Abort(slots=(1,)))
         assert other.finish(1).reason == FinishReason.ABORT
@@ -119,9 +119,9 @@ def test_a_waiting_request_of_a_killed_client_is_freed_too():
             busy.add(slot, [5, 6], max_tokens=FOREVER, ignore_eos=True)
         gone = WireClient(address)
         gone.add(1, [5, 6], max_tokens=FOREVER, ignore_eos=True)
-        wait_until(lambda: busy.stats().num_waiting == 1, 5, "the last request to wait")
+        wait_until(lambda: busy.stats().num_waiting == 1, 30, "the last request to wait")
         gone.close()
-        wait_until(lambda: busy.stats().num_waiting == 0, 5, "freeing the waiting request")
+        wait_until(lambda: busy.stats().num_waiting == 0, 30, "freeing the waiting request")
         busy.close()
 
 
@@ -254,7 +254,7 @@ def test_a_core_dies_with_the_process_that_started_it():
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    wait_until(lambda: is_gone(pid), 5, "the orphan's end")
+    wait_until(lambda: is_gone(pid), 30, "the orphan's end")
 
 
 def test_a_start_that_fails_gives_the_cause():
@@ -412,7 +412,7 @@ def test_no_socket_stays_when_the_parent_of_an_engine_is_killed(runtime_director
     finally:
         parent.kill()
         parent.communicate()
-    wait_until(lambda: not list(runtime_directory.glob("*.sock")), 10, "the socket's end")
+    wait_until(lambda: not list(runtime_directory.glob("*.sock")), 30, "the socket's end")
 
 
 def test_a_leftover_socket_is_swept_though_another_process_has_its_number(runtime_directory):
@@ -441,5 +441,5 @@ def test_a_killed_engines_socket_goes_with_it_and_others_leftovers_with_the_next
         assert not leftover.exists()
         assert ipc_path(address).exists()
         os.kill(child.pid, signal.SIGKILL)
-        wait_until(lambda: not child.alive, 5, "the core's end")
+        wait_until(lambda: not child.alive, 30, "the core's end")
         assert not ipc_path(address).exists()

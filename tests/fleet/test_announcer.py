@@ -62,10 +62,10 @@ def test_an_engine_says_once_that_its_coordinator_is_not_there_and_that_it_is(ca
     with coordinator() as gone:
         address = gone.address
     with caplog.at_level(logging.WARNING), announcer(address):
-        wait_until(lambda: f"no coordinator listens at {address}; this engine" in caplog.text, 10, "the warning")
+        wait_until(lambda: f"no coordinator listens at {address}; this engine" in caplog.text, 30, "the warning")
         with coordinator(address) as back:
             wait_until(lambda: bool(list(back.registry.addresses)), 20, "the engine to be known")
-            wait_until(lambda: f"the coordinator at {address} is there" in caplog.text, 10, "the good news")
+            wait_until(lambda: f"the coordinator at {address} is there" in caplog.text, 30, "the good news")
     assert caplog.text.count("no coordinator listens") == 1
 
 
@@ -79,7 +79,7 @@ def test_an_engine_says_that_its_coordinator_has_other_keys(
         monkeypatch.setenv(VARIABLE, str(tmp_path / "ours"))
         with caplog.at_level(logging.WARNING), announcer(other.address):
             said = f"or has other keys than {tmp_path / 'ours'}, or none; this engine"
-            wait_until(lambda: said in caplog.text, 10, "the warning")
+            wait_until(lambda: said in caplog.text, 30, "the warning")
         assert not list(other.registry.addresses)
 
 
@@ -91,6 +91,6 @@ def test_an_engine_and_a_coordinator_are_not_taken_for_each_other(caplog: pytest
         port.serve(Sessions(Inbox(), welcome_of(*make_plan()), None))
         with caplog.at_level(logging.WARNING), announcer(port.address):
             said = f"what listens at {port.address} is no coordinator of this version; this engine"
-            wait_until(lambda: said in caplog.text, 10, "the warning")
+            wait_until(lambda: said in caplog.text, 30, "the warning")
     finally:
         port.close()

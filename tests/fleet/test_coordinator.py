@@ -67,7 +67,7 @@ def test_several_http_processes_share_several_engines() -> None:
         (told,) = coordinators_of(server)
         streams = [pool.submit(stream, server, each) for each in range(6)]
         with server.client() as client:
-            wait_until(lambda: client.get("/load").json()["server_load"] == 6, 10, "all to run")
+            wait_until(lambda: client.get("/load").json()["server_load"] == 6, 30, "all to run")
             seen = asyncio.run(look_at(engine_addresses()))  # what `headrace ps` lists
             assert {each.pid for each in engines_of(server)} <= {each.pid for each in seen}
             victim = busy_engine(server, client)

@@ -63,7 +63,7 @@ def test_engines_of_a_host_without_http_serve_with_those_of_the_first() -> None:
             assert ask(client, COMPLETIONS, prompt=[5], max_tokens=1, data_parallel_rank=2)
             assert metric(client, "headrace:request_success_total", engine="2") > 0
             streams = [pool.submit(stream, server, each) for each in range(6)]
-            wait_until(lambda: client.get("/load").json()["server_load"] == 6, 10, "all to run")
+            wait_until(lambda: client.get("/load").json()["server_load"] == 6, 30, "all to run")
             engines = psutil.Process(other.pid).children()
             assert len(engines) == 2
             engines[1].kill()

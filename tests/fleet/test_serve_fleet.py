@@ -64,7 +64,7 @@ def test_streams_of_an_engine_that_is_killed_or_stopped_go_on_unchanged(number: 
         assert {len(tokens) for each in expected for tokens in each.values()} == {NUM_TOKENS}
         assert len(engines_of(server)) == 2
         streams = [pool.submit(stream, server, each) for each in range(6)]
-        wait_until(lambda: client.get("/load").json()["server_load"] == 6, 10, "all to run")
+        wait_until(lambda: client.get("/load").json()["server_load"] == 6, 30, "all to run")
         victim = busy_engine(server, client)
         victim.send_signal(number)
         assert [each.result(60) for each in streams] == expected

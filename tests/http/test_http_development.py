@@ -55,7 +55,7 @@ def test_a_pause_that_keeps_requests_lets_them_go_on_after_it(server, client):
         tokens = metric(other, "headrace:generation_tokens_total")
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(httpx.post, server.url + COMPLETIONS, json=ASKED, timeout=30)
-            wait_until(lambda: metric(other, "headrace:num_requests_waiting") == 1, 10, "a request that waits")
+            wait_until(lambda: metric(other, "headrace:num_requests_waiting") == 1, 30, "a request that waits")
             with pytest.raises(TimeoutError):
                 waiting.result(0.5)  # longer than the progress timeout
             assert other.get("/health/progress").status_code == 200, "an engine that is paused is not frozen"

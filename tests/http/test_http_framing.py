@@ -92,14 +92,14 @@ def test_a_body_whose_end_cannot_be_told_is_refused_with_a_reason(
     with connection(server) as sock:
         sock.sendall(post(CHUNKED))
         if is_split:
-            wait_until(lambda: in_flight(client) == 2, 10, "its start")  # the other asks
+            wait_until(lambda: in_flight(client) == 2, 30, "its start")  # the other asks
         with contextlib.suppress(OSError):  # of the large ones no more is read
             sock.sendall(body if status == 431 else body + HEALTH)
         answers = read_all(sock)
     assert statuses(answers) == [status], answers
     assert message_of(answers).startswith(reason)
     assert len(message_of(answers)) > len(reason)
-    wait_until(lambda: in_flight(client) == 1, 10, "its handler's end")
+    wait_until(lambda: in_flight(client) == 1, 30, "its handler's end")
 
 
 def test_the_log_says_what_was_wrong_with_a_request(server: Server) -> None:
@@ -119,7 +119,7 @@ def test_a_request_that_breaks_off_is_refused_with_a_reason(server: Server, clie
         answers = read_all(sock)
     assert statuses(answers) == [400], answers
     assert message_of(answers) == "the connection was closed before the request was complete"
-    wait_until(lambda: in_flight(client) == 1, 10, "its handler's end")
+    wait_until(lambda: in_flight(client) == 1, 30, "its handler's end")
 
 
 def test_a_client_that_leaves_between_requests_or_before_one_is_told_nothing(server: Server) -> None:
@@ -162,6 +162,6 @@ def test_a_request_ends_with_its_connection_whatever_was_sent_behind_it(
 ) -> None:
     with connection(server) as sock:
         sock.sendall(whole(LONG) + behind)
-        wait_until(lambda: metric(client, "headrace:num_requests_running") == 1, 10, "its start")
-    wait_until(lambda: metric(client, "headrace:num_requests_running") == 0, 5, "its end")
-    wait_until(lambda: in_flight(client) == 1, 10, "its handler's end")
+        wait_until(lambda: metric(client, "headrace:num_requests_running") == 1, 30, "its start")
+    wait_until(lambda: metric(client, "headrace:num_requests_running") == 0, 30, "its end")
+    wait_until(lambda: in_flight(client) == 1, 30, "its handler's end")

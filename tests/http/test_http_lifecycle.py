@@ -77,7 +77,7 @@ def test_a_server_that_loads_says_so_and_is_not_ready(processes):
     server = Server("--port", "0", "--api-server-count", processes, null_model={"load_delay_s": 60})
     try:
         server.wait_log("load weights|allocate|read config")
-        wait_until(lambda: len(set(listening_ports(server))) == 1, 10, "listening")
+        wait_until(lambda: len(set(listening_ports(server))) == 1, 30, "listening")
         (port,) = set(listening_ports(server))
         with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
             assert client.get("/health/live").status_code == 200
@@ -125,7 +125,7 @@ def test_a_client_that_leaves_is_aborted_at_once(slow_server, how):
             with slow_server.client() as client, pytest.raises(httpx.ReadTimeout):
                 client.post(COMPLETIONS, json=ENDLESS, timeout=httpx.Timeout(30, read=0.3))
         left_s = time.monotonic()
-        wait_until(lambda: metric(watcher, "headrace:num_requests_running") == 0, 5, "the abort")
+        wait_until(lambda: metric(watcher, "headrace:num_requests_running") == 0, 30, "the abort")
         assert time.monotonic() - left_s < 1.0
         assert metric(watcher, "headrace:kv_cache_usage_perc") == 0
 
@@ -135,7 +135,7 @@ def test_what_is_computed_for_nobody_is_counted():
     with serving(null_model={"step_delay_s": 0.4}) as server, server.client() as watcher:
         with server.client() as client, streaming(client):
             assert metric(watcher, "headrace:tokens_after_disconnect_total") == 0
-        wait_until(lambda: metric(watcher, "headrace:tokens_after_disconnect_total") == 1, 5, "the step's end")
+        wait_until(lambda: metric(watcher, "headrace:tokens_after_disconnect_total") == 1, 30, "the step's end")
         assert metric(watcher, "headrace:http_disconnects_total") == 1
 
 
@@ -188,14 +188,14 @@ def test_one_of_several_prompts_that_fails_ends_the_stream_with_the_cause():
             rest = [line for line in lines if line]
         assert "told to fail" in rest[-2]
         assert rest[-1] == "data: [DONE]"
-        wait_until(lambda: metric(client, "headrace:num_requests_running") == 0, 5, "the other's end")
+        wait_until(lambda: metric(client, "headrace:num_requests_running") == 0, 30, "the other's end")
 
 
 def test_sigterm_drains():
     with serving(null_model=SLOW) as server, server.client() as client, server.client() as other:
         with streaming(client, max_tokens=100) as lines:
             server.signal()
-            wait_until(lambda: other.get("/health/ready").status_code == 503, 5, "readiness to turn off")
+            wait_until(lambda: other.get("/health/ready").status_code == 503, 30, "readiness to turn off")
             assert other.get("/health/live").status_code == 200
             assert other.post(COMPLETIONS, json={"prompt": [5]}).json()["error"]["code"] == "shutting_down"
             rest = [line for line in lines if line]
@@ -275,7 +275,7 @@ def test_of_two_engines_the_one_that_lives_is_named_and_serves():
         with serving(*engines, attached=True) as server, server.client() as client:
             assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["A", "B"]
             engine_of(first).kill()
-            wait_until(lambda: client.get("/v1/models/A").status_code == 404, 5, "A's end")
+            wait_until(lambda: client.get("/v1/models/A").status_code == 404, 30, "A's end")
             assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["B"]
             answer = client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1})
             assert (answer.status_code, answer.json()["model"]) == (200, "B")
@@ -320,7 +320,7 @@ def test_a_frozen_engine_makes_no_progress():
     ):
         assert client.get("/health/progress").status_code == 200
         answer = pool.submit(other.post, COMPLETIONS, json=ENDLESS)
-        wait_until(lambda: client.get("/health/progress").status_code == 503, 10, "the stall to be noticed")
+        wait_until(lambda: client.get("/health/progress").status_code == 503, 30, "the stall to be noticed")
         assert client.get("/health/live").status_code == 200
         engine_of(server).kill()
         assert answer.result(10).status_code == 503
@@ -350,8 +350,8 @@ def test_random_disconnects_leave_nothing_behind():
 
         asyncio.run(crowd())
         # Looked at from outside: to answer for its metrics again and again would keep the server from its work.
-        wait_until(lambda: process.num_fds() <= descriptors, 5, "every connection to close")
-        wait_until(lambda: metric(watcher, "headrace:num_requests_running") == 0, 5, "every abort")
+        wait_until(lambda: process.num_fds() <= descriptors, 60, "every connection to close")
+        wait_until(lambda: metric(watcher, "headrace:num_requests_running") == 0, 60, "every abort")
         assert metric(watcher, "headrace:num_requests_waiting") == 0
         assert metric(watcher, "headrace:kv_cache_usage_perc") == 0
         assert metric(watcher, "headrace:http_disconnects_total") > 100

@@ -99,7 +99,7 @@ def test_the_client_that_a_message_fails_for_ends_with_the_cause_and_no_other(po
         stats = asyncio.ensure_future(client.get_stats())
         await asyncio.sleep(0)
         with WireClient(core.address) as other:
-            wait_until(lambda: core.clients == [1, 2], 10, "the port knows both, which it has answered")
+            wait_until(lambda: core.clients == [1, 2], 30, "the port knows both, which it has answered")
             core._send(1, [b"the first frame", unsendable()])
             core.send(2, SMALL)
             other.receive(Load, lambda load: load == SMALL)

@@ -147,7 +147,7 @@ def test_idle_workers_use_no_processor_time() -> None:
             time.sleep(0.5)
             return used_s() - before_s <= 0.01  # one tick of the kernel's clock
 
-        wait_until(rests, 10, "coming to rest")
+        wait_until(rests, 30, "coming to rest")
 
 
 def test_two_executors_started_at_the_same_moment_do_not_collide() -> None:

@@ -107,7 +107,7 @@ def test_a_worker_that_is_killed_while_nothing_runs(how: str, rank: int) -> None
     with Ranks(options()) as ranks:
         ranks.bring_up()
         ranks.step()
-        wait_until(lambda: not ranks.executor._unfinished(), 5, "the step's end on every rank")
+        wait_until(lambda: not ranks.executor._unfinished(), 30, "the step's end on every rank")
         os.kill(ranks.pid(rank), signal.SIGKILL)
         wait_until(lambda: bool(ranks.failures), WITHIN_S, "the failure's report")
         with pytest.raises(EngineDeadError) as caught:

@@ -43,6 +43,7 @@ class PhaseLog:
         self._lock = threading.Lock()
         self._began_s = self._entered_s = began_s
         self._phase: str | None = first
+        self._is_over = False
 
     def enter(self, phase: str) -> None:
         """The phase before has ended: its line is printed."""
@@ -50,15 +51,17 @@ class PhaseLog:
             self._end()
             self._phase = phase
 
-    def end(self) -> None:
-        """The phase has ended, and none follows for now."""
+    def end(self, then: str) -> None:
+        """The phase has ended; `then` follows unless the user waits no more, as where an engine starts again."""
         with self._lock:
             self._end()
+            self._phase = None if self._is_over else then
 
     def finish(self, text: str) -> None:
         """The last phase has ended, and this is what the user waited for."""
         with self._lock:
             self._end()
+            self._is_over = True
             say(f"{text} ({self._entered_s - self._began_s:.2f} s)")
 
     def _end(self) -> None:
@@ -180,7 +183,7 @@ def _serve_here(
             each.on_ready, each.on_restart = say_workers, lambda: say("starting the engine again")
 
         def first_is_ready(ready: Ready) -> None:
-            phases.end()
+            phases.end("attach to the engine")
             say_workers(ready)
 
         owned[0].on_ready = first_is_ready
