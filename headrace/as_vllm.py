@@ -1,22 +1,55 @@
 """`import headrace.as_vllm` first, and `import vllm` and `from vllm... import ...` mean Headrace from then on.
 
 `python -m headrace.as_vllm SCRIPT [ARGUMENTS]` runs a script that is not to be changed. It holds for the processes that
-a script starts, too (HEADRACE_AS_VLLM in the environment). A module that vLLM has and Headrace has not is told with the
-reason when it is imported. Raises ImportError where vLLM itself is imported already.
+a script starts, too (HEADRACE_AS_VLLM in the environment). `importlib.metadata.version("vllm")` is the version of vLLM
+that Headrace follows; `vllm.__version__` is Headrace's own. A module that vLLM has and Headrace has not is told with
+the reason when it is imported. Raises ImportError where vLLM itself is imported already.
 """
 
 import importlib
 import os
 import runpy
 import sys
+from collections.abc import Iterator
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
 
 import headrace
 from headrace.vllm_modules import MODULES
+
+VLLM_VERSION = "0.33.0"
+"""Of vLLM, whose interface this is: scripts ask the installed packages whether it is new enough for them."""
+
+
+class _Vllm(Distribution):
+    """What `importlib.metadata` tells of vLLM, as if it were installed."""
+
+    def read_text(self, filename: str) -> str | None:
+        return f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
+        return Path(headrace.__file__).parent / path
+
+
+_ALL = DistributionFinder.Context()
+
+
+class _Finder(DistributionFinder):
+    """Finds that distribution, and no module: those are in `sys.modules`."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        return None
+
+    def find_distributions(self, context: DistributionFinder.Context = _ALL) -> Iterator[_Vllm]:
+        if context.name is None or context.name.lower() == "vllm":
+            yield _Vllm()
+
 
 _loaded = sys.modules.get("vllm")
 if _loaded is not None and _loaded is not headrace:
     raise ImportError(f"vllm is imported already, from {_loaded.__file__}: import headrace.as_vllm before it")
 sys.modules["vllm"] = headrace
+sys.meta_path.insert(0, _Finder())
 os.environ["HEADRACE_AS_VLLM"] = "1"
 for _name in MODULES:
     sys.modules[f"vllm.{_name}"] = importlib.import_module(f"headrace.{_name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, MutableSequence
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, Literal, overload
 
 import msgspec
 
@@ -173,8 +173,9 @@ class CompletionOutput(msgspec.Struct):
     message: AnswerMessage | None = None
     """Of an answer of `chat` that has ended and that may hold calls or reasoning: it was given tools, or a parser."""
 
-    lora_request: ClassVar[None] = None
-    routed_experts: ClassVar[None] = None
+    lora_request: None = None
+    """Scripts that make outputs give vLLM's other fields, too: they ask for nothing."""
+    routed_experts: None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -193,9 +194,10 @@ class RequestOutput(msgspec.Struct):
     metrics: RequestMetrics | None = None
     """Set on the last output."""
     lora_request: None = None
+    encoder_prompt: None = None
+    """Models with an encoder, and with other inputs than text, are not served, and caches are not handed over."""
+    encoder_prompt_token_ids: None = None
     num_cached_tokens: int | None = None
     """Prompt tokens that came from the prefix cache; None until the request is scheduled."""
-    encoder_prompt: ClassVar[None] = None
-    """Models with an encoder are not served, and caches are not handed over."""
-    encoder_prompt_token_ids: ClassVar[None] = None
-    kv_transfer_params: ClassVar[None] = None
+    multi_modal_placeholders: None = None
+    kv_transfer_params: None = None

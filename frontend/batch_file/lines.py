@@ -62,12 +62,14 @@ class LineAnswers:
         tenant: str = "",
         url: str | None = None,
         done: Sequence[Results] = (),
+        decode: Prepare = _at_once,
         prepare: Prepare = _at_once,
     ) -> None:
         """engine_for: that serves a model; raises EngineDeadError to end the run, as an engine's end does. url: the
-        only one that lines may name. done: results that there are already. prepare: where bodies are decoded."""
+        only one that lines may name. done: results that there are already. decode, prepare: where lines are decoded,
+        and their bodies."""
         self._parts, self._decoder, self._tenant, self._url = parts, decoder, tenant, url
-        self._engine_for, self._prepare_body = engine_for, prepare
+        self._engine_for, self._decode, self._prepare_body = engine_for, decode, prepare
         self._done_ids = set[str]().union(*(results.done_ids for results in done))
         self._done_lines = set[int]().union(*(results.done_lines for results in done))
         self._seen_ids: set[str] = set()
@@ -96,7 +98,7 @@ class LineAnswers:
         """None for a line that has its result already. Raises EngineDeadError."""
         request_id = None
         try:
-            request = decode_line(line)
+            request = await self._decode(line, decode_line)
             custom_id: str | None = request.custom_id
             if request.custom_id in self._done_ids:
                 return None

@@ -55,11 +55,13 @@ def test_latency_counts_its_runs_and_splits_them_into_first_and_other_tokens(
 
 def test_throughput_runs_the_workload_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--num-prompts", "20", "--random-input-len", "6", "--random-output-len", "4", "--seed", "5")
-    record = bench(tmp_path, "throughput", *NULL, *asked)
+    _, model, *backend = NULL
+    record = bench(tmp_path, "throughput", model, *backend, *asked)  # the model by its place, as `serve` takes it
     figures = record["results"]
     assert (figures["num_requests"], figures["total_input_tokens"], figures["total_output_tokens"]) == (20, 120, 80)
     assert figures["tokens_per_second"] == pytest.approx(200 / figures["elapsed_time"])
     assert record["seed"] == 5
+    assert record["engine"]["model"] == "null"
     assert "20 requests, 120 tokens in, 80 out" in capsys.readouterr().out
 
 

@@ -98,6 +98,10 @@ def test_answers_are_the_library_s_own_in_the_api_s_shape(
         assert set(row) == {"id", "custom_id", "response", "error"}
         assert (row["error"], row["response"]["status_code"]) == (None, 200)
         assert row["id"].startswith("batch_req_")
+        # vLLM's BatchResponseData, which clients read the lines with
+        assert set(row["response"]) == {"status_code", "request_id", "body"}
+        assert isinstance(row["response"]["request_id"], str)
+        assert row["response"]["request_id"]
     assert len({row["id"] for row in rows.values()}) == 3
     assert "3 answered, 0 failed; 24 output tokens" in capsys.readouterr().err
 

@@ -10,11 +10,15 @@ import importlib
 import inspect
 import re
 import shlex
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+from http_server import Server
 from tqdm import tqdm
 
 from headrace import LLM, AsyncLLM, EngineArgs, EngineDeadError, InvalidRequestError, SamplingParams
@@ -41,9 +45,31 @@ def test_the_tables_are_found() -> None:
     assert len(COMMANDS) >= 8
 
 
+@pytest.fixture
+def own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What `import headrace.as_vllm` changes is as before after the test."""
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
+    monkeypatch.setenv("HEADRACE_AS_VLLM", "")
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] == "vllm" or name == "headrace.as_vllm":
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.usefixtures("own_modules")
 @pytest.mark.parametrize(("what", "line"), HABITS, ids=[what for what, _ in HABITS])
-def test_a_habit_works_as_it_is_written(what: str, line: str, llm: LLM) -> None:
+def test_a_habit_works_as_it_is_written(what: str, line: str, llm: LLM, client: openai.OpenAI) -> None:
     names: dict[str, Any] = {
+        "LLM": LLM,
+        "client": client,
+        "import_module": importlib.import_module,
         "llm": llm,
         "tokenizer": llm.get_tokenizer(),
         "greedy": GREEDY,
@@ -58,10 +84,19 @@ def test_a_habit_works_as_it_is_written(what: str, line: str, llm: LLM) -> None:
         "FlexibleArgumentParser": FlexibleArgumentParser,
         "SamplingParams": SamplingParams,
     }
-    result = eval(line, names)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        result = eval(line, names)
     assert result not in (False, []), what
+    check_notes(what, warned)
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
+
+
+def check_notes(what: str, warned: list[warnings.WarningMessage], printed: str = "") -> None:
+    """A line that says so has a note about an option without effect, as a warning or printed."""
+    if "with a note" in what:
+        assert " has no effect: " in "\n".join([printed, *(str(each.message) for each in warned)]), what
 
 
 def test_a_habit_of_async_llm_works_as_it_is_written(address: str) -> None:
@@ -97,14 +132,15 @@ def test_a_command_is_taken_as_it_is_written(
     monkeypatch.setattr(command, "run", run)
     assert main(words[1:]) == 0, capsys.readouterr().err
     (arguments,) = ran
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # the notes of options without effect
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         options_from_arguments(arguments)
         if words[1] == "serve":
             take_vllm_variables(environment)
             serve_options = with_environment(struct_from_arguments(arguments, ServeOptions), environment)
             check_serve_options(serve_options)
             assert (serve_options.host == "0.0.0.0") == ("0.0.0.0" in line), what
+    check_notes(what, warned, capsys.readouterr().err)
 
 
 # tests/entrypoints/llm/test_generate.py, test_llm_enqueue

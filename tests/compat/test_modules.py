@@ -225,6 +225,12 @@ try:
     from vllm.platforms import current_platform
 except ModuleNotFoundError as error:
     print(error)
+import importlib.metadata, headrace.as_vllm
+# as lm-eval asks before it uses vLLM
+version = importlib.metadata.version("vllm")
+assert tuple(map(int, version.split("."))) >= (0, 8, 3) and version == headrace.as_vllm.VLLM_VERSION
+assert importlib.metadata.distribution("vllm").metadata["Name"] == "vllm"
+assert importlib.metadata.version("msgspec")
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, BatchUpdate
 assert AdapterLogitsProcessor.__module__.startswith("headrace")
 """

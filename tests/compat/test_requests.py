@@ -18,7 +18,7 @@ from headrace.exceptions import VLLMClientError, VLLMError, VLLMValidationError
 from headrace.frontend.http.openai.prompts import template_variables
 from headrace.ipc.failure import OptionError
 
-COMPLETIONS = "/v1/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 # tests/samplers/test_non_finite_params.py
@@ -53,6 +53,8 @@ def test_parameters_are_bounded(fields: dict[str, Any], said: str) -> None:
 
 # the same over HTTP
 def test_bodies_are_bounded(client: httpx.Client) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    messages = [{"role": "user", "content": "a"}]
     for body, said in (
         ({"prompt": ["a"] * 3000}, "2048"),
         ({"prompt": "a", "n": 1000}, "128"),
@@ -61,10 +63,16 @@ def test_bodies_are_bounded(client: httpx.Client) -> None:
         ({"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(5000)), 1.0)}, "4096"),
         ({"prompt": "a", "stop_token_ids": list(range(2000))}, "1024"),
         ({"prompt": [[5], [-3]]}, "out of vocabulary"),
+        ({"messages": [{"role": "user", "content": ["a"] * 17_000}]}, "16384"),
+        ({"messages": messages, "tools": [tool] * 1100}, "1024"),
     ):
-        refused = client.post(COMPLETIONS, json=body)
-        assert refused.status_code == 400, body
+        refused = client.post(COMPLETIONS if "prompt" in body else CHAT, json=body)
+        assert refused.status_code == 400, refused.text
         assert said in refused.json()["error"]["message"]
+    parts = [{"type": "text", "text": "a"}] * 17_000  # five texts and objects each
+    refused = client.post(CHAT, json={"messages": [{"role": "user", "content": parts}]})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
+    assert "65536 texts, lists and objects" in refused.json()["error"]["message"]
 
 
 # tests/test_request_input_bounds.py: duplicate stop_token_ids and bad_words are deduplicated in order
@@ -72,6 +80,7 @@ def test_lists_hold_each_value_once_and_may_be_extended() -> None:
     params = SamplingParams(stop_token_ids=[42, 7, 42, 9], bad_words=["b", "a", "b"], stop="end")
     assert (params.stop_token_ids, params.bad_words, params.stop) == ([42, 7, 9], ["b", "a"], ["end"])
     assert params.all_stop_token_ids == {7, 9, 42}
+    assert SamplingParams(stop=["b", "a", "b"]).stop == ["b", "a"]
     plain = SamplingParams()
     plain.stop += ["now"]  # type: ignore[operator]
     plain.stop_token_ids.append(3)  # type: ignore[union-attr]

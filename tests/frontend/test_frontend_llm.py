@@ -85,6 +85,12 @@ def test_no_limit_means_the_models_length(llm: LLM) -> None:
 def test_priority_and_cache_salt_reach_the_core(llm: LLM, core: MemoryCore) -> None:
     llm.generate([{"prompt": "a", "cache_salt": "mine"}, "b"], priority=[3, -1], use_tqdm=False)
     assert [(each.priority, each.cache_salt) for each in requests_of(core)] == [(3, "mine"), (-1, "")]
+    messages = [{"role": "user", "content": "a"}]
+    llm.chat([messages, messages], priority=[4, -2], use_tqdm=False)
+    llm.chat(messages, priority=7, use_tqdm=False)
+    llm.enqueue_chat([messages], priority=[5])
+    llm.wait_for_completion(use_tqdm=False)
+    assert [each.priority for each in requests_of(core)[2:]] == [4, -2, 7, 5]
 
 
 def test_n_outputs_have_seeds_of_their_own(llm: LLM) -> None:
@@ -369,10 +375,11 @@ def test_a_core_that_dies_ends_every_wait_with_the_cause(fault: str, call: str) 
             llm.generate("again", use_tqdm=False)
 
 
-def test_a_closed_llm_says_so(core: MemoryCore) -> None:
+@pytest.mark.parametrize("name", ["close", "shutdown"])
+def test_a_closed_llm_says_so(core: MemoryCore, name: str) -> None:
     llm = LLM.attach(core.transport)
-    llm.close()
-    llm.close()
+    getattr(llm, name)()
+    getattr(llm, name)()
     core.stop()
     assert isinstance(core.core.received[-1], Goodbye)
     with pytest.raises(HeadraceError, match="closed"):

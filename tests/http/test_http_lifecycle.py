@@ -19,6 +19,7 @@ from http_server import (
     Server,
     address_of_engine,
     engine_of,
+    events_of,
     metric,
     null_engine_arguments,
     processor_share,
@@ -113,6 +114,34 @@ def test_an_engine_that_cannot_start_ends_the_server_with_its_cause(processes):
     server = Server("--distributed-executor-backend", "nowhere:Nothing", "--api-server-count", processes)
     assert server.wait_exit(30) == 1
     assert "nowhere:Nothing" in server.log
+
+
+def test_an_engine_that_is_stopped_for_seconds_loses_nothing_and_changes_nothing(slow_server):
+    """As by a debugger, swapping or a virtual machine's pause. test_http_restart.py has more such pauses."""
+    asked = {"prompt": [7, 8], "max_tokens": 150, "ignore_eos": True, "temperature": 1, "seed": 3}
+
+    def is_told() -> bool:
+        time.sleep(0.1)  # processor time is for others
+        answer = other.get("/health")
+        return answer.status_code == 503 and answer.json()["error"]["code"] == "engine_silent"
+
+    with slow_server.client() as client, slow_server.client() as other:
+        expected = other.post(COMPLETIONS, json=asked).json()["choices"][0]["text"]
+        engine = engine_of(slow_server)
+        with client.stream("POST", COMPLETIONS, json={**asked, "stream": True}) as response:
+            parts = response.iter_raw()
+            first = next(parts)
+            engine.suspend()
+            try:
+                wait_until(is_told, 20, "health to tell of it")
+                assert other.get("/health/live").status_code == 200
+            finally:
+                engine.resume()
+            told = httpx.Response(200, content=first + b"".join(parts))
+            assert "".join(event["choices"][0]["text"] for event in events_of(told)) == expected
+        assert other.post(COMPLETIONS, json=asked).json()["choices"][0]["text"] == expected
+        wait_until(lambda: other.get("/health").status_code == 200, 10, "health")
+        assert engine_of(slow_server).pid == engine.pid
 
 
 @pytest.mark.parametrize("how", ["stream", "whole"])

@@ -10,6 +10,7 @@ import pytest
 from http_server import ask, serving
 
 from headrace.frontend.client.stats_log import StatsLog
+from headrace.frontend.http.process.launch import ready_text
 from headrace.frontend.http.process.options import ServeOptions, with_environment
 from headrace.frontend.http.process.server import listen
 from headrace.ipc.failure import OptionError
@@ -68,6 +69,7 @@ def test_the_server_tells_cache_load_and_requests() -> None:
         server.wait_log(r"Avg generation throughput: [1-9][\d.]* tokens/s, Running: \d+ reqs, Waiting: 0 reqs")
         server.wait_log(r"POST /v1/completions: done in")
         assert re.search(r"DEBUG [\d:]+ server: ", server.log)
+        assert "to read; from this machine alone, unless --host 0.0.0.0" in server.log
 
 
 def test_host_and_levels_come_from_the_environment_unless_options_say_else() -> None:
@@ -81,6 +83,16 @@ def test_host_and_levels_come_from_the_environment_unless_options_say_else() -> 
         with_environment(ServeOptions(), {"HEADRACE_LOG_STATS_INTERVAL": "often"})
     with listen(ServeOptions(port=0)) as sock:
         assert (sock.family, sock.getsockname()[0]) == (socket.AF_INET, "127.0.0.1")
+
+
+def test_the_start_up_line_says_that_nobody_else_is_heard_where_that_is_so() -> None:
+    hint = "; from this machine alone, unless --host 0.0.0.0 opens it to others"
+    for options in (ServeOptions(), ServeOptions(host="127.0.0.1")):
+        assert ready_text("http://127.0.0.1:8000", options) == (
+            f"ready: http://127.0.0.1:8000/v1 for clients, http://127.0.0.1:8000/docs to read{hint}"
+        )
+    for options in (ServeOptions(host="0.0.0.0"), ServeOptions(uds="http.sock")):
+        assert ready_text("http://127.0.0.1:8000", options).endswith("/docs to read")
 
 
 def test_a_level_that_is_none_is_told_and_the_default_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,7 @@ class Batch:
             tenant=self._tenant,
             url=batch.endpoint,
             done=[each for each in (answered, errors) if each is not None],
+            decode=state.bodies.run,
             prepare=state.bodies.run,
         )
         path = self._store.path(batch.input_file_id)

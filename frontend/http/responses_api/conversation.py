@@ -340,6 +340,7 @@ def check_include(include: Sequence[str] | None) -> None:
             raise bad_field(f"include[{index}]", f"include[{index}] is {each[:80]!r}; known are {known}")
 
 
-def size_of(items: Sequence[Item]) -> int:
-    """Bytes, about: how much work a conversation is."""
-    return len(msgspec.json.encode(items))
+def size_of(request: ResponsesRequest, items: Sequence[Item], tools: Sequence[Item] | None) -> int:
+    """Bytes, about: how much work a conversation is, with all else of its request that is written or checked."""
+    rest = msgspec.structs.replace(request, input="", tools=None)
+    return len(msgspec.json.encode((items, tools, rest)))

@@ -241,7 +241,7 @@ class _Turns:
     async def _work(self, request: ResponsesRequest, items: list[Item]) -> ChatWork:
         called = [tool.as_function() for tool in self._tools.called.values()] if self._calls_left > 0 else []
         tools = [*self._tools.functions, *called] or None
-        return await self._parts.bodies.work(size_of(items), lambda: self._make(request, items, tools))
+        return await self._parts.bodies.work(size_of(request, items, tools), lambda: self._make(request, items, tools))
 
 
 MakeWork = Callable[[ResponsesRequest, list[Item], list[Item] | None], ChatWork]

@@ -157,7 +157,7 @@ async def input_tokens(state: ServerState, exchange: Exchange) -> None:
     def count() -> int:
         return len(render(as_chat(request, items, tools), engine, state.chat)[1])
 
-    await exchange.answer(InputTokens(await state.bodies.work(size_of(items), count)))
+    await exchange.answer(InputTokens(await state.bodies.work(size_of(request, items, tools), count)))
 
 
 async def _in_foreground(state: ServerState, exchange: Exchange, run: ResponseRun, task: asyncio.Task[None]) -> None:

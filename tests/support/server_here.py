@@ -1,0 +1,91 @@
+"""A whole server in this process: tests see its threads and what it sends to the engine, and start no program."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import httpx
+from fleet_parts import Session
+from http_server import wait_until
+from null_with_tokenizer import BACKEND, VOCAB_SIZE
+
+from headrace.core.engine.engine import EngineThread
+from headrace.core.options.parsing import parse_options
+from headrace.frontend.client.client import CoreClient
+from headrace.frontend.http.metrics import Pages
+from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.process.server import HttpServer, listen, url_of
+from headrace.ipc.messages import AddRequest, ClientMessage
+
+START_TIMEOUT_S = 60.0
+MODEL = "null"
+
+
+class ServerHere(NamedTuple):
+    url: str
+    sent: list[ClientMessage]
+    """To the engine."""
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30, verify=False)
+
+    def requests(self) -> list[AddRequest]:
+        return [message for message in self.sent if isinstance(message, AddRequest)]
+
+
+@contextmanager
+def serving_here(
+    options: ServeOptions | None = None, null_model: dict[str, Any] | None = None, *, logs_stats: bool = False
+) -> Iterator[ServerHere]:
+    """With an engine that computes nothing; `null_model` are fields of NullModel. logs_stats: as the one of several
+    processes that tells of the load."""
+    overrides = {"vocab_size": VOCAB_SIZE, **(null_model or {})}
+    engine = EngineThread(parse_options(model=MODEL, distributed_executor_backend=BACKEND, hf_overrides=overrides))
+    options = options or ServeOptions(port=0)
+    session, ready = _Watched(engine), threading.Event()
+    sock = listen(options)
+    server = HttpServer(options, sock, Pages())
+    server.on_ready, server.logs_stats = ready.set, logs_stats
+    url = url_of(options, sock)
+    thresholds, switch_s = gc.get_threshold(), sys.getswitchinterval()
+    thread = threading.Thread(target=lambda: asyncio.run(server.run([session])), name="server's loop")
+    thread.start()
+    try:
+        wait_until(lambda: ready.is_set() or not thread.is_alive(), START_TIMEOUT_S, "the server's start")
+        assert ready.is_set(), "the server did not start"
+        yield ServerHere(url, session.sent)
+    finally:
+        server.stop_threadsafe(0.0)
+        thread.join(START_TIMEOUT_S)
+        engine.stop()
+        sock.close()
+        # what a server does to its process
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(switch_s)
+
+
+class _Watched(Session):
+    """A session that notes what its client sends."""
+
+    def __init__(self, thread: EngineThread) -> None:
+        super().__init__(thread)
+        self.sent: list[ClientMessage] = []
+
+    async def open(self) -> CoreClient:
+        client = await super().open()
+        assert self.transport is not None
+        deliver = self.transport.deliver
+
+        def noted(message: ClientMessage) -> None:
+            self.sent.append(message)
+            deliver(message)
+
+        self.transport.deliver = noted
+        return client
