@@ -1,13 +1,15 @@
 """Answers that a model was talked into: huge, deep, or full of half markers. Every format reads them in bounded time.
 
-Times are processor seconds of this process, where a machine's load does not show.
+Times are processor seconds of the thread, where a machine's load does not show.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -53,14 +55,22 @@ def hostile_texts(name: str) -> dict[str, str]:
     return {what: (text * (SIZE // len(text) + 1))[:SIZE] for what, text in texts.items()}
 
 
+@pytest.fixture(autouse=True)
+def no_collection_of_what_other_tests_hold() -> Iterator[None]:
+    """It may take a second, which would be measured."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.parametrize("name", sorted(known_formats()))
 def test_any_beginning_that_goes_on_for_ever_is_read_in_bounded_time(name: str) -> None:
     size = SIZE // 16
     for what, text in hostile_texts(name).items():
-        parser, began_s = parser_of(name, tools=TOOLS), time.process_time()
+        parser, began_s = parser_of(name, tools=TOOLS), time.thread_time()
         parser.feed(text[:size])
         parser.finish()
-        assert time.process_time() - began_s < MOST_S / 4, what
+        assert time.thread_time() - began_s < MOST_S / 4, what
 
 
 @pytest.mark.parametrize(
@@ -84,11 +94,11 @@ def test_a_megabyte_without_an_end_is_read_in_bounded_time_in_pieces_and_whole(
     name: str, beginning: str, endless: str, piece: int
 ) -> None:
     text = beginning + endless * (SIZE // len(endless))
-    parser, began_s = parser_of(name, tools=TOOLS), time.process_time()
+    parser, began_s = parser_of(name, tools=TOOLS), time.thread_time()
     for start in range(0, len(text), piece):
         parser.feed(text[start : start + piece])
     parser.finish()
-    assert time.process_time() - began_s < MOST_S
+    assert time.thread_time() - began_s < MOST_S
 
 
 @pytest.mark.parametrize("size", [900, 5_000, 1_000_000])
@@ -96,12 +106,12 @@ def test_a_megabyte_without_an_end_is_read_in_bounded_time_in_pieces_and_whole(
 def test_values_of_any_depth_are_arguments_or_none(nest: str, size: int) -> None:
     closed = {"[": "]", '{"a":': "}", "(": ")"}.get(nest, "")
     text = nest * size + "1" + closed * size
-    began_s = time.process_time()
+    began_s = time.thread_time()
     assert isinstance(as_json(text), str)
     for read in (nest_as_json, python_as_json):
         with contextlib.suppress(NoCallError):
             json.dumps(read(text))
-    assert time.process_time() - began_s < MOST_S
+    assert time.thread_time() - began_s < MOST_S
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, '{"a":' * 3000 + "1" + "}" * 3000])

@@ -130,7 +130,8 @@ def _gemma3n(fields: Fields, config: Config) -> dict[str, Any]:
         "altup_num_inputs": fields.integer("altup.num_inputs"),
         "altup_active_idx": fields.integer("altup.active_idx"),
         "num_kv_shared_layers": fields.integer("attention.shared_kv_layers"),
-        "activation_sparsity_pattern": [NormalDist().cdf(each) for each in least],
+        # The file has float32 deviations: of the share that they were made of, seven digits are left.
+        "activation_sparsity_pattern": [round(NormalDist().cdf(each), 7) for each in least],
         "layer_types": fields.sliding_layers(),
         "sliding_window": fields.integer("attention.sliding_window"),
         "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
