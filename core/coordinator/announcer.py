@@ -123,7 +123,7 @@ class Link:
             self._said = self._why
             logger.warning("%s; this engine is not told of there until that changes", self._why)
 
-    def is_foreign(self, now_s: float) -> None:
+    def note_foreign(self, now_s: float) -> None:
         """It answers what no coordinator answers."""
         self._missing_since_s = now_s if self._missing_since_s is None else self._missing_since_s
         self._why = f"what listens at {self._address} is no coordinator of this version"
@@ -204,7 +204,7 @@ class Announcer:
                 try:
                     message = self._codec.decode(link.socket.recv_multipart(zmq.NOBLOCK))
                 except CodecError:
-                    link.is_foreign(time.monotonic())
+                    link.note_foreign(time.monotonic())
                     continue
                 if isinstance(message, Denied) and message.why not in self._denied:
                     self._denied.add(message.why)

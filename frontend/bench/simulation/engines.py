@@ -250,7 +250,7 @@ class SimulatedEngine:
         if row.resumed and (seed is None or row.resumed != expected):
             self.violations.append(f"{self.name}: a request is to go on after tokens that it never had")
         self._rows[link, row.slot] = row
-        if row.resumed:
+        if row.resumed:  # before what has not begun, as in a core's queue
             self._waiting.appendleft(row)
         else:
             self._waiting.append(row)
