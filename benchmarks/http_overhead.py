@@ -10,10 +10,10 @@ while vLLM's is). Nothing else may run meanwhile. PEERS is where the peers' setu
 minute: `--peer-url` names a server of the same model (`--model FOLDER`, made by `--keep-model FOLDER`) that runs
 already. `--load` takes another client of the same arguments and output in place of `http_load.py`.
 
-`--parsers` measures what reading an answer for tool calls and reasoning costs: the same chats with tools, of
-servers of ours of which one reads nothing, in processor time of the HTTP process for each streamed token. The model
-says words, or (a regular expression holds it to that) a call whose arguments go on to the last token: what one server
-streams as `tool_calls`, the other streams as text.
+`--parsers` measures what reading an answer for tool calls and reasoning costs: the same chats with tools, read and not
+read in turns (`--rounds 40` resolves 2%), in processor time of the HTTP process for each streamed token. The model says
+words, or (a regular expression holds it to that) a call whose arguments go on to the last token: what is
+streamed as `tool_calls` when it is read, is streamed as text when it is not.
 """
 
 from __future__ import annotations
@@ -232,15 +232,18 @@ FORMS = {
     "a call in python": r"\[get_weather\(city='[a-z ]{9000}",
 }
 """What the model is held to, besides words."""
-SAID = {
-    NOTHING: (WORDS, *FORMS),
-    "calls": (WORDS, "a call"),
-    "calls and reasoning": (WORDS,),
-    "reasoning": (WORDS,),  # the format's answers begin with it
-    "calls in xml": ("a call in xml",),
-    "calls in python": ("a call in python",),
-}
-"""What each server is to stream."""
+CASES = (
+    (WORDS, "calls"),
+    ("a call", "calls"),
+    ("a call in xml", "calls in xml"),
+    ("a call in python", "calls in python"),
+    (WORDS, "reasoning"),  # the format's answers begin with it
+    (WORDS, "calls and reasoning"),
+)
+"""What the model says, and what the server reads."""
+READ_FOR_TOOLS = ("calls", "calls in xml", "calls in python")
+"""Those servers read nothing for a request whose `tool_choice` is none."""
+PARSER_LOAD = (64, 128)
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
 CHAT = {"messages": [{"role": "user", "content": "How warm is it in Zürich?"}], "tools": [TOOL]}
@@ -270,33 +273,45 @@ def bodies_of(model: Path) -> dict[str, dict[str, Any]]:
     return bodies | {said: {**CHAT, "structured_outputs": {"regex": form}} for said, form in FORMS.items()}
 
 
-def more_than_nothing(spent: dict[str, float]) -> dict[str, float]:
-    """By which share more than where the same is said and nothing is read."""
-    return {name: each / spent[f"{name.split(', ')[0]}, {NOTHING}"] - 1 for name, each in spent.items()}
-
-
 def measure_parsers(arguments: argparse.Namespace, model: Path, work: Path, stack: ExitStack) -> dict[str, Any]:
-    """Microseconds of the HTTP process for each token, by what it reads; and how much more than nothing, in medians."""
+    """Microseconds of the HTTP process for each token, read and not read, in pairs one after the other; and how much
+    more reading takes, in the median of the pairs and in their mean."""
     urls = {reads: start_reader(model, work, reads, stack) for reads in READS}
     bodies = bodies_of(model)
-    cases = [(said, reads) for said in bodies for reads in READS if said in SAID[reads]]
-    for said, reads in cases:
+    found = dict[str, Any]()
+    for said, reads in CASES:
+        # By the same process where that can be: two of one program differ by some percent, as their memory lies.
+        server_without = reads if reads in READ_FOR_TOOLS else NOTHING
+        without = {**bodies[said], **({"tool_choice": "none"} if reads in READ_FOR_TOOLS else {})}
         check_answer(urls[reads], bodies[said], said, reads)
-    streams, requests = LOADS[0]
-    spent: dict[str, list[float]] = {f"{said}, {reads}": [] for said, reads in cases}
-    for number in range(arguments.rounds + 1):
-        for said, reads in cases:
-            (server, *_) = processes_behind(urls[reads])
-            before = server.cpu_times()
-            row = run_load(arguments.load, urls[reads], model, streams, requests, json.dumps(bodies[said]))
-            after = server.cpu_times()
-            seconds, mine = after.user + after.system - before.user - before.system, spent[f"{said}, {reads}"]
+        check_answer(urls[server_without], without, said, NOTHING)
+        sides = ((urls[server_without], without), (urls[reads], bodies[said]))
+        pairs = []
+        for number in range(arguments.rounds + 1):
+            spent = {side: us_per_token(*sides[side], arguments, model) for side in (number % 2, 1 - number % 2)}
             if number:  # the first warms up
-                mine.append(1e6 * seconds / (row["done"] * OUTPUT_TOKENS))
-            print(f"round {number}, {said} read for {reads}: {row} {mine[-1:]}", flush=True)
-    medians = {name: statistics.median(values) for name, values in spent.items()}
-    more = more_than_nothing(medians)
-    return {"streams": streams, "requests": requests, "cpu_us_per_token": spent, "median": medians, "more": more}
+                pairs.append((spent[0], spent[1]))
+                print(f"{said}, read for {reads}: {spent[0]:.1f} us a token without, {spent[1]:.1f} with", flush=True)
+        more = [read / plain - 1 for plain, read in pairs]
+        found[f"{said}, {reads}"] = {
+            "without": statistics.median(plain for plain, _ in pairs),
+            "with": statistics.median(read for _, read in pairs),
+            "more": statistics.median(more),
+            "mean_more": statistics.mean(more),
+            "standard_error_of_mean": statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else None,
+            "pairs": pairs,
+        }
+    return {"streams": PARSER_LOAD[0], "requests": PARSER_LOAD[1], "cpu_us_per_token": found}
+
+
+def us_per_token(url: str, body: dict[str, Any], arguments: argparse.Namespace, model: Path) -> float:
+    """Processor time of the HTTP process in a load, in microseconds for each streamed token."""
+    (server, *_) = processes_behind(url)
+    before = server.cpu_times()
+    row = run_load(arguments.load, url, model, *PARSER_LOAD, json.dumps(body))
+    after = server.cpu_times()
+    seconds: float = after.user + after.system - before.user - before.system
+    return 1e6 * seconds / (row["done"] * OUTPUT_TOKENS)
 
 
 def check_answer(url: str, body: dict[str, Any], said: str, reads: str) -> None:
@@ -340,7 +355,11 @@ def main() -> None:
             make_model(model)
         if arguments.parsers:
             found = measure_parsers(arguments, model, work, stack)
-            print(found["median"], found["more"])
+            for name, case in found["cpu_us_per_token"].items():
+                spread = case["standard_error_of_mean"] or 0.0
+                print(
+                    f"{name}: {case['more']:+.1%} in the median, {case['mean_more']:+.1%} +- {spread:.1%} in the mean"
+                )
             write_report(arguments.out or RESULTS.with_stem("http_parsers"), "http_parsers", found)
             return
         samples = measure(servers(arguments, model, work, stack), arguments, model)

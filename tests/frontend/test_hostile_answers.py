@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from http_server import ask, events_of, serving
@@ -30,8 +31,8 @@ PIECE = 7
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 
 
-def hostile_texts(name: str) -> dict[str, str]:
-    """Beginnings of what the format reads, and what has no end."""
+def hostile_texts(name: str, size: int) -> dict[str, str]:
+    """Beginnings of what the format reads, and what has no end: so many characters of each."""
     declared, texts = load_format(name), dict[str, str]()
     openers = {""}
     if declared.calls is not None:
@@ -49,10 +50,10 @@ def hostile_texts(name: str) -> dict[str, str]:
         openers |= {declared.channels.channel, f"{declared.channels.channel}commentary to=functions.f"}
     longest = max(openers, key=len)
     repeated = ("[", '{"a":', '{"a":[', "(", "'", '"', "\\", "1", "x", " ", "\n", ",", "<", "{", "a=1,", "[f(", "<|")
-    texts |= {f"{opener!r:.60} then {each!r}": opener + each * SIZE for opener in openers for each in repeated}
+    texts |= {f"{opener!r:.60} then {each!r}": opener + each * size for opener in openers for each in repeated}
     for cut in range(1, len(longest)):
         texts[f"half of a marker {cut}"] = longest[:cut]
-    return {what: (text * (SIZE // len(text) + 1))[:SIZE] for what, text in texts.items()}
+    return {what: (text * (size // len(text) + 1))[:size] for what, text in texts.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -65,12 +66,11 @@ def no_collection_of_what_other_tests_hold() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", sorted(known_formats()))
 def test_any_beginning_that_goes_on_for_ever_is_read_in_bounded_time(name: str) -> None:
-    size = SIZE // 16
-    for what, text in hostile_texts(name).items():
+    for what, text in hostile_texts(name, SIZE // 32).items():
         parser, began_s = parser_of(name, tools=TOOLS), time.thread_time()
-        parser.feed(text[:size])
+        parser.feed(text)
         parser.finish()
-        assert time.thread_time() - began_s < MOST_S / 4, what
+        assert time.thread_time() - began_s < MOST_S / 16, what
 
 
 @pytest.mark.parametrize(
@@ -136,25 +136,31 @@ SAID: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("what", SAID)
-def test_no_answer_of_a_model_is_an_error_of_the_server(what: str) -> None:
-    """Whole, as events, and in the three APIs."""
-    said = SAID[what]
-    body: Any = {"messages": [{"role": "user", "content": said}], "max_tokens": 7000}
-    tool = {"name": "f", "input_schema": {"type": "object"}}
+PARROT_ENGINE = ("null", "--distributed-executor-backend", PARROT, "--hf-overrides", '{"vocab_size": 400}')
+
+
+@pytest.fixture(scope="module")
+def parrot() -> Iterator[httpx.Client]:
     arguments = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--enable-auto-tool-choice")
     with serving(*PARROT_ENGINE, *arguments, attached=True) as server, server.client() as client:
-        whole = ask(client, "/v1/chat/completions", **body, tools=TOOLS)
-        assert whole["choices"][0]["finish_reason"]
-        with client.stream("POST", "/v1/chat/completions", json={**body, "tools": TOOLS, "stream": True}) as response:
-            assert not [each for each in events_of(response) if "error" in each]
-        assert ask(client, "/v1/messages", **body, tools=[tool])["stop_reason"]
-        function = {"type": "function", "name": "f", "parameters": {"type": "object"}}
-        answer = ask(client, "/v1/responses", input=said, max_output_tokens=7000, tools=[function])
-        assert answer["status"] in ("completed", "incomplete")
+        yield client
 
 
-PARROT_ENGINE = ("null", "--distributed-executor-backend", PARROT, "--hf-overrides", '{"vocab_size": 400}')
+@pytest.mark.parametrize("what", SAID)
+def test_no_answer_of_a_model_is_an_error_of_the_server(what: str, parrot: httpx.Client) -> None:
+    """Whole, as events, and in the three APIs."""
+    said = SAID[what]
+    most_tokens = min(7000, len(said) + 1000)  # all that is said, and the beginning again
+    body: Any = {"messages": [{"role": "user", "content": said}], "max_tokens": most_tokens}
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    whole = ask(parrot, "/v1/chat/completions", **body, tools=TOOLS)
+    assert whole["choices"][0]["finish_reason"]
+    with parrot.stream("POST", "/v1/chat/completions", json={**body, "tools": TOOLS, "stream": True}) as response:
+        assert not [each for each in events_of(response) if "error" in each]
+    assert ask(parrot, "/v1/messages", **body, tools=[tool])["stop_reason"]
+    function = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    answer = ask(parrot, "/v1/responses", input=said, max_output_tokens=most_tokens, tools=[function])
+    assert answer["status"] in ("completed", "incomplete")
 
 
 @pytest.mark.parametrize("text", ["[" * 3000, "[" * 3000 + "]" * 3000, '{"a":' * 900 + "1" + "}" * 900, "none", '"'])

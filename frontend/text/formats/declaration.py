@@ -113,7 +113,7 @@ class ChannelFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The end of a call's header."""
 
 
-class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
     reasoning: ReasoningFormat | None = None
     calls: CallFormat | None = None
     channels: ChannelFormat | None = None

@@ -24,9 +24,16 @@ class Markers:
         self._first = re.compile("|".join(first_characters) or r"(?!)")
         self.may_begin_in: Callable[[str], object] = self._first.search
         """Says whether any of them could; text in which none could is told from others fast."""
+        self.may_begin_or_end_in_space = self._or_also(r"[ \t\r\n]\Z")
+        """Also of text whose last character is white space."""
+        self.may_begin_or_is_escaped = self._or_also(r'[\x00-\x1f"\\]')
+        """Also of text that JSON does not have between quotes as it is."""
         self._most_held = max(map(len, self._markers), default=1) - 1
         longer = {each: tuple(o for o in self._markers if o != each and o.startswith(each)) for each in self._markers}
         self._longer = {each: others for each, others in longer.items() if others}
+
+    def _or_also(self, pattern: str) -> Callable[[str], object]:
+        return re.compile(f"{self._first.pattern}|{pattern}").search
 
     def find(self, text: str, *, is_over: bool) -> re.Match[str] | None:
         """is_over: no more text follows. Else one is not found yet where it may become a longer one."""

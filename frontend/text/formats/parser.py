@@ -14,14 +14,15 @@ text that waits for more is short.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from headrace.frontend.text.formats.declaration import CallFormat, OutputFormat
-from headrace.frontend.text.formats.markers import make_markers
+from headrace.frontend.text.formats.markers import Markers, make_markers
 from headrace.frontend.text.formats.pieces import READ_AT_ONCE, SPACE, PieceReader, Reads, as_it_is
 from headrace.frontend.text.formats.values import (
     NoCallError,
@@ -56,6 +57,33 @@ class Event(msgspec.Struct, frozen=True):
     arguments: str = ""
 
 
+class _Marks(NamedTuple):
+    """What is looked for in the answers of a format."""
+
+    ends: Mapping[str, str]
+    """What each opener of calls, or of a section's, has for the call's end."""
+    ignored: frozenset[str]
+    openers: Markers
+    """Of calls and of reasoning."""
+    closers: Markers
+    """Of reasoning."""
+
+
+@functools.lru_cache(maxsize=64)
+def _marks_of(reasoning: OutputFormat | None, calls: OutputFormat | None, hidden: tuple[str, ...]) -> _Marks:
+    """A tokenizer may have hundreds of special tokens, which are the same for every answer."""
+    ends = dict[str, str]()
+    if calls is not None and (form := calls.calls) is not None:
+        ends = {form.opener: form.call[1], "": form.call[1], **dict(form.also)}
+    thinking = reasoning.reasoning if reasoning else None
+    begin, end = (thinking.begin, thinking.end) if thinking else ("", "")
+    left_out = (*(reasoning.left_out if reasoning else ()), *(calls.left_out if calls else ()), *hidden)
+    ignored = tuple(each for each in left_out if each not in (*ends, begin, end))
+    return _Marks(
+        ends, frozenset(ignored), make_markers((*sorted(ends), begin, *ignored)), make_markers((end, *ignored))
+    )
+
+
 class OutputParser(PieceReader):
     """One answer's. Feed it text; it gives events."""
 
@@ -74,19 +102,9 @@ class OutputParser(PieceReader):
         super().__init__()
         self._reasoning = reasoning.reasoning if reasoning else None
         self._calls = calls.calls if calls else None
-        self._schemas = {each["function"]["name"]: each["function"].get("parameters") or {} for each in tools}
-        self._ends = dict[str, str]()
-        """What each opener of calls, or of a section's, has for the call's end."""
-        if self._calls is not None:
-            self._ends = {self._calls.opener: self._calls.call[1], "": self._calls.call[1], **dict(self._calls.also)}
+        self._tools = tools
+        self._marks = _marks_of(reasoning, calls, tuple(hidden))
         self._call_end = ""
-        left_out = (*(reasoning.left_out if reasoning else ()), *(calls.left_out if calls else ()), *hidden)
-        self._call_openers = frozenset(self._ends)
-        begin, end = (self._reasoning.begin, self._reasoning.end) if self._reasoning else ("", "")
-        ignored = tuple(each for each in left_out if each not in (*self._call_openers, begin, end))
-        self._ignored = frozenset(ignored)
-        self._openers = make_markers((*sorted(self._call_openers), begin, *ignored))
-        self._closers = make_markers((end, *ignored))
         self._space = ""  # the end of the content so far: dropped when a call follows
         self._events: list[Event] = []
         self.call = -1
@@ -103,7 +121,14 @@ class OutputParser(PieceReader):
         `feed` has to read it."""
         if self._stops is None or not text or self._stops(text):
             return None
-        return text if self._told is as_it_is else self._told(text)
+        told = self._told
+        return text if told is as_it_is else told(text)
+
+    @property
+    def goes_on_until(self) -> Callable[[str], object] | None:
+        """`go_on` gives any text as it is, until this finds something in one, or one is empty; None where it does not.
+        True until the next `feed`."""
+        return self._stops if self._told is as_it_is else None
 
     def feed(self, text: str) -> list[Event]:
         """What is certain now."""
@@ -133,10 +158,12 @@ class OutputParser(PieceReader):
             yield from self._first_reasoning(prompt)
         yield from self._bare_calls()
         told = as_it_is if self._calls is None else self._told_content
-        while (marker := (yield from self._until(self._openers, self._content, told=told))) is not None:
-            if marker in self._call_openers:
+        openers = self._marks.openers
+        may_begin = openers.may_begin_in if self._calls is None else openers.may_begin_or_end_in_space
+        while (marker := (yield from self._until(openers, self._content, told=told, stops=may_begin))) is not None:
+            if marker in self._marks.ends:
                 yield from self._try_calls(marker)
-            elif marker not in self._ignored:
+            elif marker not in self._marks.ignored:
                 yield from self._reason()
                 yield from self._bare_calls()
         if not self.num_calls:
@@ -155,7 +182,7 @@ class OutputParser(PieceReader):
 
     def _reason(self) -> Reads:
         self._space, self.is_thinking = "", True
-        while (yield from self._until(self._closers, self._think, told=as_it_is)) in self._ignored:
+        while (yield from self._until(self._marks.closers, self._think, told=as_it_is)) in self._marks.ignored:
             pass
         self.is_thinking = False
 
@@ -168,11 +195,10 @@ class OutputParser(PieceReader):
         self._space = text[num_said:]
         self._events.append(Event(content=text[:num_said]))
 
-    def _told_content(self, text: str) -> str | None:
-        """As `_content` gives it."""
-        if text[-1] in SPACE:
-            return None
+    def _told_content(self, text: str) -> str:
+        """As `_content` gives what does not end in white space."""
         text, self._space = self._space + text, ""
+        self._told = as_it_is
         return text
 
     def _bare_calls(self) -> Reads:
@@ -192,7 +218,7 @@ class OutputParser(PieceReader):
 
     def _try_calls(self, opener: str) -> Reads:
         """After the opener. What turns out to be no call is content."""
-        self._raw, self._call_end = [opener], self._ends[opener]
+        self._raw, self._call_end = [opener], self._marks.ends[opener]
         try:
             yield from self._section()
         except NoCallError:
@@ -363,7 +389,7 @@ class OutputParser(PieceReader):
             yield from self._skip_space()
             if (yield from self._peek(1)) in ("'", '"'):
                 self._arguments(call, '"')
-                yield from self._python_text(self._more_text(call), within_text)
+                yield from self._python_text(self._more_text(call))
                 self._arguments(call, '"')
                 yield from self._skip_space()
                 if (yield from self._peek(1)) not in (",", ")"):
@@ -373,6 +399,12 @@ class OutputParser(PieceReader):
             yield from self._accept(",")
         self._arguments(call, "{}" if separator == "{" else "}")
 
+    def _properties_of(self, name: str) -> Mapping[str, Any]:
+        """What a tool's schema says of its parameters."""
+        functions = (each["function"] for each in self._tools)
+        schemas = [each.get("parameters") or {} for each in functions if each["name"] == name]
+        return schemas[-1].get("properties") or {} if schemas else {}
+
     def _xml_call(self, calls: CallFormat) -> Reads:
         before_name, after_name, before_value, after_value = calls.parameter
         if calls.kind and (yield from self._accept(calls.kind)):
@@ -381,7 +413,7 @@ class OutputParser(PieceReader):
             yield from self._expect(calls.name[0])
         name = (yield from self._short_until(calls.name[1])) if calls.name[1] else (yield from self._short_before("<"))
         call, separator = self._begin(name), "{"
-        properties = self._schemas.get(name.strip(), {}).get("properties") or {}
+        properties = self._properties_of(name.strip())
         while True:
             yield from self._skip_space()
             if not (yield from self._accept_marker(before_name)):
@@ -409,7 +441,7 @@ class OutputParser(PieceReader):
                 return
             self._arguments(call, '"')
             end = make_markers(("\n" + after, after) if has_lines else (after,))
-            if (yield from self._until(end, self._more_text(call), told=within_text, is_value=True)) is None:
+            if (yield from self._until_end_of_text(end, self._more_text(call))) is None:
                 raise NoCallError
             self._arguments(call, '"')
             return
@@ -432,7 +464,7 @@ class OutputParser(PieceReader):
         yield from self._expect(calls.name[0])
         name = yield from self._short_until(calls.name[1])
         call, separator = self._begin(name), "{"
-        properties = self._schemas.get(name.strip(), {}).get("properties") or {}
+        properties = self._properties_of(name.strip())
         while True:
             yield from self._skip_space()
             if (yield from self._accept("}")):
@@ -453,10 +485,13 @@ class OutputParser(PieceReader):
             if "null" in types and (yield from self._accept_null(escape)):
                 self._arguments(call, "null")
                 return
+            end = make_markers((escape,))
             if is_text:
                 self._arguments(call, '"')
-            give, told = (self._more_text(call), within_text) if is_text else (parts.append, None)
-            if (yield from self._until(make_markers((escape,)), give, told=told, is_value=True)) is None:
+                found = yield from self._until_end_of_text(end, self._more_text(call))
+            else:
+                found = yield from self._until(end, parts.append, is_value=True)
+            if found is None:
                 raise NoCallError
             self._arguments(call, '"' if is_text else as_json("".join(parts).strip(SPACE)))
             return

@@ -104,12 +104,13 @@ class PieceReader:
         give: Callable[[str], None],
         *,
         told: Tell | None = None,
+        stops: Callable[[str], object] | None = None,
         is_value: bool = False,
     ) -> Reads:
         """Gives what comes before the first of the markers, and takes that; None at the end of the answer.
 
-        told: what `give` would say of a text in which no marker can begin. is_value: a part of a marker, with which the
-        answer ends, is not given."""
+        told: what `give` would say of a text in which `stops`, else a marker's first character, are not found.
+        is_value: a part of a marker, with which the answer ends, is not given."""
         while True:
             found = markers.find(self._text, is_over=self._ended)
             if found is not None:
@@ -124,7 +125,11 @@ class PieceReader:
             if self._ended:
                 self._text = ""
                 return None
-            yield from self._turn(markers.may_begin_in, told)
+            yield from self._turn(stops or markers.may_begin_in, told)
+
+    def _until_end_of_text(self, ends: Markers, give: Callable[[str], None]) -> Reads:
+        """As `_until`, of a value that `give` writes between JSON's quotes."""
+        return (yield from self._until(ends, give, told=as_it_is, stops=ends.may_begin_or_is_escaped, is_value=True))
 
     def _short_until(self, marker: str) -> Reads:
         """A name or key. At most 300 characters, else this is no call."""
@@ -216,15 +221,17 @@ class PieceReader:
         """An object or a list, in JSON or as Python writes it."""
         yield from self._json_value(give, _OUTSIDE_EITHER)
 
-    def _python_text(self, give: Callable[[str], None], told: Tell) -> Reads:
-        """A text in quotes, or several in a row, as they come. Raises NoCallError where the answer ends within."""
+    def _python_text(self, give: Callable[[str], None]) -> Reads:
+        """A text in quotes, or several in a row, as they come, for JSON's.
+
+        Raises NoCallError where the answer ends within."""
         while (yield from self._peek(1)) in ("'", '"'):
             quote = self._text[0]
             if (yield from self._peek(3)) == quote * 3:
                 quote *= 3
             self._take(len(quote))
-            stops = make_markers((quote, "\\"))
-            while (stop := (yield from self._until(stops, give, told=told, is_value=True))) == "\\":
+            ends = make_markers((quote, "\\"))
+            while (stop := (yield from self._until_end_of_text(ends, give))) == "\\":
                 is_long = (yield from self._peek(1)) in _LONG_ESCAPES
                 escape = _PYTHON_ESCAPE.match((yield from self._peek(_LONGEST_ESCAPE if is_long else 1)))
                 if escape is None:
