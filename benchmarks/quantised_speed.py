@@ -1,24 +1,28 @@
 """Speed of quantised checkpoints of the demo model's shape, beside bf16, as shares of what this machine reads.
 
-    python benchmarks/quantised_speed.py [--only W4A16 ...] [--keep FOLDER] [--out FILE.json]
+    python benchmarks/quantised_speed.py [--only W4A16 ...] [--rounds 3] [--out FILE.json]
+    python benchmarks/quantised_speed.py --peers PEERS --scripts ../shared/peers    # vLLM beside it
 
 Weights are random, written in the layouts of compressed-tensors: W4A16 in groups of 128 (of 64 where 128 does not
 divide the rows: the hidden size is 576), W8A8 with a scale for each row and token; GPTQ and AWQ have 4 bits in groups
 of 64. The head is bf16 and tied to the embedding, so a decode step reads the whole checkpoint: bytes of a token are its
-size. `--keep` leaves the checkpoints in a folder, where another engine can be run on them. Nothing else may run on the
-machine meanwhile; some minutes.
+size. Each round measures every kind, and vLLM, where it runs the kind on a CPU, right after ours; figures are medians.
+PEERS is where the peers' setup.sh installed vLLM. Nothing else may run on the machine meanwhile; a minute for each
+round, and two more for each kind with vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from peers import run
 from report import write_report
 from safetensors.torch import save_file
 from torch import Tensor
@@ -46,7 +50,11 @@ SHAPES = {
 }
 GROUPS = {HIDDEN: 64, INNER: 128}
 COMMON_GROUP = 64
-CASES = ["decode_1", "decode_8", "prefill_1024"]
+CASES = {"decode_1": "out_tok_s", "decode_8": "out_tok_s", "prefill_1024": "in_tok_s"}
+RUN_BY_VLLM = ("W8A8", "GPTQ", "AWQ")
+"""On a CPU."""
+Rates = dict[str, Any]
+"""By case, what `workload.py` says of it."""
 
 
 def floats(n: int, k: int, random: torch.Generator) -> dict[str, Tensor]:
@@ -138,35 +146,82 @@ def write_checkpoint(folder: Path, kind: str) -> int:
     return sum(each.nbytes for each in tensors.values())
 
 
-def measure(folder: Path, kind: str, read_bytes_per_s: float) -> dict[str, Any]:
-    token_bytes = write_checkpoint(folder, kind)
+def add_tokenizer(folder: Path) -> None:
+    """The demo model's, which has the shape's vocabulary: vLLM does without none."""
+    import transformers
+
+    from headrace.executor.checkpoints.demo_model import fetch_demo_model
+
+    gguf = fetch_demo_model()
+    transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def ours(folder: Path) -> Rates:
     with LLM(
         str(folder), dtype="bfloat16", max_model_len=2048, enable_prefix_caching=False, skip_tokenizer_init=True
     ) as llm:
-        cases = run_cases(generator(llm), CASES)
-    share = cases["decode_1"]["out_tok_s"] * token_bytes / read_bytes_per_s
-    return {"bytes of a token": token_bytes, "share of read bandwidth": round(share, 3), "cases": cases}
+        return run_cases(generator(llm), list(CASES))
+
+
+def vllms(folder: Path, arguments: argparse.Namespace) -> Rates:
+    command = ["bash", str(arguments.scripts / "run_vllm.sh"), str(arguments.peers), str(folder), *CASES]
+    rates: Rates = run("vllm", command)["rows"]
+    return rates
+
+
+def median(samples: list[Rates], case: str, figure: str) -> float:
+    return statistics.median(sample[case][figure] for sample in samples)
+
+
+def summary(found: dict[str, Any], read_bytes_per_s: float) -> dict[str, Any]:
+    """Of the samples of one kind."""
+    mine, theirs = found["headrace"], found["vllm"]
+    share = median(mine, "decode_1", "out_tok_s") * found["bytes of a token"] / read_bytes_per_s
+    against = {
+        case: round(median(mine, case, figure) / median(theirs, case, figure), 2)
+        for case, figure in CASES.items()
+        if theirs
+    }
+    return {"share of read bandwidth": round(share, 3), **({"times vLLM's": against} if theirs else {})}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=list(KINDS), help="repeatable")
-    parser.add_argument("--keep", type=Path, help="a folder for the checkpoints")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--peers", type=Path, help="where the peers are installed; without it only ours is measured")
+    parser.add_argument("--scripts", type=Path, help="the folder of the peers' scripts, for --peers")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     arguments = parser.parse_args()
+    if (arguments.peers is None) != (arguments.scripts is None):
+        parser.error("--peers and --scripts go together")
+    for name in ("peers", "scripts"):
+        if (path := getattr(arguments, name)) is not None:
+            setattr(arguments, name, path.resolve())
+    kinds = arguments.only or list(KINDS)
     results: dict[str, Any] = {"limits": limits(runtime())}
-    read_bytes_per_s = results["limits"]["read_gigabytes_per_s"] * 1e9
-    with tempfile.TemporaryDirectory() as own:
-        for kind in arguments.only or KINDS:
-            found = results[kind] = measure((arguments.keep or Path(own)) / kind, kind, read_bytes_per_s)
-            rates = ", ".join(
-                f"{name} {row['out_tok_s']} out, {row['in_tok_s']} in" for name, row in found["cases"].items()
-            )
-            print(f"{kind}: {found['share of read bandwidth']:.0%} of the read bandwidth; tok/s: {rates}", flush=True)
+    with tempfile.TemporaryDirectory() as work:
+        folders = {kind: Path(work) / kind for kind in kinds}
+        for kind, folder in folders.items():
+            results[kind] = {"bytes of a token": write_checkpoint(folder, kind), "headrace": [], "vllm": []}
+            if arguments.peers:
+                add_tokenizer(folder)
+        for number in range(arguments.rounds):
+            for kind, folder in folders.items():
+                measured = {"headrace": ours(folder)}
+                if arguments.peers and kind in RUN_BY_VLLM:
+                    measured["vllm"] = vllms(folder, arguments)
+                for engine, rates in measured.items():
+                    results[kind][engine].append(rates)
+                    shown = ", ".join(f"{case} {rates[case][figure]}" for case, figure in CASES.items())
+                    print(f"round {number + 1}, {kind}, {engine}, tok/s: {shown}", flush=True)
+    for kind in kinds:
+        results[kind] |= summary(results[kind], results["limits"]["read_gigabytes_per_s"] * 1e9)
+        print(kind, {name: value for name, value in results[kind].items() if name not in ("headrace", "vllm")})
     if "bf16" in results and "W8A8" in results:
-        before, now = (results[kind]["cases"]["prefill_1024"]["seconds"] for kind in ("bf16", "W8A8"))
-        results["W8A8 prefill against bf16"] = round(before / now, 2)
-        print(f"W8A8 prefill of 1024: {before / now:.2f} times bf16's")
+        before, now = (median(results[kind]["headrace"], "prefill_1024", "in_tok_s") for kind in ("bf16", "W8A8"))
+        results["W8A8 prefill against bf16"] = round(now / before, 2)
+        print(f"W8A8 prefill of 1024: {now / before:.2f} times bf16's")
     if arguments.out:
         write_report(arguments.out, "quantised_speed", results)
 
