@@ -18,6 +18,7 @@ from headrace.core.options.plan import ModelDescription, Plan
 from headrace.core.options.resolve import FP8_CACHES
 from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from headrace.executor.checkpoints.identity import weights_identity
+from headrace.executor.checkpoints.load_formats import options_of_another
 from headrace.executor.cpu.batch import SamplingColumns
 from headrace.executor.gpu.step_times import StepTimes
 from headrace.executor.models import kv_cache
@@ -101,6 +102,11 @@ class ModelRank(Rank):
             raise ModelError(f"{spec.architecture} is computed by transformers' code, for which there is a CPU alone")
         check_shares(spec, self._place)
         check_experts(spec, self._options)
+        if self._options.enable_eplb and self._device.type != "cpu":
+            raise OptionError(
+                f"enable_eplb moves experts between ranks on CPUs, not on {self._device.type}: leave it out, and "
+                "expert_placement_strategy=round_robin spreads neighbours"
+            )
         self._weights = weights_identity(checkpoint)
         groups = kv_cache.cache_groups(spec, self._options.max_model_len, self._place.tp_size)
         if self._options.disable_hybrid_kv_cache_manager:
@@ -249,9 +255,7 @@ class ModelRank(Rank):
         """
         options, spec, model = self._options, self.found.spec, self.plan.model
         if path:
-            # Random weights were for want of a checkpoint; whoever names one wants what is in it.
-            load_format = "auto" if options.load_format == "dummy" else options.load_format
-            options = msgspec.structs.replace(options, model=path, load_format=load_format)
+            options = options_of_another(options, path)
         checkpoint = open_checkpoint(options)
         other = find_model(checkpoint, options).spec
         if other != spec:

@@ -343,6 +343,24 @@ class EngineTimes(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     step_tokens_sum: int = 0
 
 
+class ExpertBalance(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How evenly the ranks of a stage shared the work of the experts when it was last measured.
+
+    A layer's balancedness is the mean of what its ranks computed by the most that one did: 1 where all did as much.
+    """
+
+    min: float
+    """Of all layers."""
+    p50: float
+    p90: float
+    """What 90% of the layers have at least."""
+    avg: float
+    rearrangements: int
+    """Times that experts have changed ranks, since the weights were read."""
+    rearrangement_s: float
+    """How long the last time took, in which no step ran."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """A snapshot of the core. Counters run from its start."""
 
@@ -379,6 +397,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     """The same by their place in the draft, up to num_speculative_tokens; empty without speculation."""
     num_waiting_by_reason: dict[str, int] = {}
     """`capacity` for the queue, and the reason of each gate that is waited for (core/engine/gates.py)."""
+    expert_balance: ExpertBalance | None = None
+    """Of the last stage, with enable_eplb, once it was measured."""
 
 
 class Welcome(Message):

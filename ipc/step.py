@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from headrace.ipc.failure import Failure
-from headrace.ipc.messages import LogprobRows, Sampling
+from headrace.ipc.messages import ExpertBalance, LogprobRows, Sampling
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -162,6 +162,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     began_s: float = 0.0
     """When the forward pass began and ended, by the worker's monotonic clock; 0 when it does not tell."""
     ended_s: float = 0.0
+    expert_balance: ExpertBalance | None = None
+    """Where it was measured after this step."""
 
 
 def nth_of_each(counts: np.ndarray) -> np.ndarray:

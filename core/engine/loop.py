@@ -562,6 +562,7 @@ class Loop:
             num_accepted_tokens=drafts.num_accepted_tokens,
             num_accepted_tokens_per_pos=tuple(drafts.accepted_per_position),
             num_waiting_by_reason={"capacity": len(scheduler.waiting), **self.gates.waiting_by_reason()},
+            expert_balance=self._statistics.expert_balance,
         )
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from headrace.core.schedule.requests import Request
 from headrace.core.schedule.scheduler import Advance, Scheduler
-from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineTimes
+from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineTimes, ExpertBalance
 from headrace.ipc.step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class Statistics:
     def __init__(self, scheduler: Scheduler, *, log_stats: bool) -> None:
         self.gaps = StepGaps()
         self.num_steps = self.num_finished = self.num_generated_tokens = 0
+        self.expert_balance: ExpertBalance | None = None
         self._num_first_tokens = self._num_later_tokens = self._num_gc_pauses = 0
         self._first_token_s = self._later_token_s = self._request_s = self._gc_pause_s = 0.0
         self._last_step_s = 0.0  # 0 when the next step follows on nothing
@@ -68,6 +69,8 @@ class Statistics:
         num_generated_tokens, last_s = len(advance.token_ids), self._last_step_s
         self.num_steps += 1
         self._last_step_s = now_s
+        if result.expert_balance is not None:
+            self.expert_balance = result.expert_balance
         self._num_prompt_tokens += num_prompt_tokens
         self.num_generated_tokens += num_generated_tokens
         self._step_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_prompt_tokens + num_generated_tokens)] += 1

@@ -272,6 +272,23 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
             "spreads groups of experts that are chosen together",
         ),
     ] = "linear"
+    enable_eplb: Annotated[
+        bool,
+        Option(
+            PARALLEL,
+            "Count what each expert computes, and move experts between the ranks of an engine so that all have as much "
+            "to do, on CPUs; with enable_expert_parallel",
+        ),
+    ] = False
+    eplb_config: Annotated[
+        dict[str, Any],
+        Option(
+            PARALLEL,
+            "How enable_eplb does it: every step_interval (3000) steps, by the loads of the last window_size (1000); "
+            "num_redundant_experts (0) of each layer's experts have copies, which take memory and divide the tokens of "
+            "the busiest; log_balancedness (false) logs each log_balancedness_interval (1) steps how even loads were",
+        ),
+    ] = {}
     data_parallel_backend: Annotated[
         Literal["mp", "ray"],
         Option(

@@ -83,6 +83,7 @@ class CpuDecoder:
         self._model: CpuModel = read_model(spec, reader)
         self.weight_bytes = self._model.nbytes
         """Memory that the weights take."""
+        self.balanced = self._model.balanced
         self._written: WrittenProgram | None = None
         self._logits: list[Tensor] = []
         """By their number, the first rows of the logits."""

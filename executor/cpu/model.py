@@ -12,6 +12,7 @@ from headrace.executor.models.arch import ArchSpec, RopeSpec
 from headrace.executor.models.blocks import LayerHeld, Linear, Norm
 from headrace.executor.models.reading import Part
 from headrace.executor.models.rotary import inverse_frequencies
+from headrace.executor.parallel.load_balancing import BalancedExperts
 from headrace.kernels.cpu.linear import PackedLinear
 from headrace.kernels.cpu.program_parts import Rotary
 
@@ -32,6 +33,8 @@ class CpuModel:
     project_out: CpuLinear | None
     head: CpuLinear | None
     nbytes: int
+    balanced: tuple[BalancedExperts, ...] = ()
+    """Experts that may change ranks."""
 
 
 def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
@@ -78,6 +81,7 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
         project_out=project_out,
         head=head,
         nbytes=weights.nbytes,
+        balanced=tuple(weights.balanced),
     )
 
 

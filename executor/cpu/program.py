@@ -19,7 +19,6 @@ from headrace.executor.cpu.weights import CpuAttend, CpuLatent, CpuLinear, CpuNo
 from headrace.executor.models.arch import RopeSpec
 from headrace.executor.models.blocks import Routing, emit_layer
 from headrace.executor.models.kv_cache import KVCache
-from headrace.executor.models.reading import expert_places
 from headrace.executor.models.vocabulary import stream_scale
 from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
@@ -221,7 +220,7 @@ class ProgramOps:
             expert_ids,
             weights,
             bias=correction,
-            places=expert_places(self._place.experts(logits.columns), logits.columns),
+            places=stack.places,
             **routing.options,
         )
         return ChosenExperts(stack, x, expert_ids, weights)

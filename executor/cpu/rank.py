@@ -11,9 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 
 from headrace.core.options.engine_options import Options
+from headrace.core.options.eplb import eplb_of
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.checkpoints.weights import WeightSource
@@ -28,8 +30,9 @@ from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.implementations import load_foreign
-from headrace.executor.models.sizes import activation_bytes, repeated_elements, weight_elements
+from headrace.executor.models.sizes import activation_bytes, redundant_elements, repeated_elements, weight_elements
 from headrace.executor.parallel.expert_exchange import ExpertExchange
+from headrace.executor.parallel.load_balancing import ExpertBalancer, costs
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.executor.parallel.stages import LastStageRunner, StageRunner, make_runner
 from headrace.executor.rank import Report
@@ -58,6 +61,7 @@ class CpuRank(ModelRank):
         self._prepared: Decoder | CpuDecoder | None = None  # weights to take the old ones' place
         self._cache: Any = None
         self._runner: ModelRunner | StageRunner | LastStageRunner | None = None
+        self._balancer: ExpertBalancer | None = None  # of the model's experts
         self._submitted: deque[StepPlan] = deque()
         self._thread: StepThread | None = None
         self._compiling = threading.Thread()
@@ -86,6 +90,7 @@ class CpuRank(ModelRank):
         if reason:
             check_op_by_op(plan, reason)
         model = self._model = self._load_model(self.found.checkpoint)
+        self._balance(model)
         memory = host_memory()
         return MemoryReading(
             total_bytes=memory.total_bytes,
@@ -120,7 +125,13 @@ class CpuRank(ModelRank):
             self._submitted.append(plan)
 
     def collect(self) -> StepResult:
-        return self.runner.step(self._submitted.popleft()) if self._thread is None else self._thread.collect()
+        if self._thread is not None:
+            return self._thread.collect()
+        plan = self._submitted.popleft()
+        result = self.runner.step(plan)
+        if self._balancer is None or not plan.total_tokens:
+            return result
+        return msgspec.structs.replace(result, expert_balance=self._balancer.after_step())
 
     def share_experts(self, exchange: ExpertExchange) -> None:
         self._place = self._place.sharing_experts(exchange)
@@ -146,6 +157,7 @@ class CpuRank(ModelRank):
         model, self._prepared = self._prepared, None
         if prepared and model is not None:
             self._model = model
+            self._balance(model)
             self.runner.use(model)
 
     def sleep(self, level: int) -> None:
@@ -153,13 +165,14 @@ class CpuRank(ModelRank):
         self._cache.release()
         if level == 2:
             self.runner.use(SleepingModel())
-            self._model = None
+            self._model = self._balancer = None
             gc.collect()
 
     def wake_up(self, tags: frozenset[str]) -> None:
         """The cache's pages come back as they are written."""
         if "weights" in tags and self._model is None:
             self._model = self._bounded.run("reading the weights", self._read_again, "")
+            self._balance(self._model)
             self.runner.use(self._model)
 
     def stop(self) -> None:
@@ -168,7 +181,16 @@ class CpuRank(ModelRank):
             self._thread = None
         self._submitted.clear()
         super().stop()
-        self._runner = self._model = None
+        self._runner = self._model = self._balancer = None
+
+    def _balance(self, model: Decoder | CpuDecoder) -> None:
+        """From now on the experts of this model, which are placed anew."""
+        self._balancer, eplb = None, eplb_of(self._options)
+        if eplb is None or not model.balanced:
+            return
+        self._balancer = ExpertBalancer(model.balanced, eplb, self._place)
+        if self._place.tp_rank == 0:
+            logger.info("%s", costs(model.balanced, eplb.num_redundant_experts))
 
     def _choose(self) -> tuple[Callable[..., Decoder | CpuDecoder], str]:
         """What makes the model, and why it is no program; "" where it is one."""
@@ -301,6 +323,8 @@ def check_weights_fit(spec: ArchSpec, plan: Plan, memory: HostMemory, stored_byt
         if plan.model.quantised_as_loaded:
             kind = f"as {plan.model.stored_as}"
     needed_bytes += repeated_elements(spec) * itemsize
+    if (eplb := eplb_of(plan.options)) is not None:
+        needed_bytes += needed_bytes * redundant_elements(spec, eplb.num_redundant_experts) // elements
     if needed_bytes > memory.available_bytes:
         raise ModelError(
             f"the weights of {plan.model.name} do not fit: {elements / 1e9:.2f} billion {kind} "

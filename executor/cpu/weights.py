@@ -241,7 +241,11 @@ class CpuWeights(CheckedWeights):
             gate_ups.append(self._pack(_joined([gate, up]), gated=True))
             downs.append(self._pack(down, gated=False))
         biases = self.expert_biases(declared, prefix) if declared.bias else None
-        return PackedExperts(tuple(gate_ups), tuple(downs), declared.activation, biases)
+        places, loads = self.expert_places(declared)
+        packed = PackedExperts(tuple(gate_ups), tuple(downs), declared.activation, biases, places=places, loads=loads)
+        if places is not None and loads is not None:
+            self.note_balanced(packed, places, loads)
+        return packed
 
     def table(self, part: Part, columns: int, role: Role = "embedding") -> PackedLinear:
         """A matrix of `columns` for looking rows up, and multiplying too where the head is tied to it."""

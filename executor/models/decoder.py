@@ -27,6 +27,7 @@ from headrace.executor.models.rotary import Rotary
 from headrace.executor.models.vocabulary import EagerStream, VocabParallelEmbedding, VocabParallelHead, stream_scale
 from headrace.executor.parallel.padding import padded_for
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.kernels.expert_places import replica_keys
 from headrace.kernels.reference.rotary_cache import LayerCache
 
 CallLayer = Callable[[Tensor, Tensor | None, Step, LayerCache], tuple[Tensor, Tensor | None]]
@@ -87,6 +88,8 @@ class Decoder:
         checked.check_rest(spec, prefix)
         self.weight_bytes = checked.nbytes
         """Memory that the weights take."""
+        self.balanced = tuple(checked.balanced)
+        """Experts that may change ranks."""
 
     def _read_beginning(self, checked: EagerWeights, prefix: str) -> None:
         spec, names, hidden = self.spec, self.spec.names, self.spec.hidden_size
@@ -131,7 +134,8 @@ class Decoder:
         """
         hidden, delta = self._embed(inputs) if self._place.is_first_stage else self._receive(len(inputs.token_ids))
         cos_sin = tuple(rotary.cos_sin(inputs) for rotary in self._rotaries)
-        steps = [Step(batch, cos_sin) for batch in inputs.paged_batches]
+        keys = replica_keys(inputs.token_ids, inputs.positions) if self.balanced else None
+        steps = [Step(batch, cos_sin, keys) for batch in inputs.paged_batches]
         for layer, cache, group in zip(self._layers, kv_cache.layers, kv_cache.groups, strict=True):
             hidden, delta = layer(hidden, delta, steps[group], cache)
         if not self._place.is_last_stage:

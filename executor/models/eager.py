@@ -19,7 +19,7 @@ from headrace.executor.models import blocks
 from headrace.executor.models.arch import ArchSpec, LayerSpec, RopeSpec
 from headrace.executor.models.blocks import Attend, Declared, Linear, Role, Routing, emit_layer, size_of
 from headrace.executor.models.chunks import in_chunks, query_growth
-from headrace.executor.models.reading import CheckedWeights, Part, expert_places, own_part, own_slopes
+from headrace.executor.models.reading import CheckedWeights, Part, own_part, own_slopes
 from headrace.executor.parallel.padding import grouped_part, stored_source
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.grouped import GroupedWeight, joined
@@ -58,6 +58,8 @@ class Step:
     batch: PagedBatch
     cos_sin: tuple[tuple[Tensor, Tensor], ...]
     """One pair per distinct rotary spec, each [num_tokens, rotary_dim / 2] float32"""
+    replica_keys: Tensor | None = None
+    """[num_tokens] int64, where experts may have copies: see `kernels.expert_places`."""
 
 
 class EagerNorm:
@@ -351,15 +353,15 @@ class EagerExperts:
 
     def __init__(self, weights: EagerWeights, declared: blocks.ExpertStack, prefix: str) -> None:
         inner, hidden = declared.inner.size, declared.hidden
-        self._own, own = weights.own_experts(declared, prefix)
-        count, own_inner = len(self._own), inner if own is None else own.stop - own.start
+        experts, own = weights.own_experts(declared, prefix)
+        count, own_inner = len(experts), inner if own is None else own.stop - own.start
         gate_up = torch.empty(count, 2 * own_inner, hidden, dtype=weights.dtype, device=weights.device)
         down = torch.empty(count, hidden, own_inner, dtype=weights.dtype, device=weights.device)
-        for index, expert in enumerate(self._own):
+        for index, expert in enumerate(experts):
             gate, up, last = (f"{prefix}{names[expert]}.weight" for names in _names(declared))
             gate_up[index] = weights.stack([(name, Part(name, inner, own)) for name in (gate, up)], hidden, None)
             down[index] = weights.stack([(last, Part(last, hidden))], inner, own)
-        places = expert_places(self._own, len(declared.gates))
+        places, self._loads = weights.expert_places(declared)
         self._places = None if places is None else places.to(weights.device)
         self.are_divided = places is not None
         self._route = weights.kernel("route_experts", num_experts=len(declared.gates))
@@ -375,13 +377,20 @@ class EagerExperts:
         given = () if biases is None else (biases,)
         self._experts: ExpertWeights = pack(gate_up, down, declared.activation, *given)
         weights.nbytes += self._experts.nbytes
+        if self._places is not None and self._loads is not None:
+            movable: Any = self._experts  # as those of a CPU are
+            weights.note_balanced(movable, self._places, self._loads)
 
-    def __call__(self, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
+    def __call__(
+        self, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None, keys: Tensor | None = None
+    ) -> Tensor:
         """x [num_tokens, hidden], logits [num_tokens, num_experts], correction [num_experts] float32 ->
-        [num_tokens, hidden]"""
+        [num_tokens, hidden]. keys: `Step.replica_keys`."""
         expert_ids, shares = self._route(logits, top_k=routing.num_chosen, bias=correction, **routing.options)
         if self._places is not None:
-            expert_ids = self._places[expert_ids]
+            expert_ids = self._places.own(expert_ids, keys)
+        if self._loads is not None:
+            self._loads += torch.bincount(expert_ids[expert_ids >= 0], minlength=len(self._loads))
         return self._experts.apply(x, expert_ids, shares)
 
 
@@ -420,7 +429,7 @@ class EagerOps:
     ) -> Tensor:
         exchange = self._place.exchange
         if exchange is None or not stack.are_divided:
-            return stack(x, logits, routing, correction)
+            return stack(x, logits, routing, correction, self._step.replica_keys)
         parts = stack(exchange.gather(x), exchange.gather(logits), routing, correction)
         return exchange.own_sum(parts)
 

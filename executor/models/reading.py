@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,11 @@ from headrace.executor.models.blocks import (
     Vector,
     size_of,
 )
+from headrace.executor.parallel.load_balancing import BalancedExperts
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError
+from headrace.kernels.expert_places import ExpertPlaces
+from headrace.kernels.reference.moe import MovableExperts
 
 TIED_ROWS_COMPARED, TIED_DIFFERENCE = 64, 0.3
 """How many rows of a head are compared with the embedding's, and how much of their norm the difference may have: a copy
@@ -73,6 +76,8 @@ class CheckedWeights:
         self.dtype, self.device, self.place = dtype, device, place
         self.nbytes = 0
         """Memory of what was read so far, in its final layout."""
+        self.balanced: list[BalancedExperts] = []
+        """Those that were read so far, in the order of their layers."""
         self._source = source
         self._names = source.names()
         self._used: set[str] = set()
@@ -134,10 +139,11 @@ class CheckedWeights:
             adds_bias = False
         return parts, own_part(linear.columns, self.place), adds_bias
 
-    def own_experts(self, declared: ExpertStack, prefix: str) -> tuple[range, slice | None]:
+    def own_experts(self, declared: ExpertStack, prefix: str) -> tuple[Sequence[int], slice | None]:
         """This rank's experts, and which of their inner columns; the others' names are noted as used."""
-        own = self.place.experts(len(declared.gates))
-        if len(own) == len(declared.gates):
+        count = len(declared.gates)
+        own = self.place.experts(count)
+        if not self.place.has_whole_experts(count):
             return own, own_part(declared.inner, self.place)
         shapes = {prefix + weight.name: weight.shape for weight in declared.weights()}
         kept = {names[index] for names in (declared.gates, declared.ups, declared.downs) for index in own}
@@ -145,6 +151,20 @@ class CheckedWeights:
             if name.removeprefix(prefix).rsplit(".", 1)[0] not in kept:
                 self._check(name, shape)
         return own, None
+
+    def expert_places(self, declared: ExpertStack) -> tuple[ExpertPlaces | None, Tensor | None]:
+        """Of experts that are divided whole: where they are, and, where they are to be balanced, what counts the rows
+        of each of this rank's."""
+        place, count = self.place, len(declared.gates)
+        if not place.has_whole_experts(count):
+            return None, None
+        places = ExpertPlaces.of(place.expert_placement(count), count, place.expert_ranks[0])
+        return places, torch.zeros(len(place.experts(count)), dtype=torch.int64) if place.balances_experts else None
+
+    def note_balanced(self, experts: MovableExperts, places: ExpertPlaces, loads: Tensor) -> None:
+        """These may change ranks."""
+        placement = self.place.expert_placement(len(places.replicas))
+        self.balanced.append(BalancedExperts(experts, places, loads, [list(each) for each in placement]))
 
     def expert_biases(self, declared: ExpertStack, prefix: str) -> tuple[Tensor, Tensor]:
         """[num_experts, 2 * inner] and [num_experts, hidden] float32, of this rank's experts; of ranks that share an
@@ -221,12 +241,3 @@ def _not_read(spec: ArchSpec, place: RankPlace, prefix: str) -> list[str]:
 def _stems(declared: Mapping[str, Declared], prefix: str) -> tuple[str, ...]:
     """Names of what holds these weights."""
     return tuple(prefix + weight.name.rpartition(".")[0] for each in declared.values() for weight in each.weights())
-
-
-def expert_places(own: range, count: int) -> Tensor | None:
-    """[count] int32: of each expert its number among a rank's own, -1 for those of others; None where all are own."""
-    if len(own) == count:
-        return None
-    places = torch.full((count,), -1, dtype=torch.int32)
-    places[torch.tensor(own, dtype=torch.int64)] = torch.arange(len(own), dtype=torch.int32)
-    return places

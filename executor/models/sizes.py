@@ -10,6 +10,7 @@ from dataclasses import replace
 from headrace.core.options.plan import Plan
 from headrace.executor.models.arch import ArchSpec, LayerSpec
 from headrace.executor.models.blocks import AttendLatent, LayerDeclaration, Linear, Norm, Weight
+from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace, World, collectives_bytes
 from headrace.kernels.reference.attention import MAX_GATHER_ROWS
 
@@ -83,6 +84,16 @@ def repeated_elements(spec: ArchSpec) -> int:
         for declared in LayerDeclaration.of(spec, layer).mixer.values():
             if isinstance(declared, AttendLatent):
                 found += sum(math.prod(weight.shape) for weight in declared.weights())
+    return found
+
+
+def redundant_elements(spec: ArchSpec, num_redundant: int) -> int:
+    """Those of copies that ranks have of so many of each layer's experts."""
+    found = 0
+    for layer in () if spec.foreign else spec.layers:
+        if isinstance(ffn := layer.ffn, Experts):
+            stack = ffn.declare(spec)["experts"]
+            found += sum(math.prod(weight.shape) for weight in stack.weights()) * num_redundant // ffn.num_experts
     return found
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.core.options.engine_options import Options
+from headrace.core.options.eplb import eplb_of
 from headrace.executor.checkpoints.checkpoint import config_at_hand
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks.experts import Experts
@@ -38,6 +39,7 @@ def check_world(options: Options) -> None:
 
 def check_experts(spec: ArchSpec, options: Options) -> None:
     """Raises OptionError where expert parallelism would divide nothing."""
+    eplb = eplb_of(options)
     if not options.enable_expert_parallel:
         if options.expert_placement_strategy != Options().expert_placement_strategy:
             raise OptionError(
@@ -52,6 +54,31 @@ def check_experts(spec: ArchSpec, options: Options) -> None:
         )
     if not any(isinstance(layer.ffn, Experts) for layer in spec.layers):
         raise OptionError(f"enable_expert_parallel: a {spec.architecture} has no experts to divide")
+    if eplb is not None:
+        for count in sorted({layer.ffn.num_experts for layer in spec.layers if isinstance(layer.ffn, Experts)}):
+            _check_copies(spec, count, eplb.num_redundant_experts, options.tensor_parallel_size)
+
+
+def _check_copies(spec: ArchSpec, count: int, num_redundant: int, num_ranks: int) -> None:
+    """Raises OptionError where the ranks would not have equally many of a layer's experts, or one of them twice."""
+    if count < num_ranks:
+        raise OptionError(
+            f"enable_eplb: the {count} experts of a layer of this {spec.architecture} are fewer than its {num_ranks} "
+            "ranks, which share each of them by rows: there is nothing to move"
+        )
+    most = count * (num_ranks - 1)
+    if num_redundant > most:
+        raise OptionError(
+            f"eplb_config has num_redundant_experts={num_redundant}: with {most} each of the {num_ranks} ranks has all "
+            f"{count} experts of a layer of this {spec.architecture}"
+        )
+    if rest := (count + num_redundant) % num_ranks:
+        down, up = num_redundant - rest, num_redundant + num_ranks - rest
+        right = " or ".join(str(each) for each in (down, up) if 0 <= each <= most)
+        raise OptionError(
+            f"enable_eplb: {count} experts and num_redundant_experts={num_redundant} copies do not divide evenly among "
+            f"{num_ranks} ranks; with num_redundant_experts {right} in eplb_config they do"
+        )
 
 
 def check_shares(spec: ArchSpec, place: RankPlace) -> None:

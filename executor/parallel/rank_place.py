@@ -23,9 +23,11 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from headrace.core.options.eplb import eplb_of
 from headrace.ipc.failure import HeadraceError, ModelError, OptionError
 
 if TYPE_CHECKING:
@@ -143,6 +145,10 @@ class RankPlace:
     """Experts are divided whole, and not their rows."""
     experts_in_turn: bool = False
     """Of experts that are divided whole neighbours go to different ranks."""
+    balances_experts: bool = False
+    """Experts that are divided whole change ranks by their load: `executor.parallel.load_balancing`."""
+    redundant_experts: int = 0
+    """Of each layer, copies that the ranks have besides."""
     dp_rank: int = 0
     dp_size: int = 1
     """Engine cores that divide the experts among them; see `Options.shares_experts`."""
@@ -171,8 +177,14 @@ class RankPlace:
         """The place of a rank of the world that the options ask for. Raises OptionError for a wrong partition."""
         sizes = options.tensor_parallel_size, options.pipeline_parallel_size
         place = cls.of(rank, *sizes, options.pipeline_layer_partition)
-        in_turn = options.expert_placement_strategy == "round_robin"
-        return replace(place, expert_parallel=options.enable_expert_parallel, experts_in_turn=in_turn)
+        eplb = eplb_of(options)
+        return replace(
+            place,
+            expert_parallel=options.enable_expert_parallel,
+            experts_in_turn=options.expert_placement_strategy == "round_robin",
+            balances_experts=eplb is not None,
+            redundant_experts=0 if eplb is None else eplb.num_redundant_experts,
+        )
 
     def with_collectives(self, collectives: Collectives) -> RankPlace:
         return replace(self, collectives=collectives)
@@ -229,15 +241,33 @@ class RankPlace:
             raise ModelError(f"a vocabulary of {size} cannot be divided among {self.tp_size} tensor-parallel ranks")
         return slice(min(self.tp_rank * part, size), min((self.tp_rank + 1) * part, size))
 
-    def experts(self, count: int) -> range:
-        """This rank's of a layer's experts: all of them, of each a part, but with expert parallelism. Where experts are
-        fewer than ranks, of all cores that share them, they are divided by rows all the same."""
-        rank, size = self.dp_rank * self.tp_size + self.tp_rank, self.dp_size * self.tp_size
-        if not self.expert_parallel or count < size:
-            return range(count)
+    @property
+    def expert_ranks(self) -> tuple[int, int]:
+        """This rank's number among those that may divide experts, of all cores that share them; and how many."""
+        return self.dp_rank * self.tp_size + self.tp_rank, self.dp_size * self.tp_size
+
+    def has_whole_experts(self, count: int) -> bool:
+        """Whether a layer's experts are divided whole. Where they are fewer than ranks, they are divided by rows all
+        the same."""
+        _, size = self.expert_ranks
+        return self.expert_parallel and 1 < size <= count
+
+    def expert_placement(self, count: int) -> tuple[Sequence[int], ...]:
+        """Of each rank the experts that it reads, of a layer's that are divided whole. With copies they go on from the
+        last expert to the first."""
+        _, size = self.expert_ranks
+        if self.redundant_experts:
+            each = (count + self.redundant_experts) // size
+            return tuple([number % count for number in range(rank * each, (rank + 1) * each)] for rank in range(size))
         if self.experts_in_turn:
-            return range(rank, count, size)
-        return range(rank * count // size, (rank + 1) * count // size)
+            return tuple(range(rank, count, size) for rank in range(size))
+        return tuple(range(rank * count // size, (rank + 1) * count // size) for rank in range(size))
+
+    def experts(self, count: int) -> Sequence[int]:
+        """This rank's of a layer's experts: all of them, of each a part, but with expert parallelism."""
+        if not self.has_whole_experts(count):
+            return range(count)
+        return self.expert_placement(count)[self.expert_ranks[0]]
 
     def layers(self, num_layers: int) -> range:
         """This stage's layers. A remainder goes to the stages before the last, from the back: the last has the head.

@@ -26,7 +26,12 @@ def hit_rate(stats: EngineStats) -> float | None:
     return stats.num_cached_prompt_tokens / stats.num_prompt_tokens if stats.num_prompt_tokens else None
 
 
-ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
+def of_experts(name: str) -> Callable[[EngineStats], float | None]:
+    """What reads a field of their balance."""
+    return lambda stats: None if stats.expert_balance is None else float(getattr(stats.expert_balance, name))
+
+
+ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[EngineStats], float | None]], ...] = (
     ("gauge", "num_requests_running", "Requests that run.", lambda s: s.num_running),
     ("gauge", "num_requests_waiting", "Requests that wait.", lambda s: s.num_waiting),
     (
@@ -58,8 +63,19 @@ ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...]
     ("counter", "engine_gc_pauses", "Garbage collections in the engine core.", lambda s: s.times.num_gc_pauses),
     ("counter", "engine_gc_pause_seconds", "Time of those collections.", lambda s: s.times.gc_pause_s),
     ("gauge", "engine_paused", "Whether generation is paused.", lambda s: s.paused),
+    (
+        "gauge",
+        "eplb_balancedness_min",
+        "Of each layer's experts the mean of the ranks' loads by the largest: of the worst layer.",
+        of_experts("min"),
+    ),
+    ("gauge", "eplb_balancedness_p50", "The same of the median layer.", of_experts("p50")),
+    ("gauge", "eplb_balancedness_p90", "What 90% of the layers have at least.", of_experts("p90")),
+    ("gauge", "eplb_balancedness_avg", "The mean of all layers.", of_experts("avg")),
+    ("counter", "eplb_rearrangements", "Times that experts changed ranks.", of_experts("rearrangements")),
+    ("gauge", "eplb_rearrangement_seconds", "How long the last time took.", of_experts("rearrangement_s")),
 )
-"""Kind, name, help, and how the value is read."""
+"""Kind, name, help, and how the value is read: None for what an engine does not have."""
 
 
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
@@ -131,7 +147,8 @@ def engine_metrics(stats: EngineStats, welcome: Welcome, requests: RequestCounts
     labels = {"model_name": (welcome.served_model_names or (welcome.model,))[0], "engine": "0"}
     found: list[Metric] = []
     for kind, name, _, value in ENGINE_METRICS:
-        number = value(stats)
+        if (number := value(stats)) is None:
+            continue
         if kind == "gauge":
             found.append(Gauge(name=f"{prefix}:{name}", labels=labels, value=float(number)))
         else:

@@ -194,8 +194,9 @@ class Exposition:
             family_class = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
             family = family_class(f"{self._prefix}:{name}", text, labels=("model_name", "engine"))
             for engine in self._pool.engines:
-                if (stats := self._last_stats.get(engine.index)) is not None:
-                    family.add_metric(_labels(engine), value(stats))
+                stats = self._last_stats.get(engine.index)
+                if stats is not None and (number := value(stats)) is not None:
+                    family.add_metric(_labels(engine), number)
             yield family
         accepted = CounterMetricFamily(
             f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos",

@@ -139,6 +139,22 @@ void clear_own_columns(const ExpertsArgs& args, int64_t rows, int thread, int nu
 void count_read(const ExpertsArgs& args, const Pairs& pairs) {
   for (int64_t expert = 0; expert < args.num_experts; ++expert)
     *args.experts_read += pairs.starts[expert + 1] > pairs.starts[expert];
+  if (!args.loads) return;
+  for (int64_t expert = 0; expert < args.num_experts; ++expert)
+    args.loads[expert] += pairs.starts[expert + 1] - pairs.starts[expert];
+}
+
+// By what a row's copies are chosen: kernels/expert_places.py:replica_keys. Rows that are no tokens go by their number.
+uint32_t replica_key(const RouteArgs& args, const Step& step, int64_t row) {
+  if (args.rows != Rows::kTokens && args.rows != Rows::kLogits) return static_cast<uint32_t>(row);
+  const int64_t token = args.rows == Rows::kLogits ? step.logits_rows[row] : row;
+  const auto id = static_cast<uint32_t>(step.token_ids[token]), position = static_cast<uint32_t>(step.positions[token]);
+  return (id * 2654435761u + position * 2246822519u) >> 16;
+}
+
+int32_t place_of(const RouteArgs& args, int32_t expert, uint32_t key) {
+  const uint32_t replica = (key + static_cast<uint32_t>(expert)) % static_cast<uint32_t>(args.replicas[expert]);
+  return args.places[expert * args.most_replicas + replica];
 }
 
 StackRun first_stack(const ExpertsArgs& args, int64_t rows, const Pairs& pairs, char* scratch) {
@@ -209,8 +225,10 @@ HR_EXPORT void hr_op_route(const void* raw, const Step& step, int thread, int nu
     const float divisor = args.renormalise == 0 ? 1.0f : sum > 1e-20f ? sum : 1e-20f;
     for (int64_t slot = 0; slot < args.top_k; ++slot) {
       weights[slot] = weights[slot] / divisor * args.scale;
-      if (args.places) best[slot] = args.places[best[slot]];
     }
+    if (!args.places) continue;
+    const uint32_t key = replica_key(args, step, row);
+    for (int64_t slot = 0; slot < args.top_k; ++slot) best[slot] = place_of(args, best[slot], key);
   }
 }
 

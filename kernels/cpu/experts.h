@@ -27,7 +27,11 @@ struct RouteArgs {
   int64_t num_groups;     // of neighbours; experts come from the best groups_chosen of them
   int64_t groups_chosen;  // by the sum of each one's group_best best scores
   int64_t group_best;
-  const int32_t* places;  // [num_experts] the number of each among a rank's own, -1 for another's; null: the same
+  // Of each expert its copies' numbers among a rank's own, -1 for a copy of another rank's: [num_experts, most_replicas],
+  // of which the first replicas[expert] count. Null: the rank has all, under their own numbers.
+  const int32_t* places;
+  const int32_t* replicas;  // [num_experts]
+  int64_t most_replicas;
   int64_t fixed_rows;  // with Rows::kFixed
   Rows rows;
   DType logits_dtype;
@@ -52,6 +56,7 @@ struct ExpertsArgs {
   float* out;                   // [rows, out_stride]; not x
   int64_t out_stride;           // elements
   int64_t* experts_read;        // counts the experts that were read, over all steps
+  int64_t* loads;               // [num_experts] counts the rows of each, over all steps; or null
   int64_t num_experts;
   int64_t top_k;
   // How many pairs of a row and an expert are taken through both products before the next: memory for activations is

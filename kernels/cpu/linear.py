@@ -189,6 +189,20 @@ class PackedLinear:
         """Columns of the output: n, or n / 2 of a gated pair."""
         return self.n // 2 if self.gated else self.n
 
+    @property
+    def packed(self) -> Tensor:
+        """[nbytes] uint8: the packed weight itself, which may be written over with that of another of this `layout`."""
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        offset = self.descriptor.data - start
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=self.nbytes, offset=offset)
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Equal of two weights whose packed forms mean the same."""
+        descriptor = self.descriptor
+        shape = self.nbytes, descriptor.n, descriptor.k, descriptor.type, descriptor.fan
+        return (*shape, descriptor.group, descriptor.scale_type, descriptor.zero_type, descriptor.rounding)
+
     def scratch(self, max_rows: int) -> tuple[int, int]:
         """(shared bytes, bytes per thread) that the pool must have reserved to run `max_rows` rows."""
         need = ScratchNeed()

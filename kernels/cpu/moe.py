@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
+from headrace.kernels.expert_places import ExpertPlaces
 from headrace.kernels.reference.moe import ExpertStack, ExpertWeights, Scoring
 from headrace.kernels.registry import Version
 
@@ -42,6 +43,10 @@ class PackedExperts:
     """[num_experts, 2 * inner] and [num_experts, hidden] float32."""
     experts_read: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
     """Counts the experts that steps have read."""
+    places: ExpertPlaces | None = None
+    """Which of the router's experts these are; None for all, in order."""
+    loads: Tensor | None = None
+    """[num_experts] int64: counts the rows that each computes, where that is wanted."""
 
     def __post_init__(self) -> None:
         if not self.gate_up or len(self.gate_up) != len(self.down):
@@ -63,6 +68,9 @@ class PackedExperts:
             if bias.dtype != torch.float32 or bias.shape != (self.num_experts, size) or not bias.is_contiguous():
                 wanted = f"contiguous float32 [{self.num_experts}, {size}]"
                 raise ValueError(f"biases of experts are {wanted}, not {bias.dtype} {list(bias.shape)}.")
+
+        if self.loads is not None and (self.loads.dtype != torch.int64 or self.loads.shape != (self.num_experts,)):
+            raise ValueError(f"the rows of {self.num_experts} experts are counted in as many int64.")
 
     @property
     def num_experts(self) -> int:
@@ -94,6 +102,16 @@ class PackedExperts:
         """Of one expert: what a step reads for each that its rows chose."""
         return self.gate_up[0].nbytes + self.down[0].nbytes
 
+    def memory(self, expert: int) -> tuple[Tensor, ...]:
+        """As `MovableExperts.memory`."""
+        packed = (self.gate_up[expert].packed, self.down[expert].packed)
+        return (*packed, *(bias[expert] for bias in self.biases or ()))
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """As `MovableExperts.layout`."""
+        return (*self.gate_up[0].layout, *self.down[0].layout)
+
     def pass_rows(self, max_rows: int, top_k: int) -> int:
         """How many pairs of a row and an expert are computed at a time: see experts.h."""
         return min(max_rows * top_k, max(LEAST_PASS_ROWS, PASS_BYTES // (4 * self.inner)))
@@ -114,6 +132,8 @@ class PackedExperts:
         )
         if self.biases is not None:
             args.gate_up_bias, args.down_bias = (bias.data_ptr() for bias in self.biases)
+        if self.loads is not None:
+            args.loads = self.loads.data_ptr()
         return args, (*stacks, self)
 
     def scratch(self, args: ExpertsArgs, max_rows: int) -> tuple[int, int]:
@@ -154,16 +174,16 @@ class RouteOptions(TypedDict, total=False):
     scale: float
     groups: ExpertGroups
     margin: float
-    places: Tensor | None
-    """[num_experts] int32: of each the number that is written instead, -1 for an expert of another rank."""
+    places: ExpertPlaces | None
+    """Whose numbers are written instead of the experts'."""
 
 
 def route_args(num_experts: int, top_k: int, options: RouteOptions) -> RouteArgs:
     """The arguments of routing but for what depends on the rows. Raises ValueError for what there is not."""
     scoring, groups = options["scoring"], options.get("groups", ALL_EXPERTS)
     places = options.get("places")
-    if places is not None and (places.dtype != torch.int32 or places.shape != (num_experts,)):
-        raise ValueError(f"experts' places are {num_experts} int32, not {list(places.shape)} {places.dtype}.")
+    if places is not None and len(places.replicas) != num_experts:
+        raise ValueError(f"there are places of {len(places.replicas)} experts, and logits of {num_experts}.")
     if not 0 < top_k <= num_experts:
         raise ValueError(f"{top_k} of {num_experts} experts cannot be chosen.")
     if scoring not in SCORINGS:
@@ -176,7 +196,9 @@ def route_args(num_experts: int, top_k: int, options: RouteOptions) -> RouteArgs
         num_groups=groups.number,
         groups_chosen=groups.chosen,
         group_best=groups.best,
-        places=None if places is None else places.data_ptr(),
+        places=None if places is None else places.numbers.data_ptr(),
+        replicas=None if places is None else places.replicas.data_ptr(),
+        most_replicas=0 if places is None else places.numbers.shape[1],
         scoring=SCORINGS[scoring],
         renormalise=options["renormalise"],
         scale=options.get("scale", 1.0),

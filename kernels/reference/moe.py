@@ -120,6 +120,19 @@ class ExpertWeights(Protocol):
     def nbytes(self) -> int: ...
 
 
+class MovableExperts(ExpertWeights, Protocol):
+    """Experts of which one can be put in the place of another, between steps."""
+
+    def memory(self, expert: int) -> tuple[Tensor, ...]:
+        """All that there is of one expert: contiguous tensors, to be read and to be written."""
+        ...
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Equal of two sets of experts, of different ranks too, when the memory of each of them means the same."""
+        ...
+
+
 class TorchExperts:
     """Stacks as they came. Shares the tensors that it is given."""
 
@@ -138,6 +151,19 @@ class TorchExperts:
         for slot in range(expert_ids.shape[1]):
             total += parts[:, slot] * weights[:, slot, None]
         return total.to(x.dtype)
+
+    def memory(self, expert: int) -> tuple[Tensor, ...]:
+        """As `MovableExperts.memory`, of stacks of floats."""
+        return tuple(each[expert] for each in (*self._stacks, *(self.biases or ())))
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """As `MovableExperts.layout`."""
+        return tuple(number for stack in self._stacks for number in (*stack.shape[1:], stack.itemsize))
+
+    @property
+    def _stacks(self) -> list[Tensor]:
+        return [stack for stack in (self.gate_up, self.down) if isinstance(stack, Tensor)]
 
     @property
     def nbytes(self) -> int:

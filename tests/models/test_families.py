@@ -77,6 +77,30 @@ def test_a_wrong_config_is_refused_with_the_field_and_its_value(change: dict[str
         spec_from_config(LLAMA | change)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"architectures": ["MistralConsolidated"], "dim": 64},
+            r"config's n_heads \(or num_attention_heads\) must be .*, got nothing",
+        ),
+        ({"architectures": ["MistralConsolidated"], "dim": "x", "n_heads": 4}, "config's dim must be .*, got 'x'"),
+        (
+            {"architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 2, "n_head": "4"},
+            "config's n_head must be .*, got '4'",
+        ),
+        (
+            {"architectures": ["BloomForCausalLM"], "hidden_size": 64, "n_head": 4, "n_layer": 10**9},
+            "config's n_layer is 1000000000",
+        ),
+        ({"architectures": ["BloomForCausalLM"], "n_head": 4, "hidden_size": 0.5}, "config's hidden_size must be"),
+    ],
+)
+def test_a_wrong_field_is_called_as_the_file_calls_it(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        spec_from_config(config)
+
+
 def test_layer_types_that_are_short_or_unknown_are_refused() -> None:
     qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
     with pytest.raises(ModelError, match="2 layers but 1 layer_types"):

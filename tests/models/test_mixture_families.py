@@ -19,10 +19,13 @@ from tiny_models import state_of
 from torch import Tensor
 
 from headrace import LLM, SamplingParams
+from headrace.core.options.parsing import parse_options
+from headrace.executor.cpu.rank import CpuRank
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.failure import OptionError
+from headrace.ipc.messages import EngineStats
 
 __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 
@@ -58,7 +61,7 @@ def saved(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def expect_answers_of_transformers(folder: Path, name: str, **options: Any) -> None:
+def expect_answers_of_transformers(folder: Path, name: str, **options: Any) -> EngineStats:
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
     path = saved(folder, name)
     has_windows = len(tiny_models.cache_groups_of(path, TIGHT["max_model_len"])) > 1
@@ -67,12 +70,14 @@ def expect_answers_of_transformers(folder: Path, name: str, **options: Any) -> N
         outputs = generate_all_at_once(llm, shared_prefix(128), params)
         assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
         (again,) = llm.generate(shared_prefix(128)[:1], params, use_tqdm=False)
+        stats = llm.get_stats()
     assert again.num_cached_tokens
     outputs.append(again)
     for prompt, output in zip([*shared_prefix(128), shared_prefix(128)[0]], outputs, strict=True):
         answer = list(output.outputs[0].token_ids)
         assert answer == reference_logits(model_of(name), prompt, answer).argmax(-1).tolist()
     assert len({token for output in outputs for token in output.outputs[0].token_ids}) > NEW_TOKENS
+    return stats
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -103,6 +108,58 @@ def test_ranks_that_have_whole_experts_answer_as_transformers_does(folder: Path,
 def test_neighbours_among_experts_may_be_of_different_ranks(folder: Path, name: str) -> None:
     """As one program and op by op."""
     expect_answers_of_transformers(folder, name, **EXPERT_PARALLEL, expert_placement_strategy="round_robin")
+
+
+BALANCED = EXPERT_PARALLEL | {
+    "enable_eplb": True, "eplb_config": {"step_interval": 4, "window_size": 3, "num_redundant_experts": 2}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss", "llama4"])
+def test_experts_that_change_ranks_between_steps_answer_as_transformers_does(folder: Path, name: str) -> None:
+    """As one program and op by op; with biases, and with copies of two experts of each layer."""
+    balance = expect_answers_of_transformers(folder, name, **BALANCED).expert_balance
+    assert balance is not None
+    assert balance.rearrangements > 2
+    assert 0 < balance.min <= balance.p50 <= 1
+
+
+def test_copies_of_experts_make_no_result_depend_on_what_is_computed_beside_it(folder: Path) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
+    config = {"num_redundant_experts": 4}
+    with LLM(str(saved(folder, "glm4_moe")), **TIGHT, **(BALANCED | {"eplb_config": config})) as llm:
+        alone = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in shared_prefix(128)]
+        together = generate_all_at_once(llm, shared_prefix(128), params)
+    for one, other in zip(alone, together, strict=True):
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs, "to the bit"
+
+
+def test_packed_experts_change_ranks_as_they_are(folder: Path) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    answers = []
+    for options in (EXPERT_PARALLEL, BALANCED):
+        packed = {"quantization": "int8", "quantization_group_size": 32}
+        with LLM(str(saved(folder, "glm4_moe")), **TIGHT, **options, **packed) as llm:
+            outputs = llm.generate(shared_prefix(128), params, use_tqdm=False)
+            answers.append([list(output.outputs[0].token_ids) for output in outputs])
+            balance = llm.get_stats().expert_balance
+    assert answers[0] == answers[1]
+    assert balance is not None
+    assert balance.rearrangements
+
+
+def test_a_stage_balances_its_own_experts(folder: Path) -> None:
+    balance = expect_answers_of_transformers(folder, "minimax_m2", **BALANCED, pipeline_parallel_size=2).expert_balance
+    assert balance is not None
+    assert balance.rearrangements
+
+
+def test_experts_are_balanced_on_cpus_alone(folder: Path) -> None:
+    options = parse_options(model=str(saved(folder, "glm4_moe")), **BALANCED)
+    rank = CpuRank(options, RankPlace.of_options(0, options))
+    rank._device = torch.device("cuda")
+    with pytest.raises(OptionError, match="enable_eplb moves experts between ranks on CPUs, not on cuda"):
+        rank.describe(lambda _: None)
 
 
 def test_expert_parallelism_that_would_divide_nothing_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def quantised(choose: Callable[..., Any], kind: str) -> Callable[..., Any]:
 def main() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     import torch
+    from triton_language import stay_interpreted
 
     from headrace import kernels
     from headrace.executor.gpu.device_state import HostDevice
@@ -79,6 +80,7 @@ def main() -> None:
 
     warnings.simplefilter("ignore", RuntimeWarning)
     torch.set_num_threads(1)
+    stay_interpreted()
     # The interpreter takes as long for a program whatever it does; and dense layers only where a case asks for them.
     configs.small_tiles = lambda *_: configs.SmallTiles(16, 1)
     for case in sys.argv[1:]:

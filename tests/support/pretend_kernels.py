@@ -18,6 +18,7 @@ from pretend_cuda import GPU, CudaTensor, Mode, borrow, unwrap
 from pretend_streams import install
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from triton_language import stay_interpreted
 
 from headrace.kernels.reference import rows as reference
 from headrace.kernels.registry import Version, choose_reference
@@ -31,6 +32,7 @@ def begin() -> None:
 
     warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, where a GPU's arithmetic silently gives infinity
     torch.set_num_threads(1)
+    stay_interpreted()
     install(GPU, Mode)
     torch.as_tensor = borrow
     run = InterpretedFunction.run

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from case_process import cases_of, run_cases
+from triton_language import stay_interpreted
 
 FILES = sorted(Path(__file__).parent.glob("triton_cases_*.py"))
 
@@ -56,6 +57,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    stay_interpreted()
     sum_dots_alike()
     # The interpreter computes with numpy, which warns where a GPU's arithmetic silently gives infinity or wraps.
     warnings.simplefilter("ignore", RuntimeWarning)

@@ -393,9 +393,7 @@ class _World:
             return "quarantined"
         most = self.scenario.router.max_migrations
         if "max_migrations" in text and route is not None and route.moves_without_token >= most:
-            return "moved too often"
-        if not most and route is not None and route.deaths_without_token:
-            return "engine died"
+            return "moved too often" if most else "engine died"
         if isinstance(error, QueueFullError):
             return "full"
         members = frontend.pool.router.members.values()

@@ -1,0 +1,75 @@
+"""vLLM's eplb_config (the expert parallelism load balancer): which of its fields mean something here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.ipc.failure import OptionError
+
+if TYPE_CHECKING:
+    from headrace.core.options.engine_options import Options
+
+BETWEEN_STEPS = "experts move between two steps, never beside them; leave it out or set false"
+FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_async": ((False,), BETWEEN_STEPS),
+    "policy": (("default",), "there is one policy, default"),
+    "communicator": ((), "experts move by the collectives that the ranks have anyway; leave it out"),
+}
+"""Fields of vLLM's whose values are given here: those that pass, and why others are refused."""
+
+
+class Eplb(msgspec.Struct, frozen=True, kw_only=True):
+    """How experts are balanced; see executor/parallel/load_balancing. The defaults are vLLM's."""
+
+    window_size: int = 1000
+    """Steps whose loads are looked at, at most."""
+    step_interval: int = 3000
+    """Steps from one rearrangement to the next. The first comes after a quarter of them."""
+    num_redundant_experts: int = 0
+    """Copies of each layer's experts, on all ranks together."""
+    log_balancedness: bool = False
+    log_balancedness_interval: int = 1
+    """In steps."""
+
+
+def eplb_of(options: Options) -> Eplb | None:
+    """What `enable_eplb` and `eplb_config` ask for; None where they ask for nothing. Raises OptionError, naming the
+    field."""
+    given = {name: value for name, value in options.eplb_config.items() if value is not None}
+    if not options.enable_eplb:
+        if given:
+            raise OptionError(f"eplb_config has {', '.join(sorted(given))}, which needs enable_eplb")
+        return None
+    if not options.enable_expert_parallel:
+        raise OptionError("enable_eplb moves whole experts between ranks: it needs enable_expert_parallel")
+    if options.shares_experts:
+        raise OptionError(
+            "enable_eplb balances the experts of one engine's ranks, and with data_parallel_size engines share theirs: "
+            "leave enable_eplb out, or use tensor_parallel_size alone"
+        )
+    if options.expert_placement_strategy != "linear":
+        raise OptionError(
+            f"expert_placement_strategy={options.expert_placement_strategy} beside enable_eplb, which places experts "
+            "by their load: leave one of them out"
+        )
+    for name, (passing, why) in FIXED.items():
+        if name in given and (value := given.pop(name)) not in passing:
+            raise OptionError(f"eplb_config has {name}={value!r}: {why}")
+    if unknown := sorted(set(given) - set(Eplb.__struct_fields__)):
+        known = ", ".join((*Eplb.__struct_fields__, *FIXED))
+        raise OptionError(f"eplb_config has {', '.join(unknown)}, which there is not; there are {known}")
+    values: dict[str, Any] = {name: _value(name, value) for name, value in given.items()}
+    return Eplb(**values)
+
+
+def _value(name: str, value: Any) -> int | bool:
+    if name == "log_balancedness":
+        if isinstance(value, bool):
+            return value
+        raise OptionError(f"eplb_config has {name}={value!r}; it must be true or false")
+    least = 0 if name == "num_redundant_experts" else 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(f"eplb_config has {name}={value!r}; it must be a whole number, at least {least}")
+    return value
