@@ -41,9 +41,9 @@ COMPILATION = (
     *("CompilationConfig", "CompilationMode", "CUDAGraphMode", "DynamicShapesConfig", "DynamicShapesType"),
     "PassConfig",
 )
-CONFIG_DICTS = ("ProfilerConfig", "ReasoningConfig", "SpeculativeConfig", "StructuredOutputsConfig")
+CONFIG_DICTS = ("EPLBConfig", "ProfilerConfig", "ReasoningConfig", "SpeculativeConfig", "StructuredOutputsConfig")
 CONFIGS = (
-    *("AttentionConfig", "CacheConfig", *COMPILATION, *CONFIG_DICTS, "DeviceConfig", "EPLBConfig", "KVEventsConfig"),
+    *("AttentionConfig", "CacheConfig", *COMPILATION, *CONFIG_DICTS, "DeviceConfig", "KVEventsConfig"),
     *("KVTransferConfig", "KernelConfig", "LoRAConfig", "LoadConfig", "LogprobsMode", "ModelConfig"),
     "MultiModalConfig",
     *("ObservabilityConfig", "ParallelConfig", "PoolerConfig", "SchedulerConfig", "SpeechToTextConfig"),

@@ -13,7 +13,7 @@ from headrace.core.options.option import Option, Secret
 
 MODEL, TOKENIZER = "Model", "Tokenizer"
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
-FileFormat = Literal["safetensors", "pt", "gguf", "mistral", "sharded_state"]
+FileFormat = Literal["safetensors", "pt", "gguf", "mistral", "sharded_state", "tensorizer"]
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,16 +102,25 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
     load_format: Annotated[
-        Literal["auto", FileFormat, "runai_streamer", "fastsafetensors", "dummy"],
+        Literal["auto", FileFormat, "bitsandbytes", "runai_streamer", "fastsafetensors", "dummy"],
         Option(
             MODEL,
             "How to read the weights; hf is auto, mistral its consolidated files, sharded_state those that "
-            "save-sharded-state wrote for these ranks, runai_streamer and fastsafetensors are libraries (extras of "
-            "these names) that read safetensors whole into memory, dummy makes random ones of the right shape; npcache "
-            "is pt, whose files are mapped into memory anyway",
+            "save-sharded-state wrote for these ranks, tensorizer one file that this library wrote of a Hugging Face "
+            "model, bitsandbytes any that are quantised so or become it, runai_streamer and fastsafetensors are "
+            "libraries (extras of these names, as tensorizer is) that read safetensors whole into memory, dummy makes "
+            "random ones of the right shape; npcache is pt, whose files are mapped into memory anyway",
             words={"hf": "auto", "npcache": "pt"},
         ),
     ] = "auto"
+    model_loader_extra_config: Annotated[
+        dict[str, Any],
+        Option(
+            MODEL,
+            "Of load_format tensorizer: tensorizer_uri (a path, or an http or s3 URI) or tensorizer_dir, which are the "
+            "model's folder else; num_readers, verify_hash, encryption_keyfile, s3_endpoint",
+        ),
+    ] = {}
     safetensors_load_strategy: Annotated[
         Literal["lazy", "eager", "prefetch"],
         Option(
@@ -208,8 +217,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "mistral"],
         Option(
             TOKENIZER,
-            "mistral reads tekken.json, and makes its chat template by mistral-common (the extra mistral), even where "
-            "a tokenizer.json lies beside it; auto, which hf is too, where none does",
+            "mistral reads tekken.json or tokenizer.model.v1 to v7, and makes its chat template by mistral-common (the "
+            "extra mistral), even where a tokenizer.json lies beside it; auto, which hf is too, where none does",
             words={"hf": "auto"},
         ),
     ] = "auto"

@@ -7,6 +7,7 @@ does, so that one answer tells of every problem. The command line wins over the 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -73,8 +74,9 @@ class OptionParser(argparse.ArgumentParser):
             names = [_base(argument) for argument in arguments if argument.startswith("-")]
             if any(name not in known for name in names):
                 _add_vllm_options(self)
-        found, unknown = super().parse_known_args(self._normalise(arguments), namespace)
-        self._check_model_is_no_list_item(found)
+        normal = self._normalise(arguments)
+        found, unknown = super().parse_known_args(normal, namespace)
+        self._check_model_is_no_list_item(found, normal)
         return found, unknown
 
     def parse_args(  # type: ignore[override]
@@ -173,14 +175,15 @@ class OptionParser(argparse.ArgumentParser):
         opposite = "--" + name.removeprefix("--no-") if name.startswith("--no-") else "--no-" + name.removeprefix("--")
         return name if value.lower() == "true" else opposite
 
-    def _check_model_is_no_list_item(self, found: argparse.Namespace) -> None:
-        """`serve --api-key KEY MODEL` would take MODEL for a second key, and serve the default model."""
+    def _check_model_is_no_list_item(self, found: argparse.Namespace, arguments: Sequence[str]) -> None:
+        """`serve --api-key KEY MODEL` would take MODEL for a second key, and serve the default model. An option that
+        is given twice, each time with one value, took no model."""
         given = vars(found)
         if given.get("model_argument", "") is not None or any(name in given for name in ("model", "engine", "config")):
             return
         for action in self._actions:
-            values = given.get(action.dest)
-            if action.nargs == "+" and isinstance(values, list) and len(values) > 1:
+            values = _most_values(action, arguments) if action.nargs == "+" else ()
+            if len(values) > 1:
                 name = action.option_strings[-1]
                 shown = "[...]" if self._is_secret(action.dest) else json.dumps(values[:-1])
                 self.error(
@@ -504,6 +507,17 @@ class _StoreVllmOption(argparse.Action):
 def _base(argument: str) -> str:
     """The flag of `--some_flag.key=value` as it is declared."""
     return argument.partition("=")[0].partition(".")[0].replace("_", "-")
+
+
+def _most_values(action: argparse.Action, arguments: Sequence[str]) -> Sequence[str]:
+    """What an option takes in one place, in the place where that is the most."""
+    places = [at for at, argument in enumerate(arguments) if argument in action.option_strings]
+    values = [list(itertools.takewhile(_is_value, arguments[at + 1 :])) for at in places]
+    return max(values, key=len, default=[])
+
+
+def _is_value(argument: str) -> bool:
+    return not argument.startswith("-")
 
 
 def _nest(path: list[str], text: str) -> dict[str, Any]:

@@ -299,7 +299,7 @@ def _to_choice(spec: OptionSpec, value: Any) -> str:
     if text not in spec.choices:
         if reason := why_no_value(spec.name, str(text)):
             raise ValueError(reason)
-        close = nearest(str(text), spec.choices)
+        close = nearest(str(text), spec.choices) or nearest(str(text).lower(), spec.choices)
         raise ValueError(f"it must be one of {', '.join(spec.choices)}" + (f"; did you mean {close}?" if close else ""))
     return str(text)
 

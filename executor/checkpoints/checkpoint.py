@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
 from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import DTYPE_BYTES
 from headrace.executor.checkpoints import demo_model
 from headrace.executor.checkpoints.hub import HubChoice, cached_config, locate
+from headrace.executor.checkpoints.load_formats import BITSANDBYTES, agreeing_formats, library_of
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import Sampling
@@ -25,18 +24,17 @@ if TYPE_CHECKING:
     from headrace.executor.checkpoints.quantisation import Format as Quantisation
     from headrace.executor.checkpoints.quantisation.cache_scales import LayerScales
     from headrace.executor.checkpoints.safetensors_weights import Strategy
+    from headrace.executor.checkpoints.tensorizer_file import TensorizerFile
     from headrace.executor.checkpoints.weights import OnRead, WeightSource
     from headrace.executor.models.arch import ArchSpec
 
-Format = Literal["safetensors", "pt", "gguf", "mistral", "sharded_state", "dummy"]
+Format = Literal["safetensors", "pt", "gguf", "mistral", "sharded_state", "tensorizer", "dummy"]
 
 SAFETENSORS_INDEX, TORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 SHARDED_STATE = "model-rank-*-part-0.safetensors"
 MISTRAL_PARAMS, MISTRAL_FILES = "params.json", "consolidated*.safetensors"
 MISTRAL_END = 2
 """The token that ends an answer in every tokenizer of Mistral's: its params.json does not name it."""
-BY_LIBRARY = ("runai_streamer", "fastsafetensors")
-"""Load formats that name a library for safetensors files."""
 # What lies beside weights and holds none of the model's.
 NOT_WEIGHTS = ("adapter_model", "consolidated", "optimizer", "scheduler", "scaler", "training_args", "rng_state")
 # generation_config.json's names -> SamplingParams'.
@@ -67,6 +65,7 @@ class Checkpoint:
     """The load format whose library reads them; empty where ours does."""
     gguf: GGUFFile | None = field(default=None, repr=False)
     """The opened file, where the config came from one."""
+    tensorizer: TensorizerFile | None = None
     quantisation: Quantisation | None = field(default=None, repr=False)
     """What a folder's weights are stored in; None for floats."""
     as_loaded: AsLoaded | None = None
@@ -107,9 +106,11 @@ class Checkpoint:
 
     @property
     def weight_files(self) -> list[Path]:
-        """All that weights are read from."""
+        """All on this machine that weights are read from."""
         if self.gguf is not None:
             return self.gguf.files
+        if self.tensorizer is not None:
+            return [self.tensorizer.path] if self.tensorizer.path is not None else []
         if self.path.is_file():
             return [self.path]
         return sorted(self.path.glob(MISTRAL_FILES)) if self.format == "mistral" else _weight_files(self.path)
@@ -146,6 +147,8 @@ class Checkpoint:
             from headrace.executor.models.families import spec_from_config
 
             return ShardedWeights(self.path, place, spec_from_config(self.config).num_layers, self.load_strategy)
+        if self.tensorizer is not None:
+            return self.tensorizer.weights()
         stored: WeightSource = _folder_weights(self.path, self.format, self.load_strategy, place)
         if self.library:
             from headrace.executor.checkpoints.library_readers import LibraryWeights
@@ -164,12 +167,8 @@ def open_checkpoint(options: Options) -> Checkpoint:
 
     Raises ModelError when it is missing, foreign or truncated, and OptionError when `load_format` does not fit it.
     """
-    if options.code_revision is not None and not options.trust_remote_code:
-        raise OptionError(
-            f"code_revision={options.code_revision} is of code that the model brings, which runs with "
-            "trust_remote_code alone"
-        )
-    library, options = _library(_agreeing_formats(options))
+    asked = options.load_format
+    library, options = library_of(agreeing_formats(options))
     if not _names_demo_model(options):
         choice = HubChoice.of(options)
         name, path = options.model, locate(options.model, choice)
@@ -179,10 +178,13 @@ def open_checkpoint(options: Options) -> Checkpoint:
         path, found = _folder_format(path, options.load_format)
     else:
         found = "gguf"
-    if options.load_format not in ("auto", "dummy", found):
+    if found == "gguf" and options.config_format != "auto":
         raise OptionError(
-            f"load_format {options.load_format} does not fit {path}, whose weights are {found}; use auto or {found}"
+            f"config_format={options.config_format} does not apply to {path}: a GGUF file has its config in itself; "
+            "leave it out"
         )
+    if options.load_format not in ("auto", "dummy", found):
+        raise OptionError(f"load_format {asked} does not fit {path}, whose weights are {found}; use auto or {found}")
     if found == "mistral" and options.config_format == "hf":
         raise OptionError(f"config_format=hf: {path} has Mistral's own files alone, which params.json describes")
     wanted: Format = "dummy" if options.load_format == "dummy" else found
@@ -191,36 +193,13 @@ def open_checkpoint(options: Options) -> Checkpoint:
         raise OptionError(f"safetensors_load_strategy={strategy} does not apply to {path}, whose weights are {wanted}")
     if found == "gguf":
         return _open_gguf(name, path, wanted, options)
-    return replace(_open_folder(name, path, wanted, options), library=library)
-
-
-def _agreeing_formats(options: Options) -> Options:
-    """With the weights that config_format=mistral describes. Raises OptionError for formats that exclude each other."""
-    config, weights = options.config_format, options.load_format
-    if config == "mistral" and weights == "auto":
-        return msgspec.structs.replace(options, load_format="mistral")
-    if (config == "mistral" and weights not in ("mistral", "dummy")) or (config == "hf" and weights == "mistral"):
+    checkpoint = replace(_open_folder(name, path, wanted, options), library=library)
+    if asked == BITSANDBYTES and checkpoint.stored_as != BITSANDBYTES:
         raise OptionError(
-            f"config_format={config} does not describe the weights of load_format={weights}: Mistral's own files go "
-            "together, and so do Hugging Face's"
+            f"load_format={asked} is of weights that bitsandbytes quantised, and those of {path} are "
+            f"{checkpoint.stored_as or checkpoint.dtype_name}; quantization={asked} quantises floats as they load"
         )
-    return options
-
-
-def _library(options: Options) -> tuple[str, Options]:
-    """The load format whose library is to read safetensors files, and the options that ask for these files.
-
-    Raises OptionError where it is not installed, or something else is asked of their reading.
-    """
-    asked = options.load_format
-    if asked not in BY_LIBRARY:
-        return "", options
-    from headrace.executor.checkpoints.library_readers import check_installed  # brings torch
-
-    check_installed(asked)
-    if options.safetensors_load_strategy != "lazy":
-        raise OptionError(f"safetensors_load_strategy={options.safetensors_load_strategy}: {asked} reads its own way")
-    return asked, msgspec.structs.replace(options, load_format="safetensors")
+    return checkpoint
 
 
 def _names_demo_model(options: Options) -> bool:
@@ -232,7 +211,7 @@ def config_at_hand(options: Options) -> dict[str, Any] | None:
     """The config of the model that the options name, `hf_overrides` applied, without opening its weights or bringing
     torch. None where it is not here yet, or cannot be read: `open_checkpoint` fetches it, and says what is wrong.
     """
-    options = _agreeing_formats(options)
+    options = agreeing_formats(options)
     path = demo_model.demo_model_path() if _names_demo_model(options) else Path(options.model).expanduser()
     found: str | None = None
     if path.is_dir():
@@ -284,9 +263,11 @@ def _folder_format(folder: Path, load_format: str) -> tuple[Path, Format]:
         if not _is_mistral(folder):
             raise ModelError(f"{folder} holds no {MISTRAL_PARAMS} with {MISTRAL_FILES} beside it")
         return folder, "mistral"
-    if load_format == "pt" and _torch_files(folder):
+    if load_format == "tensorizer":
+        return folder, "tensorizer"
+    if load_format == "pt" and (_torch_files(folder) or not _safetensors_files(folder)):
         return folder, "pt"
-    if load_format == "safetensors" or _safetensors_files(folder) or not _torch_files(folder):
+    if _safetensors_files(folder) or not _torch_files(folder):
         return folder, "safetensors"
     return folder, "pt"
 
@@ -318,14 +299,21 @@ def _open_gguf(name: str, path: Path, found: Format, options: Options) -> Checkp
 def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Checkpoint:
     config_folder = None if options.hf_config_path is None else _config_folder(options)
     config_path = _config_file(config_folder or folder, options, found)
+    if config_folder is None and options.config_format != "auto" and not config_path.is_file():
+        raise ModelError(f"{folder} has no {config_path.name}, which config_format={options.config_format} reads")
     if config_folder is None and not config_path.is_file():
         held = sorted(each.name for each in folder.iterdir())
-        shown = ", ".join(held[:5]) + (" ..." if len(held) > 5 else "") if held else "nothing"
+        shown = f", only {', '.join(held[:5])}" + (" ..." if len(held) > 5 else "") if held else ": it is empty"
         raise ModelError(
-            f"{folder} is not a model: it has no config.json and no .gguf file, only {shown}",
+            f"{folder} is not a model: it has no config.json and no .gguf file{shown}",
             hint="the folder of a Hugging Face model holds config.json, tokenizer files and weights",
         )
-    if found not in ("dummy", "mistral") and not _weight_files(folder):
+    tensorized = None
+    if found == "tensorizer":
+        from headrace.executor.checkpoints.tensorizer_file import tensorizer_file
+
+        tensorized = tensorizer_file(folder, options.model_loader_extra_config)
+    elif found not in ("dummy", "mistral") and not _weight_files(folder):
         raise ModelError(
             f"{folder} holds no weights: *.safetensors, pytorch_model*.bin or one .gguf file are looked for",
             hint="load_format dummy runs it with random weights",
@@ -348,13 +336,14 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
         path=folder,
         format=found,
         config=config,
-        dtype_name=_dtype_name(config, folder, found),
+        dtype_name=_dtype_name(config, folder, found, tensorized),
         generation_config=_sampling_defaults(generation, options, folder / "generation_config.json"),
         eos_token_ids=_eos_token_ids(generation, config),
         config_folder=config_folder,
         load_strategy=options.safetensors_load_strategy,
         quantisation=quantisation,
         as_loaded=to_become,
+        tensorizer=tensorized,
     )
 
 
@@ -386,15 +375,17 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _config_folder(options: Options) -> Path:
-    """What hf_config_path names. Raises ModelError where no config.json is there."""
+    """What hf_config_path names. Raises ModelError where no config is there."""
     asked = options.hf_config_path
     assert asked is not None
+    if not asked.strip():
+        raise OptionError("hf_config_path is empty: give a folder or the name of a hub model, or leave it out")
     try:
         folder = locate(asked, HubChoice.of(options).beside())
     except ModelError as error:
         raise ModelError(f"hf_config_path={asked}: {error}", hint=error.hint) from None
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"hf_config_path={asked} has no config.json")
+    if not (file := _config_file(folder, options)).is_file():
+        raise ModelError(f"hf_config_path={asked} has no {file.name}")
     return folder
 
 
@@ -479,7 +470,7 @@ def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> 
     return tuple(dict.fromkeys(ids))
 
 
-def _dtype_name(config: Mapping[str, Any], folder: Path, found: Format) -> str:
+def _dtype_name(config: Mapping[str, Any], folder: Path, found: Format, tensorized: TensorizerFile | None) -> str:
     """The config's dtype, or the weights' own where it names none."""
     text = config.get("text_config")
     for each in (config, text if isinstance(text, Mapping) else {}):
@@ -494,7 +485,8 @@ def _dtype_name(config: Mapping[str, Any], folder: Path, found: Format) -> str:
         from headrace.executor.checkpoints.safetensors_weights import SafetensorsWeights
 
         return SafetensorsWeights(sorted(folder.glob(SHARDED_STATE))[:1]).dtype_name()
-    name: str = _folder_weights(folder, found).dtype_name()
+    held = tensorized.weights() if tensorized is not None else _folder_weights(folder, found)
+    name: str = held.dtype_name()
     return name
 
 

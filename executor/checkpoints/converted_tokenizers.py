@@ -13,6 +13,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable
+from importlib import util
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 CONVERSION_VERSION = 1
 """Part of every key: goes up when the same files should give another bundle."""
+WITHOUT = "--tokenizer names another one, and --skip-tokenizer-init runs without"
+"""What can be done about a tokenizer that is not there or cannot be converted."""
 
 
 def cached_bundle(made_from: str, make: Callable[[], TokenizerBundle]) -> TokenizerBundle:
@@ -50,3 +53,11 @@ def _store(path: Path, bundle: TokenizerBundle) -> None:
     except OSError:
         os.unlink(temporary)
         raise
+
+
+def is_installed(module: str) -> bool:
+    """Whether a library that conversions take is here, without importing it."""
+    try:
+        return util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package around it is missing
+        return False

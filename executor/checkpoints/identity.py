@@ -26,7 +26,9 @@ _SAID_OF_FILES = ("_name_or_path", "transformers_version")
 def weights_identity(checkpoint: Checkpoint) -> str:
     """16 hexadecimal digits. Raises ModelError where a file cannot be read."""
     config = {name: value for name, value in checkpoint.config.items() if name not in _SAID_OF_FILES}
-    digest = hashlib.sha256(_canonical([config, checkpoint.format == "dummy"]))
+    file = checkpoint.tensorizer
+    elsewhere = file.uri if file is not None and file.path is None else None
+    digest = hashlib.sha256(_canonical([config, checkpoint.format == "dummy", elsewhere]))
     for page in _pages(() if checkpoint.format == "dummy" else checkpoint.weight_files):
         digest.update(page)
     return digest.hexdigest()[:16]

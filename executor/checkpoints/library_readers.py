@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from headrace.executor.checkpoints.weights import WeightSource, take_part
+from headrace.executor.checkpoints.weights import HeldWeights, WeightSource
 from headrace.ipc.failure import ModelError, OptionError
 
 
@@ -60,7 +60,11 @@ LIBRARIES: Mapping[str, Library] = MappingProxyType(
 
 def check_installed(load_format: str) -> None:
     """Raises OptionError, with the line that installs it."""
-    package = LIBRARIES[load_format].package
+    require(LIBRARIES[load_format].package, load_format)
+
+
+def require(package: str, load_format: str) -> None:
+    """As above, of a library that reads files of its own."""
     if util.find_spec(package) is None:
         raise OptionError(
             f"load_format={load_format} needs {package}, which is not installed: "
@@ -68,28 +72,20 @@ def check_installed(load_format: str) -> None:
         )
 
 
-class LibraryWeights:
+class LibraryWeights(HeldWeights):
     """The tensors that `stored` has, read by a library. Raises ModelError where both disagree about the files."""
 
     def __init__(self, load_format: str, files: Sequence[Path], stored: WeightSource) -> None:
-        self._names, self._tensors = stored.names(), dict[str, Tensor]()
+        found = dict[str, Tensor]()
         try:
             for name, tensor in LIBRARIES[load_format].tensors(files):
-                self._tensors[name] = tensor
+                found[name] = tensor
         except Exception as error:  # whatever the library raises
             raise ModelError(f"{load_format} cannot read {files[0].parent}: {error}") from error
-        for name in sorted(self._names):
-            found = self._tensors.get(name)
-            if found is None or tuple(found.shape) != stored.shape(name):
-                shape = "nothing" if found is None else tuple(found.shape)
+        for name in sorted(stored.names()):
+            own = found.get(name)
+            if own is None or tuple(own.shape) != stored.shape(name):
+                shape = "nothing" if own is None else tuple(own.shape)
                 where, due = files[0].parent, stored.shape(name)
                 raise ModelError(f"{load_format} reads {shape} as {name} of {where}, whose files have {due}")
-
-    def names(self) -> frozenset[str]:
-        return self._names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        return take_part(self._tensors[name], self.shape(name), rows, columns)
+        super().__init__({name: found[name] for name in stored.names()})

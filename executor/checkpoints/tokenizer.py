@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from headrace.core.options.engine_options import Options
-from headrace.executor.checkpoints import tekken
-from headrace.executor.checkpoints.checkpoint import Checkpoint, read_json
-from headrace.executor.checkpoints.converted_tokenizers import cached_bundle
+from headrace.executor.checkpoints import mistral
+from headrace.executor.checkpoints.checkpoint import MISTRAL_PARAMS, Checkpoint, read_json
+from headrace.executor.checkpoints.converted_tokenizers import WITHOUT, cached_bundle, is_installed
 from headrace.executor.checkpoints.gguf.header import GGUFHeader
 from headrace.executor.checkpoints.gguf.tokenizer import gguf_bundle
 from headrace.executor.checkpoints.hub import HubChoice, locate
+from headrace.executor.checkpoints.mistral.sentencepiece_model import check_readable
 from headrace.executor.checkpoints.remote_code import with_code
 from headrace.executor.checkpoints.tiktoken_files import TiktokenKind, tiktoken_json, tiktoken_kind
 from headrace.ipc.failure import ModelError, OptionError
@@ -27,7 +28,7 @@ from headrace.ipc.messages import TokenizerBundle
 # What transformers can convert, where there is no tokenizer.json.
 SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 SLOW_PATTERNS = ("*.tiktoken",)
-WITHOUT = "--tokenizer names another one, and --skip-tokenizer-init runs without"
+OF_MISTRAL = "tekken.json or tokenizer.model.v1 to v7"
 
 
 def load_bundle(checkpoint: Checkpoint, options: Options) -> TokenizerBundle | None:
@@ -48,14 +49,14 @@ def load_bundle(checkpoint: Checkpoint, options: Options) -> TokenizerBundle | N
         header = GGUFHeader(path) if path.is_file() else None
     if header is not None:
         if options.tokenizer_mode == "mistral":
-            raise OptionError(f"tokenizer_mode=mistral is for {tekken.FILE}, and {path} has its tokenizer in itself")
+            raise OptionError(f"tokenizer_mode=mistral is for {OF_MISTRAL}, and {path} has its tokenizer in itself")
         return _gguf(header)
     if options.tokenizer_mode == "mistral":
         return _of_mistral(path)
     if (path / "tokenizer.json").is_file():
         return _fast(path)
-    if (path / tekken.FILE).is_file():
-        return _tekken(path)
+    if (file := _only_mistrals(path)) is not None:
+        return _without_mode(file)
     if (kind := tiktoken_kind(path, _config(path))) is not None:
         return _of_tiktoken(path, kind)
     return _slow(with_code(path, options), options.trust_remote_code)
@@ -129,17 +130,27 @@ def _of_tiktoken(folder: Path, kind: TiktokenKind) -> TokenizerBundle:
 
 def _of_mistral(folder: Path) -> TokenizerBundle:
     """Raises OptionError where the folder, or this machine, lacks what it takes."""
-    if not (folder / tekken.FILE).is_file():
-        raise OptionError(f"tokenizer_mode=mistral reads {tekken.FILE}, and {folder} has none; use auto")
-    tekken.check_installed()
-    return tekken.tekken_bundle(folder, read_json(folder / tekken.FILE), {}, made=True)
+    file = mistral.tokenizer_file(folder)
+    if file is None:
+        raise OptionError(f"tokenizer_mode=mistral reads {OF_MISTRAL}, and {folder} has none; use auto")
+    mistral.check_installed()
+    return mistral.mistral_bundle(file, {}, made=True)
 
 
-def _tekken(folder: Path) -> TokenizerBundle:
+def _only_mistrals(folder: Path) -> Path | None:
+    """Mistral's own file where no other tokenizer lies beside it. A tokenizer.model is others' too: theirs has a
+    tokenizer_config.json, or lies in a folder without a params.json."""
+    file = mistral.tokenizer_file(folder)
+    if file is None or file.name == mistral.TEKKEN:
+        return file
+    is_others = file.name == "tokenizer.model" and not (folder / MISTRAL_PARAMS).is_file()
+    return None if is_others or (folder / "tokenizer_config.json").is_file() else file
+
+
+def _without_mode(file: Path) -> TokenizerBundle:
     """With the folder's chat templates; without any, the library's where it is installed."""
-    templates = _chat_templates(folder, _config(folder))
-    made = not templates and _is_installed(tekken.LIBRARY)
-    return tekken.tekken_bundle(folder, read_json(folder / tekken.FILE), templates, made)
+    templates = _chat_templates(file.parent, _config(file.parent))
+    return mistral.mistral_bundle(file, templates, made=not templates and is_installed(mistral.LIBRARY))
 
 
 def _slow(folder: Path, trust_remote_code: bool) -> TokenizerBundle:
@@ -147,7 +158,7 @@ def _slow(folder: Path, trust_remote_code: bool) -> TokenizerBundle:
     files = [folder / name for name in SLOW_FILES if (folder / name).is_file()]
     files += [file for pattern in SLOW_PATTERNS for file in sorted(folder.glob(pattern))]
     if not files:
-        looked_for = ", ".join(("tokenizer.json", *SLOW_FILES, *SLOW_PATTERNS, tekken.FILE))
+        looked_for = ", ".join(("tokenizer.json", *SLOW_FILES, *SLOW_PATTERNS, mistral.TEKKEN, "tokenizer.model.v*"))
         raise ModelError(f"{folder} holds no tokenizer: none of {looked_for} is there", hint=WITHOUT)
     digest = hashlib.sha256(f"{_library_versions()} {trust_remote_code}".encode())
     beside = (*folder.glob("*.json"), *folder.glob("*.txt"), *folder.glob("*.jinja"))
@@ -159,13 +170,8 @@ def _slow(folder: Path, trust_remote_code: bool) -> TokenizerBundle:
 
 
 def _convert(folder: Path, trust_remote_code: bool) -> TokenizerBundle:
-    needed = [name for name in ("sentencepiece", "google.protobuf") if not _is_installed(name)]
-    if needed and (models := sorted(file.name for file in folder.glob("*.model"))):
-        packages = " ".join(name.removeprefix("google.") for name in needed)
-        raise ModelError(
-            f"reading {models[0]} in {folder} needs {packages}, which is not installed: pip install {packages}",
-            hint=WITHOUT,
-        )
+    if models := sorted(folder.glob("*.model")):
+        check_readable(models[0])
     from transformers import AutoTokenizer
 
     try:
@@ -179,13 +185,6 @@ def _convert(folder: Path, trust_remote_code: bool) -> TokenizerBundle:
         chat_templates=_chat_templates(folder, _config(folder)),
         special_tokens=special,
     )
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package around it is missing
-        return False
 
 
 def _config(folder: Path) -> dict[str, Any]:

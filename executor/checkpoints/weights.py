@@ -62,25 +62,11 @@ def take_part(tensor: Any, shape: tuple[int, ...], rows: slice | None, columns: 
     return part
 
 
-class TorchWeights:
-    """Tensors of one or more files that torch.save wrote, memory-mapped where their format allows it.
+class HeldWeights:
+    """Tensors in memory, by name."""
 
-    A pickle can name any function to call, so only plain tensors are taken. Raises ModelError for a pickle that wants
-    more, and for a foreign or truncated file.
-    """
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        for file in files:
-            loaded = _load_torch(file)
-            held = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
-            if not held:
-                raise ModelError(
-                    f"{file} holds no tensors by name, only {', '.join(map(str, list(loaded)[:5])) or 'nothing'}"
-                )
-            if twice := self._tensors.keys() & held.keys():
-                raise ModelError(f"{file} and another file beside it both hold the weight {min(twice)}")
-            self._tensors |= held
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
 
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)
@@ -94,6 +80,28 @@ class TorchWeights:
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         return take_part(self._tensors[name], self.shape(name), rows, columns)
+
+
+class TorchWeights(HeldWeights):
+    """Tensors of one or more files that torch.save wrote, memory-mapped where their format allows it.
+
+    A pickle can name any function to call, so only plain tensors are taken. Raises ModelError for a pickle that wants
+    more, and for a foreign or truncated file.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        found: dict[str, Tensor] = {}
+        for file in files:
+            loaded = _load_torch(file)
+            held = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+            if not held:
+                raise ModelError(
+                    f"{file} holds no tensors by name, only {', '.join(map(str, list(loaded)[:5])) or 'nothing'}"
+                )
+            if twice := found.keys() & held.keys():
+                raise ModelError(f"{file} and another file beside it both hold the weight {min(twice)}")
+            found |= held
+        super().__init__(found)
 
 
 class DummyWeights:

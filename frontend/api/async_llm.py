@@ -322,7 +322,9 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
             return await asyncio.to_thread(
                 get_tokenizer,
                 options.get("tokenizer") or client.welcome.model,
+                tokenizer_mode=options.get("tokenizer_mode"),
                 revision=options.get("tokenizer_revision") or options.get("revision"),
+                download_dir=options.get("download_dir"),
                 trust_remote_code=options.get("trust_remote_code"),
             )
         return own

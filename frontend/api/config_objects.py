@@ -34,6 +34,10 @@ class SpeculativeConfig(ConfigDict):
     """The option speculative_config."""
 
 
+class EPLBConfig(ConfigDict):
+    """The option eplb_config."""
+
+
 class StructuredOutputsConfig(ConfigDict):
     """The option structured_outputs_config."""
 

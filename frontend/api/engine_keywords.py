@@ -30,6 +30,8 @@ class EngineOptions(TypedDict, total=False):
             "gguf",
             "mistral",
             "sharded_state",
+            "tensorizer",
+            "bitsandbytes",
             "runai_streamer",
             "fastsafetensors",
             "dummy",
@@ -37,6 +39,7 @@ class EngineOptions(TypedDict, total=False):
         | str
         | None
     )
+    model_loader_extra_config: dict[str, Any] | None
     safetensors_load_strategy: Literal["lazy", "eager", "prefetch"] | str | None
     use_tqdm_on_load: bool | None
     revision: str | None
@@ -95,6 +98,8 @@ class EngineOptions(TypedDict, total=False):
     pipeline_layer_partition: Sequence[int] | str | None
     enable_expert_parallel: bool | None
     expert_placement_strategy: Literal["linear", "round_robin"] | str | None
+    enable_eplb: bool | None
+    eplb_config: dict[str, Any] | None
     data_parallel_backend: Literal["mp", "ray"] | str | None
     data_parallel_meeting: str | None
     disable_custom_all_reduce: bool | None

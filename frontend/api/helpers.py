@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
-from headrace.ipc.failure import HeadraceError, InvalidRequestError
+from headrace.ipc.failure import HeadraceError, InvalidRequestError, ModelError, OptionError
 
 
 class UsageContext(enum.Enum):
@@ -106,21 +106,68 @@ def init_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def get_tokenizer(tokenizer_name: str, *args: Any, **kwargs: Any) -> Any:
-    """transformers' own tokenizer. Raises InvalidRequestError where it is not installed, or has none there."""
+def get_tokenizer(
+    tokenizer_name: str | os.PathLike[str],
+    *args: Any,
+    tokenizer_mode: str | None = "auto",
+    revision: str | None = None,
+    download_dir: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """transformers' own tokenizer, of a folder, a model of the Hugging Face hub, or of ModelScope where the environment
+    asks for that. tokenizer_mode: as the engine option; mistral gives the one that computes with mistral-common.
+    kwargs: transformers'.
+
+    Raises InvalidRequestError for a mode that is none, and where a library or the tokenizer is missing.
+    """
+    mode = _checked_mode(tokenizer_mode)
     try:
-        from transformers import AutoTokenizer
+        import transformers
     except ImportError as error:
         raise InvalidRequestError(
             "get_tokenizer gives transformers' tokenizer, and transformers is not installed: pip install "
             "'transformers', or use LLM.get_tokenizer(), which needs none"
         ) from error
-    kwargs = {name: value for name, value in kwargs.items() if value is not None and name != "tokenizer_mode"}
+    from headrace.executor.checkpoints.hub.sources import first_line
+
+    name, where = os.fspath(tokenizer_name), {"revision": revision, "cache_dir": download_dir}
+    folder = _from_model_scope(name, revision, download_dir, bool(kwargs.get("trust_remote_code")))
+    if folder is not None:
+        name, where = folder, {}
+    given = {key: value for key, value in {**where, **kwargs}.items() if value is not None}
+    wanted = "AutoTokenizer" if mode == "auto" else "MistralCommonBackend"
+    reader: Any = getattr(transformers, wanted, None)
+    if reader is None:
+        said = f"transformers {transformers.__version__} has no {wanted}, which versions from 5 on have"
+        raise InvalidRequestError(f"get_tokenizer: tokenizer_mode={mode}: {said}")
     try:
-        return AutoTokenizer.from_pretrained(tokenizer_name, *args, **kwargs)
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise InvalidRequestError(f"transformers has no tokenizer for {tokenizer_name}: {first_line}") from error
+        return reader.from_pretrained(name, *args, **given)
+    except (ImportError, OSError, ValueError) as error:
+        raise InvalidRequestError(f"transformers has no tokenizer for {tokenizer_name}: {first_line(error)}") from error
+
+
+def _checked_mode(asked: str | None) -> str:
+    """auto or mistral, which are the option's."""
+    from headrace.core.options.values import convert, option_specs
+
+    try:
+        mode: str = convert(option_specs()["tokenizer_mode"], asked)
+    except ValueError as error:
+        raise InvalidRequestError(f"get_tokenizer: tokenizer_mode={asked!r:.100}: {error}") from None
+    return mode
+
+
+def _from_model_scope(name: str, revision: str | None, download_dir: str | None, with_code: bool) -> str | None:
+    """The folder that a model's files were fetched to, but for its weights; None where they come from elsewhere."""
+    from headrace.executor.checkpoints.hub import HubChoice, locate
+    from headrace.executor.checkpoints.hub.model_scope import is_asked_for
+
+    try:
+        if not is_asked_for() or os.path.exists(name):
+            return None
+        return str(locate(name, HubChoice(revision, download_dir, load_format="dummy", with_code=with_code)))
+    except (ModelError, OptionError) as error:
+        raise InvalidRequestError(f"get_tokenizer: {error}") from error
 
 
 def cached_tokenizer_from_config(model_config: Any, **kwargs: Any) -> Any:

@@ -340,7 +340,9 @@ class LLM(Controls, NamesWhatIsMissing):
             options = self.describe_engine().options
             return get_tokenizer(
                 options.get("tokenizer") or self.engine.model,
+                tokenizer_mode=options.get("tokenizer_mode"),
                 revision=options.get("tokenizer_revision") or options.get("revision"),
+                download_dir=options.get("download_dir"),
                 trust_remote_code=options.get("trust_remote_code"),
             )
         return self._client.tokenizer

@@ -189,7 +189,6 @@ PACKAGE = {
         f"its fields are options of the engine by name; {DECISIONS}",
     ),
     **dict.fromkeys(("MultiModalConfig", "SpeechToTextConfig", "SpeechToTextParams"), NO_MEDIA),
-    "EPLBConfig": "experts are not moved between ranks",
     "KVEventsConfig": "engines publish no events of their cache",
     "LoRAConfig": NO_ADAPTERS,
     "WatermarkConfig": "outputs are not watermarked",

@@ -39,7 +39,8 @@ def quarantined(request: RoutedRequest, failure: Failure) -> Failure:
 
 
 def used_up(limit: int, failure: Failure) -> Failure:
-    if not limit:
-        return failure
+    """Of a request that has gone to another engine as often as the option max_migrations lets it."""
     text = f"this request lost {limit + 1} engines without a token between (max_migrations is {limit})"
+    if not limit:
+        text = "this request ends with its engine (max_migrations is 0)"
     return msgspec.structs.replace(failure, message=f"{text}: {failure.message}")

@@ -24,7 +24,7 @@ from headrace.frontend.fleet.sources import EngineProcess, Owned, Source
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.control import ExtensionAnswers
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
-from headrace.ipc.messages import EngineStats, GetStats, Welcome
+from headrace.ipc.messages import EngineStats, ExpertBalance, GetStats, Welcome
 
 if TYPE_CHECKING:
     from headrace.core.options.engine_options import Options
@@ -228,7 +228,12 @@ def _summed(answers: Sequence[EngineStats]) -> EngineStats:
 
 
 def _sum(values: Sequence[Any]) -> Any:
+    values = [value for value in values if value is not None]
+    if not values:
+        return None
     first = values[0]
+    if isinstance(first, ExpertBalance):
+        return min(values, key=lambda balance: balance.avg)  # of the engine whose ranks are the least even
     if isinstance(first, bool):
         return any(values)
     if isinstance(first, msgspec.Struct):

@@ -1,9 +1,10 @@
 """One HTTP request and its response: the body read within its limits, answers and errors written as JSON.
 
-Bodies that would hold the event loop up are decoded and tokenised in threads of their own. What is read of bodies and
-not decoded yet has a bound over all connections, and so has the number of values in one body, counted before any object
-is made: msgspec and Python keep the interpreter to themselves while they make them. So does the garbage collector while
-it walks through them: it keeps still while these threads work.
+Bodies that would hold the event loop up (large ones, and those with a chat template of their own) are decoded and
+tokenised in threads of their own. What is read of bodies and not decoded yet has a bound over all connections, and so
+has the number of values in one body, counted before any object is made: msgspec and Python keep the interpreter to
+themselves while they make them. So does the garbage collector while it walks through them: it keeps still while these
+threads work.
 """
 
 from __future__ import annotations
@@ -63,8 +64,11 @@ class _LargeWork(ThreadPoolExecutor):
 class LargeBodies:
     """One for all connections of a process. Everything but `run`'s function happens in the event loop."""
 
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, *, may_hold_templates: bool = False) -> None:
+        """may_hold_templates: chat templates of requests are run, which are programs: such a body is large work,
+        however short it is."""
         self._most_bytes = _BODIES_IN_MEMORY * max_body_bytes
+        self._may_hold_templates = may_hold_templates
         self._num_bytes = 0
         self.threads: Executor = _LargeWork()
         self._is_trim_due = False
@@ -86,7 +90,8 @@ class LargeBodies:
 
     async def run(self, body: bytes, make: Callable[[bytes], T]) -> T:
         """What `make` makes of a body, in another thread unless it is small. Raises what it raises, and ApiError."""
-        if len(body) <= INLINE_BYTES and num_containers(body) <= INLINE_CONTAINERS:
+        is_small = len(body) <= INLINE_BYTES and num_containers(body) <= INLINE_CONTAINERS
+        if is_small and not (self._may_hold_templates and _TEMPLATE_FIELD.search(body)):
             return make(body)
         only = [body]
         del body  # what is raised refers to this frame, and would keep the body until the next collection
@@ -145,6 +150,8 @@ def num_containers(part: bytes) -> int:
 
 DISCARD_S = 5.0
 """How long a body that is not wanted is read on, so that its sender gets to see why."""
+_TEMPLATE_FIELD = re.compile(rb'"chat_template"|\\u00')
+"""A field's name may also be written with escapes."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 

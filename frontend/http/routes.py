@@ -109,7 +109,7 @@ class ServerState:
         self.decoder = RequestDecoder(
             strict=options.strict_requests, neutral=types.MappingProxyType({**NEUTRAL_OF, **MESSAGES_NEUTRAL})
         )
-        self.bodies = LargeBodies(options.max_body_bytes)
+        self.bodies = LargeBodies(options.max_body_bytes, may_hold_templates=options.trust_request_chat_template)
         self.collector = IdleCollector()
         prompts = ChatPrompts(
             template,

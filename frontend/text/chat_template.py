@@ -1,7 +1,7 @@
 """Chat templates as models ship them, rendered in a sandbox with the names and filters that transformers gives them.
 
-A template is a program from the model's author: it gets plain data, no objects, and no way out of jinja2's
-immutable sandbox.
+A template is a program, from the model's author or from a request: it gets plain data, no objects, no way out of
+jinja2's immutable sandbox, and so much time.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -24,6 +25,9 @@ Message = Mapping[str, Any]
 ContentFormat = Literal["auto", "string", "openai"]
 """How a template gets a message's content: text, or a list of parts as OpenAI's API has it. auto: text as text, and
 parts as parts where the template takes them."""
+_LONGEST_RENDERING_S = 10.0
+"""Conversations take milliseconds; a template may be anybody's program."""
+_DEADLINE = "headrace_deadline"
 _CONTINUE_HERE = "HEADRACE_CONTINUES_HERE "
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning", "reasoning_text")
 """What models and clients call a message's reasoning; templates read the first."""
@@ -89,10 +93,10 @@ def _render(template: str, context: dict[str, Any]) -> str:
 
     try:
         # As one mapping: a variable may have the name of a parameter of `render`.
-        return _compile(template).render(context)
+        return _compile(template).render({**context, _DEADLINE: time.monotonic() + _LONGEST_RENDERING_S})
     except jinja2.TemplateError as error:
         raise InvalidRequestError(f"the chat template refused these messages: {error}") from error
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+    except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
         raise InvalidRequestError(
             f"the chat template could not render these messages: {type(error).__name__}: {error}"
         ) from error
@@ -274,6 +278,14 @@ class _Dict:
         return dict.fromkeys(keys, value)
 
 
+def _stop_after(deadline: float) -> str:
+    import jinja2
+
+    if time.monotonic() > deadline:
+        raise jinja2.TemplateError(f"it took longer than {_LONGEST_RENDERING_S:g} s")
+    return ""
+
+
 @functools.lru_cache(maxsize=64)
 def _compile(template: str) -> jinja2.Template:
     import jinja2
@@ -293,10 +305,22 @@ def _compile(template: str) -> jinja2.Template:
         def _render(self, caller: Any) -> str:
             return str(caller())
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    class TimedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        """Each turn of a loop and each call of a macro begins with a look at the clock."""
+
+        def _generate(self, source: jinja2.nodes.Template, *args: Any, **kwargs: Any) -> str:
+            blocks: list[Any] = [*source.find_all((jinja2.nodes.For, jinja2.nodes.Macro))]
+            for block in blocks:
+                deadline = jinja2.nodes.Name(_DEADLINE, "load")
+                look = jinja2.nodes.ExprStmt(jinja2.nodes.Filter(deadline, "stop_after", [], [], None, None))
+                block.body.insert(0, look.set_lineno(block.lineno).set_environment(self))
+            return super()._generate(source, *args, **kwargs)
+
+    environment = TimedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
+    environment.filters["stop_after"] = _stop_after
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["dict"] = _Dict()
@@ -304,3 +328,5 @@ def _compile(template: str) -> jinja2.Template:
         return environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
         raise InvalidRequestError(f"the chat template is not valid: {error.message} (line {error.lineno})") from error
+    except SyntaxError as error:  # of the Python code that it becomes: blocks within too many others
+        raise InvalidRequestError(f"the chat template is not valid: {error.msg}") from error

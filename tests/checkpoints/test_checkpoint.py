@@ -216,6 +216,9 @@ def test_two_files_with_the_same_weight_and_no_index_are_refused(tmp_path: Path)
 
 
 def test_a_folder_that_is_no_model_is_told_what_is_missing(tmp_path: Path) -> None:
+    for load_format in ("auto", "pt"):
+        with pytest.raises(ModelError, match=r"is not a model: it has no config\.json and no \.gguf file: it is empty"):
+            open_folder(tmp_path, load_format=load_format)
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ModelError, match=r"no config\.json and no \.gguf file, only notes\.txt"):
         open_folder(tmp_path)
@@ -252,9 +255,15 @@ def test_another_folders_config_may_take_the_place_of_the_models_own(tmp_path: P
     checkpoint = open_folder(model, hf_config_path=str(beside))
     assert checkpoint.config["rms_norm_eps"] == 0.25
     assert checkpoint.path == model
+    with pytest.raises(ModelError, match=r"hf_config_path=.*beside has no params\.json"):
+        open_folder(model, hf_config_path=str(beside), config_format="mistral", load_format="dummy")
+    with pytest.raises(OptionError, match="hf_config_path is empty"):
+        open_folder(model, hf_config_path=" ")
     (beside / "config.json").unlink()
     with pytest.raises(ModelError, match=r"hf_config_path=.*beside has no config\.json"):
         open_folder(model, hf_config_path=str(beside))
+    with pytest.raises(ModelError, match=r"model has no params\.json, which config_format=mistral reads"):
+        open_folder(model, config_format="mistral", load_format="dummy")
     file = save_gguf(tiny_models.build("llama"), tmp_path / "model.gguf")
     with pytest.raises(OptionError, match=r"hf_config_path does not apply to .* a GGUF file has its config in itself"):
         open_folder(file, hf_config_path=str(beside))
@@ -266,6 +275,11 @@ def test_a_load_format_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> N
     as_safetensors(tmp_path, stored_state(model))
     with pytest.raises(OptionError, match=r"load_format pt does not fit .* weights are safetensors; use auto or"):
         open_folder(tmp_path, load_format="pt")
+    with pytest.raises(OptionError, match=r"load_format=bitsandbytes is of weights .*quantised, .* are float32; "):
+        open_folder(tmp_path, load_format="bitsandbytes")
+    assert open_folder(tmp_path, load_format="bitsandbytes", quantization="bitsandbytes").as_loaded is not None
+    with pytest.raises(OptionError, match="load_format=bitsandbytes and quantization=int8 exclude each other"):
+        open_folder(tmp_path, load_format="bitsandbytes", quantization="int8")
     with pytest.raises(ModelError, match="holds no GGUF file"):
         open_folder(tmp_path, load_format="gguf")
     file = save_gguf(model, tmp_path / "model.gguf")
@@ -273,6 +287,9 @@ def test_a_load_format_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> N
         OptionError, match=r"load_format safetensors does not fit .*model\.gguf, whose weights are gguf"
     ):
         open_folder(file, load_format="safetensors")
+    for config_format in ("hf", "mistral"):
+        with pytest.raises(OptionError, match=f"config_format={config_format} does not apply to .*in itself; leave it"):
+            open_folder(file, config_format=config_format)
     assert open_folder(tmp_path, load_format="gguf").path == file
     assert open_folder(tmp_path).format == "safetensors"
     (tmp_path / "model.safetensors").unlink()

@@ -118,6 +118,8 @@ def test_a_token_opens_what_is_private_and_stands_in_no_error(hub: str, tmp_path
         assert "there is no mills/private, or it is private" in str(refused[0])
         assert "hf_token" in str(refused[1])
         assert "hf_Wrong" not in str(refused)
+    assert "HF_TOKEN in the environment" in str(without[1])
+    assert "give another hf_token: this one does not open it" in str(wrong[1])
     assert right == ["", ["config.json", "model.safetensors"]]
     (by_environment,) = locate_all(asked[:1], hub, tmp_path / "other", HF_TOKEN=TOKEN)
     (before_it,) = locate_all(asked[2:], hub, tmp_path / "third", HF_TOKEN="hf_Wrong")
@@ -152,6 +154,8 @@ def test_what_the_hub_does_not_have_is_told_apart_from_a_hub_out_of_reach(hub: s
     assert "neither as a folder or .gguf file here" in str(unknown[0])
     assert "there is no mills/none, or it is private" in str(unknown[0])
     assert "HF_TOKEN" in str(unknown[1])
+    (ignored,) = locate_all([("mills/both", {"ignore_patterns": ["*.bin", "model*"]})], hub, tmp_path / "ignored")
+    assert "ignore_patterns (*.bin, model*) leave no weights of mills/both" in str(ignored[0])
     assert "mills/both has no branch, tag or commit v9" in str(revision[0])
     nowhere = "http://127.0.0.1:9"
     for endpoint, environment, reason in (

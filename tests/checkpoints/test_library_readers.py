@@ -11,8 +11,9 @@ import tiny_models
 import torch
 
 from headrace.core.options.parsing import parse_options
-from headrace.executor.checkpoints.checkpoint import BY_LIBRARY, open_checkpoint
+from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.checkpoints.library_readers import LIBRARIES
+from headrace.executor.checkpoints.load_formats import BY_LIBRARY
 from headrace.ipc.failure import ModelError, OptionError
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import tiny_models
 from published_models import MISTRAL_NAMES, mistral_params, with_neighbouring_pairs
 from safetensors.torch import save_file
+from test_mistral_sentencepiece import train
 from test_models import reference_logits
 from test_tekken import HAS_LIBRARY, NUM_SPECIAL, PATTERN, SIZE, save_tekken
 from test_tiktoken_files import TEXTS, by_rank
@@ -53,6 +55,20 @@ def test_consolidated_files_give_the_tokens_of_transformers(name: str, tmp_path:
     assert answer == reference_logits(model, prompt, answer).argmax(-1).tolist()
     assert len(set(answer)) > 3
     assert ended[0].outputs[0].finish_reason == "stop", "the tokenizers' end of an answer is known"
+
+
+def test_a_folder_of_the_time_before_tekken_answers_texts(tmp_path: Path, private_cache: Path) -> None:
+    trained = train(tmp_path)
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(trained))
+    model = tiny_models.build("mistral", vocab_size=len(theirs))
+    own = save_as_mistral(model, tmp_path / "own")
+    trained.rename(own / "tokenizer.model.v3")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(str(own), **{**ENGINE, "skip_tokenizer_init": False}) as llm:
+        answer = llm.generate(["the mill's wheel"], params, use_tqdm=False)[0]
+    prompt, tokens = [1, *theirs.encode("the mill's wheel")], list(answer.outputs[0].token_ids)
+    assert answer.prompt_token_ids == prompt
+    assert tokens == reference_logits(model, prompt, tokens).argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("mode", ["auto", "mistral"])
@@ -126,7 +142,7 @@ def test_folders_without_these_files_or_with_what_is_not_supported_are_refused(t
 
 
 def test_of_a_hub_model_consolidated_files_are_fetched_when_asked_for_or_alone() -> None:
-    own = ["consolidated.safetensors", "params.json", "tekken.json"]
+    own = ["consolidated.safetensors", "params.json", "tekken.json", "tokenizer.model.v3"]
     both = ["config.json", "model.safetensors", *own]
     assert set(_patterns(own, HubChoice())) == set(own)
     assert set(_patterns(both, HubChoice(load_format="mistral"))) == {"config.json", *own}

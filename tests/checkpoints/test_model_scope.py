@@ -3,6 +3,7 @@ installed, against a hub of the test's own."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from importlib import util
@@ -12,12 +13,14 @@ from typing import Any
 
 import pytest
 from fake_hub import serve_hub
+from fake_tokenizers import byte_level_tokenizer
 from test_hub import locate_all
 
 from headrace.core.options.option import Secret
 from headrace.executor.checkpoints.hub import HubChoice, cached_config, locate
-from headrace.executor.checkpoints.hub.model_scope import USE, ModelScope
-from headrace.ipc.failure import ModelError, OptionError
+from headrace.executor.checkpoints.hub.model_scope import OF_VLLM, USE, ModelScope
+from headrace.frontend.api.helpers import get_tokenizer
+from headrace.ipc.failure import InvalidRequestError, ModelError, OptionError
 
 FILES = ("config.json", "configuration.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json", "onnx/a.onnx")
 KEPT = ["config.json", "configuration.json", "model.safetensors", "tokenizer.json"]
@@ -75,6 +78,27 @@ def test_a_name_fetches_from_modelscope_what_it_would_from_hugging_face(library:
     asked = library.calls[-1]
     assert (asked["repo"], asked["cache_dir"], asked["revision"]) == ("mills/own", str(tmp_path / "kept"), None)
     assert cached_config("mills/own", HubChoice()) == folder / "config.json"
+
+
+@pytest.mark.parametrize("variable", [USE, OF_VLLM])
+def test_get_tokenizer_fetches_from_modelscope_what_lies_beside_the_weights(
+    variable: str, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(USE)
+    monkeypatch.setenv(variable, "1")
+    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    library.folder.mkdir()
+    shutil.move(tmp_path / "tokenizer.json", library.folder)
+    (library.folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (library.folder / "config.json").write_text("{}")
+    tokenizer = get_tokenizer("mills/own", download_dir=str(tmp_path / "kept"))
+    assert tokenizer.encode("Hello") == byte_level_tokenizer().encode("Hello").ids
+    asked = library.calls[-1]
+    assert (asked["repo"], asked["cache_dir"]) == ("mills/own", str(tmp_path / "kept"))
+    assert sorted(asked["allow_patterns"]) == ["config.json", "configuration.json", "tokenizer.json"]
+    assert get_tokenizer(library.folder).encode("Hello") == tokenizer.encode("Hello"), "a folder is read as it is"
+    with pytest.raises(InvalidRequestError, match=r"get_tokenizer: the model mills/other .* nor on ModelScope"):
+        get_tokenizer("mills/other")
 
 
 def test_what_modelscope_refuses_is_told_apart_from_one_out_of_reach(

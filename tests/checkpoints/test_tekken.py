@@ -15,8 +15,9 @@ import pytest
 from test_tiktoken_files import TEXTS, by_rank, trained_ranks
 
 from headrace.core.options.parsing import parse_options
-from headrace.executor.checkpoints import tekken
+from headrace.executor.checkpoints import mistral
 from headrace.executor.checkpoints.checkpoint import Checkpoint
+from headrace.executor.checkpoints.mistral.tekken import FIRST_SPECIAL
 from headrace.executor.checkpoints.tokenizer import load_bundle
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import ModelError, OptionError
@@ -28,7 +29,7 @@ PATTERN = (
 )
 NUM_SPECIAL, SIZE = 30, 400
 MORE_SPECIAL = ("[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
-HAS_LIBRARY = util.find_spec(tekken.LIBRARY) is not None
+HAS_LIBRARY = util.find_spec(mistral.LIBRARY) is not None
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -57,12 +58,12 @@ def save_tekken(folder: Path, version: str = "v3", **changed: Any) -> dict[bytes
               "default_num_special_tokens": NUM_SPECIAL, "version": version} | changed  # fmt: skip
     content: dict[str, Any] = {"config": config, "vocab": entries}
     if version != "v3":
-        names = (*tekken.FIRST_SPECIAL, *MORE_SPECIAL[: 4 if version == "v13" else 2])
+        names = (*FIRST_SPECIAL, *MORE_SPECIAL[: 4 if version == "v13" else 2])
         content["special_tokens"] = [
             {"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(names)
         ]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / tekken.FILE).write_text(json.dumps(content))
+    (folder / mistral.TEKKEN).write_text(json.dumps(content))
     return {token: rank for token, rank in ranks.items() if rank < SIZE}
 
 
@@ -76,8 +77,7 @@ def load(folder: Path, mode: str = "auto") -> Tokenizer:
     return Tokenizer(bundle)
 
 
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> None:
+def put_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that makes a template of the file's name."""
     modules = {name: ModuleType(name) for name in ("mistral_common", "mistral_common.integrations")}
     modules["mistral_common"].__spec__ = util.spec_from_loader("mistral_common", None)
@@ -103,12 +103,13 @@ def test_text_becomes_the_tokens_of_tiktokens_rule_behind_the_special_ones(tmp_p
     assert tokenizer.encode("[INST]a</s>", add_special_tokens=False) == [3, NUM_SPECIAL + ord("a"), 2]
     assert tokenizer.convert_ids_to_tokens([19, 20, 29]) == ["[TOOL_CONTENT]", "<SPECIAL_20>", "<SPECIAL_29>"]
     assert len(tokenizer) == SIZE + NUM_SPECIAL
-    assert tokenizer.special_tokens_map == tekken.ROLES
+    assert tokenizer.special_tokens_map == mistral.ROLES
 
 
 def test_the_mode_takes_the_librarys_template_and_auto_the_folders(
-    library: None, tmp_path: Path, private_cache: Path
+    tmp_path: Path, private_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    put_library(monkeypatch)
     save_tekken(tmp_path)
     prompt = [1, 3, NUM_SPECIAL + ord("a"), 4]
     message = [{"role": "user", "content": "a"}]
@@ -122,10 +123,12 @@ def test_the_mode_takes_the_librarys_template_and_auto_the_folders(
 
 
 def test_what_the_mode_lacks_is_named(tmp_path: Path, private_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match=r"tokenizer_mode=mistral reads tekken\.json, and .* has none"):
+    with pytest.raises(
+        OptionError, match=r"tokenizer_mode=mistral reads tekken\.json or tokenizer\.model\.v1 to v7, and .* has none"
+    ):
         load(tmp_path, "mistral")
     save_tekken(tmp_path)
-    monkeypatch.setattr(tekken, "LIBRARY", "not_a_package")
+    monkeypatch.setattr(mistral, "LIBRARY", "not_a_package")
     with pytest.raises(OptionError, match=r"not_a_package, .* in Headrace's clone, pip install '\.\[mistral\]'"):
         load(tmp_path, "mistral")
     assert load(tmp_path).chat_template_names == (), "auto does without"
@@ -160,7 +163,7 @@ def test_conversations_become_the_tokens_of_mistral_common(version: str, tmp_pat
     from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
     save_tekken(tmp_path, version)
-    tokenizer, theirs = load(tmp_path, "mistral"), MistralTokenizer.from_file(tmp_path / tekken.FILE)
+    tokenizer, theirs = load(tmp_path, "mistral"), MistralTokenizer.from_file(tmp_path / mistral.TEKKEN)
     for text in TEXTS:
         expected = theirs.instruct_tokenizer.tokenizer.encode(text, bos=True, eos=False)
         assert tokenizer.encode(text) == expected

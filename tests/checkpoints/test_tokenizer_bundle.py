@@ -16,8 +16,8 @@ from tiny_gguf import save_gguf
 from tokenizers import Tokenizer, processors
 
 from headrace.core.options.engine_options import Options
-from headrace.executor.checkpoints import tokenizer as tokenizer_module
 from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from headrace.executor.checkpoints.mistral import sentencepiece_model
 from headrace.executor.checkpoints.tokenizer import load_bundle
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import TokenizerBundle
@@ -195,7 +195,7 @@ def test_a_sentencepiece_file_is_converted_to_the_same_ids(private_cache: Path, 
 def test_a_sentencepiece_file_is_told_which_package_reads_it(
     private_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_module, "_is_installed", lambda name: name != "sentencepiece")
+    monkeypatch.setattr(sentencepiece_model, "is_installed", lambda name: name != "sentencepiece")
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>")
     with pytest.raises(
         ModelError, match=r"reading tokenizer\.model in .* needs sentencepiece.*: pip install sentencepiece"

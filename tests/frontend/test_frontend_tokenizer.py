@@ -12,6 +12,7 @@ import pytest
 from fake_tokenizers import CHAT_TEMPLATE, bundle_of, byte_level_tokenizer, sentencepiece_tokenizer
 
 from headrace import InvalidRequestError, ModelError
+from headrace.frontend.api.helpers import get_tokenizer
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.frontend.text.tokenizer_cache import load_bundle, store_bundle
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo
@@ -119,10 +120,28 @@ def test_the_date_is_available_to_templates(tokenizer: Tokenizer) -> None:
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{% set _ = messages.append(1) %}", "unsafe|not safely callable"),
         ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% for i in range(1000000000) %}x{% endfor %}", "OverflowError"),
+        ("{% for i in messages %}" * 25 + "{% endfor %}" * 25, "is not valid"),
     ],
 )
 def test_a_template_that_refuses_or_breaks_out_gives_a_sentence(tokenizer: Tokenizer, template: str, said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said):
+        tokenizer.apply_chat_template([USER], chat_template=template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set n = range(99999) | list %}{% for i in n %}{% for j in n %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(40) }}",
+    ],
+)
+def test_a_template_that_would_run_for_hours_is_stopped(
+    tokenizer: Tokenizer, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.frontend.text.chat_template._LONGEST_RENDERING_S", 0.02)
+    with pytest.raises(InvalidRequestError, match=r"took longer than 0\.02 s"):
         tokenizer.apply_chat_template([USER], chat_template=template)
 
 
@@ -227,6 +246,21 @@ def test_truncation_leaves_room_for_special_tokens_and_what_is_lacking_is_told()
         ours("a", truncation=True)
     with pytest.raises(AttributeError, match=r"Tokenizer has no 'save_pretrained': get_tokenizer\(hf=True\)"):
         ours.save_pretrained("folder")  # type: ignore[attr-defined]
+
+
+def test_get_tokenizer_reads_as_its_mode_says(tmp_path: Path) -> None:
+    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "config.json").write_text("{}")
+    expected = byte_level_tokenizer().encode("Hello").ids
+    for mode in ("auto", "hf", None):
+        assert get_tokenizer(tmp_path, tokenizer_mode=mode).encode("Hello") == expected
+    for mode, reason in (("slow", "the fast tokenizer is the only kind"), ("mistrl", "did you mean mistral")):
+        with pytest.raises(InvalidRequestError, match=f"get_tokenizer: tokenizer_mode='{mode}': .*{reason}"):
+            get_tokenizer(tmp_path, tokenizer_mode=mode)
+    # Of which there is no file, or no library.
+    with pytest.raises(InvalidRequestError, match=r"has no tokenizer for .*(mistral-common|tokenizer file)"):
+        get_tokenizer(str(tmp_path), tokenizer_mode="mistral")
 
 
 def test_a_tokenizer_that_is_none_is_a_model_error() -> None:

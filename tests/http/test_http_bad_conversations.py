@@ -105,6 +105,13 @@ def test_a_choice_of_a_tool_that_is_not_there_names_it(api: Api, request: pytest
     assert param in ("tool_choice", None)
 
 
+def test_two_tools_of_one_name_are_refused_by_it(api: Api) -> None:
+    twice = [function("now", {"type": "object"}), function("later", {"type": "object"})]
+    message, param = refusal(api, ("user", "a"), tools=[*twice, twice[0]])
+    assert message == "two tools are called 'now'"
+    assert param in ("tools", None)
+
+
 def test_a_schema_that_is_none_is_refused_where_a_call_must_follow_it(api: Api, request: pytest.FixtureRequest) -> None:
     if "ollama" in request.node.callspec.id:
         pytest.skip("Ollama's API forces no calls")

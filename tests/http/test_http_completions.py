@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -249,6 +250,31 @@ def test_chat_templates_and_what_they_see(client):
     assert rendered(chat_template_kwargs={"colour": "red"}) == "x|red||True"
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert rendered(tools=tools, add_generation_prompt=False) == "x||f|False"
+
+
+@pytest.mark.parametrize(("path", "name"), [("/tokenize", rb"chat\u005ftemplate"), (CHAT, b"chat_template")])
+def test_while_the_template_of_a_request_runs_others_are_answered(client, path, name):
+    n = "{% for i in range(250) %}{% for j in range(9999) %}{% endfor %}{% endfor %}x"
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "chat_template": n}).encode()
+    content = body.replace(b"chat_template", name)
+    ended: list[httpx.Response] = []
+    headers = {"content-type": "application/json"}
+    asking = threading.Thread(target=lambda: ended.append(client.post(path, content=content, headers=headers)))
+    asking.start()
+    num_answered = 0
+    while not ended and num_answered < 10:
+        client.get("/health")
+        num_answered += not ended
+    asking.join()
+    assert num_answered == 10, "the server answered nobody else meanwhile"
+    assert ended[0].status_code == 200
+
+
+def test_a_template_of_a_request_that_fails_is_the_requests_fault(client):
+    for template, said in (("{{ 1 / 0 }}", "ZeroDivisionError"), ("{{ range(1000000000) }}", "OverflowError")):
+        body = {"messages": [{"role": "user", "content": "x"}], "chat_template": template}
+        answer = client.post(CHAT, json=body)
+        assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), answer.text
 
 
 def test_documents_and_efforts_reach_the_template_of_a_chat(client):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from headrace.executor.checkpoints.converted_tokenizers import WITHOUT
 from headrace.executor.checkpoints.gguf.header import GGUFHeader, StringArray
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import TokenizerBundle
@@ -104,7 +105,7 @@ def gguf_bundle(header: GGUFHeader) -> TokenizerBundle:
     if not isinstance(kind, str) or kind in ("none", "no_vocab") or not isinstance(tokens, StringArray):
         raise ModelError(
             f"{header.path} has no tokenizer ({KEY}model and {KEY}tokens are looked for)",
-            hint="--tokenizer names another one, and --skip-tokenizer-init runs without",
+            hint=WITHOUT,
         )
     texts = list(tokens)
     special = _special_tokens(metadata, texts)
@@ -194,7 +195,7 @@ def _by_transformers(header: GGUFHeader) -> str:
         kind, pre = header.metadata.get(f"{KEY}model"), header.metadata.get(f"{KEY}pre")
         raise ModelError(
             f"the tokenizer in {path} (model {kind}, pre-tokenizer {pre}) cannot be converted: {error}",
-            hint="--tokenizer names another one, and --skip-tokenizer-init runs without",
+            hint=WITHOUT,
         ) from error
     json_text: str = converted.backend_tokenizer.to_str()
     return json_text

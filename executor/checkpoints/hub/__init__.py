@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +23,12 @@ from headrace.executor.checkpoints.hub.sources import Source, first_line
 from headrace.ipc.failure import ModelError, OptionError
 
 CODE_PATTERN = "*.py"
-CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "*.tiktoken", "merges.txt", "vocab.txt")
+CONFIG_PATTERNS = ("*.json", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "merges.txt", "vocab.txt")
 WEIGHT_PATTERNS = {
     "safetensors": ("*.safetensors",),
     "pt": ("*.bin", "*.pt", "*.pth"),
     "mistral": ("consolidated*.safetensors",),
+    "tensorizer": ("*.tensors",),
 }
 # Of a training run, or the same weights once more for another program.
 NEEDLESS = ("*/*", "consolidated*", "optimizer*", "scheduler*", "training_args*", "rng_state*", "tf_model*", "flax_*")
@@ -135,7 +137,7 @@ def _fetch(source: Source, repo: str, tag: str | None, choice: HubChoice) -> Pat
             files = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
             gguf = _chosen_gguf(repo, files, tag, choice)
         else:
-            files = [file for file in files if not _matches(file, choice.ignore_patterns)]
+            files = _not_ignored(repo, files, choice)
             gguf = _chosen_gguf(repo, files, tag, choice)
             patterns = [*_split_parts(gguf, files), "*.json"] if gguf else _patterns(files, choice)
             folder = source.fetch(repo, choice, patterns)
@@ -160,6 +162,16 @@ def _patterns(files: Sequence[str], choice: HubChoice) -> list[str]:
         weights = []
     beside = [file for file in files if _matches(file, CONFIG_PATTERNS) and "/" not in file]
     return [*weights, *beside, *(file for file in files if choice.with_code and _matches(file, (CODE_PATTERN,)))]
+
+
+def _not_ignored(repo: str, files: Sequence[str], choice: HubChoice) -> list[str]:
+    """Raises ModelError where ignore_patterns leave no weights."""
+    kept = [file for file in files if not _matches(file, choice.ignore_patterns)]
+    weights = ("*.gguf", *itertools.chain(*WEIGHT_PATTERNS.values()))
+    had, has = (any(_matches(file, weights) for file in each) for each in (files, kept))
+    if had and not has and choice.load_format != "dummy":
+        raise ModelError(f"ignore_patterns ({', '.join(choice.ignore_patterns)[:200]}) leave no weights of {repo}")
+    return kept
 
 
 def _matches(file: str, patterns: Sequence[str]) -> bool:

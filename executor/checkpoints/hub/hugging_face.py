@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 10.0
 TOKEN_HINT = "give a token of yours by HF_TOKEN in the environment, or hf_token"
+NOT_OPENED = "give another hf_token: this one does not open it"
 
 
 class HuggingFace(Source):
@@ -66,11 +67,13 @@ class HuggingFace(Source):
         from huggingface_hub import errors
 
         if isinstance(error, errors.GatedRepoError):
-            return ModelError(f"{repo} is gated", hint=f"ask for access on its page, and {TOKEN_HINT}")
+            token = NOT_OPENED if choice.token is not None else TOKEN_HINT
+            return ModelError(f"{repo} is gated", hint=f"ask for access on its page, and {token}")
         if isinstance(error, errors.RevisionNotFoundError):
             return ModelError(f"{repo} has no branch, tag or commit {choice.revision or self.default_revision}")
         if isinstance(error, errors.RepositoryNotFoundError):
-            return ModelError(f"there is no {repo}, or it is private", hint=f"for a private one, {TOKEN_HINT}")
+            token = NOT_OPENED if choice.token is not None else TOKEN_HINT
+            return ModelError(f"there is no {repo}, or it is private", hint=f"for a private one, {token}")
         return None
 
 

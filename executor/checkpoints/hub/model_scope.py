@@ -16,15 +16,18 @@ if TYPE_CHECKING:
 
 USE = "HEADRACE_USE_MODELSCOPE"
 """Of the environment: models are ModelScope's."""
+OF_VLLM = "VLLM_USE_MODELSCOPE"
+"""An engine sets ours by it; a script that only asks for a tokenizer has no engine."""
 TOKEN_HINT = "give a token of yours by MODELSCOPE_API_TOKEN in the environment"
 NOT_FOUND, DENIED = 404, (401, 403)
 
 
 def is_asked_for() -> bool:
     """Raises OptionError for a value that says neither."""
-    text = os.environ.get(USE, "").strip().lower()
+    name = USE if os.environ.get(USE) else OF_VLLM
+    text = os.environ.get(name, "").strip().lower()
     if text not in ("", "0", "1", "false", "true"):
-        raise OptionError(f"{USE}={text}: it must be 1 or 0, or true or false")
+        raise OptionError(f"{name}={text}: it must be 1 or 0, or true or false")
     return text in ("1", "true")
 
 

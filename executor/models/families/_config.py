@@ -52,10 +52,11 @@ def integer(config: Config, key: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ModelError(f"the config's {key} must be a whole number, got {_shown(config, key)}")
+        raise ModelError(f"the config's {_spelt(config, key)} must be a whole number, got {_shown(config, key)}")
     most = MOST.get(key, LARGEST)
     if abs(value) > most:
-        raise ModelError(f"the config's {key} is {_shown(config, key)}; at most {most:,} can be computed with")
+        said = f"the config's {_spelt(config, key)} is {_shown(config, key)}"
+        raise ModelError(f"{said}; at most {most:,} can be computed with")
     return value
 
 
@@ -64,14 +65,14 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ModelError(f"the config's {key} must be a number, got {_shown(config, key)}")
+        raise ModelError(f"the config's {_spelt(config, key)} must be a number, got {_shown(config, key)}")
     return float(value)
 
 
 def positive(config: Config, key: str, default: float | None = None) -> float:
     value = number(config, key, default)
     if value <= 0:
-        raise ModelError(f"the config's {key} must be positive, got {_shown(config, key)}")
+        raise ModelError(f"the config's {_spelt(config, key)} must be positive, got {_shown(config, key)}")
     return value
 
 
@@ -87,19 +88,27 @@ def flag(config: Config, key: str, default: bool) -> bool:
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
-        raise ModelError(f"the config's {key} must be true or false, got {_shown(config, key)}")
+        raise ModelError(f"the config's {_spelt(config, key)} must be true or false, got {_shown(config, key)}")
     return value
 
 
 def activation(config: Config, key: str, default: str) -> Activation:
     name = config.get(key) or default
     if name not in ACTIVATIONS:
-        raise ModelError(f"the config's {key} is {name!r}; supported are {', '.join(ACTIVATIONS)}")
+        raise ModelError(f"the config's {_spelt(config, key)} is {name!r}; supported are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
 def _shown(config: Config, key: str) -> str:
     return repr(config[key]) if config.get(key) is not None else "nothing"
+
+
+def _spelt(config: Config, key: str) -> str:
+    """As the file has it, which those look into who are told that it is wrong; both names where it has neither."""
+    own = config.own.get(key) if isinstance(config, Renamed) else None
+    if own is None or (config.get(own) is None and config.get(key) is not None):
+        return key
+    return own if config.get(own) is not None else f"{own} (or {key})"
 
 
 def rope(config: Config, head_dim: int, default_theta: float, layer_type: str | None = None) -> RopeSpec:
@@ -217,9 +226,20 @@ def layer_types(config: Config, num_layers: int, default: Sequence[str]) -> list
     return types[:num_layers]
 
 
-def renamed(config: Config, **names: str) -> dict[str, Any]:
+class Renamed(dict[str, Any]):
+    """A config with fields under common names, too."""
+
+    def __init__(self, fields: Config, own: Mapping[str, str]) -> None:
+        """own: by common name, that which the config's writer used."""
+        super().__init__(fields)
+        self.own = own
+
+
+def renamed(config: Config, **names: str) -> Renamed:
     """The config with fields under the common name too: common=own."""
-    return dict(config) | {common: config[own] for common, own in names.items() if config.get(own) is not None}
+    return Renamed(
+        dict(config) | {common: config[own] for common, own in names.items() if config.get(own) is not None}, names
+    )
 
 
 def biases(config: Config, key: str, default: bool) -> dict[str, bool]:

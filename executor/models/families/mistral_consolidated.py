@@ -55,7 +55,7 @@ def build(config: Config) -> ArchSpec:
     for name in NOT_SUPPORTED:
         if config.get(name):
             raise ModelError(f"the {name} of this params.json is not supported: use the model's Hugging Face files")
-    config = {"max_position_embeddings": config.get("max_seq_len")} | renamed(config, **OWN_NAMES)
+    config = renamed({"max_position_embeddings": config.get("max_seq_len"), **config}, **OWN_NAMES)
     head_dim, ffn = head_dim_of(config), None
     if mixture := config.get("moe"):
         if not isinstance(mixture, dict):

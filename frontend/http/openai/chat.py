@@ -242,7 +242,17 @@ def _schema_of(form: StructuredOutputsParams | None) -> Any:
 class _Choice:
     """What is told of one output so far."""
 
-    __slots__ = ("arguments_event", "began", "call", "num_tokens", "reader", "reasoning_event", "text_event")
+    __slots__ = (
+        "arguments_event",
+        "began",
+        "call",
+        "going_on",
+        "num_tokens",
+        "reader",
+        "reasoning_event",
+        "text_event",
+        "until",
+    )
 
     def __init__(self, text_event: TextEvent, reader: OutputParser | None) -> None:
         self.text_event, self.reader = text_event, reader
@@ -250,6 +260,10 @@ class _Choice:
         self.arguments_event: TextEvent | None = None
         """Of more arguments of the call `call`."""
         self.call = -1
+        self.going_on = text_event
+        """Of more of what was told last."""
+        self.until: Callable[[str], object] | None = None
+        """What is told so until this finds something in it, or there is none; None: always asks the reader."""
         self.began = False
         self.num_tokens = 0
 
@@ -328,8 +342,12 @@ class ChatAnswer(OpenAIEvents):
         if self._is_plain and finish_reason is None:
             if reader is None:
                 return first + choice.text_event.of(output.text)
-            if (said := reader.go_on(output.text)) is not None:
+            text = output.text
+            if (until := choice.until) is not None and text and not until(text):
+                return first + choice.going_on.of(text)
+            if (said := reader.go_on(text)) is not None:
                 return first + self._went_on(choice, reader, said, output.index)
+            choice.until = None
             events = self._read(reader, output, ends=False)
             return first + b"".join([self._event_of(choice, each, output.index) for each in events])
         deltas = [Delta(content=output.text)]
@@ -370,10 +388,13 @@ class ChatAnswer(OpenAIEvents):
 
     def _went_on(self, choice: _Choice, reader: OutputParser, said: str, index: int) -> bytes:
         """The event of a piece that is all content, or reasoning, or arguments."""
-        if reader.call >= 0:
-            return b"" if self._is_left_out(reader.call) else self._arguments_event(choice, reader.call, index).of(said)
-        if not reader.is_thinking:
-            return choice.text_event.of(said)
+        if self._is_left_out(reader.call):
+            return b""
+        if reader.call >= 0 or not reader.is_thinking:
+            is_content = reader.call < 0
+            choice.going_on = choice.text_event if is_content else self._arguments_event(choice, reader.call, index)
+            choice.until = reader.goes_on_until
+            return choice.going_on.of(said)
         self._thoughts.setdefault(index, []).append(said)
         if self._request.include_reasoning is False:
             return b""

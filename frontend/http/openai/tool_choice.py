@@ -54,13 +54,17 @@ def tool_choice_of(tools: Tools | None, choice: str | dict[str, Any] | None) -> 
 
 
 def check_tools(tools: Tools | None) -> None:
-    """Raises ApiError for what is no function with a name and a schema."""
+    """Raises ApiError for what is no function with a name of its own and a schema."""
+    names: set[str] = set()
     for index, tool in enumerate(tools or ()):
         where, function = f"tools[{index}]", tool.get("function")
         if tool.get("type", "function") != "function" or not isinstance(function, dict):
             raise bad_field(where, f"{where} must be {{type: function, function: {{name: ...}}}}")
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise bad_field(f"{where}.function.name", f"{where}.function needs a name")
+        if function["name"] in names:
+            raise bad_field("tools", f"two tools are called {function['name']!r:.100}")
+        names.add(function["name"])
         for name in function.keys() - set(_OF_FUNCTIONS):
             if (known := closest(name, _OF_FUNCTIONS)) is not None:
                 raise bad_field(

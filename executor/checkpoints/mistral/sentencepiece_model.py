@@ -1,0 +1,96 @@
+"""Mistral's tokenizers before tekken: SentencePiece models, tokenizer.model.v1 to v7 (tokenizer.model is one of v1).
+
+Control tokens ([INST] and its like) are pieces of the model. What is put before a text is a space, as SentencePiece
+does it ("add_dummy_prefix"); the parts of a conversation have theirs from its template.
+Format: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headrace.executor.checkpoints.converted_tokenizers import WITHOUT, is_installed
+from headrace.ipc.failure import ModelError
+
+SPACE = "▁"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+BPE = 2
+
+
+def check_readable(path: Path) -> None:
+    """Raises ModelError where a library that reads such files is not here."""
+    if needed := [name for name in ("sentencepiece", "google.protobuf") if not is_installed(name)]:
+        packages = " ".join(name.removeprefix("google.") for name in needed)
+        raise ModelError(
+            f"reading {path.name} in {path.parent} needs {packages}, which is not installed: pip install {packages}",
+            hint=WITHOUT,
+        )
+
+
+def sentencepiece_tokenizer(path: Path) -> Any:
+    """In the `tokenizers` library's form. Raises ModelError, naming the file, where it is not sound."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pieces = _pieces(path)
+    vocabulary = {piece.piece: index for index, piece in enumerate(pieces)}
+    unknown = next((piece.piece for piece in pieces if piece.type == UNKNOWN), None)
+    try:
+        tokenizer = Tokenizer(
+            models.BPE(vocabulary, _merges(pieces), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        )
+    except Exception as error:  # the library raises plain Exception for every fault
+        raise ModelError(f"the tokenizer in {path} is not sound: {error}") from error
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    # Of two steps, as one by itself puts no space before a text that begins with one. The first finds no space to
+    # replace, and puts its own before what no special token comes before.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(" ", prepend_scheme="first", split=False),
+            pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=False),
+        ]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = [piece for piece in pieces if piece.type in (UNKNOWN, CONTROL, USER_DEFINED)]
+    tokenizer.add_tokens(
+        [AddedToken(piece.piece, normalized=False, special=piece.type != USER_DEFINED) for piece in special]
+    )
+    if tokenizer.get_vocab_size() != len(pieces):
+        raise ModelError(f"{path} has {len(pieces)} pieces, of which {tokenizer.get_vocab_size()} are different")
+    return tokenizer
+
+
+def _pieces(path: Path) -> list[Any]:
+    """In order of their ids. Raises ModelError for a model that reads text in another way than Mistral's do."""
+    check_readable(path)
+    from sentencepiece import sentencepiece_model_pb2
+
+    model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made as it is imported
+    try:
+        model.ParseFromString(path.read_bytes())
+    except Exception as error:  # protobuf's DecodeError, of whichever implementation is there
+        raise ModelError(f"{path} is no SentencePiece model: {error}") from error
+    trained, normal = model.trainer_spec, model.normalizer_spec
+    facts = {
+        "has no pieces": not model.pieces,
+        "is no BPE": trained.model_type != BPE,
+        "spells no bytes": not trained.byte_fallback,
+        "changes characters": bool(normal.precompiled_charsmap),
+        "puts no space before a text": not normal.add_dummy_prefix,
+        "takes spaces out": normal.remove_extra_whitespaces,
+    }
+    if others := [fact for fact, is_so in facts.items() if is_so]:
+        raise ModelError(f"{path} is no tokenizer of Mistral's: it {' and '.join(others)}")
+    return list(model.pieces)
+
+
+def _merges(pieces: list[Any]) -> list[tuple[str, str]]:
+    """Every way to make a piece of two, pieces of higher score first: SentencePiece joins what makes the highest."""
+    scores = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}
+    found = []
+    for text in sorted(scores, key=scores.__getitem__, reverse=True):
+        cuts = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+        found += [(left, right) for left, right in cuts if left in scores and right in scores]
+    return found
