@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,12 +19,40 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a script's background job is started, and as all its children would then be: none would notice Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Read as torch is imported, here and in children: else its threads spin for milliseconds after each product, on cores
+# that the tests beside this one need.
+
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
 # How fast a busy machine makes examples says nothing of what is tested.
 
 LEFTOVER_GRACE_S = 5.0
 """How long a test's processes may take to end after it: what the design promises after a death."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and made for thousands of tests stays: the collector of garbage never walks through it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def nothing_given_back_to_the_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A benchmark or a simulation that ends within a test calls `gc.unfreeze`, which shows the collector everything."""
+    calls: list[None] = []
+    unfreeze = gc.unfreeze
+    monkeypatch.setattr(gc, "unfreeze", lambda: calls.append(unfreeze()))
+    yield
+    if calls:  # asking how much is frozen would walk through it, as long as a collection does
+        gc.collect(1)
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -54,10 +85,11 @@ def runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def no_process_left_over() -> Iterator[None]:
     """Fails a test that leaves a child process behind, and ends it so that the next test is not blamed."""
-    before = _descendants()
+    before, began_s = _descendants(), time.clock_gettime(time.CLOCK_BOOTTIME)
     yield
     # What a server of a fixture starts for itself, such as the process that tries grammars, ends with that server.
-    left = {process for process in _descendants() - before if _parent(process) not in before}
+    since = [process for process in _descendants() - before if _started_s(process) >= began_s]
+    left = [process for process in since if _parent(process) not in before]
     _, alive = psutil.wait_procs(left, timeout=LEFTOVER_GRACE_S)
     names = [f"{process.pid} {_command(process)}" for process in alive]
     for process in alive:
@@ -66,7 +98,33 @@ def no_process_left_over() -> Iterator[None]:
 
 
 def _descendants() -> set[psutil.Process]:
-    return {process for process in psutil.Process(os.getpid()).children(recursive=True) if _is_alive(process)}
+    """Those alive, by the kernel's lists of children: psutil would read every process of the machine, twice a test.
+
+    Such a list may lack one while another ends, so a process that it has anew need not be new.
+    """
+    found: set[psutil.Process] = set()
+    todo = [os.getpid()]
+    while todo:
+        for pid in _children(todo.pop()):
+            todo.append(pid)
+            with suppress(psutil.Error):  # it has ended meanwhile
+                found.add(psutil.Process(pid))
+    return {process for process in found if _is_alive(process)}
+
+
+def _children(pid: int) -> Iterator[int]:
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                yield from map(int, file.read().split())
+
+
+def _started_s(process: psutil.Process) -> float:
+    """On the clock that counts from the machine's start, and no sooner than it was: that is known to a tick."""
+    try:
+        return process.create_time() - psutil.boot_time() + 1 / os.sysconf("SC_CLK_TCK")
+    except psutil.Error:
+        return 0.0
 
 
 def _parent(process: psutil.Process) -> psutil.Process | None:

@@ -38,7 +38,10 @@ MAY_IMPORT_LAZILY = MappingProxyType(
     {
         "ipc": {"numpy"},  # a client that never touches an array never loads it
         "core": {"tqdm", "ray"},  # for those who look at a terminal; an extra
-        "executor": {"ray", "runai_model_streamer", "fastsafetensors", "modelscope", "mistral_common"},  # extras
+        "executor": {
+            *("ray", "runai_model_streamer", "fastsafetensors", "tensorizer", "modelscope", "mistral_common"),  # extras
+            "sentencepiece",  # for the few models that have nothing else
+        },
         "frontend": {
             *("headrace.core.engine.engine", "headrace.core.engine.memory_port"),  # a core on a thread of this process
             "matplotlib",  # headrace bench plot
@@ -51,7 +54,8 @@ MAY_IMPORT_BY_FILE = MappingProxyType(
         "ipc/step.py": {"numpy"},
         "core/structured_output/llguidance_backend.py": {"llguidance"},
         "core/structured_output/xgrammar_backend.py": {"xgrammar", "tvm_ffi"},
-        "frontend/api/helpers.py": {"transformers", "huggingface_hub"},  # where they are asked for by name
+        # Where they are asked for by name.
+        "frontend/api/helpers.py": {"transformers", "huggingface_hub", "headrace.executor.checkpoints.hub"},
     }
 )
 
@@ -59,7 +63,7 @@ WITHIN = frozenset(
     map(
         Path,
         (
-            *("executor/checkpoints/gguf", "executor/checkpoints/hub"),
+            *("executor/checkpoints/gguf", "executor/checkpoints/hub", "executor/checkpoints/mistral"),
             *("executor/models/blocks", "executor/models/families"),
             *("executor/gpu/hardware", "executor/gpu/weights", "ipc/process", "ipc/transport"),
             *("frontend/api/inputs", "frontend/api/parameters", "frontend/bench/results", "frontend/bench/traffic"),

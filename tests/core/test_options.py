@@ -111,6 +111,7 @@ def test_a_torch_dtype_is_taken_by_name() -> None:
         ({"trust_remote_code": "maybe"}, ["trust_remote_code=maybe", "true or false"]),
         ({"max_modle_len": 4}, ["unknown option max_modle_len", "did you mean max_model_len?"]),
         ({"zzzz": 4}, ["unknown option zzzz"]),
+        ({"load_format": "SafeTensor"}, ["load_format=SafeTensor: it must be one of", "did you mean safetensors?"]),
         ({"device": "gpu"}, ["device=gpu: it must be auto, cpu, cuda or cuda:INDEX; did you mean 'cuda'?"]),
         ({"device": "CUDA:1"}, ["did you mean 'cuda:1'?"]),
         ({"device": "cuda:x"}, ["device=cuda:x: it must be auto, cpu, cuda or cuda:INDEX"]),
@@ -217,8 +218,8 @@ def test_vllms_flags_are_answered_by_name_with_what_works(arguments: list[str], 
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        ("bitsandbytes", "a checkpoint that bitsandbytes wrote is recognised by its config: use auto"),
-        ("tensorizer", "tensorizer's files are not read: use safetensors"),
+        ("runai_streamer_sharded", "its library is not used: use sharded_state"),
+        ("modelexpress", "weights of other servers are not fetched: use safetensors"),
     ],
 )
 def test_vllms_other_ways_of_loading_are_answered_with_what_to_use(value: str, sentence: str) -> None:
@@ -348,6 +349,9 @@ def test_a_model_after_an_api_key_is_refused_in_a_sentence_and_no_second_key(
     with pytest.raises(SystemExit):
         parser.parse_args(["--api-key", "K", "some/model"])
     assert "--api-key took 2 values, and no model is named: give the model first" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--api-key", "J", "--api-key", "K", "some/model"])
+    assert "--api-key took 2 values, and no model is named" in capsys.readouterr().err
     parsed = parser.parse_args(["some/model", "--api-key", "K"])
     assert struct_from_arguments(parsed, ServeOptions).api_key == (Secret("K"),)
     assert options_from_arguments(parsed).model == "some/model"
@@ -370,6 +374,18 @@ def test_a_model_that_a_list_option_would_take_is_refused(capsys: pytest.Capture
     assert from_command_line("some/model", "--served-model-name", "a", "b").model == "some/model"
     assert from_command_line("--served-model-name", "a", "b", "--model", "m").model == "m"
     assert from_command_line("--served-model-name", "a").model == ""
+
+
+def test_a_list_option_that_is_given_twice_took_no_model() -> None:
+    parser = OptionParser()
+    add_options(parser, positional_model=True)
+    add_options(parser, ServeOptions)
+    for name in ("api_key", "tool_server", "served_model_name", "allowed_origins"):
+        flag = "--" + name.replace("_", "-")
+        for repeated in ([flag, "http://a", flag, "http://b"], [f"{flag}=http://a", f"{flag}=http://b"]):
+            parsed = parser.parse_args([*repeated, "--seed", "1"])
+            assert getattr(parsed, name) == ["http://a", "http://b"]
+            assert options_from_arguments(parsed).model == ""
 
 
 def test_errors_name_the_flag(capsys: pytest.CaptureFixture[str]) -> None:

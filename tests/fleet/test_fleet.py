@@ -222,6 +222,7 @@ def test_a_paused_engine_says_so_and_keeps_its_requests(thread: EngineThread, mo
 def test_without_migrations_a_request_ends_with_its_engine(thread: EngineThread) -> None:
     (error,), _, _ = run(thread, [SamplingParams(**LONG)], kill_first, options=RouterOptions(max_migrations=0))
     assert isinstance(error, EngineDeadError)
+    assert "this request ends with its engine (max_migrations is 0)" in str(error)
     assert "it was killed" in str(error)
 
 

@@ -75,6 +75,7 @@ def test_a_request_that_came_meanwhile_does_not_wait_for_the_walk(collector: Idl
 
 
 def test_what_is_made_to_last_is_never_walked_through_and_what_is_made_after_it_is() -> None:
+    gc.unfreeze()  # what the tests' process has made to last
     before = (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count())
     with lasting_objects() as made:
         assert not gc.isenabled()
