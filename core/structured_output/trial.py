@@ -108,8 +108,8 @@ class Trial:
                 self._is_new = False
             channel.send(candidate, Deadline(MOST_WAIT_S))
             verdict: Verdict = channel.receive(Deadline(MOST_WAIT_S))
-        except (ChannelClosedError, WaitTimeoutError):
-            said = self._end()
+        except (ChannelClosedError, WaitTimeoutError) as error:
+            said = self._end(has_closed=isinstance(error, ChannelClosedError))
             return None if said is None else f"SamplingParams.structured_outputs: {said}"
         return verdict.problem
 
@@ -133,15 +133,19 @@ class Trial:
         channel.send(Beginning(self._vocabulary), Deadline(START_S))
         return channel
 
-    def _end(self) -> str | None:
-        """Ends the process, if it has not ended; what its end means, None where somebody else killed it."""
+    def _end(self, *, has_closed: bool) -> str | None:
+        """Ends the process, if it has not ended; what its end means, None where somebody else killed it.
+
+        One that has closed its channel is ending of itself, however long that takes on a busy machine.
+        """
         process, channel = self._process, self._channel
         assert process is not None, "it was started"
         assert channel is not None, "it was started"
         self._process = self._channel = None
         channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.2)  # one that crashed closes its end a little before it is gone
+        if has_closed:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(MOST_WAIT_S)
         status = process.poll()
         if status is None:
             process.kill()

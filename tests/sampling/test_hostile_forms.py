@@ -7,6 +7,8 @@ Times are processor seconds of this thread, where a machine's load does not show
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +20,11 @@ from test_grammar_backends import VOCABULARY, compiled, takes
 from headrace import InvalidRequestError, StructuredOutputsParams
 from headrace.core.engine.sessions import Inbox
 from headrace.core.structured_output.json_schema import closed
-from headrace.core.structured_output.trial import Trial
+from headrace.core.structured_output.trial import Trial, TrialMessage
 from headrace.ipc.codec import Tensor
 from headrace.ipc.messages import MOST_GRAMMAR_CHARACTERS, AddRequest, Generate, Sampling, StructuredOutput
 from headrace.ipc.process.child import STOP_SIGNALS
+from headrace.ipc.transport.channel import Channel
 
 LARGE = 8 << 20
 """About the largest body."""
@@ -124,5 +127,23 @@ def test_a_signal_to_all_processes_does_not_end_the_trial_of_a_grammar() -> None
         (process,) = set(psutil.Process().children()) - others
         process.terminate()  # before it could leave that to its parent
         trial.check("llguidance", StructuredOutput(kind="regex", text="[ab]+"))
+    finally:
+        trial.stop()
+
+
+def test_a_trial_that_crashed_is_told_from_one_that_hangs_though_it_is_long_in_dying() -> None:
+    """On a busy machine: its channel is closed at once, its memory is given back later."""
+    trial = Trial(VOCABULARY)
+    channel, theirs = Channel.pair(TrialMessage)
+    with theirs:
+        # Closes its end, as one that crashes, and is gone a second later.
+        crash = "import os, signal, sys, time; os.close(int(sys.argv[1])); time.sleep(1); signal.raise_signal(11)"
+        trial._process = subprocess.Popen(
+            [sys.executable, "-c", crash, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        )
+    trial._channel = channel
+    try:
+        with pytest.raises(InvalidRequestError, match="ended with status -11"):
+            trial.check("llguidance", StructuredOutput(kind="regex", text="[ab]+"))
     finally:
         trial.stop()
