@@ -142,7 +142,9 @@ class Member:
         self.elsewhere_until_s = until_s
 
     def is_full(self, now_s: float) -> bool:
-        return now_s < self.full_until_s or self.num_active >= self.facts.capacity + self.facts.max_waiting
+        """Whether it would refuse a request, by what is known here: it has said so a moment ago, or has this frontend's
+        own up to its bound. What others have there is older than it, and may have ended: the engine judges that."""
+        return now_s < self.full_until_s or self.num_outputs >= self.facts.capacity + self.facts.max_waiting
 
     def is_usable(self, now_s: float) -> bool:
         return not (self.is_gone or self.is_draining or self.ailment_) and not self.is_full(now_s)

@@ -230,6 +230,15 @@ def test_the_queue_of_the_whole_is_bounded() -> None:
     assert raised.value.retry_after_s >= 1.0
 
 
+def test_what_an_engine_tells_of_others_is_for_it_to_refuse_for() -> None:
+    """What it last told of may have ended since: aborted requests of this very frontend are among them for a moment."""
+    router = make(1, capacity=4)
+    router.load("engine 0", 4, 4, 0.0)
+    assert place(router, *(request() for _ in range(8))) == ["engine 0"] * 8
+    with pytest.raises(AllFullError):
+        place(router, request())
+
+
 def test_a_refused_request_goes_to_one_that_has_not_refused_it() -> None:
     router = make(2)
     asked = request()

@@ -188,6 +188,7 @@ def test_a_full_queue_answers_429_with_a_time_to_come_back(slow_server):
                         for _ in range(2)
                     ]
                     while metric(watcher, "headrace:num_requests_waiting") < 2:
+                        assert not any(task.done() for task in waiting), "both wait"
                         await asyncio.sleep(0.01)
                     refused = [
                         await client.post(COMPLETIONS, json={"prompt": [5], "stream": stream})
