@@ -69,6 +69,18 @@ def with_schemas_in_lark(lark: str, change: Callable[[Any], Any]) -> str:
     return "".join([*parts, lark[at:]])
 
 
+def schemas_in_lark(lark: str) -> list[Any]:
+    """Those that stand behind %json in a grammar. Raises ValueError for one that is no JSON."""
+    found: list[Any] = []
+
+    def keep(schema: Any) -> Any:
+        found.append(schema)
+        return schema
+
+    with_schemas_in_lark(lark, keep)
+    return found
+
+
 def find_culprit(schema: Any, problem: str, problem_of: Callable[[Any], str]) -> str:
     """The JSON pointer of the innermost part of a schema that has the problem by itself; "" for none but the whole.
 

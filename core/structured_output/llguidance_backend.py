@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -18,9 +19,10 @@ from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmas
 
 from headrace.core.structured_output.backend import MOST_FORCED, Backend, still_forced
 from headrace.core.structured_output.forms import is_gbnf, prepared
-from headrace.core.structured_output.json_schema import find_culprit
+from headrace.core.structured_output.json_schema import MOST_TRIES, find_culprit, schemas_in_lark
 from headrace.core.structured_output.refusals import reason, refusal
 from headrace.core.structured_output.structural_tag import format_of, in_lark
+from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 
 if TYPE_CHECKING:
@@ -109,10 +111,7 @@ class LLGuidanceBackend:
             raise refusal(wanted, str(error)) from None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if problem := matcher.get_error():
-            where = ""
-            if wanted.kind == "json":
-                where = find_culprit(json.loads(wanted.text), problem, lambda schema: _problem_of(schema, self._limits))
-            raise refusal(wanted, problem, where)
+            raise self._refusal(wanted, problem)
         # The first mask builds most of what later ones reuse, and may meet a limit; copies share it.
         masks = np.zeros((1, -(-self._tokenizer.vocab_size // 32)), np.int32)
         matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
@@ -120,6 +119,23 @@ class LLGuidanceBackend:
         if problem := matcher.get_error():
             raise refusal(wanted, problem)
         return LLGuidanceMatcher(self, matcher, masks[0], forced)
+
+    def _refusal(self, wanted: StructuredOutput, problem: str) -> InvalidRequestError:
+        """With the part of the schema, and of a grammar the schema within, that has the problem."""
+
+        def problem_of(schema: Any) -> str:
+            return _problem_of(schema, self._limits)
+
+        if wanted.kind == "json":
+            return refusal(wanted, problem, find_culprit(json.loads(wanted.text), problem, problem_of))
+        if wanted.kind == "grammar":
+            with contextlib.suppress(ValueError):  # the problem is that a schema is no JSON
+                for schema in schemas_in_lark(wanted.text)[:MOST_TRIES]:
+                    if (own := problem_of(schema)) and own in problem:
+                        title = schema.get("title") if isinstance(schema, dict) else None
+                        where = find_culprit(schema, own, problem_of)
+                        return refusal(wanted, own, where, title if isinstance(title, str) else "")
+        return refusal(wanted, problem)
 
     def forget(self) -> None:
         """It keeps nothing of a grammar."""

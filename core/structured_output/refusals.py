@@ -20,9 +20,10 @@ _NAMES = {
 }
 
 
-def refusal(wanted: StructuredOutput, problem: str, where: str = "") -> InvalidRequestError:
-    """where: the JSON pointer of the part of a schema that has the problem."""
-    place = f" at {where}" if where else ""
+def refusal(wanted: StructuredOutput, problem: str, where: str = "", title: str = "") -> InvalidRequestError:
+    """where: the JSON pointer of the part of a schema that has the problem. title: that schema's, within a grammar."""
+    place = " of ".join(filter(None, (where, f"the schema {title!r:.120}" if title else "")))
+    place = f" at {place}" if place else ""
     return InvalidRequestError(
         f"SamplingParams.structured_outputs: the {_NAMES[wanted.kind]} cannot be used{place}: {reason(problem)}"
     )

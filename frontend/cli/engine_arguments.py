@@ -123,7 +123,7 @@ def check_text(name: str, text: str | None) -> None:
 
 def as_flag_error(error: InvalidRequestError) -> OptionError:
     """A SamplingParams' complaint about a value that came from a flag."""
-    name, _, rest = str(error).removeprefix("SamplingParams.").partition(" = ")
+    name, _, rest = str(error).replace("SamplingParams.", "").partition(" = ")
     return OptionError(f"{flag('sampling_seed' if name == 'seed' else name)}={rest}")
 
 

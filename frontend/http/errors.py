@@ -109,14 +109,23 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         answer = ApiError.of(error)
         said = answer.body
         name = re.split(r"[.\[]", said.param or "", maxsplit=1)[0]
-        if name not in names:
+        own_name = names.get(name, name)
+        if own_name == name and _with_own_names(said.message, names) == said.message:
             raise
         answer.body = msgspec.structs.replace(
             said,
-            param=names[name] + (said.param or "").removeprefix(name),
-            message=re.sub(rf"^{name}\b", names[name], said.message),
+            param=own_name + (said.param or "").removeprefix(name),
+            message=re.sub(rf"^{name}\b", own_name, _with_own_names(said.message, names)),
         )
         raise answer from error
+
+
+def _with_own_names(message: str, names: Mapping[str, str]) -> str:
+    """What has an underscore is a field's name wherever it stands; another may be a word."""
+    for name, own_name in names.items():
+        if "_" in name:
+            message = re.sub(rf"\b{name}\b", own_name, message)
+    return message
 
 
 def shortened(text: str, longest: int) -> str:

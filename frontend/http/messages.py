@@ -276,6 +276,10 @@ def _choice_of(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | No
         case "any":
             return "required", several
         case "tool":
+            if not isinstance(choice.get("name"), str):
+                raise bad_field(
+                    "tool_choice.name", "tool_choice needs the name of a tool: give {type: tool, name: ...}"
+                )
             return {"type": "function", "function": {"name": choice.get("name")}}, several
     raise bad_field("tool_choice", "tool_choice must be {type: auto}, {type: any}, {type: none} or {type: tool, name}")
 
@@ -491,7 +495,7 @@ class MessagesAnswer:
     ) -> tuple[Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"], str | None]:
         if finish_reason == "length":
             return "max_tokens", None
-        if self._reader.num_calls:
+        if self._reader.num_calls and not self._reader.is_cut_by(stop_reason):
             return "tool_use", None
         return ("stop_sequence", stop_reason) if isinstance(stop_reason, str) else ("end_turn", None)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -62,15 +63,25 @@ class ShowRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 _SAME_OPTIONS = (
-    *("temperature", "top_k", "top_p", "min_p", "typical_p", "stop", "presence_penalty", "frequency_penalty"),
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "stop"),
     *("mirostat", "mirostat_tau", "mirostat_eta"),
 )
 _OF_LOADING = (
     *("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock", "num_thread"),
-    *("num_keep", "penalize_newline"),
+    *("num_keep", "penalize_newline", "logits_all"),
 )
 """How Ollama loads a model, what it keeps of a context that overflows, which none does here, and what its examples have
 though it reads it no more: no answer depends on them."""
+_NEUTRAL: Mapping[str, Any] = types.MappingProxyType({"tfs_z": 1, "vocab_only": False, "embedding_only": False})
+"""Retired options, at the value that asks for nothing."""
+_PENALTIES: Mapping[str, tuple[str, float]] = types.MappingProxyType(
+    {
+        "repeat_penalty": ("repetition_penalty", 1),
+        "presence_penalty": ("presence_penalty", 0),
+        "frequency_penalty": ("frequency_penalty", 0),
+    }
+)
+"""Ours, and the value that asks for nothing. All of them look at the last `repeat_last_n` tokens."""
 
 
 def _sampling(options: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
@@ -84,21 +95,35 @@ def _sampling(options: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
         elif name == "seed":
             fields["seed"] = None if _integer(value, where) < 0 else value
         elif name == "num_predict":
-            fields["max_tokens"] = None if _integer(value, where) in (-1, -2) else value
+            if _integer(value, where) < 1 and value not in (-1, -2):
+                raise bad_field(where, f"{where} is {value}; it must be 1 at least, or -1 or -2 for what fits")
+            fields["max_tokens"] = None if value < 0 else value
         elif name == "num_ctx":
             assert engine.client is not None
             limit = engine.client.welcome.max_model_len
             if _integer(value, where) > limit:
                 raise bad_field(where, f"num_ctx is {value}; this server's context is {limit} tokens")
-        elif name == "repeat_penalty":
+        elif name in _PENALTIES:
             if given.get("repeat_last_n") != 0:
-                fields["repetition_penalty"] = value
+                fields[_PENALTIES[name][0]] = value
         elif name == "repeat_last_n":
-            if value not in (0, -1):
-                raise bad_field(where, "repeat_last_n must be -1 or 0: penalties are of the whole context, or none")
+            _integer(value, where)
+            if value not in (0, -1) and (penalty := _penalty_in(given)) is not None:
+                raise bad_field(
+                    where,
+                    f"{where} is {value}, and options.{penalty} counts every token here, not the last ones: give -1, "
+                    "or 0 for no penalty, or leave it out",
+                )
+        elif name in _NEUTRAL and value == _NEUTRAL[name]:
+            continue
         elif name not in _OF_LOADING:
             raise bad_field(where, f"options.{name[:80]} is not supported", "unknown_parameter")
     return fields
+
+
+def _penalty_in(options: Mapping[str, Any]) -> str | None:
+    """One that asks for something."""
+    return next((name for name, (_, nothing) in _PENALTIES.items() if options.get(name, nothing) != nothing), None)
 
 
 def _integer(value: Any, where: str) -> int:

@@ -201,6 +201,13 @@ def test_a_bad_field_of_a_completion_is_named(client, body, param, said):
             "image_url: multimodal",
         ),
         ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+        ({"messages": MESSAGES, "max_tokens": 0}, "max_tokens", "max_tokens = 0: must be at least 1"),
+        ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens = 0: "),
+        (
+            {"messages": MESSAGES, "max_completion_tokens": 2, "min_tokens": 3},
+            "min_tokens",
+            "min_tokens = 3: must not exceed max_completion_tokens, 2",
+        ),
         ({"messages": MESSAGES, "logprobs": True, "top_logprobs": -2}, "top_logprobs", "at least 0, or -1"),
         ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice", "`tools` must be set"),
         ({"messages": MESSAGES, "chat_template": "{{ x }}"}, "chat_template", "trust_request_chat_template"),

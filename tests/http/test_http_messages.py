@@ -191,6 +191,12 @@ def test_a_tool_that_must_be_called_is(client):
             assert [block.name for block in message.content if block.type == "tool_use"]
 
 
+def test_a_call_that_a_stop_sequence_has_cut_is_no_use_of_a_tool(client):
+    message = client.messages.create(**body_of(SAID[: SAID.index("rich")], tools=[WEATHER]))
+    assert message.content[-1].type == "tool_use"
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", END)
+
+
 def test_a_request_as_claude_code_sends_it_is_answered(client):
     """With what Anthropic's own service offers besides, which asks for nothing here."""
     cached = {"type": "ephemeral"}
@@ -247,6 +253,7 @@ def test_every_field_of_the_clients_is_known():
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [WEATHER]}, "names the tool 'x'"),
+        ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, "needs the name of a tool: give {type: tool, name"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "type 'image' is not supported",

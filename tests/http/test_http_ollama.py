@@ -175,8 +175,13 @@ def test_json_needs_no_content_type_but_from_web_pages(server, path, body, heade
     [
         (lambda client: client.chat("other", [{"role": "user", "content": "x"}]), 404, "'other' does not exist"),
         (lambda client: client.show("other"), 404, "'other' does not exist"),
-        (lambda client: client.chat(**chat_of("x", options={"tfs_z": 1.0})), 400, "options.tfs_z is not supported"),
-        (lambda client: client.chat(**chat_of("x", options={"repeat_last_n": 64})), 400, "repeat_last_n must be"),
+        (lambda client: client.chat(**chat_of("x", options={"tfs_z": 0.5})), 400, "options.tfs_z is not supported"),
+        (
+            lambda client: client.chat(**chat_of("x", options={"repeat_last_n": 64, "presence_penalty": 1})),
+            400,
+            "options.repeat_last_n is 64, and options.presence_penalty counts every token here",
+        ),
+        (lambda client: client.chat(**chat_of("x", options={"num_predict": 0})), 400, "options.num_predict is 0"),
         (lambda client: client.chat(**chat_of("x", options={"num_ctx": 4096})), 400, "context is 1024 tokens"),
         (lambda client: client.chat(**chat_of("x", options={"temperature": "hot"})), 400, "temperature"),
         (lambda client: client.chat(**chat_of("x", options={"temperature": -1.0})), 400, "temperature"),
@@ -202,6 +207,29 @@ def test_options_of_loading_are_taken_and_a_context_within_the_models(client):
     options = {"num_ctx": 512, "num_gpu": 1, "num_thread": 4, "repeat_penalty": 1.1, "repeat_last_n": 0, "seed": -1}
     options["penalize_newline"] = True
     assert client.chat(**chat_of("hello", options=options)).message.content == "hello"
+
+
+def test_every_option_of_ollamas_at_its_default_is_taken(client):
+    """As clients send them that fill in all they know."""
+    defaults: Any = {
+        **{"numa": False, "num_ctx": 512, "num_batch": 512, "num_gpu": -1, "main_gpu": 0, "low_vram": False},
+        **{"f16_kv": True, "logits_all": False, "vocab_only": False, "use_mmap": True, "use_mlock": False},
+        **{"embedding_only": False, "num_thread": 0, "num_keep": 4, "seed": -1, "num_predict": -1, "top_k": 40},
+        **{"top_p": 0.9, "tfs_z": 1.0, "typical_p": 1.0, "repeat_last_n": 64, "temperature": 0.8, "repeat_penalty": 1},
+        **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1},
+        **{"penalize_newline": True, "stop": [END]},
+    }
+    assert defaults.keys() == ollama.Options.model_fields.keys()
+    assert client.chat(**chat_of("hello", options=defaults)).message.content == "hello"
+
+
+def test_no_last_tokens_are_no_penalties(client):
+    """A penalty that is out of range shows whether it reaches the engine."""
+    for penalty in ("repeat_penalty", "presence_penalty", "frequency_penalty"):
+        with pytest.raises(ollama.ResponseError, match="must be"):
+            client.chat(**chat_of("hello", options={penalty: -9}))
+        answer = client.chat(**chat_of("hello", options={penalty: -9, "repeat_last_n": 0}))
+        assert answer.message.content == "hello"
 
 
 def test_a_wrong_key_is_told_in_ollamas_shape():

@@ -42,6 +42,8 @@ ARGUMENTS = (
     *("--distributed-executor-backend", PARROT, "--chat-template", TEMPLATE),
     *("--reasoning-parser", "qwen3", "--max-model-len", "1024"),
 )
+ALLOWED: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]}
+ASKED: Any = [{"role": "user", "content": END}]
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -201,6 +203,29 @@ def test_items_of_an_earlier_turn_reach_the_template(client):
     ResponseItemList.model_validate(stored.model_dump(), strict=True)
 
 
+def test_a_call_that_a_stop_string_has_cut_is_incomplete(client):
+    (call,) = ask(client, CALL[: CALL.index("rich")], tools=[WEATHER]).output
+    assert (call.type, call.status, call.arguments) == ("function_call", "incomplete", '{"city": "Zü')
+    tools = [{**WEATHER, "strict": False}]
+    hidden = ask(client, CALL + CALL[: CALL.index("rich")], tools=tools, parallel_tool_calls=False)
+    assert [(call.type, call.status) for call in hidden.output] == [("function_call", "completed")]
+
+
+def test_the_output_of_a_call_that_nobody_made_is_refused(client):
+    """Also of one that a response has made which this one does not follow."""
+    first = ask(client, CALL, tools=[WEATHER])
+    (call,) = first.output
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    custom: Any = {**output, "type": "custom_tool_call_output"}
+    assert ask(client, "", input=[output, *ASKED], previous_response_id=first.id).status == "completed"
+    assert ask(client, "", input=[call.to_dict(), output, *ASKED]).output_text.endswith("[tool:sunny]")
+    for each, kind in ((output, "function call"), (custom, "custom tool call")):
+        with pytest.raises(openai.BadRequestError, match=f"No tool call found for {kind} output with call_id call_"):
+            ask(client, "", input=[each])
+        with pytest.raises(openai.BadRequestError, match="No tool call found"):
+            client.responses.input_tokens.count(input=[each], model="null")
+
+
 def test_reasoning_without_an_answer_reaches_the_template(client):
     """tests/entrypoints/openai/responses/test_simple.py of vLLM: an earlier turn that was cut off within it."""
     thought = {"type": "reasoning", "id": "lol", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
@@ -216,6 +241,20 @@ def test_reasoning_comes_back_as_its_encrypted_content(client):
     assert again.output_text == "[assistant:(hm)x]"
     with pytest.raises(openai.BadRequestError, match="was not written by this server"):
         ask(client, "", input=[{**reasoning, "encrypted_content": "?"}])
+
+
+def test_what_a_stored_response_is_to_include_is_read_as_at_its_creation(client):
+    include: Any = ["reasoning.encrypted_content", "message.output_text.logprobs"]
+    response = ask(client, "<think>hm</think>yes")
+    assert response.output[0].encrypted_content is None
+    read = client.responses.retrieve(response.id, include=include)
+    again = ask(client, "", input=[read.output[0].to_dict(exclude_unset=True) | {"content": []}, *ASKED])
+    assert again.output_text == "[assistant:(hm)]"
+    items = client.responses.input_items.list(again.id, include=include, order="asc").data
+    assert items[0].encrypted_content == read.output[0].encrypted_content
+    for refuse in (client.responses.retrieve, client.responses.input_items.list):
+        with pytest.raises(openai.BadRequestError, match=r"include\[0\] is 'all'; known are"):
+            refuse(response.id, include=["all"])
 
 
 class Weather(BaseModel):
@@ -409,6 +448,25 @@ def test_a_background_response_is_cancelled(client):
         ({"tools": [{"type": "custom", "name": "a", "format": "x"}]}, "format must be", "tools[0].format"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "`tools` must be set", "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "names the tool 'x'", "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "needs the name of a tool", "tool_choice.name"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+            "mode: ..., tools: [...]}, with one tool at least",
+            "tool_choice",
+        ),
+        (
+            {"tools": [WEATHER], "tool_choice": {**ALLOWED, "tools": [{"type": "function"}]}},
+            "tool_choice.tools[0] needs the name of a tool",
+            "tool_choice.tools[0].name",
+        ),
+        ({"tools": [WEATHER], "tool_choice": {**ALLOWED, "mode": "all"}}, "auto or required", "tool_choice.mode"),
+        ({"tool_choice": ALLOWED}, "`tools` must be set", "tool_choice"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "call_1", "output": "x"}]},
+            "No tool call found for function call output with call_id call_1.",
+            "input",
+        ),
+        ({"min_tokens": 500}, "min_tokens = 500: must not exceed max_output_tokens, 200", "min_tokens"),
         ({"text": {"format": {"type": "xml"}}}, "text.format must be", "text.format"),
         ({"text": {"verbosity": "endless"}}, "one of low, medium, high", "text.verbosity"),
         ({"reasoning": {"effort": "endless"}}, "one of none, minimal", "reasoning.effort"),

@@ -67,6 +67,24 @@ def test_calls_are_streamed_as_openais_clients_join_them(client: httpx.Client):
     assert [event["choices"][0]["finish_reason"] for event in events if event["choices"]][-1] == "tool_calls"
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_that_a_stop_string_has_cut_is_an_ordinary_stop(client: httpx.Client, choice, streams):
+    """Its arguments are not whole, and who sees `tool_calls` would carry it out."""
+
+    def reason(said: str, **more: Any) -> str:
+        body = body_of(said, tool_choice=choice, **more)
+        choices = stream(client, CHAT, body)[-1]["choices"] if streams else ask(client, CHAT, **body)["choices"]
+        return choices[0]["finish_reason"]
+
+    cut = CALL[: CALL.index("ich")]
+    assert reason(f"<tool_call>{cut}") == "stop"
+    assert reason(f"<tool_call>{CALL}</tool_call><tool_call>{cut}") == "stop"
+    assert reason(f"<tool_call>{CALL}</tool_call><tool_call>{cut}", parallel_tool_calls=False) == "tool_calls"
+    assert reason(f"<tool_call>{CALL}</tool_call>") == "tool_calls"
+    assert reason(f"<tool_call>{cut}{'x' * 100}", max_tokens=100) == "length"
+
+
 def test_one_call_alone_is_streamed_where_several_are_not_wanted(client: httpx.Client):
     said = f"<tool_call>{CALL}</tool_call>" * 2
     events = stream(client, CHAT, body_of(said, parallel_tool_calls=False, stream_interval=1))
@@ -89,20 +107,31 @@ def test_answers_and_their_events_are_of_the_clients_own_types(client: httpx.Cli
 
 
 @pytest.mark.parametrize(
-    ("parameters", "param"),
+    ("parameters", "words"),
     [
-        ({"type": "nothing"}, "tools"),
-        ({"type": "array", "items": {}}, "tools"),
-        ({"type": "object", "properties": {"a": 3}}, "tool_choice"),
+        ({"type": "nothing"}, "the parameters of the tool 'f' are of type 'nothing'"),
+        ({"type": "array", "items": {}}, "the parameters of the tool 'f' are of type 'array'"),
+        ({"type": "object", "properties": {"a": 3}}, "the parameters of the tool 'f': properties must be an object of"),
+        ({"properties": [1]}, "the parameters of the tool 'f': properties must be an object of schemas"),
+        ({"required": "a"}, "the parameters of the tool 'f': required must be a list"),
+        (
+            {"properties": {"a": {"type": "array", "items": {"type": "strng"}}}},
+            "at /properties/a/items of the schema 'parameters of the tool f': Invalid type: strng",
+        ),
+        (
+            {"properties": {"a": {"$ref": "#/nope"}}},
+            "at /properties/a of the schema 'parameters of the tool f': Pointer '/nope' does not exist",
+        ),
     ],
 )
 @pytest.mark.parametrize(("choice", "strict"), [("required", False), ("auto", True)])
-def test_a_schema_that_is_none_is_refused(client: httpx.Client, parameters, param, choice, strict):
+def test_a_schema_that_is_none_is_refused_by_its_tool_and_its_part(client, parameters, words, choice, strict):
     function = {"name": "f", "parameters": parameters, "strict": strict}
-    body = body_of("x", tools=[{"type": "function", "function": function}], tool_choice=choice)
+    body = body_of("x", tools=[*TOOLS, {"type": "function", "function": function}], tool_choice=choice)
     answer = client.post(CHAT, json=body)
     assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
+    assert words in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "tools"
 
 
 def test_arguments_are_an_object_where_the_schema_does_not_say_so(client: httpx.Client):
@@ -227,7 +256,12 @@ def test_a_request_that_asks_for_a_call_gets_one(client: httpx.Client):
     [
         ("required", "`tools` must be set"),
         ({"type": "function", "function": {"name": "later"}}, "names the tool 'later'; tools has get_weather, now"),
-        ({"type": "function"}, "names the tool 'None'"),
+        ({"type": "function"}, "tool_choice needs the name of a tool: give {type: function, function: {name: ...}}"),
+        ({"type": "function", "function": {"name": 3}}, "tool_choice needs the name of a tool"),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function"}]}},
+            "tool_choice.allowed_tools.tools[0] needs the name of a tool",
+        ),
         ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "allowed_tools must be"),
         ("maybe", "tool_choice must be none, auto, required"),
     ],

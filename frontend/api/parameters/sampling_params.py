@@ -331,7 +331,7 @@ class SamplingParams:
         if self.logprob_token_ids is not None:
             verify_token_ids("logprob_token_ids", self.logprob_token_ids)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise bad("min_tokens", self.min_tokens, f"must not exceed max_tokens, {self.max_tokens}")
+            raise bad("min_tokens", self.min_tokens, f"must not exceed SamplingParams.max_tokens, {self.max_tokens}")
         if self.n > 1 and self.temperature < GREEDY_BELOW:
             raise bad("n", self.n, "must be 1 with greedy sampling (temperature 0): all outputs would be the same")
 

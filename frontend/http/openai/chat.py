@@ -175,14 +175,19 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
     check_choosing(request, parts.options.max_n)
     # max_tokens is the retired name, which clients may send beside the new one.
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    params = sampling_params(
-        request,
-        client.welcome,
-        parts.options,
-        max_tokens=asked,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        **({"n": 1} if request.use_beam_search else {}),
-    )
+    try:
+        params = sampling_params(
+            request,
+            client.welcome,
+            parts.options,
+            max_tokens=asked,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            **({"n": 1} if request.use_beam_search else {}),
+        )
+    except InvalidRequestError as error:
+        if request.max_completion_tokens is None:
+            raise
+        raise respelt(error, {"max_tokens": "max_completion_tokens"}) from error
     try:
         check_num_logprobs(params, client.welcome.vocab_size, client.welcome.max_logprobs)
     except InvalidRequestError as error:
@@ -199,11 +204,12 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
         or_json = _schema_of(form) if (choice.shown or thinks_in_channels) and not choice.forced else None
         if choice.asks_for_strict and not choice.forced and not formats.can_hold_calls(client.tokenizer):
             raise bad_field("tools", NO_STRICT_CALLS)
+        if choice.forced or ((choice.is_strict or or_json is not None) and formats.can_hold_calls(client.tokenizer)):
+            check_arguments(choice)
         reader = formats.reader(client.tokenizer, prompt, choice)
         grammar = formats.grammar(client.tokenizer, prompt, choice, several=several, or_json=or_json)
         reasoning = formats.reasoning
         if grammar is not None:
-            check_arguments(choice)
             if form is not None and or_json is None:
                 why = "an answer that calls tools can have no other form besides, but that of a JSON schema"
                 raise bad_field("tool_choice", why)
@@ -226,7 +232,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
     name_told, tells_times = request.model or engine.names[0], parts.options.enable_per_request_metrics
     answer = Answer(request, id, name_told, client.tokenizer, tells_times=tells_times)
     job = Job(id, tokens, params, request.priority or 0, affinity_of(request))
-    form_field = "tool_choice" if grammar is not None and choice.shown else field_of_body(request)
+    form_field = "tools" if grammar is not None and choice.shown else field_of_body(request)
     return ChatWork(job, answer, reader, choice.is_named, form_field, choosing)
 
 
@@ -354,7 +360,7 @@ class ChatAnswer(OpenAIEvents):
         if reader is not None:
             events = self._read(reader, output, ends=finish_reason is not None)
             deltas = [_delta_of(each) for each in events] or [Delta()]
-            finish_reason = self._finish_reason(reader, finish_reason)
+            finish_reason = self._finish_reason(reader, output)
         choice.num_tokens += len(output.token_ids)
         told = ChatChunkChoice(
             index=output.index,
@@ -403,9 +409,14 @@ class ChatAnswer(OpenAIEvents):
             choice.reasoning_event = TextEvent(self._chunk([ChatChunkChoice(index=index, delta=delta)]))
         return choice.reasoning_event.of(said)
 
-    def _finish_reason(self, reader: OutputParser, reason: str | None) -> str | None:
-        """As OpenAI has it: a call of the tool that the request named is an ordinary stop."""
-        return "tool_calls" if reason == "stop" and reader.num_calls and not self._names_tool else reason
+    def _finish_reason(self, reader: OutputParser, output: CompletionOutput) -> str | None:
+        """As OpenAI has it: a call of the tool that the request named is an ordinary stop. So is one that a stop
+        string has cut, which nobody is to carry out."""
+        reason = output.finish_reason
+        if reason != "stop" or not reader.num_calls or self._names_tool:
+            return reason
+        is_cut = reader.is_cut_by(output.stop_reason) and not self._is_left_out(reader.num_calls - 1)
+        return reason if is_cut else "tool_calls"
 
     def _event_of(self, choice: _Choice, told: Event, index: int) -> bytes:
         if told.content:
@@ -459,7 +470,7 @@ class ChatAnswer(OpenAIEvents):
         message, finish_reason, reader = AssistantMessage(self._role, output.text), output.finish_reason, self._reader()
         if reader is not None:
             message = _message_of(self._role, self._read(reader, output, ends=True))
-            finish_reason = self._finish_reason(reader, finish_reason)
+            finish_reason = self._finish_reason(reader, output)
         if self._echoed:
             message.content = self._echoed + (message.content or "")
         return ChatChoice(

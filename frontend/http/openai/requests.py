@@ -495,12 +495,16 @@ _MOST_SEARCHED = 1 << 20
 def decode_query(query: str, kind: type[S]) -> S:
     """The parameters after the ? of an address. Raises ApiError, which names the parameter.
 
-    One whose default is a tuple may be given several times; of others the last counts.
+    One whose default is a tuple may be given several times, also as NAME[], which is how OpenAI's clients write lists;
+    of others the last counts.
     """
-    fields: dict[str, Any] = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
-    given = urllib.parse.parse_qs(query, keep_blank_values=True)
     several = [field.name for field in msgspec.structs.fields(kind) if isinstance(field.default, tuple)]
-    fields |= {name: given[name] for name in several if name in given}
+    fields: dict[str, Any] = {}
+    for name, value in urllib.parse.parse_qsl(query, keep_blank_values=True):
+        if (plain := name.removesuffix("[]")) in several:
+            fields.setdefault(plain, []).append(value)
+        else:
+            fields[name] = value
     for name in fields:
         if name not in kind.__struct_fields__:
             raise _unknown(name, kind.__struct_fields__)

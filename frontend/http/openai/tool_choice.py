@@ -80,17 +80,29 @@ def check_tools(tools: Tools | None) -> None:
 def check_arguments(choice: ToolChoice) -> None:
     """Of calls that are held to their schemas. Raises ApiError for a schema of anything but objects."""
     for function in (tool["function"] for tool in choice.forced or choice.shown or ()):
-        declared = (function.get("parameters") or {}).get("type", "object")
+        schema, named = function.get("parameters") or {}, f"the parameters of the tool {function['name'][:80]!r}"
+        declared = schema.get("type", "object")
         if declared != "object" and not (isinstance(declared, list) and "object" in declared):
-            said = f"the parameters of the tool {function['name'][:80]!r} are of type {declared!r:.80}"
-            raise bad_field("tools", f"{said}, and a call's arguments are an object")
+            raise bad_field("tools", f"{named} are of type {declared!r:.80}, and a call's arguments are an object")
+        properties = schema.get("properties") or {}
+        if not isinstance(properties, dict) or not all(isinstance(each, dict | bool) for each in properties.values()):
+            raise bad_field("tools", f"{named}: properties must be an object of schemas by the properties' names")
+        required = schema.get("required") or []
+        if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
+            raise bad_field("tools", f"{named}: required must be a list of properties' names")
 
 
 def _named(tools: Tools, wanted: Sequence[Any], where: str) -> Tools:
     known, found = {tool["function"]["name"]: tool for tool in tools}, []
-    for each in wanted:
+    for index, each in enumerate(wanted):
         function = each.get("function") if isinstance(each, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            at = where if where == "tool_choice" else f"{where}[{index}]"
+            raise bad_field(
+                f"{at}.function.name",
+                f"{at} needs the name of a tool: give {{type: function, function: {{name: ...}}}}",
+            )
         if name not in known:
             raise ApiError(
                 400,

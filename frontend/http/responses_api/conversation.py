@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,10 @@ _SAME_NAMES = tuple(
     if name in ChatCompletionRequest.__struct_fields__
     and name not in ("stream", "stream_options", "tools", "tool_choice", "top_logprobs", "metadata", "store", "user")
 )
+_OUTPUTS: Mapping[str, str] = types.MappingProxyType(
+    {"function_call_output": "function call output", "custom_tool_call_output": "custom tool call output"}
+)
+"""Of calls that the client carries out, in OpenAI's words."""
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -68,7 +73,7 @@ def _stored_item(item: Any, where: str) -> Item:
     if kind == CUSTOM_CALL:
         call = {name: _text(item, name, where) for name in ("call_id", "name", "input")}
         return {"type": kind, "id": item.get("id") or new_id("ctc"), **call, **_namespace(item)}
-    if kind in ("function_call_output", "custom_tool_call_output"):
+    if kind in _OUTPUTS:
         output = item.get("output")
         if not isinstance(output, str):
             output = [_part(part, "input_text", f"{where}.output") for part in _parts(output, f"{where}.output")]
@@ -160,6 +165,19 @@ def _reasoning(item: Item, where: str) -> str:
                 f"{where}.encrypted_content", f"{where}.encrypted_content was not written by this server"
             ) from None
     return ""
+
+
+def check_outputs_have_calls(asked: Sequence[Item], items: Sequence[Item]) -> None:
+    """Of a conversation, which ends with what is asked: no model can tell what answers no call. Raises ApiError, in
+    OpenAI's words."""
+    calls = {item["call_id"] for item in items if item["type"] in ("function_call", CUSTOM_CALL)}
+    for item in asked:
+        if item["type"] in _OUTPUTS and item["call_id"] not in calls:
+            raise bad_field(
+                "input",
+                f"No tool call found for {_OUTPUTS[item['type']]} with call_id {item['call_id'][:200]}. Send the call "
+                "before it, or name the response that made it as previous_response_id.",
+            )
 
 
 def approved_calls(asked: Sequence[Item], items: Sequence[Item], labels: Mapping[str, str]) -> list[Item]:
@@ -301,18 +319,26 @@ def without_oldest(items: Sequence[Item], start: int) -> list[Item]:
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def _choice(choice: str | Item | None) -> str | Item | None:
+def _choice(choice: str | Item | None, where: str = "tool_choice") -> str | Item | None:
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") in ("function", "custom"):
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
-        tools = [_choice(each) if isinstance(each, dict) else each for each in choice["tools"]]
+    kind = choice.get("type")
+    if kind in ("function", "custom"):
+        if not isinstance(choice.get("name"), str):
+            raise bad_field(f"{where}.name", f"{where} needs the name of a tool: give {{type: {kind}, name: ...}}")
+        return {"type": "function", "function": {"name": choice["name"]}}
+    if kind == "allowed_tools" and isinstance(choice.get("tools"), list) and choice["tools"]:
+        tools = [
+            _choice(each, f"{where}.tools[{index}]") if isinstance(each, dict) else each
+            for index, each in enumerate(choice["tools"])
+        ]
+        if choice.get("mode") not in ("auto", "required"):
+            raise bad_field(f"{where}.mode", f"{where}.mode must be auto or required")
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     raise bad_field(
-        "tool_choice",
-        "tool_choice must be none, auto, required, {type: function, name: ...} or {type: allowed_tools, mode: ..., "
-        "tools: [...]}",
+        where,
+        f"{where} must be none, auto, required, {{type: function, name: ...}} or {{type: allowed_tools, mode: ..., "
+        "tools: [...]}, with one tool at least",
     )
 
 

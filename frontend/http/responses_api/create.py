@@ -26,6 +26,7 @@ from headrace.frontend.http.responses_api.conversation import (
     approved_calls,
     as_chat,
     check_include,
+    check_outputs_have_calls,
     size_of,
     stored_form,
     turns_to_drop,
@@ -78,6 +79,7 @@ async def begin(
     store = parts.store
     asked = stored_form(request.input)
     items = [*await history(store, tenant, request.previous_response_id), *asked]
+    check_outputs_have_calls(asked, items)
     tools = client_tools(request.tools or (), parts.left_out)
     functions = [tool.function for tool in tools.values()]
     called = await mcp_tools(parts.tool_servers, request, functions)

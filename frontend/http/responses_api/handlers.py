@@ -20,9 +20,16 @@ from headrace.frontend.http.openai.generation import HOLD_S, first_of
 from headrace.frontend.http.openai.requests import RANK_HEADER, ResponsesRequest, decode_query, take_rank
 from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.responses_api.client_tools import LeftOut, client_tools
-from headrace.frontend.http.responses_api.conversation import as_chat, size_of, stored_form
+from headrace.frontend.http.responses_api.conversation import (
+    ENCRYPTED,
+    as_chat,
+    check_include,
+    check_outputs_have_calls,
+    size_of,
+    stored_form,
+)
 from headrace.frontend.http.responses_api.create import begin, check_request, history, mcp_tools
-from headrace.frontend.http.responses_api.items import Item
+from headrace.frontend.http.responses_api.items import Item, with_encrypted
 from headrace.frontend.http.responses_api.run import EventLog, Follower, ResponseRun
 from headrace.frontend.http.responses_api.store import IN_PROGRESS, ResponseStore, Stored
 from headrace.frontend.http.responses_api.tool_servers import ToolServers
@@ -150,6 +157,7 @@ async def input_tokens(state: ServerState, exchange: Exchange) -> None:
     engine = engine_for(state.pool, request.model)
     asked = stored_form(request.input)
     items = [*await history(own.store, exchange.tenant, request.previous_response_id), *asked]
+    check_outputs_have_calls(asked, items)
     functions = [tool.function for tool in client_tools(request.tools or (), own.left_out).values()]
     called = await mcp_tools(own.tool_servers, request, functions)
     tools = [*functions, *(tool.as_function() for tool in called.values())] or None
@@ -224,9 +232,14 @@ async def _write_events(
 
 async def retrieve(state: ServerState, exchange: Exchange) -> None:
     query = decode_query(exchange.query(), RetrieveQuery)
+    check_include(query.include)
     stored = await _stored(state, exchange)
     if not query.stream:
-        await exchange.answer(stored.response)
+        response = stored.response
+        if ENCRYPTED in query.include:
+            told = msgspec.json.decode(response)
+            response = msgspec.json.encode({**told, "output": list(map(with_encrypted, told["output"]))})
+        await exchange.answer(response)
         return
     log = state.responses.runs.log(exchange.tenant, stored.id)
     if log is None:
@@ -264,6 +277,7 @@ async def cancel(state: ServerState, exchange: Exchange) -> None:
 
 async def input_items(state: ServerState, exchange: Exchange) -> None:
     query = decode_query(exchange.query(), InputItemsQuery)
+    check_include(query.include)
     if not 1 <= query.limit <= 100:
         raise bad_field("limit", f"limit is {query.limit}; it must be 1 to 100")
     items: list[Item] = msgspec.json.decode((await _stored(state, exchange)).input)
@@ -276,6 +290,8 @@ async def input_items(state: ServerState, exchange: Exchange) -> None:
         items = items[places[0] + 1 :]
     page = items[: query.limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")
+    if ENCRYPTED in query.include:
+        page = list(map(with_encrypted, page))
     await exchange.answer(InputItemList(page, first, last, len(items) > len(page)))
 
 

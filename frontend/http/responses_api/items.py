@@ -244,6 +244,13 @@ def as_encrypted(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
+def with_encrypted(item: Item) -> Item:
+    """A whole item; reasoning has `encrypted_content` besides."""
+    if item["type"] != "reasoning":
+        return item
+    return {**item, "encrypted_content": as_encrypted("".join(part["text"] for part in item["content"]))}
+
+
 def from_encrypted(content: str) -> str:
     """Raises ValueError for what this server did not write."""
     return base64.b64decode(content, validate=True).decode()

@@ -291,7 +291,7 @@ class ResponseRun:
                 raise self.error
             turn.read(self.items)
             turn.count(self.usage)
-            self.items.close("completed" if turn.sequence.finish_reason != "length" else "incomplete")
+            self.items.close("incomplete" if turn.is_cut else "completed")
             return turn.sequence.finish_reason
 
     async def _begin(self) -> None:
@@ -366,6 +366,14 @@ class _Turn:
                 items.take(told, of_text if told.content else [])
         if events and events[-1].call >= 0:
             self._untold.clear()
+
+    @property
+    def is_cut(self) -> bool:
+        """What it said last is not whole, and has been told."""
+        sequence = self.sequence
+        if self._reader.num_calls > 1 and not self._several_calls:
+            return False
+        return sequence.finish_reason == "length" or self._reader.is_cut_by(sequence.stop_reason)
 
     def _take_logprobs(self, text: str) -> list[TokenLogprob]:
         """Of the tokens that a text was told from: neither markers before it nor what may be a stop string after it,

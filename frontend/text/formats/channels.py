@@ -61,6 +61,7 @@ class ChannelParser(OutputParser):
             call = self.num_calls
             self._events.append(Event(call=call, name=name))
             self.num_calls += 1
+            self.has_open_call = True
         self.call = call
         self.is_thinking = channel in form.reasoning or bool(recipient and not recipient.startswith(form.functions))
         has_arguments = False
@@ -83,6 +84,7 @@ class ChannelParser(OutputParser):
         while (end := (yield from self._until(ends, give, told=told, is_value=call >= 0))) in self._left_out:
             pass
         self.call, self.is_thinking = -1, False
+        self.has_open_call = self.has_open_call and end is None
         if end == form.start:  # the next header has begun
             self._text = end + self._text
         if call >= 0 and not has_arguments:

@@ -178,10 +178,10 @@ class ForcedCalls(Rules):
     def _xml_parameters(self, schema: Mapping[str, Any]) -> str:
         before_name, after_name, before_value, after_value = self._calls.parameter
         required, written = schema.get("required") or (), ""
-        for name, each in (schema.get("properties") or {}).items():
+        for name in schema.get("properties") or ():
             begin = literal(before_name + name + after_name)
             begin += f" GAP? {literal(before_value)}" if before_value else ""
-            value = self._rule("value", self._xml_value(_inlined(each, schema), after_value))
+            value = self._rule("value", self._xml_value(_inlined(name, schema), after_value))
             written += f" (GAP? {begin} {value})" + ("" if name in required else "?")
         return written
 
@@ -259,9 +259,7 @@ class ForcedCalls(Rules):
         """Those that must be there in the schema's order, then the others."""
         comma = '","' if self._calls.body == "escaped" else '", "'
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
-        written = {
-            name: self._rule("argument", argument(name, _inlined(each, schema))) for name, each in properties.items()
-        }
+        written = {name: self._rule("argument", argument(name, _inlined(name, schema))) for name in properties}
         needed = [written[name] for name in properties if name in required]
         rest, firsts = "", list[str]()
         for name in reversed([name for name in properties if name not in required]):
@@ -342,14 +340,18 @@ class StrictCalls(ForcedCalls):
 
 
 def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a call's arguments, which are an object also where it does not say so."""
-    return {**(function.get("parameters") or NO_ARGUMENTS), "type": "object"}
+    """The schema of a call's arguments, which are an object also where it does not say so. What cannot be compiled is
+    told by its title."""
+    title = f"parameters of the tool {function['name']}"
+    return {**(function.get("parameters") or NO_ARGUMENTS), "type": "object", "title": title}
 
 
-def _inlined(schema: Any, whole: Mapping[str, Any]) -> dict[str, Any]:
+def _inlined(property: str, whole: Mapping[str, Any]) -> dict[str, Any]:
     """A property's schema on its own: with the definitions that it may refer to."""
+    schema = whole["properties"][property]
     own = dict(schema) if isinstance(schema, Mapping) else {}
-    return {**{name: whole[name] for name in ("$defs", "definitions") if name in whole}, **own}
+    known = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
+    return {**known, **own, "title": f"{whole['title']}, property {property}"}
 
 
 def literal(text: str) -> str:

@@ -111,6 +111,8 @@ class OutputParser(PieceReader):
         """Of the calls whose names are known, from 0, the one that what is read belongs to, or follows in its section;
         -1 outside."""
         self.num_calls = 0
+        self.has_open_call = False
+        """The arguments of the last call have not come to their end."""
         self.is_thinking = False
         """What was read last is reasoning, and it has not ended."""
         self._reader = self._read(prompt)
@@ -140,6 +142,10 @@ class OutputParser(PieceReader):
             self._text += text[start : start + READ_AT_ONCE]
             next(self._reader, None)
         return self._news()
+
+    def is_cut_by(self, stop_reason: int | str | None) -> bool:
+        """Whether it was a stop string that ended the answer within a call: the arguments are not whole then."""
+        return self.has_open_call and isinstance(stop_reason, str)
 
     def finish(self) -> list[Event]:
         """The rest: nothing follows."""
@@ -250,6 +256,7 @@ class OutputParser(PieceReader):
         if calls.call[0] and not is_opened and not (yield from self._accept_marker(calls.call[0])):
             raise NoCallError
         yield from self._body()
+        self.has_open_call = False
         for end in filter(None, (calls.after_arguments, self._call_end)):
             yield from self._skip_space()
             yield from self._accept_marker(end)
@@ -296,6 +303,7 @@ class OutputParser(PieceReader):
         self._space, self._raw, self.call = "", None, self.num_calls
         self._events.append(Event(call=self.call, name=name, id=id, id_length=calls.id_length))
         self.num_calls += 1
+        self.has_open_call = True
         return self.call
 
     def _arguments(self, call: int, text: str) -> None:
@@ -312,6 +320,7 @@ class OutputParser(PieceReader):
             if (yield from self._accept("]")):
                 return
             yield from read_one()
+            self.has_open_call = False
             yield from self._skip_space()
             yield from self._accept(",")
 
