@@ -28,6 +28,9 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
 ANY_ENDPOINT = ", ".join(ENDPOINTS[:-1]) + f" or {ENDPOINTS[-1]}"
 
+MOST_ERRORS = 50
+"""Of a file of which no line is a request, that are told."""
+
 
 class BatchRequest(msgspec.Struct, kw_only=True):
     """One line of the input. Its body is decoded by the server's own rules."""
@@ -50,8 +53,8 @@ class BatchError(msgspec.Struct, kw_only=True):
     message: str
     param: str | None
     """The field that was wrong."""
-    line: int
-    """Of the input, counted from 1."""
+    line: int | None
+    """Of the input, counted from 1; None where it is not of one."""
 
 
 class BatchResult(msgspec.Struct, kw_only=True):
@@ -125,6 +128,26 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise OptionError(f"cannot read the input file {path}: {(error.strerror or str(error)).lower()}") from None
 
 
+def check_url(request: BatchRequest, url: str | None) -> None:
+    """url: the only one that lines may name. Raises ApiError."""
+    if url not in (None, request.url):
+        raise bad_field("url", f"url is {request.url!r:.100}; the batch is for {url}")
+
+
+def why_none(path: Path, url: str) -> list[BatchError]:
+    """What is wrong with the first lines of a file of which none is a request; [] where one is. Raises OptionError."""
+    errors: list[BatchError] = []
+    for number, line in read_lines(path):
+        try:
+            check_url(decode_line(line), url)
+            return []
+        except ApiError as error:
+            if len(errors) < MOST_ERRORS and (told := failed(None, None, number, error).error) is not None:
+                errors.append(told)
+    why = f"the file has no lines: each is a request, {{custom_id: ..., method: POST, url: {url}, body: ...}}"
+    return errors or [BatchError(code="empty_file", message=why, param=None, line=None)]
+
+
 class Results:
     """The output file, opened for appending."""
 
@@ -190,7 +213,7 @@ class Results:
                 self.num_errors += result.error is not None
                 if result.custom_id is not None:
                     self.done_ids.add(result.custom_id)
-                elif result.error is not None:
+                elif result.error is not None and result.error.line is not None:
                     self.done_lines.add(result.error.line)
         os.ftruncate(self._descriptor, whole_bytes)
 

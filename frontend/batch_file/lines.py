@@ -17,6 +17,7 @@ from headrace.frontend.batch_file.file import (
     BatchResult,
     Results,
     answered,
+    check_url,
     custom_id_of,
     decode_line,
     failed,
@@ -105,8 +106,7 @@ class LineAnswers:
             if request.custom_id in self._seen_ids:
                 raise bad_field("custom_id", f"custom_id {request.custom_id!r:.100} stands on an earlier line too")
             self._seen_ids.add(request.custom_id)
-            if self._url not in (None, request.url):
-                raise bad_field("url", f"url is {request.url!r:.100}; the batch is for {self._url}")
+            check_url(request, self._url)
             request_id = uuid.uuid4().hex
             body = await self._answer(request, request_id)
         except (ApiError, HeadraceError) as error:

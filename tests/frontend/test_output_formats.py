@@ -295,6 +295,9 @@ def test_auto_finds_the_reasoning_too_where_the_format_of_calls_has_none(templat
     assert OutputFormats().of(prompt, choice).reading is None
 
 
+CHANNELS = "channels: {start: S, channel: C, message: M, ends: [E, C], reasoning: [a], functions: f, constrain: x}"
+
+
 def test_a_format_of_ones_own_is_a_yaml_file(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("calls: {call: [CALL, END], body: json}\n")
@@ -304,6 +307,57 @@ def test_a_format_of_ones_own_is_a_yaml_file(tmp_path):
         load_format(str(path))
     with pytest.raises(FormatError, match=r"no output format is called 'herms'; known are .*hermes"):
         load_format("herms")
+
+
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        ('reasoning: {begin: <t>, end: ""}', "reasoning needs an end, the text after which the answer comes: it is"),
+        ('reasoning: {begin: <t>, end: " "}', "reasoning needs an end"),
+        ("reasoning: {end: </t>}\ntemplate_marks: ['']", "template_marks has a text that is empty"),
+        ("reasoning: {end: </t>}\nleft_out: [x, '']", "left_out has a text that is empty"),
+        (CHANNELS.replace("ends: [E, C]", "ends: [E]"), "channels need two ends"),
+        (CHANNELS.replace("reasoning: [a]", "reasoning: []"), "a channel of reasoning"),
+        (CHANNELS.replace("message: M", "message: ''"), "message has a text that is empty"),
+    ],
+)
+def test_a_declaration_whose_marker_is_empty_is_refused_by_its_name(tmp_path, declared, words):
+    path = tmp_path / "mine.yaml"
+    path.write_text(declared)
+    with pytest.raises(OptionError, match=rf"reasoning_parser={path}: .*mine\.yaml: not an output format: .*{words}"):
+        OutputFormats(reasoning_parser=str(path))
+
+
+def test_channels_of_ones_own_are_read(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(CHANNELS)
+    OutputFormats(reasoning_parser=str(path))
+
+
+@pytest.mark.parametrize("template", ["{# <think></think> #}", "{# none #}"])
+def test_reasoning_that_no_format_is_named_for_stays_in_the_content(template):
+    prompt, choice = RenderedChat("", template), ToolChoice()
+    tokenizer = Tokenizer(bundle_of(byte_level_tokenizer()))
+    assert OutputFormats(reasoning_parser="none").of(prompt, choice).reader(tokenizer, prompt, choice) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "told"),
+    [
+        ("{{ messages }}", "auto", ["never refers to `tools`: .* its calls stay text, as the template speaks for no"]),
+        ("{{ messages }}", "hermes", [r"never refers to `tools`: .* makes it\. --chat-template"]),
+        ("{{ messages }}{{ tools }}", "hermes", []),
+    ],
+)
+def test_tools_that_the_template_shows_nobody_are_told_once(template, parser, told, caplog):
+    formats = OutputFormats(parser)
+    formats.of(RenderedChat("", template), ToolChoice())
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+    for _ in range(2):
+        formats.of(RenderedChat("", template), ToolChoice(TOOLS))
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == len(told)
+    assert all(re.search(words, each) for words, each in zip(told, said, strict=True)), said
 
 
 def test_a_plugin_makes_a_format_known_by_its_files_name_and_to_templates(tmp_path):

@@ -122,6 +122,34 @@ def test_a_batch_answers_each_line_and_sets_errors_apart(client):
     assert (output.purpose, output.filename) == ("batch_output", f"{batch.id}_output.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ((b"{", b"", said("a", "x") | {"method": "GET"}), [(1, None, "line 1: the line is no"), (3, "method", "POST")]),
+        ((line("a", COMPLETIONS, prompt="x"),), [(1, "url", "the batch is for /v1/chat/completions")]),
+        ((b" ", b""), [(None, None, "the file has no lines")]),
+    ],
+)
+def test_a_file_without_any_request_is_a_batch_that_failed(client, lines, told):
+    batch = end_of(client, start(client, *lines))
+    assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
+    assert batch.failed_at >= batch.created_at
+    found = openai.types.batch.Errors.model_validate(batch.errors.to_dict(), strict=True).data
+    assert [(error.line, error.param) for error in found] == [(number, param) for number, param, _ in told]
+    for error, (_, _, words) in zip(found, told, strict=True):
+        assert words in str(error.message)
+
+
+def test_results_are_forgotten_when_their_batch_says(client):
+    after: Any = {"anchor": "created_at", "seconds": 3600}
+    batch = end_of(client, start(client, said("a", "hello"), b"{", output_expires_after=after))
+    for id in (batch.output_file_id, batch.error_file_id):
+        file = client.files.retrieve(id)
+        assert file.expires_at == file.created_at + 3600
+    with pytest.raises(openai.BadRequestError, match=r"expires_after.seconds must be 3600 to 2592000"):
+        upload(client, b"x", expires_after={"anchor": "created_at", "seconds": 60})
+
+
 def test_a_batch_is_for_one_endpoint(client):
     lines = (line("a", COMPLETIONS, prompt="hi", max_tokens=3), said("b", "x"))
     batch = end_of(client, start(client, *lines, endpoint=COMPLETIONS))
@@ -259,6 +287,8 @@ def test_other_bodies_are_refused_and_leave_nothing(server, client, body, header
         ({"completion_window": "1h"}, "completion_window must be 24h"),
         ({"input_file_id": "file-../../etc/passwd"}, "is not here"),
         ({"metadata": {"a": 1}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 3599}}, "output_expires_after.seconds"),
+        ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "output_expires_after.anchor"),
     ],
 )
 def test_batches_that_cannot_be_are_refused_by_name(client, changes, words):

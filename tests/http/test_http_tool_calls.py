@@ -67,6 +67,15 @@ def test_calls_are_streamed_as_openais_clients_join_them(client: httpx.Client):
     assert [event["choices"][0]["finish_reason"] for event in events if event["choices"]][-1] == "tool_calls"
 
 
+def test_beams_beside_a_call_that_must_be_are_refused_by_the_choice(client: httpx.Client):
+    body = body_of("x", tool_choice="required", use_beam_search=True, stop=None)
+    error = client.post(CHAT, json=body).json()["error"]
+    assert (error["param"], error["message"]) == (
+        "tool_choice",
+        "tool_choice does nothing with use_beam_search; leave it out",
+    )
+
+
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_call_that_a_stop_string_has_cut_is_an_ordinary_stop(client: httpx.Client, choice, streams):

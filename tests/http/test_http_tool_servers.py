@@ -92,8 +92,10 @@ def ask(client: openai.OpenAI, said: str, *tools: Any, **more: Any) -> Response:
     return Response.model_validate(response.to_dict(), strict=True)
 
 
-def test_a_call_is_carried_out_and_the_model_answers_with_its_result(client: openai.OpenAI) -> None:
+def test_a_call_is_carried_out_and_the_model_answers_with_its_result(client: openai.OpenAI, server: Server) -> None:
     response = ask(client, "Sure." + call_of("add", a=1, b=2))
+    server.wait_log("answers are read as hermes")
+    assert "HTTP Request" not in server.log, "the library's own lines"
     items: list[Any] = [*response.output]
     listing, said, call, answer = items
     assert (listing.type, listing.server_label) == ("mcp_list_tools", "lab")

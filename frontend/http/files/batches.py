@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.frontend.batch_file.file import BatchResult, Results, read_lines
+from headrace.frontend.batch_file.file import BatchResult, Results, read_lines, why_none
 from headrace.frontend.batch_file.lines import LineAnswers
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import ApiError
@@ -19,12 +19,14 @@ from headrace.frontend.http.files.store import (
     FIRST_RUN,
     RESULTS,
     BatchObject,
+    ExpiresAfter,
     FileObject,
     FileStore,
     FullError,
     TakenError,
     error_name,
     fail,
+    fail_by,
     output_name,
 )
 from headrace.frontend.http.process.engines import engine_for
@@ -46,8 +48,8 @@ _TAKE_OVER_S = 5.0
 class ResultFile:
     """What a batch writes: its answers, or its errors. The file comes to be with its first line."""
 
-    def __init__(self, store: FileStore, tenant: str, name: str) -> None:
-        self._store, self._tenant, self._name = store, tenant, name
+    def __init__(self, store: FileStore, tenant: str, name: str, expires_after: ExpiresAfter | None) -> None:
+        self._store, self._tenant, self._name, self._expires_after = store, tenant, name, expires_after
         self.file: FileObject | None = None
 
     def reopen(self) -> Results | None:
@@ -70,7 +72,10 @@ class ResultFile:
         if self.file is None:
             id = self._store.new_id()
             made = int(time.time())
-            self.file = FileObject(id=id, bytes=0, created_at=made, filename=self._name, purpose=RESULTS)
+            expires_at = None if self._expires_after is None else made + self._expires_after.seconds
+            self.file = FileObject(
+                id=id, bytes=0, created_at=made, filename=self._name, purpose=RESULTS, expires_at=expires_at
+            )
         self._store.grow(self.file.id, len(data))
         with self._store.path(self.file.id).open("ab") as file:
             file.write(data)
@@ -86,8 +91,8 @@ class Batch:
         self._state, self._tenant, self.batch, self._run_number = state, tenant, batch, run
         store = state.files.store
         self._store = store
-        self._answers = ResultFile(store, tenant, output_name(batch.id))
-        self._errors = ResultFile(store, tenant, error_name(batch.id))
+        self._answers = ResultFile(store, tenant, output_name(batch.id), batch.output_expires_after)
+        self._errors = ResultFile(store, tenant, error_name(batch.id), batch.output_expires_after)
         self._new: list[BatchResult] = []
         self._work: asyncio.Task[None] | None = None
         self.is_cancelled = False
@@ -106,6 +111,10 @@ class Batch:
         saving = asyncio.create_task(self._save_again_and_again())
         try:
             async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
+                path = self._store.path(batch.input_file_id)
+                if errors := await self._store.run(lambda: why_none(path, batch.endpoint)):
+                    fail_by(batch, errors)
+                    return
                 await self._run()
             self._end("completed")
         except TimeoutError:

@@ -15,7 +15,16 @@ from headrace.frontend.batch_file.file import ANY_ENDPOINT, ENDPOINTS
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.files.batches import WINDOW_S, Batch
-from headrace.frontend.http.files.store import BatchObject, FileObject, FullError, RequestCounts, no_room
+from headrace.frontend.http.files.store import (
+    LEAST_EXPIRY_S,
+    MOST_EXPIRY_S,
+    BatchObject,
+    ExpiresAfter,
+    FileObject,
+    FullError,
+    RequestCounts,
+    no_room,
+)
 from headrace.frontend.http.files.upload import Upload
 from headrace.frontend.http.openai.requests import decode_query
 from headrace.frontend.http.process.engines import engine_for
@@ -24,7 +33,6 @@ from headrace.frontend.http.route_spec import RouteSpec, get, post
 if TYPE_CHECKING:
     from headrace.frontend.http.routes import ServerState
 
-_MOST_EXPIRY_S = 30 * 24 * 3600
 _READ_BYTES = 1 << 18
 
 
@@ -36,6 +44,9 @@ class CreateBatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     completion_window: Annotated[str, Meta(description="24h: what has no answer then gets none")]
     metadata: Annotated[
         Annotated[dict[str, str], Meta(max_length=16)] | None, Meta(description="Given back with the batch")
+    ] = None
+    output_expires_after: Annotated[
+        ExpiresAfter | None, Meta(description="When its output and error files are forgotten; default: never")
     ] = None
 
 
@@ -114,8 +125,8 @@ def _file_of(reading: Upload) -> FileObject:
     anchor, seconds = fields.pop("expires_after[anchor]", None), fields.pop("expires_after[seconds]", None)
     if (anchor is None) != (seconds is None) or anchor not in (None, "created_at"):
         raise bad_field("expires_after", "expires_after must be {anchor: created_at, seconds: ...}")
-    if seconds is not None and not (seconds.isdecimal() and 0 < int(seconds[:9]) <= _MOST_EXPIRY_S):
-        raise bad_field("expires_after", f"expires_after.seconds must be 1 to {_MOST_EXPIRY_S}")
+    if seconds is not None and not (seconds.isdecimal() and LEAST_EXPIRY_S <= int(seconds[:9]) <= MOST_EXPIRY_S):
+        raise bad_field("expires_after", f"expires_after.seconds must be {LEAST_EXPIRY_S} to {MOST_EXPIRY_S}")
     for name in fields:
         raise bad_field(name, f"unknown field {name!r:.80}", "unknown_parameter")
     return FileObject(
@@ -200,6 +211,7 @@ async def create_batch(state: ServerState, exchange: Exchange) -> None:
         expires_at=now + int(WINDOW_S),
         request_counts=RequestCounts(),
         metadata=request.metadata,
+        output_expires_after=request.output_expires_after,
     )
     await state.files.store.add_batch(exchange.tenant, batch)
     body = msgspec.json.encode(batch)

@@ -16,10 +16,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Meta
 
+from headrace.frontend.batch_file.file import BatchError
 from headrace.frontend.http import last_heard
 from headrace.frontend.http.errors import ApiError
 from headrace.ipc.failure import HeadraceError, OptionError
@@ -29,6 +31,8 @@ MOST_BATCHES = 4096
 """Those that ended first are forgotten first."""
 MOST_RUNS = 4
 """Processes, or lives of an engine, that a batch is given: it may be what ends them."""
+LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 30 * 24 * 3600
+"""Seconds after which a file may be forgotten, as OpenAI bounds them."""
 RESULTS = "batch_output"
 """The purpose of files that batches write."""
 _WAIT_S = 5.0
@@ -49,6 +53,11 @@ class FileObject(msgspec.Struct, kw_only=True):
     purpose: str
     status: Literal["processed"] = "processed"
     expires_at: int | None = None
+
+
+class ExpiresAfter(msgspec.Struct, kw_only=True):
+    anchor: Annotated[Literal["created_at"], Meta(description="When the file was made")]
+    seconds: Annotated[int, Meta(ge=LEAST_EXPIRY_S, le=MOST_EXPIRY_S)]
 
 
 class RequestCounts(msgspec.Struct):
@@ -85,6 +94,7 @@ class BatchObject(msgspec.Struct, kw_only=True):
     cancelled_at: int | None = None
     request_counts: RequestCounts
     metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
 class FullError(HeadraceError):
@@ -341,8 +351,12 @@ def error_name(batch_id: str) -> str:
 
 
 def fail(batch: BatchObject, code: str, message: str) -> None:
+    fail_by(batch, [BatchError(code=code, message=message, param=None, line=None)])
+
+
+def fail_by(batch: BatchObject, errors: list[BatchError]) -> None:
     batch.status, batch.failed_at = "failed", int(time.time())
-    batch.errors = {"object": "list", "data": [{"code": code, "message": message, "param": None, "line": None}]}
+    batch.errors = {"object": "list", "data": errors}
 
 
 def no_room(error: FullError) -> ApiError:

@@ -228,11 +228,12 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
     if not tokens.token_ids:
         raise bad_field("messages", "messages: the prompt is empty; there must be at least one token")
     check_length(tokens, asked, client.welcome, "messages")
-    choosing = choosing_of(request, params, client.welcome)
+    # A schema that cannot be is the tools'; that there is any form beside beams, the choice's.
+    form_field = "tools" if grammar is not None and choice.shown else field_of_body(request)
+    choosing = choosing_of(request, params, client.welcome, "tool_choice" if choice.forced else form_field)
     name_told, tells_times = request.model or engine.names[0], parts.options.enable_per_request_metrics
     answer = Answer(request, id, name_told, client.tokenizer, tells_times=tells_times)
     job = Job(id, tokens, params, request.priority or 0, affinity_of(request))
-    form_field = "tools" if grammar is not None and choice.shown else field_of_body(request)
     return ChatWork(job, answer, reader, choice.is_named, form_field, choosing)
 
 

@@ -26,7 +26,6 @@ from headrace.frontend.api.beam_search import (
 from headrace.frontend.api.inputs.prompts import Prompt, check_request
 from headrace.frontend.api.outputs import LogprobsOfPosition
 from headrace.frontend.api.parameters.sampling_params import FIELDS, GREEDY_BELOW, SamplingParams
-from headrace.frontend.api.parameters.structured_outputs import field_of_body
 from headrace.frontend.client.request import LogprobRow, RequestStream, SequenceState, nth_row, one_row
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.pool import EnginePool
@@ -102,10 +101,13 @@ def check_choosing(request: GenerationRequest, most: int) -> None:
         raise bad_field("best_of", "best_of over n cannot be streamed: which outputs are the best is known at the end")
 
 
-def choosing_of(request: GenerationRequest, params: SamplingParams, welcome: Welcome) -> Choosing | None:
+def choosing_of(
+    request: GenerationRequest, params: SamplingParams, welcome: Welcome, form_field: str
+) -> Choosing | None:
     """None where outputs are given as they come. Raises ApiError, naming the field.
 
-    params: of the request's jobs; those of a search get the number of sequences that it gives."""
+    params: of the request's jobs; those of a search get the number of sequences that it gives. form_field: that asks
+    for the answer's form, if one does."""
     num_outputs, width = outputs_of(request), width_of(request)
     if not request.use_beam_search:
         if width == num_outputs:
@@ -113,7 +115,7 @@ def choosing_of(request: GenerationRequest, params: SamplingParams, welcome: Wel
         if params.logprobs is None and not params.logprob_token_ids:
             params.logprobs = 0  # of the tokens themselves: what outputs are ranked by
         return Choosing(num_outputs)
-    _refuse_unread(request, params)
+    _refuse_unread(request, params, form_field)
     if (params.logprobs or 0) > 2 * width:
         raise bad_field(
             "logprobs", f"logprobs is {params.logprobs}; a search with {width} beams knows the likeliest {2 * width}"
@@ -136,7 +138,7 @@ def choosing_of(request: GenerationRequest, params: SamplingParams, welcome: Wel
     return Choosing(num_outputs, beams)
 
 
-def _refuse_unread(request: GenerationRequest, params: SamplingParams) -> None:
+def _refuse_unread(request: GenerationRequest, params: SamplingParams, form_field: str) -> None:
     for declared in FIELDS.values():
         name = declared.name
         if name in BEAMS_READ or getattr(request, name, None) is None:
@@ -145,7 +147,10 @@ def _refuse_unread(request: GenerationRequest, params: SamplingParams) -> None:
             raise bad_field(name, f"{name} does nothing with use_beam_search; leave it out")
     for name, asked in _ALSO_UNREAD.items():
         if getattr(params, name) is not None:
-            asked = field_of_body(request) if name == "structured_outputs" else asked
+            if name == "structured_outputs":
+                asked = form_field
+            elif name == "prompt_logprobs" and request.prompt_logprobs is None:
+                asked = "echo"  # with logprobs
             raise bad_field(asked, f"{asked} does nothing with use_beam_search; leave it out")
 
 

@@ -77,7 +77,8 @@ def prepare_completion(
         prompt_logprobs=echoed if request.prompt_logprobs is None else request.prompt_logprobs,
     )
     prompts = _prompts(request, client.tokenizer, options, most_prompt_tokens(request, welcome))
-    choosing = choosing_of(request, params, welcome)
+    form_field = field_of_body(request)
+    choosing = choosing_of(request, params, welcome, form_field)
     check_outputs(len(prompts), params)
     salt = cache_salt(request, tenant)
     for prompt in prompts:
@@ -102,7 +103,7 @@ def prepare_completion(
         jobs=jobs,
         answer=texts,
         streams=bool(request.stream),
-        form_field=field_of_body(request),
+        form_field=form_field,
         choosing=choosing,
     )
 

@@ -229,7 +229,14 @@ def ready_text(url: str, options: ServeOptions) -> str:
     return f"ready: {url}/v1 for clients, {url}/docs to read{reach}"
 
 
+_OF_TOOL_SERVERS = ("mcp", "httpx", "httpx2")
+"""Loggers of the client of MCP servers, which has a line for each HTTP request of a call."""
+
+
 def set_up_server_logging() -> None:
     protect_stderr()
     set_up_logging("server", "INFO")
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # its chatter about starting is said better by the phases
+    if not logging.getLogger().isEnabledFor(logging.DEBUG):
+        for library in _OF_TOOL_SERVERS:
+            logging.getLogger(library).setLevel(logging.WARNING)

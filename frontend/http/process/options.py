@@ -225,7 +225,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Option(
             CHAT,
             "The format in which the model sets its reasoning off from the answer, named as for tool_call_parser",
-            default_text="reasoning stays part of the content",
+            default_text="none: reasoning stays part of the content",
         ),
     ] = None
     tool_parser_plugin: Annotated[

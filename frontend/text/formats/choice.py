@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +25,9 @@ from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import OptionError
 
 logger = logging.getLogger(__name__)
-AUTO = "auto"
+AUTO, NONE = "auto", "none"
 Tools = list[dict[str, Any]]
+_TOOLS = re.compile(r"\btools\b")
 
 
 class ToolChoice(NamedTuple):
@@ -71,16 +73,17 @@ class OutputFormats:
                 own |= _load_plugin(option, file)
         self._calls = self._reasoning = None
         self._finds_calls, self._finds_reasoning = tool_call_parser == AUTO, reasoning_parser == AUTO
-        if tool_call_parser not in (AUTO, "none"):
+        if tool_call_parser not in (AUTO, NONE):
             self._calls = _load("tool_call_parser", tool_call_parser, own)
             if self._calls.calls is None and self._calls.channels is None:
                 raise OptionError(f"tool_call_parser={tool_call_parser}: that format has no tool calls")
-        if reasoning_parser not in (None, AUTO, ""):
+        if reasoning_parser not in (None, AUTO, NONE, ""):
             self._reasoning = _load("reasoning_parser", reasoning_parser, own)
             if self._reasoning.reasoning is None and self._reasoning.channels is None:
                 raise OptionError(f"reasoning_parser={reasoning_parser}: that format has no reasoning")
         self._reads_calls = enable_auto_tool_choice
         self._found = functools.lru_cache(maxsize=16)(lambda template: _found(template, own))
+        self._warn_where_hidden = functools.lru_cache(maxsize=16)(_warn_where_hidden)
 
     @property
     def named_reasoning(self) -> ReasoningFormat | None:
@@ -92,6 +95,8 @@ class OutputFormats:
         found = self._found(prompt.template) if self._finds_calls or self._finds_reasoning else _Found(None, None)
         calls = self._calls or (found.calls if self._finds_calls else None)
         reasoning = self._reasoning or (found.reasoning if self._finds_reasoning else None)
+        if choice.shown:
+            self._warn_where_hidden(prompt.template, is_format_lacking=self._finds_calls and calls is None)
         reads_calls = bool(choice.forced or (self._reads_calls and choice.shown))
         channels = (calls or reasoning or OutputFormat()).channels
         if channels is not None:
@@ -197,6 +202,18 @@ def _load_plugin(option: str, file: str) -> dict[str, OutputFormat]:
         )
     declared = _load(option, file, {})
     return dict.fromkeys((path.stem, *declared.same_as), declared)
+
+
+def _warn_where_hidden(template: str, *, is_format_lacking: bool) -> None:
+    """Of tools that the model is never told of."""
+    if not _TOOLS.search(template):
+        logger.warning(
+            "the chat template never refers to `tools`: the model is not told of those that requests bring, and calls "
+            "one only where tool_choice makes it%s. --chat-template gives another template",
+            "; its calls stay text, as the template speaks for no format (tool_call_parser is auto)"
+            if is_format_lacking
+            else "",
+        )
 
 
 class _Found(NamedTuple):

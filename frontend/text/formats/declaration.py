@@ -35,6 +35,10 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     starts_open: bool = False
     """Answers begin inside reasoning, whatever the prompt ends with."""
 
+    def __post_init__(self) -> None:
+        if not self.end.strip():
+            raise ValueError("reasoning needs an end, the text after which the answer comes: it is empty")
+
     def is_open_after(self, prompt: str) -> bool:
         """Whether an answer to this prompt begins inside reasoning."""
         opened_at = prompt.rfind(self.begin) if self.begin else -1
@@ -112,6 +116,11 @@ class ChannelFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     constrain: str
     """The end of a call's header."""
 
+    def __post_init__(self) -> None:
+        if len(self.ends) < 2 or not self.reasoning:
+            raise ValueError("channels need two ends, after a text and after a call, and a channel of reasoning")
+        _check_texts(self, "start", "channel", "message", "ends", "reasoning", "functions")
+
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
     reasoning: ReasoningFormat | None = None
@@ -124,6 +133,17 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Texts around the answer that are no part of it."""
     same_as: tuple[str, ...] = ()
     """Other names for it."""
+
+    def __post_init__(self) -> None:
+        _check_texts(self, "template_marks", "left_out", "same_as")
+
+
+def _check_texts(declared: msgspec.Struct, *names: str) -> None:
+    """Raises ValueError, which names the field, for a text that is empty: it would be found everywhere."""
+    for name in names:
+        value = getattr(declared, name)
+        if not all([value] if isinstance(value, str) else value):
+            raise ValueError(f"{name} has a text that is empty")
 
 
 NONE: Mapping[str, OutputFormat] = types.MappingProxyType({})
