@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.api.outputs import AnswerMessage, CompletionOutput, RequestOutput
 from headrace.frontend.text.chat_template import RenderedChat
+from headrace.ipc.failure import InvalidRequestError
 
 if TYPE_CHECKING:
     from headrace.frontend.text.formats.choice import OutputFormats
@@ -74,6 +75,10 @@ def _as_openai(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | Non
 
 
 def take_parsers(given: dict[str, Any]) -> dict[str, str]:
-    """Takes the names of formats out of chat's arguments."""
+    """Takes the names of formats out of chat's arguments. Raises InvalidRequestError."""
     names = ("tool_call_parser", "reasoning_parser")
-    return {name: value for name in names if (value := given.pop(name, None)) is not None}
+    taken = {name: value for name in names if (value := given.pop(name, None)) is not None}
+    for name, value in taken.items():
+        if not isinstance(value, str):
+            raise InvalidRequestError(f"{name} must be the name of a format, not {value!r:.100}")
+    return taken

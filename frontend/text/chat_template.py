@@ -191,6 +191,8 @@ def _as_template_part(part: str | Mapping[str, Any]) -> dict[str, Any]:
 def _plain_mappings(name: str, values: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
     if values is None:
         return None
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
+        raise InvalidRequestError(f"{name} must be a list of dicts, not {type(values).__name__}")
     for index, value in enumerate(values):
         if not isinstance(value, Mapping):
             raise InvalidRequestError(

@@ -191,6 +191,39 @@ def test_chat_takes_several_conversations_and_the_templates_arguments(llm: LLM) 
         llm.chat("hi")  # type: ignore[arg-type]
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "options", "said"),
+    [
+        ({"role": 3, "content": "x"}, {}, r"messages\[0\]\.role must be a text, not 3"),
+        ({"role": "user", "content": 3}, {}, r"messages\[0\]\.content must be a text or a list of parts, not 3"),
+        ({}, {"tools": 3}, "tools must be a list of dicts, not int"),
+        ({}, {"tools": TOOL}, "tools must be a list of dicts, not dict"),
+        ({}, {"tools": [3]}, r"tools\[0\] must be a dict"),
+        ({}, {"tools": [{"type": "function"}]}, r"tools\[0\] must be {type: function, function: {name: ...}}"),
+        ({}, {"tools": [TOOL, {"function": {}}]}, r"tools\[1\].function needs a name"),
+        ({}, {"tools": [TOOL, TOOL]}, "two tools are called 'f'"),
+        ({}, {"tools": [{"function": {"name": "f", "parameters": "x"}}]}, "parameters must be a JSON schema"),
+        ({}, {"documents": "x"}, "documents must be a list of dicts, not str"),
+        ({}, {"chat_template": 3}, "chat_template must be a text, not int"),
+        ({}, {"chat_template_kwargs": [1]}, r"chat_template_kwargs must be a dict of values by their names, not \[1\]"),
+        ({}, {"chat_template_kwargs": {1: 2}}, "chat_template_kwargs must be a dict of values by their names"),
+        ({}, {"tool_call_parser": 3}, "tool_call_parser must be the name of a format, not 3"),
+    ],
+)
+def test_chat_refuses_what_is_malformed_in_the_servers_words(llm: LLM, message: Any, options: Any, said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        llm.chat([{"role": "user", "content": "x", **message}], use_tqdm=False, **options)
+
+
+def test_chat_hands_tools_of_other_shapes_to_the_template(llm: LLM) -> None:
+    tools = [{"name": "f", "input_schema": {}}]
+    (output,) = llm.chat([{"role": "user", "content": "x"}], chat_template="{{ tools[0].name }}", tools=tools)
+    assert output.prompt == "f"
+
+
 PARTS = [{"type": "text", "text": "Say"}, {"type": "text", "text": "hi"}]
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def chat_prompt(tokenizer: Tokenizer, conversation: Sequence[Message], options: dict[str, Any]) -> Prompt:
     """`options` are what `chat_options` gives. Raises InvalidRequestError."""
     if isinstance(conversation, Sequence) and all(isinstance(message, Mapping) for message in conversation):
-        conversation = [complete_message(message, f"messages[{at}]") for at, message in enumerate(conversation)]
+        conversation = [_checked(message, f"messages[{at}]") for at, message in enumerate(conversation)]
     text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
     # The template writes the special tokens itself.
     return Prompt(text=text, token_ids=tokenizer.encode(text, add_special_tokens=False))
@@ -37,6 +37,35 @@ def chat_options(given: dict[str, Any]) -> dict[str, Any]:
             "tool_call_parser and reasoning_parser"
         )
     check_arguments("chat", others)
+    template, variables = given.get("chat_template"), given.get("chat_template_kwargs")
+    if not isinstance(template, str | None):
+        raise InvalidRequestError(f"chat_template must be a text, not {type(template).__name__}")
+    if not isinstance(variables, Mapping | None) or not all(isinstance(name, str) for name in variables or ()):
+        raise InvalidRequestError(
+            f"chat_template_kwargs must be a dict of values by their names, not {variables!r:.100}"
+        )
+    _check_tools(given.get("tools"))
     options = {name: given[name] for name in known if given.get(name) is not None}
     options.setdefault("add_generation_prompt", not options.get("continue_final_message", False))
-    return {**(given.get("chat_template_kwargs") or {}), **options}
+    return {**(variables or {}), **options}
+
+
+def _checked(message: Message, where: str) -> dict[str, Any]:
+    """As templates take it. A content that is an object is for templates that know it."""
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str | None):
+        raise InvalidRequestError(f"{where}.role must be a text, not {role!r:.100}")
+    if not isinstance(content, str | Sequence | Mapping | None) or isinstance(content, bytes):
+        raise InvalidRequestError(f"{where}.content must be a text or a list of parts, not {content!r:.100}")
+    return complete_message(message, where)
+
+
+def _check_tools(tools: Any) -> None:
+    """Of OpenAI's shape, by the server's rules; templates may take others."""
+    if not isinstance(tools, Sequence) or not all(isinstance(each, Mapping) for each in tools):
+        return  # the renderer says what is wrong
+    if any("function" in each or each.get("type") == "function" for each in tools):
+        from headrace.frontend.text.formats.choice import wrong_tool
+
+        if (wrong := wrong_tool(tools)) is not None:
+            raise InvalidRequestError(wrong[1])

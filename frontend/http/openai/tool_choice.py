@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.openai.requests import closest
-from headrace.frontend.text.formats.choice import ToolChoice, Tools
+from headrace.frontend.text.formats.choice import ToolChoice, Tools, wrong_tool
 
 _OF_FUNCTIONS = ("name", "description", "parameters", "strict")
 """Others are the template's, which may know more."""
@@ -55,26 +55,13 @@ def tool_choice_of(tools: Tools | None, choice: str | dict[str, Any] | None) -> 
 
 def check_tools(tools: Tools | None) -> None:
     """Raises ApiError for what is no function with a name of its own and a schema."""
-    names: set[str] = set()
+    if (wrong := wrong_tool(tools or ())) is not None:
+        raise bad_field(*wrong)
     for index, tool in enumerate(tools or ()):
-        where, function = f"tools[{index}]", tool.get("function")
-        if tool.get("type", "function") != "function" or not isinstance(function, dict):
-            raise bad_field(where, f"{where} must be {{type: function, function: {{name: ...}}}}")
-        if not isinstance(function.get("name"), str) or not function["name"]:
-            raise bad_field(f"{where}.function.name", f"{where}.function needs a name")
-        if function["name"] in names:
-            raise bad_field("tools", f"two tools are called {function['name']!r:.100}")
-        names.add(function["name"])
-        for name in function.keys() - set(_OF_FUNCTIONS):
+        where = f"tools[{index}].function"
+        for name in tool["function"].keys() - set(_OF_FUNCTIONS):
             if (known := closest(name, _OF_FUNCTIONS)) is not None:
-                raise bad_field(
-                    f"{where}.function", f"unknown field {name!r} of {where}.function; did you mean {known}?"
-                )
-        if not isinstance(function.get("parameters") or {}, dict):
-            raise bad_field(
-                f"{where}.function.parameters",
-                f"{where}.function.parameters must be a JSON schema, which is an object",
-            )
+                raise bad_field(where, f"unknown field {name!r} of {where}; did you mean {known}?")
 
 
 def check_arguments(choice: ToolChoice) -> None:

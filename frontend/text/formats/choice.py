@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +51,25 @@ class ToolChoice(NamedTuple):
     def asks_for_strict(self) -> bool:
         """One tool does, and all get it."""
         return any(tool["function"].get("strict") for tool in self.shown or ())
+
+
+def wrong_tool(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+    """The first that is no function with a name of its own and a schema: where, and what is wrong with it."""
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        where, function = f"tools[{index}]", tool.get("function")
+        if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
+            return where, f"{where} must be {{type: function, function: {{name: ...}}}}"
+        name = function.get("name")
+        if not isinstance(name, str) or not name:
+            return f"{where}.function.name", f"{where}.function needs a name"
+        if name in names:
+            return "tools", f"two tools are called {name!r:.100}"
+        names.add(name)
+        if not isinstance(function.get("parameters") or {}, Mapping):
+            at = f"{where}.function.parameters"
+            return at, f"{at} must be a JSON schema, which is an object"
+    return None
 
 
 class OutputFormats:
