@@ -121,7 +121,8 @@ class EngineCore:
         self._loop = Loop(plan, facts, executor, self.port, self._inbox)
         tokenizer_json = bytes(bundle.tokenizer_json) if bundle is not None else b""
         vocabulary = Vocabulary(tokenizer_json, plan.model.vocab_size, plan.model.eos_token_ids)
-        self._loop.follow_grammars(Backends(plan.structured_outputs, vocabulary))
+        is_backend_named = bool(self._options.structured_outputs_config.get("backend"))
+        self._loop.follow_grammars(Backends(plan.structured_outputs, vocabulary), prepares=is_backend_named)
         executor.watch(lambda failure: self._inbox.put((0, ExecutorFailed(failure))))
         executor.on_call(lambda: self._inbox.put((0, PeersStep())))
         self.welcome = self._welcome(plan, facts, bundle)

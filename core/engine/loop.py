@@ -158,10 +158,13 @@ class Loop:
         self._compiler: GrammarCompiler | None = None
         self._checks_sampling = plan.model.checks_sampling
 
-    def follow_grammars(self, backend: Backends) -> None:
-        """Requests may ask for structured outputs. Before the loop runs."""
+    def follow_grammars(self, backend: Backends, *, prepares: bool) -> None:
+        """Requests may ask for structured outputs. Before the loop runs. prepares: what they need is made ready now,
+        beside all else, and not for the first of them."""
         self._compiler = GrammarCompiler(backend, lambda news: self._inbox.put((0, news)))
         self.gates.register(self._compiler)
+        if prepares:
+            self._compiler.prepare()
         self.scheduler.grammars = GrammarMasks(backend, self.scheduler.config.vocab_size)
 
     def follow_weights(self, heard: Callable[[str], None]) -> None:

@@ -167,9 +167,10 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         Option(
             SCHEDULER,
             "How the grammars of structured outputs are followed: backend (auto, which takes llguidance, or the extra "
-            "xgrammar), disable_fallback, disable_any_whitespace, disable_additional_properties, enable_in_reasoning, "
-            "and reasoning_parser, the format of reasoning after which grammars begin, and which a "
-            "thinking_token_budget ends (a server's own reasoning_parser comes first)",
+            "xgrammar; one that is named is made ready at the start), disable_fallback, disable_any_whitespace, "
+            "disable_additional_properties, enable_in_reasoning, and reasoning_parser, the format of reasoning after "
+            "which grammars begin, and which a thinking_token_budget ends (a server's own reasoning_parser comes "
+            "first)",
         ),
     ] = {}
     reasoning_config: Annotated[

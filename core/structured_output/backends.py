@@ -1,7 +1,8 @@
-"""Which library follows a request's grammar. Each is made ready by the first request that needs it."""
+"""Which library follows a request's grammar. Each is made ready by the first request that needs it, or `prepare`."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import threading
@@ -87,6 +88,11 @@ class Backends:
                 logger.info("a grammar is followed by %s: %s", name, error)
                 return matcher
             raise
+
+    def prepare(self) -> None:
+        """Makes the first library ready, here and in the process that tries grammars, before a request needs it."""
+        with contextlib.suppress(HeadraceError):  # the first request is told
+            self.compile(StructuredOutput(kind="regex", text="a"), needs_trial=True)
 
     def fill(self, places: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
         places, openers = split(places, masks)

@@ -53,6 +53,10 @@ class GrammarCompiler:
         self._compiled: OrderedDict[Gate, Matcher | Failure] = OrderedDict()  # the least recently used first
         self._waiting: dict[Gate, list[Request]] = {}
 
+    def prepare(self) -> None:
+        """Makes ready what the first request would wait for, on a thread that gives way."""
+        self._trying.submit(self._backend.prepare)
+
     def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
         wanted = message.task.sampling.structured_output if isinstance(message.task, Generate) else None
         if wanted is None:

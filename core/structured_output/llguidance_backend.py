@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import llguidance
+import msgspec
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -275,6 +276,6 @@ def _slices() -> list[str]:
 
 
 def _without_length_rules(tokenizer_json: str) -> str:
-    """Truncation and padding of a tokenizer apply to whole prompts."""
-    parsed = json.loads(tokenizer_json)
-    return json.dumps({**parsed, "truncation": None, "padding": None})
+    """Truncation and padding of a tokenizer apply to whole prompts. The rest, which may be megabytes, stays text."""
+    parts = msgspec.json.decode(tokenizer_json, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode({**parts, "truncation": None, "padding": None}).decode()

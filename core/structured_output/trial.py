@@ -129,6 +129,10 @@ class Trial:
                 env={**os.environ, "MALLOC_ARENA_MAX": "1"},
                 stderr=subprocess.DEVNULL,  # a library's panic says there what the verdict says too
             )
+        if self._is_stopped:  # meanwhile, by another thread, which saw no process
+            self.stop()
+            channel.close()
+            raise HeadraceError("the engine is stopping")
         self._channel, self._is_new = channel, True
         channel.send(Beginning(self._vocabulary), Deadline(START_S))
         return channel

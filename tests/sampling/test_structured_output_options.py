@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tiny_models
+from http_server import wait_until
 from test_structured_outputs import ENGINE, ask, form
 
 from headrace import LLM, AsyncLLM, GuidedDecodingParams, InvalidRequestError, SamplingParams
@@ -26,6 +28,24 @@ EITHER = {"oneOf": [{"type": "boolean"}, {"type": "null"}]}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_models.save("llama", tmp_path_factory.mktemp("model"), tokenizer=True))
+
+
+def num_trials() -> int:
+    """Processes of this one's engines that try grammars."""
+    children = psutil.Process().children()
+    return sum("headrace.core.structured_output.trial" in each.cmdline() for each in children if each.is_running())
+
+
+def test_a_backend_that_is_named_is_made_ready_before_a_request_needs_it(folder: str) -> None:
+    with LLM(model=folder, in_process=True, **ENGINE) as lazy:
+        lazy.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)
+        assert num_trials() == 0
+    config = {"backend": "auto"}
+    with LLM(model=folder, in_process=True, structured_outputs_config=config, **ENGINE) as llm:
+        wait_until(lambda: num_trials() == 1, 30, "the start of the process that tries grammars")
+        assert ask(llm, form(max_tokens=4, regex="a|b"))[0] in ("a", "b")
+        assert num_trials() == 1
+    assert num_trials() == 0
 
 
 def several(**of: Any) -> SamplingParams:
