@@ -27,6 +27,8 @@ ContentFormat = Literal["auto", "string", "openai"]
 parts as parts where the template takes them."""
 _LONGEST_RENDERING_S = 10.0
 """Conversations take milliseconds; a template may be anybody's program."""
+_MOST_IN_PRODUCT = 1 << 20
+"""Bits, characters or items."""
 _DEADLINE = "headrace_deadline"
 _CONTINUE_HERE = "HEADRACE_CONTINUES_HERE "
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning", "reasoning_text")
@@ -288,6 +290,16 @@ def _stop_after(deadline: float) -> str:
     return ""
 
 
+def _size_of(operator: str, left: Any, right: Any) -> int:
+    """Bits of a number, or items of a text or list, that the operation would give, about."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+    for items, times in ((left, right), (right, left)):
+        if isinstance(items, str | list | tuple) and isinstance(times, int):
+            return len(items) * times
+    return 0
+
+
 @functools.lru_cache(maxsize=64)
 def _compile(template: str) -> jinja2.Template:
     import jinja2
@@ -308,7 +320,15 @@ def _compile(template: str) -> jinja2.Template:
             return str(caller())
 
     class TimedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        """Each turn of a loop and each call of a macro begins with a look at the clock."""
+        """Each turn of a loop and each call of a macro begins with a look at the clock. Between two looks no product is
+        so large that it would keep the interpreter, or the memory, to itself."""
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if _size_of(operator, left, right) > _MOST_IN_PRODUCT:
+                raise jinja2.TemplateError(f"a result of {operator} is larger than {_MOST_IN_PRODUCT}")
+            return super().call_binop(context, operator, left, right)
 
         def _generate(self, source: jinja2.nodes.Template, *args: Any, **kwargs: Any) -> str:
             blocks: list[Any] = [*source.find_all((jinja2.nodes.For, jinja2.nodes.Macro))]

@@ -103,6 +103,11 @@ def test_templates_render_as_in_transformers(
     assert tokenizer.apply_chat_template(messages, chat_template=template, **arguments) == ids
 
 
+def test_a_template_multiplies(tokenizer: Tokenizer) -> None:
+    template = "{{ '-' * 3 }}{{ 2 ** 10 }}{{ 2 ** -1 }}{{ 1.5 * 2 }}{{ [1] * 2 }}"
+    assert tokenizer.apply_chat_template([USER], chat_template=template, tokenize=False) == "---10240.53.0[1, 1]"
+
+
 def test_the_date_is_available_to_templates(tokenizer: Tokenizer) -> None:
     import datetime
 
@@ -123,6 +128,9 @@ def test_the_date_is_available_to_templates(tokenizer: Tokenizer) -> None:
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% for i in range(1000000000) %}x{% endfor %}", "OverflowError"),
         ("{% for i in messages %}" * 25 + "{% endfor %}" * 25, "is not valid"),
+        ("{{ 9 ** (9 ** 9) }}", r"a result of \*\* is larger than 1048576"),
+        ("{{ 'x' * 2 ** 30 }}", r"a result of \* is larger than 1048576"),
+        ("{{ 2 ** 30 * messages }}", r"a result of \* is larger than 1048576"),
     ],
 )
 def test_a_template_that_refuses_or_breaks_out_gives_a_sentence(tokenizer: Tokenizer, template: str, said: str) -> None:
