@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Decision, ModelDescription, Plan
+from headrace.core.options.quantization_names import BY_DEVICE, TO_FORMS, check_name
 from headrace.core.options.reasoning import reasoning_of
 from headrace.core.options.speculation import CPU_STEP_TOKENS, Speculation, speculation_of
 from headrace.core.options.structured_outputs import WHY, structured_outputs_of
@@ -30,10 +31,6 @@ _KV_CACHE_DTYPES = {"fp8": "fp8_e4m3"}
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """Of `kv_cache_dtype`."""
 _GROUP_SIZES = (32, 64, 128)
-BY_DEVICE = ("int8", "int4", "fp8")
-"""How `quantization` quantises float weights as they are loaded, with kernels of the device's own."""
-TO_FORMS = ("bitsandbytes", "experts_int8")
-"""The same, to what the kernels take of quantised checkpoints: see executor/checkpoints/quantisation/as_loaded.py."""
 
 TOKEN_IDS = ("stop_token_ids", "eos_token_id")
 """Of `override_generation_config`: a request's stop tokens are joined with the ones, and the others end answers in the
@@ -150,9 +147,11 @@ def _kv_cache_dtype(options: Options, dtype: str, packed: bool, rounds_inputs: b
 
 
 def check_stored_format(options: Options) -> None:
-    """Raises OptionError where the options ask for a format that the checkpoint, as far as it lies here and can be seen
-    without a framework, is not stored in: before anything is imported, fetched or compiled."""
+    """Raises OptionError where the options ask for a format that there is not, or that the checkpoint, as far as it
+    lies here and can be seen without a framework, is not stored in: before anything is imported, fetched or compiled.
+    """
     asked, folder = options.quantization, Path(options.model)
+    check_name(asked)
     if asked in (None, "gguf", *BY_DEVICE):
         return
     is_gguf = not options.model or folder.suffix.lower() == ".gguf"

@@ -218,9 +218,9 @@ def parse_size(text: str) -> int:
     return int(number)
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The most similar of the names; empty when none is similar."""
-    found = difflib.get_close_matches(name.replace("-", "_"), names, n=1, cutoff=0.6)
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """The most similar of the names; empty when none is similar, by difflib's ratio."""
+    found = difflib.get_close_matches(name.replace("-", "_"), names, n=1, cutoff=cutoff)
     return found[0] if found else ""
 
 

@@ -17,9 +17,10 @@ from test_quantisation import EXACT_ERROR, MOST_ERROR, error_of, kinds_of
 from torch import Tensor
 
 from headrace.core.options.engine_options import Options
-from headrace.core.options.resolve import TO_FORMS, check_stored_format
+from headrace.core.options.quantization_names import STORED, TO_FORMS
+from headrace.core.options.resolve import check_stored_format
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
-from headrace.executor.checkpoints.quantisation import forms_as_loaded
+from headrace.executor.checkpoints.quantisation import formats, forms_as_loaded
 from headrace.executor.checkpoints.sharded_state import save
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.models.decoder import Decoder
@@ -152,6 +153,7 @@ def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
 
 def test_the_core_knows_the_names_before_any_framework_does(tmp_path: Path) -> None:
     assert set(TO_FORMS) == forms_as_loaded().keys()
+    assert set(STORED) == formats().keys()
     folder = tiny_models.save("llama", tmp_path, **SIZES)
     for name in TO_FORMS:
         check_stored_format(Options(model=str(folder), quantization=name))

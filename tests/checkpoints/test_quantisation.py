@@ -332,7 +332,7 @@ def test_vllms_names_of_the_format_may_be_asked_for(gptq_folder: Path, asked: st
     [
         ("awq", "quantization=awq does not fit this checkpoint, whose weights are stored as gptq"),
         ("squeezellm", "quantization=squeezellm is not to be had: vLLM took it out in 0.8; quantise the model anew"),
-        ("gqtp", "quantization=gqtp is unknown; there are gguf, int8, int4, fp8, "),
+        ("gqtp", r"quantization=gqtp is unknown; did you mean gptq\? there are gguf, int8, int4, fp8, "),
     ],
 )
 def test_another_format_than_the_checkpoints_is_refused(gptq_folder: Path, asked: str, message: str) -> None:

@@ -375,3 +375,20 @@ def test_a_format_that_a_checkpoint_is_not_stored_in_is_refused_before_anything_
         check_stored_format(options)
     for other in (None, "gguf", "int4"):
         check_stored_format(msgspec.structs.replace(options, quantization=other))
+
+
+@pytest.mark.parametrize("model", ["", "someone/a-model"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("AWQ", r"quantization=AWQ is unknown; did you mean awq\? there are gguf, int8, .*, gptq, .*, torchao"),
+        ("compresed-tensors", r"did you mean compressed_tensors\?"),
+        ("zzz", "quantization=zzz is unknown; there are gguf, int8"),
+        ("squeezellm", "quantization=squeezellm is not to be had: vLLM took it out in 0.8"),
+    ],
+)
+def test_a_quantization_that_nobody_knows_is_refused_before_anything_is_fetched(
+    name: str, said: str, model: str
+) -> None:
+    with pytest.raises(OptionError, match=said):
+        check_stored_format(Options(model=model, quantization=name))

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from headrace.core.options.resolve import BY_DEVICE
+from headrace.core.options.quantization_names import RETIRED, check_name
 from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.kernels.grouped import GroupedWeight, Kind
@@ -27,28 +27,6 @@ Config = Mapping[str, Any]
 Parts = Mapping[str, str]
 """A format's own word for each tensor of a matrix -> its name in the checkpoint."""
 Shapes = Mapping[str, tuple[int, ...]]
-
-OTHERS = ("gguf", *BY_DEVICE)
-"""What the option `quantization` can ask for besides what is here: see core/options/resolve.py."""
-RETIRED: Mapping[str, str] = MappingProxyType(
-    {
-        "squeezellm": "vLLM took it out in 0.8; quantise the model anew with AWQ or GPTQ",
-        "aqlm": "vLLM took it out in 0.10; quantise the model anew with AWQ or GPTQ",
-        "deepspeedfp": "vLLM took it out; an fp8 checkpoint of compressed-tensors takes its place",
-        "marlin": "its weights lie in the order of one GPU kernel; use the GPTQ checkpoint that they were made of",
-        "gptq_marlin_24": "2:4 sparse weights are not computed; use the GPTQ checkpoint that they were made of",
-        "qqq": "vLLM took it out; a W4A16 or W8A8 checkpoint of compressed-tensors takes its place",
-        "bitblas": "its weights lie in the order of one GPU kernel; use the GPTQ checkpoint that they were made of",
-        "gptq_bitblas": "its weights lie in the order of one GPU kernel; use the GPTQ checkpoint they were made of",
-        "hqq_marlin": "it is no format of checkpoints",
-        "tpu_int8": "it is for TPUs; quantization=int8 quantises float weights as they are loaded",
-        "neuron_quant": "it is for Neuron devices; quantization=int8 quantises float weights as they are loaded",
-        "ipex": "AWQ and GPTQ checkpoints are computed without it",
-        "rtn": "quantization=int8 or int4 rounds float weights to the nearest as they are loaded",
-        "ptpc_fp8": "quantization=fp8 does that: a scale for each token and each row",
-    }
-)
-"""vLLM's names that stand for nothing here, and what to use."""
 
 
 @dataclass(frozen=True)
@@ -145,16 +123,6 @@ def _constants(name: str) -> list[Any]:
     names = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
     found = (getattr(importlib.import_module(f"{__name__}.{each}"), name, None) for each in names)
     return [each for each in found if each is not None]
-
-
-def check_name(asked: str | None) -> None:
-    """Raises OptionError for a `quantization` that there is not, saying what to use for one that vLLM has or had."""
-    if asked is None or asked in OTHERS or asked in formats() or asked in forms_as_loaded():
-        return
-    if asked in RETIRED:
-        raise OptionError(f"quantization={asked} is not to be had: {RETIRED[asked]}")
-    known = ", ".join(dict.fromkeys([*OTHERS, *formats(), *forms_as_loaded()]))
-    raise OptionError(f"quantization={asked} is unknown; there are {known}")
 
 
 def format_of(config: Config, asked: str | None) -> Format | None:

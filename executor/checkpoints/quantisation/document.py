@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from headrace.executor.checkpoints.quantisation import RETIRED, Format, Stored, formats, forms_as_loaded
+from headrace.core.options.quantization_names import RETIRED
+from headrace.executor.checkpoints.quantisation import Format, Stored, formats, forms_as_loaded
 
 DOCS_PAGE = "docs/quantization.md"
 HEAD = """# Quantised checkpoints
