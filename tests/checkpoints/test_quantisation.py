@@ -466,6 +466,33 @@ def test_each_format_names_tensors_that_do_not_fit(
         ({"quant_method": "torchao", "quant_type": "int4"}, "quant_type is 'int4'; one of torchao's own configs"),
         ({"quant_method": "hqq", "nbits": 3, "group_size": 32}, "HQQ weights of 3 bits are not supported; 1, 2, 4 and"),
         ({"quant_method": "hqq", "nbits": 4, "group_size": 32, "axis": 0}, "in groups along the outputs"),
+        (
+            made.compressed("W4A16", **made.W4)[0] | {"ignore": ["lm_head", "re:("]},
+            r"the compressed-tensors config's ignore has 're:\(', which is no regular expression: missing \)",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"group_0": {"targets": ["Linear", "re:*v"], "weights": made.W4}},
+            },
+            r"the targets of the compressed-tensors group group_0 has 're:\*v', which is no regular",
+        ),
+        (made.compressed("W4A16", **made.W4)[0] | {"ignore": "lm_head"}, "ignore is 'lm_head'; a list of modules'"),
+        (made.gptq()[0] | {"dynamic": {r"-:[": {}}}, r"the GPTQ config's dynamic has '-:\[', which is no regular"),
+        (made.quark("int4")[0] | {"exclude": ["re:)"]}, r"the Quark config's exclude has 're:\)', which is no regular"),
+        (
+            made.quark("int4")[0] | {"layer_quant_config": {"re:+": made.quark("int4")[0]["global_quant_config"]}},
+            r"the Quark config's layer_quant_config has 're:\+', which is no regular expression",
+        ),
+        (
+            {"quant_method": "auto-round", "bits": 4, "extra_config": {"(": {"bits": 16}}},
+            r"the AutoRound config's extra_config has '\(', which is no regular expression",
+        ),
+        (
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": "AConfig", "_data": {"re:?": {}}}}},
+            r"the torchao config's quant_type has 're:\?', which is no regular expression",
+        ),
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size is 128; two whole numbers are expected"),
         ({"quant_method": "fp8", "weight_scale_semantics": "log"}, "weight_scale_semantics is 'log'; inverse is known"),
     ],

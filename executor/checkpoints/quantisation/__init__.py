@@ -10,6 +10,7 @@ import functools
 import importlib
 import math
 import pkgutil
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -162,6 +163,26 @@ def number(config: Config, names: tuple[str, ...], method: str, default: int | N
     if default is None:
         raise ModelError(f"the {method} config has no {names[0]}")
     return default
+
+
+def patterns(listed: object, field: str) -> tuple[str, ...]:
+    """A config's list of names of modules, some of them regular expressions after `re:`. `field`: the list's name, for
+    messages. Raises ModelError for what is neither."""
+    found = [] if listed is None else listed
+    if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
+        raise ModelError(f"{field} is {str(listed)[:80]!r}; a list of modules' names is expected")
+    for each in found:
+        if each.startswith("re:"):
+            check_expression(each.removeprefix("re:"), each, field)
+    return tuple(found)
+
+
+def check_expression(expression: str, written: str, field: str) -> None:
+    """Raises ModelError for what is no regular expression, as it is `written` in the field."""
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ModelError(f"{field} has {written!r}, which is no regular expression: {error}") from error
 
 
 def cut_bits(packed: Tensor, bits: int, count: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Stored
+from headrace.executor.checkpoints.quantisation import Config, Format, Stored, check_expression
 from headrace.executor.checkpoints.quantisation.awq import Awq
 from headrace.executor.checkpoints.quantisation.gptq import Gptq
 from headrace.ipc.failure import ModelError
@@ -39,6 +39,8 @@ class AutoRound(Format):
         if "awq" in layout:
             return Awq.of({**config, "zero_point": True, "version": "gemm"})
         differing = config.get("extra_config") or {}
+        for name in filter(_is_pattern, differing):
+            check_expression(name, name, "the AutoRound config's extra_config")
         dynamic = {
             name if _is_pattern(name) else re.escape(name) + "$": {
                 key: value for key, value in own.items() if key in ("bits", "group_size")

@@ -25,7 +25,17 @@ from typing import Self
 
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, cut_bits, expect, number
+from headrace.executor.checkpoints.quantisation import (
+    Config,
+    Format,
+    Parts,
+    Shapes,
+    Stored,
+    cut_bits,
+    expect,
+    number,
+    patterns,
+)
 from headrace.executor.checkpoints.quantisation._scaled import (
     floats_of_4_bits,
     floats_of_8_bits,
@@ -71,12 +81,14 @@ class Scheme:
         has_integers = layout == PACKED or (layout in INTEGERS and not is_float)
         if (has_integers and bits not in range(2, 9)) or (layout in (*INTEGERS, *FLOATS) and is_float and bits != 8):
             raise ModelError(f"weights of {bits} bits are not supported in compressed-tensors' layout {layout}")
+        targets = patterns(config.get("targets"), f"the targets of the compressed-tensors group {name}")
         block = weights.get("block_structure")
         if isinstance(block, str):
             block = [int(each) for each in block.split("x")]
         return cls(
             layout=layout,
-            targets=tuple(config.get("targets") or ("Linear",)),
+            targets=patterns(config.get("targets"), f"the targets of the compressed-tensors group {name}")
+            or ("Linear",),
             bits=bits,
             is_float=is_float,
             group_size=weights.get("group_size"),
@@ -143,6 +155,7 @@ class CompressedTensors(Format):
             raise ModelError(f"compressed-tensors' layout {sparse['format']} is not supported: {SPARSE}")
         if not isinstance(groups, Mapping) or not groups:
             raise ModelError("the compressed-tensors config has no config_groups")
+        patterns(config.get("ignore"), "the compressed-tensors config's ignore")  # what it names, the tensors tell
         layout = str(config.get("format", ""))
         return cls(tuple(Scheme.of(name, group, layout) for name, group in groups.items()))
 

@@ -20,7 +20,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, cut_bits, expect, number
+from headrace.executor.checkpoints.quantisation import (
+    Config,
+    Format,
+    Parts,
+    Shapes,
+    Stored,
+    check_expression,
+    cut_bits,
+    expect,
+    number,
+)
 from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight, two_in_a_byte
@@ -81,6 +91,8 @@ class Gptq(Format):
                 f"the GPTQ checkpoint is in the layout {layout}, which is one kernel's own; use one in the layout gptq"
             )
         dynamic, is_planar = config.get("dynamic") or {}, layout == PLANAR
+        for each in dynamic:
+            check_expression(each.removeprefix("+:").removeprefix("-:"), each, "the GPTQ config's dynamic")
         bits, size = number(config, ("bits",), METHOD), number(config, ("group_size",), METHOD, 128)
         adds_one = layout not in ("gptq_v2", PLANAR) and config.get("quant_method") != "gptq_v2"
         return cls(_checked(bits), size, adds_one, is_planar, dynamic)

@@ -20,7 +20,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, cut_bits, expect
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, cut_bits, expect, patterns
 from headrace.executor.checkpoints.quantisation._scaled import (
     floats_of_4_bits,
     floats_of_8_bits,
@@ -87,6 +87,8 @@ class Quark(Format):
     @classmethod
     def of(cls, config: Config) -> Self:
         by_pattern = config.get("layer_quant_config") or {}
+        patterns(list(by_pattern), "the Quark config's layer_quant_config")
+        patterns(config.get("exclude"), "the Quark config's exclude")  # what it names, the tensors tell
         pairs = tuple((pattern, Scheme.of(own)) for pattern, own in by_pattern.items())
         export = config.get("export")
         method = export.get("pack_method") if isinstance(export, Mapping) else None

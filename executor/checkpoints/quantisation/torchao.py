@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, patterns
 from headrace.executor.checkpoints.quantisation._scaled import floats_of_8_bits, integers_in_bytes
 from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
@@ -92,6 +92,7 @@ def _configs(value: object) -> list[Mapping[str, Any]]:
     """torchao's configs in a `quant_type`: one for all, or those within one that goes by modules' names."""
     if not isinstance(value, Mapping):
         return []
+    patterns(list(value), "the torchao config's quant_type")
     inner = [found for each in value.values() for found in _configs(each)]
     return inner or ([value] if str(value.get("_type")).endswith("Config") else [])
 
