@@ -87,8 +87,7 @@ class Scheme:
             block = [int(each) for each in block.split("x")]
         return cls(
             layout=layout,
-            targets=patterns(config.get("targets"), f"the targets of the compressed-tensors group {name}")
-            or ("Linear",),
+            targets=targets or ("Linear",),
             bits=bits,
             is_float=is_float,
             group_size=weights.get("group_size"),
