@@ -158,10 +158,18 @@ def _load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, trust_remote_
     model, found = loaded
     for key, said in (
         ("missing_keys", "the checkpoint has no weight {}"),
-        ("mismatched_keys", "weight {} has another shape than the config needs"),
+        ("mismatched_keys", "weights have other shapes than the config needs: {}"),
         ("unexpected_keys", "the checkpoint holds weights that this architecture has no place for: {}"),
     ):
-        if names := sorted(each[0] if isinstance(each, tuple) else str(each) for each in found.get(key) or ()):
+        if names := sorted(_shown(each) for each in found.get(key) or ()):
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise ModelError(said.format(shown))
     return model
+
+
+def _shown(weight: Any) -> str:
+    """A weight of transformers' report: its name, or that with its shape in the checkpoint and by the config."""
+    if isinstance(weight, str):
+        return weight
+    name, stored, needed = weight
+    return f"{name} is {list(stored)} and {list(needed)} is needed"

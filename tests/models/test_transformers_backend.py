@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,13 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     folder = tiny_models.save("hunyuan_v1_dense", tmp_path / "foreign")
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
+    needed = re.escape(str(list(tensors[name].shape)))
     for changed, message in (
         ({key: value for key, value in tensors.items() if key != name}, rf"no weight {name}"),
-        (tensors | {name: torch.zeros(3, 3)}, name),
+        (
+            tensors | {name: torch.zeros(3, 5)},
+            rf"weights have other shapes than the config needs: {name} is \[3, 5\] and {needed} is needed",
+        ),
         (tensors | {"model.layers.1.extra.weight": torch.zeros(3)}, r"no place for: model.layers.1.extra.weight"),
     ):
         save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
