@@ -295,11 +295,12 @@ def quark(dtype: str) -> tuple[dict[str, Any], Writer]:
         codes, values = in_fp4(weight, scales)
         return {".weight": codes, ".weight_scale": exponents}, values
 
-    return {
-        "quant_method": "quark",
-        "global_quant_config": {"weight": {"dtype": dtype, "group_size": 32 if dtype.endswith("int4") else None}},
-        "exclude": ["lm_head"],
-    }, writer
+    weights: dict[str, Any] = {"dtype": dtype, "symmetric": dtype != "uint4", "group_size": None}
+    if dtype.endswith("int4"):
+        weights["group_size"] = 32
+    elif dtype.startswith(("fp4", "fp6")):
+        weights |= {"group_size": 32, "symmetric": None, "scale_format": "e8m0"}
+    return {"quant_method": "quark", "global_quant_config": {"weight": weights}, "exclude": ["lm_head"]}, writer
 
 
 def in_mxfp6(weight: Tensor, mantissa: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -347,6 +348,7 @@ def compressed(scheme: str, inputs: InputRounding | None = None, **weights: Any)
     if inputs is not None:
         dynamic, symmetric = inputs.scale is None, not inputs.shifted and inputs.zero == 0
         activations = {"num_bits": 8, "type": "int", "dynamic": dynamic, "symmetric": symmetric}
+    weights = {"symmetric": True, "actorder": None} | weights | OF_SCHEMES.get(scheme, {})
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     config = {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
     return config | {"ignore": ["lm_head"]}, writer
@@ -415,6 +417,12 @@ COMPRESSED: dict[str, tuple[str, Callable[[Tensor], Written]]] = {
     "NVFP4": ("nvfp4-pack-quantized", _nvfp4),
     "MXFP4": ("mxfp4-pack-quantized", _mxfp4),
 }
+OF_SCHEMES: dict[str, dict[str, Any]] = {
+    "W4A16 zeros": {"symmetric": False},
+    "W3A16 zeros": {"symmetric": False},
+    "W4A16 ordered": {"actorder": "group"},
+}
+"""What the config says of their weights besides."""
 W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 W3, W5 = W4 | {"num_bits": 3}, W4 | {"num_bits": 5}
 W8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
@@ -461,7 +469,8 @@ def bitsandbytes(kind: str) -> tuple[dict[str, Any], Writer]:
         }
         return tensors | nested, values
 
-    return {"quant_method": "bitsandbytes", "load_in_4bit": kind != "int8", "load_in_8bit": kind == "int8"}, writer
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": kind != "int8", "load_in_8bit": kind == "int8"}
+    return config | ({} if kind == "int8" else {"bnb_4bit_quant_type": kind[:3]}), writer
 
 
 def torchao(kind: str) -> tuple[dict[str, Any], Writer]:

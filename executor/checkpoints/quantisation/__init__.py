@@ -12,22 +12,30 @@ import math
 import pkgutil
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from headrace.core.options.quantization_names import RETIRED, check_name
 from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError, OptionError
-from headrace.kernels.grouped import GroupedWeight, Kind
+from headrace.kernels.grouped import SCALE_DTYPES, GroupedWeight, Kind
 
 Config = Mapping[str, Any]
 Parts = Mapping[str, str]
 """A format's own word for each tensor of a matrix -> its name in the checkpoint."""
 Shapes = Mapping[str, tuple[int, ...]]
+Dtypes = Mapping[str, tuple[torch.dtype, ...]]
+"""A format's own word for each tensor of a matrix -> what it may be stored as."""
+FLOATS = SCALE_DTYPES
+WORDS, BYTES, FLOATS_OF_8_BITS = (torch.int32,), (torch.uint8,), (torch.float8_e4m3fn,)
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
+"""Of a few numbers, whose type does not matter."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,9 @@ class Format(ABC):
     """What the page of formats says there is."""
     made_by: ClassVar[str]
     """Who wrote the checkpoints that tests read."""
+    marks: ClassVar[tuple[str, ...]]
+    """What the names of tensors end in, after the module's, that only a quantised matrix has: any of them marks one, so
+    that each of them can be missed."""
 
     @property
     def rounds_inputs(self) -> bool:
@@ -81,9 +92,21 @@ class Format(ABC):
     def of(cls, config: Config) -> Self:
         """Raises ModelError for a setting that is missing or not to be had."""
 
+    def scheme(self, module: str) -> str:
+        """How a module's matrix is stored, for messages."""
+        return self.names[0]
+
+    def marked(self, module: str, held: Container[str]) -> bool:
+        """Whether a module's matrix is quantised, by the tensors that the checkpoint holds."""
+        return any(f"{module}.{mark}" in held for mark in self.marks)
+
     @abstractmethod
-    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
-        """The tensors that hold a module's matrix, of those that the checkpoint holds; None where it is in floats."""
+    def parts(self, module: str, held: Container[str]) -> Parts:
+        """The tensors that hold a quantised module's matrix: what it needs, and of what it may have what is held."""
+
+    @abstractmethod
+    def dtypes(self, module: str) -> Dtypes:
+        """Of each tensor that `parts` names."""
 
     def entry(self, module: str) -> int | None:
         """Which entry of its tensors' first dimension a module is, where they are of several; else None."""
@@ -187,8 +210,6 @@ def check_expression(expression: str, written: str, field: str) -> None:
 
 def cut_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     """[n, words] int32 -> [n, count] uint8: the numbers of `bits` bits that lie in them one behind the other."""
-    import torch
-
     each = 32 // math.gcd(32, bits)  # numbers in a whole count of words
     words = each * bits // 32
     packed = torch.nn.functional.pad(packed, (0, -packed.shape[1] % words))
@@ -201,6 +222,12 @@ def cut_bits(packed: Tensor, bits: int, count: int) -> Tensor:
             value = value | rows[..., word + 1] << (32 - shift)
         found[..., index] = (value & ((1 << bits) - 1)).to(torch.uint8)
     return found.flatten(1)[:, :count]
+
+
+def lacking(format_: Format, module: str, names: Iterable[str]) -> ModelError:
+    """What to raise where a quantised module's tensors are not there."""
+    scheme = format_.scheme(module)
+    return ModelError(f"the quantised weights of {module} lack {', '.join(names)}; their scheme is {scheme}")
 
 
 def expect(condition: bool, module: str, sentence: str) -> None:

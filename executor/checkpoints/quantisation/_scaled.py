@@ -9,21 +9,25 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import expect
+from headrace.executor.checkpoints.quantisation import EXPONENTS, expect
 from headrace.executor.checkpoints.quantisation.gptq import integers
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import FP4_E2M1, SCALE_DTYPES, GroupedWeight, InputRounding
 
 
 def floats_of_8_bits(
-    module: str, weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None
+    module: str,
+    weight: Tensor,
+    scales: Tensor,
+    *,
+    group: int | None = None,
+    block: tuple[int, int] | None = None,
 ) -> GroupedWeight:
-    """weight [n, k] float8_e4m3fn; scales of the whole, of each row, of groups, or of blocks (rows, columns): numbers,
-    or as bytes the exponents of powers of two (e8m0)."""
-    expect(weight.dtype == torch.float8_e4m3fn, module, f"they are {weight.dtype}; float8_e4m3fn is expected")
-    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+    """weight [n, k] float8_e4m3fn; scales as of `scales_of_rows`: numbers, or as bytes the exponents of powers of two
+    (e8m0)."""
+    if scales.dtype in EXPONENTS:
         scales = powers_of_two(scales)
-    wide, group = scales_of_rows(module, tuple(weight.shape), scales, block)
+    wide, group = scales_of_rows(module, tuple(weight.shape), scales, group, block)
     return GroupedWeight("e4m3", weight.view(torch.uint8), wide, group)
 
 
@@ -32,13 +36,14 @@ def integers_in_bytes(
     weight: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
+    *,
     inputs: InputRounding | None = None,
     bits: int = 8,
+    group: int | None = None,
 ) -> GroupedWeight:
-    """weight [n, k] int8, of up to 8 bits; scales and zero points of the whole, of each row, or of groups."""
-    expect(weight.dtype == torch.int8, module, f"they are {weight.dtype}; int8 is expected")
+    """weight [n, k] int8, of up to 8 bits; scales and zero points as of `scales_of_rows`."""
     shape = weight.shape[0], weight.shape[1]
-    wide, group = scales_of_rows(module, shape, scales, None)
+    wide, size = scales_of_rows(module, shape, scales, group)
     kept = 8
     if bits <= 4:
         expect(shape[1] % 2 == 0, module, f"rows of {shape[1]} codes do not fill bytes")
@@ -46,21 +51,16 @@ def integers_in_bytes(
         expect(fits, module, f"some codes are beyond {bits} bits")
         kept = 4
     middle = 1 << (kept - 1)
-    shifted = None if zeros is None else scales_of_rows(module, shape, zeros.float(), None)[0] + middle
+    shifted = None if zeros is None else scales_of_rows(module, shape, zeros.float(), group)[0] + middle
     codes = weight.view(torch.uint8) + middle  # of unsigned bytes, which wraps around
-    return replace(integers(codes, kept, shifted, wide, group), inputs=inputs)
+    return replace(integers(codes, kept, shifted, wide, size), inputs=inputs)
 
 
-def floats_of_4_bits(module: str, packed: Tensor, scales: Tensor) -> GroupedWeight:
+def floats_of_4_bits(module: str, packed: Tensor, scales: Tensor, group: int) -> GroupedWeight:
     """packed [n, k / 2] uint8 of e2m1, of two neighbours the first in the low half; scales [n, k / group] float32."""
-    expect(packed.dtype == torch.uint8 and packed.dim() == 2, module, f"they are {packed.dtype} {list(packed.shape)}")
-    k = packed.shape[1] * 2
-    expect(
-        scales.dim() == 2 and scales.shape[0] == packed.shape[0] and k % scales.shape[1] == 0,
-        module,
-        f"scales are {list(scales.shape)}, and the codes are of [{packed.shape[0]}, {k}]",
-    )
-    return GroupedWeight("float4", packed, scales, k // scales.shape[1], table=FP4_E2M1)
+    n, k = packed.shape[0], packed.shape[1] * 2
+    wide, size = scales_of_rows(module, (n, k), scales, group)
+    return GroupedWeight("float4", packed, wide, size, table=FP4_E2M1)
 
 
 def input_rounding(module: str, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> InputRounding:
@@ -84,10 +84,15 @@ def powers_of_two(exponents: Tensor) -> Tensor:
 
 
 def scales_of_rows(
-    module: str, shape: tuple[int, ...], scales: Tensor, block: tuple[int, int] | None
+    module: str,
+    shape: tuple[int, ...],
+    scales: Tensor,
+    group: int | None,
+    block: tuple[int, int] | None = None,
 ) -> tuple[Tensor, int]:
-    """Scales [n, k / group] of a matrix of that shape, and the group, from scales of the whole, of each row, of groups
-    or of blocks (rows, columns), the last of which may be cut short."""
+    """Scales [n, k / group] of a matrix of that shape, and the group, from scales of groups where there is a `group`,
+    of blocks (rows, columns), the last of which may be cut short, where there is one, else of the whole or of each row.
+    """
     n, k = shape
     if scales.dtype not in SCALE_DTYPES:
         scales = scales.float()
@@ -99,16 +104,22 @@ def scales_of_rows(
             module,
             f"scales are {list(scales.shape)}, and [{n}, {k}] in blocks of {rows} x {columns} needs {list(needed)}",
         )
-        group = columns if k % columns == 0 else math.gcd(columns, k)
-        across = scales.repeat_interleave(columns // group, 1)[:, : k // group]
-        return across.repeat_interleave(rows, 0)[:n].contiguous(), group
+        size = columns if k % columns == 0 else math.gcd(columns, k)
+        across = scales.repeat_interleave(columns // size, 1)[:, : k // size]
+        return across.repeat_interleave(rows, 0)[:n].contiguous(), size
+    if group is not None and group < k:
+        expect(k % group == 0, module, f"groups of {group} do not divide {k} inputs")
+        expect(
+            tuple(scales.shape) == (n, k // group),
+            module,
+            f"scales are {list(scales.shape)}, and [{n}, {k}] in groups of {group} needs {[n, k // group]}",
+        )
+        return scales.contiguous(), group
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(n, 1).contiguous(), k
-    flat = scales.reshape(n, -1) if scales.numel() % n == 0 and scales.shape[0] == n else None
     expect(
-        flat is not None and k % flat.shape[1] == 0,
+        scales.numel() == n == scales.shape[0],
         module,
-        f"scales are {list(scales.shape)}; [{n}, {k}] needs one, one for each row, or whole groups of a row",
+        f"scales are {list(scales.shape)}; [{n}, {k}] needs one, or one for each row",
     )
-    assert flat is not None, "or it was refused"
-    return flat.contiguous(), k // flat.shape[1]
+    return scales.reshape(n, 1).contiguous(), k

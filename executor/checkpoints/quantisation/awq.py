@@ -14,9 +14,19 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, expect, number
+from headrace.executor.checkpoints.quantisation import (
+    FLOATS,
+    WORDS,
+    Config,
+    Dtypes,
+    Format,
+    Parts,
+    Shapes,
+    Stored,
+    expect,
+    number,
+)
 from headrace.executor.checkpoints.quantisation.gptq import integers
-from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
 
@@ -29,6 +39,7 @@ class Awq(Format):
     names = ("awq", "awq_marlin", "moe_wna16")
     stored = (Stored("4 bits in the GEMM layout, in groups or rows, zero points or none", ("int4",), ("awq",)),)
     made_by = "auto-round 0.16 (benchmarks/quantised_tools.py), as AutoAWQ is not developed any more; a writer in tests"
+    marks = ("qweight", "scales", "qzeros")
     group_size: int
     """-1: a scale for each row."""
     zero_point: bool
@@ -43,11 +54,12 @@ class Awq(Format):
             raise ModelError(f"AWQ weights in the layout {version} are not supported; those in the layout gemm are")
         return cls(number(config, ("group_size", "q_group_size"), METHOD), bool(config.get("zero_point", True)))
 
-    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
-        if f"{module}.qweight" not in held:
-            return None
+    def parts(self, module: str, held: Container[str]) -> Parts:
         parts = ("qweight", "scales", "qzeros") if self.zero_point else ("qweight", "scales")
         return {part: f"{module}.{part}" for part in parts}
+
+    def dtypes(self, module: str) -> Dtypes:
+        return {"qweight": WORDS, "qzeros": WORDS, "scales": FLOATS}
 
     def beside(self, module: str) -> tuple[str, ...]:
         return () if self.zero_point else ("qzeros",)

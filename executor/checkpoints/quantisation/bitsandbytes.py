@@ -12,6 +12,7 @@ floats.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -19,13 +20,28 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import AsLoaded, Config, Format, Parts, Shapes, Stored, expect
+from headrace.executor.checkpoints.quantisation import (
+    BYTES,
+    FLOATS,
+    AsLoaded,
+    Config,
+    Dtypes,
+    Format,
+    Parts,
+    Shapes,
+    Stored,
+    expect,
+    lacking,
+)
 from headrace.executor.checkpoints.quantisation._scaled import integers_in_bytes
-from headrace.executor.models.blocks import Role
+from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
 
-STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
-NESTED = ("nested_absmax", "nested_quant_map")
+STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
+NESTED = {name: f"weight.{name}" for name in ("nested_absmax", "nested_quant_map")}
+OF_4_BITS = {name: f"weight.{name}" for name in ("absmax", "quant_map")}
+OF_NESTED = ("nested_blocksize", "nested_offset")
+"""What quant_state says of doubly quantised weights."""
 BLOCK = 64
 """Where the tensors do not say: what the tool takes by default."""
 NF4 = (
@@ -52,21 +68,32 @@ class BitsAndBytes(Format):
         ),
     )
     made_by = "bitsandbytes 0.50 (benchmarks/quantised_tools.py), a writer in tests"
+    marks = ("SCB", *STATES.values(), *OF_4_BITS.values(), *NESTED.values())
+    kind: str
+    """int8, nf4 or fp4, by the config; a module's own tensors come before it."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        return cls()
+        kind = str(config.get("bnb_4bit_quant_type", "fp4"))
+        if config.get("load_in_8bit"):
+            return cls("int8")
+        if kind not in STATES:
+            raise ModelError(f"the bitsandbytes config's bnb_4bit_quant_type is {kind!r}; nf4 and fp4 are known")
+        return cls(kind)
 
-    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
-        weight = f"{module}.weight"
-        if f"{module}.SCB" in held:
-            return {"weight": weight, "SCB": f"{module}.SCB"}
-        state = next((f"{weight}.{name}" for name in STATES if f"{weight}.{name}" in held), None)
-        if state is None:
-            return None
-        found = {"weight": weight, "state": state}
-        found |= {name: f"{weight}.{name}" for name in ("absmax", "quant_map")}
-        return found | {name: f"{weight}.{name}" for name in NESTED if f"{weight}.{name}" in held}
+    def parts(self, module: str, held: Container[str]) -> Parts:
+        has_4_bits = any(f"{module}.{name}" in held for name in self.marks[1:])
+        if f"{module}.SCB" in held or (self.kind == "int8" and not has_4_bits):
+            return {"weight": f"{module}.weight", "SCB": f"{module}.SCB"}
+        states = [name for name in STATES.values() if f"{module}.{name}" in held]
+        found = {"weight": "weight", "state": states[0] if states else STATES.get(self.kind, STATES["nf4"])} | OF_4_BITS
+        if any(f"{module}.{name}" in held for name in NESTED.values()):
+            found |= NESTED
+        return {part: f"{module}.{name}" for part, name in found.items()}
+
+    def dtypes(self, module: str) -> Dtypes:
+        floats = dict.fromkeys(("SCB", "quant_map", *NESTED), FLOATS)
+        return floats | {"weight": (torch.int8, torch.uint8), "state": BYTES, "absmax": (*FLOATS, torch.uint8)}
 
     def beside(self, module: str) -> tuple[str, ...]:
         return ("weight_format",)
@@ -81,32 +108,60 @@ class BitsAndBytes(Format):
         return BLOCK if columns % BLOCK == 0 else columns
 
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
-        if "SCB" in tensors:
-            return integers_in_bytes(module, tensors["weight"], tensors["SCB"].float()[:, None] / 127, None)
+        weight, of_rows = tensors["weight"], "SCB" in tensors
+        wanted = torch.int8 if of_rows else torch.uint8
+        expect(weight.dtype == wanted, module, f"{module}.weight is stored as {weight.dtype}; {wanted} is expected")
+        if of_rows:
+            return integers_in_bytes(module, weight, tensors["SCB"].float() / 127, None)
         state = _state(module, tensors["state"])
-        (n, k), size = state["shape"], int(state["blocksize"])
-        flat = tensors["weight"].flatten()
+        (n, k), size = state["shape"], state["blocksize"]
+        flat = weight.flatten()
         expect(len(flat) * 2 == n * k, module, f"{len(flat)} bytes cannot be [{n}, {k}] codes of 4 bits")
-        scales = tensors["absmax"]
-        if "nested_absmax" in tensors:
-            nested = tensors["nested_absmax"].repeat_interleave(int(state["nested_blocksize"]))[: len(scales)]
-            scales = tensors["nested_quant_map"][scales.int()] * nested + float(state["nested_offset"])
         expect(k % size == 0 or size % k == 0, module, f"blocks of {size} do not divide rows of {k} weights")
+        scales = self._scales(module, state, tensors)
         if size > k:  # a block is several rows
             scales, size = scales.repeat_interleave(size // k)[:n], k
         swapped = (flat >> 4 | (flat & 15) << 4).view(n, -1)
         table = tuple(tensors["quant_map"].float().tolist())
         expect(len(table) == 16, module, f"{len(table)} values for codes of 4 bits")
-        return GroupedWeight("float4", swapped, scales.float().view(n, k // size), size, table=table)
+        expect(all(map(math.isfinite, table)), module, "the values of its quant_map are not all finite numbers")
+        return GroupedWeight("float4", swapped, scales.view(n, k // size), size, table=table)
+
+    def _scales(self, module: str, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
+        """[blocks] float32."""
+        absmax, (n, k) = tensors["absmax"], state["shape"]
+        _expect_count(module, "absmax", absmax, -(-n * k // state["blocksize"]))
+        is_nested = absmax.dtype == torch.uint8
+        if any(key in state for key in OF_NESTED) or is_nested or "nested_absmax" in tensors:
+            if missing := [f"{module}.{name}" for part, name in NESTED.items() if part not in tensors]:
+                raise lacking(self, module, missing)
+            expect(is_nested, module, f"{module}.weight.absmax is stored as {absmax.dtype}; torch.uint8 is expected")
+            size, offset = (state.get(key) for key in OF_NESTED)
+            expect(isinstance(size, int) and size > 0, module, f"the quant_state's nested_blocksize is {size!r}")
+            expect(isinstance(offset, float | int), module, f"the quant_state's nested_offset is {offset!r}")
+            assert isinstance(size, int), "or it was refused"
+            assert isinstance(offset, float | int), "or it was refused"
+            largest, levels = (tensors[part].float().flatten() for part in NESTED)
+            _expect_count(module, "nested_absmax", largest, -(-len(absmax) // size))
+            _expect_count(module, "nested_quant_map", levels, 256)
+            nested = largest.repeat_interleave(size)[: len(absmax)]
+            return levels[absmax.int()] * nested + float(offset)
+        return absmax.float()
+
+
+def _expect_count(module: str, part: str, tensor: Tensor, count: int) -> None:
+    stored = f"{module}.weight.{part} is {list(tensor.shape)}; {[count]} is expected"
+    expect(tuple(tensor.shape) == (count,), module, stored)
 
 
 def _state(module: str, raw: Tensor) -> dict[str, Any]:
     try:
-        state = json.loads(bytes(raw.to(torch.uint8).tolist()))
-        ok = len(state["shape"]) == 2 and state["blocksize"] > 0
+        state = json.loads(bytes(raw.tolist()))
+        numbers = [*state["shape"], state["blocksize"]]
+        ok = len(numbers) == 3 and all(isinstance(each, int) and each > 0 for each in numbers)
     except (ValueError, KeyError, TypeError):
         ok = False
-    expect(ok, module, "the quant_state is no JSON with a shape and a blocksize")
+    expect(ok, module, "the quant_state is no JSON with a shape [rows, columns] and a blocksize")
     return dict(state)
 
 

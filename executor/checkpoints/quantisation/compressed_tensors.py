@@ -23,10 +23,18 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from headrace.executor.checkpoints.quantisation import (
+    BYTES,
+    EXPONENTS,
+    FLOATS,
+    FLOATS_OF_8_BITS,
+    WHOLE,
+    WORDS,
     Config,
+    Dtypes,
     Format,
     Parts,
     Shapes,
@@ -44,14 +52,18 @@ from headrace.executor.checkpoints.quantisation._scaled import (
     powers_of_two,
 )
 from headrace.executor.checkpoints.quantisation.gptq import grouped_order, integers
-from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight, InputRounding
 
 PACKED, INTEGERS = "pack-quantized", ("int-quantized", "naive-quantized")
-FLOATS = ("float-quantized", "mxfp8-quantized")
+MXFP8 = "mxfp8-quantized"
+IN_FLOATS = ("float-quantized", MXFP8)
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
-KNOWN = (PACKED, *INTEGERS, *FLOATS, NVFP4, MXFP4)
+KNOWN = (PACKED, *INTEGERS, *IN_FLOATS, NVFP4, MXFP4)
+GROUPS = {NVFP4: 16, MXFP4: 32, MXFP8: 32}
+"""Weights that share a scale, where the layout says it."""
+ORDERED = ("group", "dynamic", True)
+"""What `actorder` is where weight_g_idx says in which group each input is."""
 SPARSE = "2:4 sparse weights are not supported; a checkpoint of the same scheme that is dense is"
 
 
@@ -65,6 +77,10 @@ class Scheme:
     is_float: bool
     group_size: int | None
     block: tuple[int, int] | None
+    needs_zeros: bool
+    """Integers that are not symmetric."""
+    is_ordered: bool
+    """By activation, so that weight_g_idx must be there."""
     inputs: Mapping[str, bool] | None
     """Of inputs that become int8: whether `dynamic`, and `symmetric`."""
 
@@ -79,21 +95,28 @@ class Scheme:
             advice = SPARSE if "24" in layout or "sparse" in layout else f"known are {', '.join(KNOWN)}"
             raise ModelError(f"compressed-tensors' layout {layout} is not supported: {advice}")
         has_integers = layout == PACKED or (layout in INTEGERS and not is_float)
-        if (has_integers and bits not in range(2, 9)) or (layout in (*INTEGERS, *FLOATS) and is_float and bits != 8):
+        if (has_integers and bits not in range(2, 9)) or (layout in (*INTEGERS, *IN_FLOATS) and is_float and bits != 8):
             raise ModelError(f"weights of {bits} bits are not supported in compressed-tensors' layout {layout}")
         targets = patterns(config.get("targets"), f"the targets of the compressed-tensors group {name}")
         block = weights.get("block_structure")
         if isinstance(block, str):
             block = [int(each) for each in block.split("x")]
+        size = GROUPS.get(layout, weights.get("group_size"))
         return cls(
             layout=layout,
             targets=targets or ("Linear",),
             bits=bits,
             is_float=is_float,
-            group_size=weights.get("group_size"),
+            group_size=size if size and size > 0 else None,
             block=None if not block else (int(block[0]), int(block[1])),
+            needs_zeros=has_integers and weights.get("symmetric") is False,
+            is_ordered=layout == PACKED and weights.get("actorder") in ORDERED,
             inputs=_int8_inputs(config.get("input_activations")),
         )
+
+    @property
+    def text(self) -> str:
+        return f"compressed-tensors {self.layout} of {self.bits} bits"
 
     @property
     def is_packed(self) -> bool:
@@ -144,6 +167,14 @@ class CompressedTensors(Format):
         ),
     )
     made_by = "llm-compressor 0.14 (benchmarks/quantised_tools.py), a writer in tests"
+    marks = (
+        "weight_scale",
+        "weight_packed",
+        "weight_global_scale",
+        "weight_zero_point",
+        "weight_g_idx",
+        "weight_shape",
+    )
     schemes: tuple[Scheme, ...]
 
     @classmethod
@@ -173,17 +204,20 @@ class CompressedTensors(Format):
             raise ModelError(f"no group of the compressed-tensors config has {module} as a target, and it is quantised")
         return by_class[0]
 
-    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
-        if f"{module}.weight_scale" not in held:
-            return None
+    def scheme(self, module: str) -> str:
+        return self._scheme(module).text
+
+    def parts(self, module: str, held: Container[str]) -> Parts:
         scheme = self._scheme(module)
         found = {"weight": f"{module}.{'weight_packed' if scheme.is_packed else 'weight'}"}
         found["scales"] = f"{module}.weight_scale"
         if scheme.layout == NVFP4:
             found["global"] = f"{module}.weight_global_scale"
-        optional = {"zeros": f"{module}.weight_zero_point", "g_idx": f"{module}.weight_g_idx"}
-        if not scheme.is_float:
-            found |= {part: name for part, name in optional.items() if name in held}
+        zeros, g_idx = f"{module}.weight_zero_point", f"{module}.weight_g_idx"
+        if scheme.needs_zeros or (zeros in held and not scheme.is_float):
+            found["zeros"] = zeros
+        if scheme.is_ordered or (g_idx in held and not scheme.is_float):
+            found["g_idx"] = g_idx
         if scheme.inputs is not None and not scheme.inputs["dynamic"]:
             found["input_scale"] = f"{module}.input_scale"
             if not scheme.inputs["symmetric"]:
@@ -193,6 +227,26 @@ class CompressedTensors(Format):
     def beside(self, module: str) -> tuple[str, ...]:
         return ("weight_shape", "input_scale", "input_zero_point", "input_global_scale", "weight_zero_point")
 
+    def dtypes(self, module: str) -> Dtypes:
+        scheme = self._scheme(module)
+        found: dict[str, tuple[torch.dtype, ...]] = {
+            "scales": FLOATS,
+            "global": FLOATS,
+            "g_idx": WHOLE,
+            "zeros": WORDS if scheme.layout == PACKED else WHOLE,
+            "input_scale": FLOATS,
+            "input_zero": WHOLE,
+        }
+        if scheme.layout == PACKED:
+            return found | {"weight": WORDS}
+        if scheme.layout == NVFP4:
+            return found | {"weight": BYTES, "scales": FLOATS_OF_8_BITS}
+        if scheme.layout == MXFP4:
+            return found | {"weight": BYTES, "scales": EXPONENTS}
+        if scheme.layout == MXFP8:
+            return found | {"weight": FLOATS_OF_8_BITS, "scales": EXPONENTS}
+        return found | {"weight": FLOATS_OF_8_BITS if scheme.is_float else (torch.int8,)}
+
     def shape(self, module: str, shapes: Shapes) -> tuple[int, int]:
         (n, stored), scheme = shapes["weight"], self._scheme(module)
         if scheme.layout == PACKED:
@@ -201,24 +255,24 @@ class CompressedTensors(Format):
 
     def group(self, module: str, columns: int) -> int:
         scheme = self._scheme(module)
-        if scheme.layout in (NVFP4, MXFP4):
-            return 16 if scheme.layout == NVFP4 else 32
-        size = scheme.block[1] if scheme.block is not None else scheme.group_size
-        return size if size and size > 0 else columns
+        return (scheme.block[1] if scheme.block is not None else scheme.group_size) or columns
 
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
         scheme, weight, scales = self._scheme(module), tensors["weight"], tensors["scales"]
         if scheme.layout == PACKED:
             return self._packed(module, scheme, tensors)
         if scheme.layout == NVFP4:
-            return floats_of_4_bits(module, weight, scales.float() / tensors["global"].float())
+            divisor = tensors["global"]
+            is_number = divisor.numel() == 1
+            expect(is_number, module, f"weight_global_scale is {list(divisor.shape)}; one number is expected")
+            return floats_of_4_bits(module, weight, scales.float() / divisor.float(), GROUPS[NVFP4])
         if scheme.layout == MXFP4:
-            return floats_of_4_bits(module, weight, powers_of_two(scales))
+            return floats_of_4_bits(module, weight, powers_of_two(scales), GROUPS[MXFP4])
+        size = scheme.group_size
         if scheme.is_float:
-            return floats_of_8_bits(module, weight, scales, scheme.block)
-        return integers_in_bytes(
-            module, weight, scales, tensors.get("zeros"), scheme.rounding(module, tensors), scheme.bits
-        )
+            return floats_of_8_bits(module, weight, scales, group=size, block=scheme.block)
+        inputs, zeros = scheme.rounding(module, tensors), tensors.get("zeros")
+        return integers_in_bytes(module, weight, scales, zeros, inputs=inputs, bits=scheme.bits, group=size)
 
     def _packed(self, module: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> GroupedWeight:
         weight, scales, bits = tensors["weight"], tensors["scales"], scheme.bits
@@ -234,8 +288,9 @@ class CompressedTensors(Format):
         )
         zeros = None
         if "zeros" in tensors:
-            zeros = cut_bits(tensors["zeros"].T.contiguous(), bits, n).T.float()
-            expect(tuple(zeros.shape) == (n, k // size), module, f"there are zero points of {list(zeros.shape)}")
+            stored, needed = tensors["zeros"], [-(-n * bits // 32), k // size]
+            expect(list(stored.shape) == needed, module, f"zero points are {list(stored.shape)}; {needed} is expected")
+            zeros = cut_bits(stored.T.contiguous(), bits, n).T.float()
         order = grouped_order(module, tensors.get("g_idx"), k, size)
         codes = cut_bits(weight, bits, k)
         if order is not None:

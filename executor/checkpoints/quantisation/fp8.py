@@ -14,9 +14,18 @@ from typing import Self
 
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored
+from headrace.executor.checkpoints.quantisation import (
+    EXPONENTS,
+    FLOATS,
+    FLOATS_OF_8_BITS,
+    Config,
+    Dtypes,
+    Format,
+    Parts,
+    Shapes,
+    Stored,
+)
 from headrace.executor.checkpoints.quantisation._scaled import floats_of_8_bits
-from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
 
@@ -35,6 +44,7 @@ class Fp8(Format):
         ),
     )
     made_by = "GPTQModel 7.6 (benchmarks/quantised_tools.py), a writer in tests"
+    marks = SCALES
     block: tuple[int, int] | None
     """Rows and columns that share a scale."""
     divides: bool = False
@@ -53,9 +63,16 @@ class Fp8(Format):
             raise ModelError(f"the fp8 config's weight_block_size is {block!r}; two whole numbers are expected")
         return cls((numbers[0], numbers[1]), divides)
 
-    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
-        scales = next((name for name in SCALES if f"{module}.{name}" in held), None)
-        return None if scales is None else {"weight": f"{module}.weight", "scales": f"{module}.{scales}"}
+    def scheme(self, module: str) -> str:
+        return "fp8" if self.block is None else f"fp8 in blocks of {self.block[0]} x {self.block[1]}"
+
+    def parts(self, module: str, held: Container[str]) -> Parts:
+        usual = "weight_scale" if self.block is None else "weight_scale_inv"
+        scales = next((name for name in SCALES if f"{module}.{name}" in held), usual)
+        return {"weight": f"{module}.weight", "scales": f"{module}.{scales}"}
+
+    def dtypes(self, module: str) -> Dtypes:
+        return {"weight": FLOATS_OF_8_BITS, "scales": (*FLOATS, *EXPONENTS)}
 
     def beside(self, module: str) -> tuple[str, ...]:
         return ("input_scale", "activation_scale", "input_scale_ub")
@@ -69,7 +86,8 @@ class Fp8(Format):
 
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
         scales = tensors["scales"]
-        return floats_of_8_bits(module, tensors["weight"], 1 / scales.float() if self.divides else scales, self.block)
+        own = 1 / scales.float() if self.divides else scales
+        return floats_of_8_bits(module, tensors["weight"], own, block=self.block)
 
 
 FORMAT = Fp8

@@ -21,7 +21,11 @@ import torch
 from torch import Tensor
 
 from headrace.executor.checkpoints.quantisation import (
+    FLOATS,
+    WHOLE,
+    WORDS,
     Config,
+    Dtypes,
     Format,
     Parts,
     Shapes,
@@ -31,7 +35,6 @@ from headrace.executor.checkpoints.quantisation import (
     expect,
     number,
 )
-from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight, two_in_a_byte
 
@@ -74,12 +77,15 @@ class Gptq(Format):
         ),
     )
     made_by = "GPTQModel 7.6 and auto-round 0.16 (benchmarks/quantised_tools.py), a writer in tests"
+    marks = ("qweight", "scales", "qzeros", "g_idx")
     bits: int
     group_size: int
     """-1: a scale for each row."""
     adds_one: bool
     """To each stored zero point."""
     is_planar: bool
+    is_ordered: bool
+    """By `desc_act`, in groups, so that g_idx must be there."""
     dynamic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By regular expressions of module names, what differs: the first that matches counts."""
 
@@ -95,7 +101,8 @@ class Gptq(Format):
             check_expression(each.removeprefix("+:").removeprefix("-:"), each, "the GPTQ config's dynamic")
         bits, size = number(config, ("bits",), METHOD), number(config, ("group_size",), METHOD, 128)
         adds_one = layout not in ("gptq_v2", PLANAR) and config.get("quant_method") != "gptq_v2"
-        return cls(_checked(bits), size, adds_one, is_planar, dynamic)
+        is_ordered = bool(config.get("desc_act", False)) and size > 0
+        return cls(_checked(bits), size, adds_one, is_planar, is_ordered, dynamic)
 
     def _of(self, module: str) -> Gptq:
         """With what differs for a module."""
@@ -104,16 +111,23 @@ class Gptq(Format):
                 continue
             if re.match(pattern.removeprefix("+:"), module):
                 bits = _checked(number(differs, ("bits",), METHOD, self.bits))
-                return replace(self, bits=bits, group_size=number(differs, ("group_size",), METHOD, self.group_size))
+                size = number(differs, ("group_size",), METHOD, self.group_size)
+                is_ordered = bool(differs.get("desc_act", self.is_ordered)) and size > 0
+                return replace(self, bits=bits, group_size=size, is_ordered=is_ordered)
         return self
 
-    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
-        if f"{module}.qweight" not in held:
-            return None
-        found = {part: f"{module}.{part}" for part in ("qweight", "scales", "qzeros", "g_idx")}
-        if found["g_idx"] not in held:
+    def scheme(self, module: str) -> str:
+        own = self._of(module)
+        return f"gptq of {own.bits} bits" + (" with desc_act" if own.is_ordered else "")
+
+    def parts(self, module: str, held: Container[str]) -> Parts:
+        found = {part: f"{module}.{part}" for part in self.marks}
+        if found["g_idx"] not in held and not self._of(module).is_ordered:
             del found["g_idx"]
         return found
+
+    def dtypes(self, module: str) -> Dtypes:
+        return {"qweight": WORDS, "qzeros": WORDS, "scales": FLOATS, "g_idx": WHOLE}
 
     def shape(self, module: str, shapes: Shapes) -> tuple[int, int]:
         words, n = shapes["qweight"]
@@ -146,7 +160,11 @@ class Gptq(Format):
             expect(k % 32 == 0 and n % 32 == 0, module, f"[{n}, {k}] is no whole number of 32 codes either way")
         codes = cut(qweight.T.contiguous(), own.bits, k)  # [n, k]
         zeros = cut(qzeros, own.bits, n).T.float() + int(own.adds_one)  # [n, groups]
-        order = grouped_order(module, tensors.get("g_idx"), k, size)
+        g_idx = tensors.get("g_idx")
+        if own.is_ordered and groups > 1:
+            assert g_idx is not None, "it is a part"
+            expect(bool(g_idx.any()), module, "its config says desc_act, and g_idx is all zeros")
+        order = grouped_order(module, g_idx, k, size)
         if order is not None:
             codes = codes[:, order.long()]
         return integers(codes, own.bits, zeros, scales.T.contiguous(), size, order)

@@ -16,9 +16,20 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, expect, number
+from headrace.executor.checkpoints.quantisation import (
+    BYTES,
+    FLOATS,
+    WHOLE,
+    Config,
+    Dtypes,
+    Format,
+    Parts,
+    Shapes,
+    Stored,
+    expect,
+    number,
+)
 from headrace.executor.checkpoints.quantisation.gptq import integers
-from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
 
@@ -42,6 +53,7 @@ class Hqq(Format):
         ),
     )
     made_by = "hqq 0.2 (benchmarks/quantised_tools.py), a writer in tests"
+    marks = ("W_q", "scale", "zero")
     bits: int
     group_size: int
 
@@ -58,10 +70,14 @@ class Hqq(Format):
             raise ModelError("HQQ weights in groups along the outputs (axis 0) are not supported; axis 1 is")
         return cls(bits, number(weights, ("group_size",), "HQQ"))
 
-    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
-        if f"{module}.W_q" not in held:
-            return None
-        return {name: f"{module}.{name}" for name in ("W_q", "scale", "zero", "shape")}
+    def scheme(self, module: str) -> str:
+        return f"hqq of {self.bits} bits"
+
+    def parts(self, module: str, held: Container[str]) -> Parts:
+        return {name: f"{module}.{name}" for name in (*self.marks, "shape")}
+
+    def dtypes(self, module: str) -> Dtypes:
+        return {"W_q": BYTES, "scale": FLOATS, "zero": FLOATS, "shape": WHOLE}
 
     def beside(self, module: str) -> tuple[str, ...]:
         return SCALARS
@@ -73,14 +89,16 @@ class Hqq(Format):
         return self.group_size
 
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
-        (n, k), size, in_byte = tensors["shape"].tolist(), self.group_size, 8 // self.bits
+        stored = tensors["shape"].tolist()
+        expect(isinstance(stored, list) and len(stored) == 2, module, f"its shape is {stored}; rows and columns are")
+        (n, k), size, in_byte = stored, self.group_size, 8 // self.bits
         expect(k % size == 0, module, f"groups of {size} do not divide {k} inputs")
         packed, groups = tensors["W_q"], n * k // size
         expect(
-            packed.dtype == torch.uint8 and tuple(packed.shape) == (groups // in_byte, size),
+            tuple(packed.shape) == (groups // in_byte, size),
             module,
-            f"W_q is {packed.dtype} {list(packed.shape)}, and [{n}, {k}] of {self.bits} bits in groups of {size} needs "
-            f"uint8 {[groups // in_byte, size]}",
+            f"W_q is {list(packed.shape)}, and [{n}, {k}] of {self.bits} bits in groups of {size} needs "
+            f"{[groups // in_byte, size]}",
         )
         for name in ("scale", "zero"):
             count = tensors[name].numel()

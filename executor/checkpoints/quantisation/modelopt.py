@@ -12,9 +12,19 @@ from typing import Self
 
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored
+from headrace.executor.checkpoints.quantisation import (
+    BYTES,
+    FLOATS,
+    FLOATS_OF_8_BITS,
+    Config,
+    Dtypes,
+    Format,
+    Parts,
+    Shapes,
+    Stored,
+    expect,
+)
 from headrace.executor.checkpoints.quantisation._scaled import floats_of_4_bits, floats_of_8_bits
-from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
 
@@ -36,6 +46,7 @@ class ModelOpt(Format):
         "nvidia-modelopt 0.47 (benchmarks/quantised_tools.py; its NVFP4 stops on a CPU: 'amax must be a CUDA tensor "
         "for dynamic block quantization'), a writer in tests"
     )
+    marks = ("weight_scale", "weight_scale_2")
     is_fp4: bool
 
     @classmethod
@@ -46,11 +57,17 @@ class ModelOpt(Format):
             raise ModelError(f"ModelOpt's {algorithm} is not supported; {', '.join((*FP8, *NVFP4))} are")
         return cls(algorithm in NVFP4)
 
-    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
-        if f"{module}.weight_scale" not in held:
-            return None
+    def scheme(self, module: str) -> str:
+        return "modelopt NVFP4" if self.is_fp4 else "modelopt FP8"
+
+    def parts(self, module: str, held: Container[str]) -> Parts:
         names = ("weight", "weight_scale", "weight_scale_2") if self.is_fp4 else ("weight", "weight_scale")
         return {name: f"{module}.{name}" for name in names}
+
+    def dtypes(self, module: str) -> Dtypes:
+        if self.is_fp4:
+            return {"weight": BYTES, "weight_scale": FLOATS_OF_8_BITS, "weight_scale_2": FLOATS}
+        return {"weight": FLOATS_OF_8_BITS, "weight_scale": FLOATS}
 
     def beside(self, module: str) -> tuple[str, ...]:
         return ("input_scale",)
@@ -66,7 +83,9 @@ class ModelOpt(Format):
         scales = tensors["weight_scale"]
         if not self.is_fp4:
             return floats_of_8_bits(module, tensors["weight"], scales)
-        return floats_of_4_bits(module, tensors["weight"], scales.float() * tensors["weight_scale_2"].float())
+        whole = tensors["weight_scale_2"]
+        expect(whole.numel() == 1, module, f"weight_scale_2 is {list(whole.shape)}; one number is expected")
+        return floats_of_4_bits(module, tensors["weight"], scales.float() * whole.float(), 16)
 
 
 FORMAT = ModelOpt

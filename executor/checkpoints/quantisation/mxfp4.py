@@ -14,9 +14,18 @@ from typing import Self
 
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, expect
+from headrace.executor.checkpoints.quantisation import (
+    BYTES,
+    EXPONENTS,
+    Config,
+    Dtypes,
+    Format,
+    Parts,
+    Shapes,
+    Stored,
+    expect,
+)
 from headrace.executor.checkpoints.quantisation._scaled import floats_of_4_bits, powers_of_two
-from headrace.executor.models.blocks import Role
 from headrace.kernels.grouped import GroupedWeight
 
 EXPERT = re.compile(r"(?P<stack>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj")
@@ -34,19 +43,23 @@ class Mxfp4(Format):
         ),
     )
     made_by = "a writer in tests, compared with transformers' own reading of it"
+    marks = ()  # names are of a stack
 
     @classmethod
     def of(cls, config: Config) -> Self:
         return cls()
 
-    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
+    def marked(self, module: str, held: Container[str]) -> bool:
+        return EXPERT.fullmatch(module) is not None and any(name in held for name in self.parts(module, held).values())
+
+    def parts(self, module: str, held: Container[str]) -> Parts:
         match = EXPERT.fullmatch(module)
-        if match is None:
-            return None
+        assert match is not None, "only such modules are quantised"
         stack = f"{match['stack']}.{'down_proj' if match['part'] == 'down' else 'gate_up_proj'}"
-        if f"{stack}_blocks" not in held:
-            return None
         return {"blocks": f"{stack}_blocks", "scales": f"{stack}_scales"}
+
+    def dtypes(self, module: str) -> Dtypes:
+        return {"blocks": BYTES, "scales": EXPONENTS}
 
     def entry(self, module: str) -> int | None:
         match = EXPERT.fullmatch(module)
@@ -70,7 +83,7 @@ class Mxfp4(Format):
         if not module.endswith("down_proj"):
             own = slice(0 if module.endswith("gate_proj") else 1, None, 2)
             blocks, scales = blocks[own], scales[own]
-        return floats_of_4_bits(module, blocks.flatten(1).contiguous(), powers_of_two(scales.contiguous()))
+        return floats_of_4_bits(module, blocks.flatten(1).contiguous(), powers_of_two(scales.contiguous()), GROUP)
 
 
 FORMAT = Mxfp4

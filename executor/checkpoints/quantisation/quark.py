@@ -20,7 +20,23 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, cut_bits, expect, patterns
+from headrace.executor.checkpoints.quantisation import (
+    BYTES,
+    EXPONENTS,
+    FLOATS,
+    FLOATS_OF_8_BITS,
+    WHOLE,
+    WORDS,
+    Config,
+    Dtypes,
+    Format,
+    Parts,
+    Shapes,
+    Stored,
+    cut_bits,
+    expect,
+    patterns,
+)
 from headrace.executor.checkpoints.quantisation._scaled import (
     floats_of_4_bits,
     floats_of_8_bits,
@@ -29,14 +45,14 @@ from headrace.executor.checkpoints.quantisation._scaled import (
 )
 from headrace.executor.checkpoints.quantisation.awq import OUTPUTS, codes_of_words
 from headrace.executor.checkpoints.quantisation.gptq import integers
-from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
 
 OF_4_BITS = ("int4", "uint4")
 OF_6_BITS = {"fp6_e2m3": 3, "fp6_e3m2": 2}
 """With how many bits of mantissa."""
-KNOWN = ("fp8_e4m3", "int8", *OF_4_BITS, "fp4", *OF_6_BITS)
+WITH_ZEROS = ("int8", *OF_4_BITS)
+KNOWN = ("fp8_e4m3", *WITH_ZEROS, "fp4", *OF_6_BITS)
 IN_ORDER = tuple(range(8))
 
 
@@ -47,6 +63,10 @@ class Scheme:
     dtype: str
     group_size: int | None
     """Inputs that share a scale; None where a row or the matrix does."""
+    needs_zeros: bool
+    """Integers that are not symmetric."""
+    has_exponents: bool
+    """Its `scale_format` is e8m0, so that scales are powers of two; else they may be numbers too."""
 
     @classmethod
     def of(cls, config: object) -> Self:
@@ -58,7 +78,10 @@ class Scheme:
             raise ModelError(f"Quark weights of {dtype} are not supported; {', '.join(KNOWN)} are")
         if size is not None and (not isinstance(size, int) or size < 1):
             raise ModelError(f"the Quark config's group_size is {size!r}; a whole number above 0 is expected")
-        return cls(dtype, size)
+        if found.get("qscheme") not in (None, "per_group"):
+            size = None
+        needs_zeros = dtype in WITH_ZEROS and found.get("symmetric") is False
+        return cls(dtype, size, needs_zeros, found.get("scale_format") == "e8m0")
 
 
 @dataclass(frozen=True)
@@ -78,6 +101,7 @@ class Quark(Format):
         Stored("schemes by module (`layer_quant_config`)", (), ("test_quark_stores_each_module_by_its_pattern",)),
     )
     made_by = "amd-quark 0.13 (benchmarks/quantised_tools.py), a writer in tests"
+    marks = ("weight_scale", "weight_zero_point")
     everywhere: Scheme
     by_pattern: tuple[tuple[str, Scheme], ...]
     """Patterns of module names with their schemes, the first that fits counts."""
@@ -104,13 +128,25 @@ class Quark(Format):
                 return scheme
         return self.everywhere
 
-    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
-        if f"{module}.weight_scale" not in held:
-            return None
+    def scheme(self, module: str) -> str:
+        return f"quark {self._scheme(module).dtype}"
+
+    def parts(self, module: str, held: Container[str]) -> Parts:
         found = {"weight": f"{module}.weight", "scales": f"{module}.weight_scale"}
-        zeros = f"{module}.weight_zero_point"
-        may_have_zeros = self._scheme(module).dtype in ("int8", *OF_4_BITS)
-        return found | {"zeros": zeros} if may_have_zeros and zeros in held else found
+        zeros, scheme = f"{module}.weight_zero_point", self._scheme(module)
+        has_zeros = scheme.needs_zeros or (scheme.dtype in WITH_ZEROS and zeros in held)
+        return found | {"zeros": zeros} if has_zeros else found
+
+    def dtypes(self, module: str) -> Dtypes:
+        scheme = self._scheme(module)
+        dtype = scheme.dtype
+        if dtype == "fp8_e4m3":
+            return {"weight": FLOATS_OF_8_BITS, "scales": FLOATS}
+        if dtype == "int8":
+            return {"weight": (torch.int8,), "scales": FLOATS, "zeros": WHOLE}
+        if dtype in OF_4_BITS:
+            return {"weight": WORDS, "scales": FLOATS, "zeros": WORDS}
+        return {"weight": BYTES, "scales": EXPONENTS if scheme.has_exponents else (*EXPONENTS, *FLOATS)}
 
     def beside(self, module: str) -> tuple[str, ...]:
         return ("input_scale", "input_zero_point", "output_scale", "weight_zero_point")
@@ -126,25 +162,26 @@ class Quark(Format):
 
     def group(self, module: str, columns: int) -> int:
         scheme = self._scheme(module)
-        return 32 if scheme.dtype == "fp4" or scheme.dtype in OF_6_BITS else scheme.group_size or columns
+        of_floats = 32 if scheme.dtype == "fp4" or scheme.dtype in OF_6_BITS else columns
+        return scheme.group_size or of_floats
 
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
         dtype, weight, scales = self._scheme(module).dtype, tensors["weight"], tensors["scales"]
         if dtype in OF_4_BITS:
             return self._of_4_bits(module, tensors)
-        if scales.dtype == torch.uint8:
-            scales = powers_of_two(scales)
+        _, k = self.shape(module, {"weight": tuple(weight.shape)})
+        size = self.group(module, k)
         if dtype == "fp4":
-            return floats_of_4_bits(module, weight, scales.float())
+            own = powers_of_two(scales) if scales.dtype in EXPONENTS else scales
+            return floats_of_4_bits(module, weight, own, size)
         if dtype in OF_6_BITS:
-            return floats_of_8_bits(module, _widened(module, weight, OF_6_BITS[dtype]), scales)
+            return floats_of_8_bits(module, _widened(module, weight, OF_6_BITS[dtype]), scales, group=size)
         if dtype == "int8":
-            return integers_in_bytes(module, weight, scales, tensors.get("zeros"))
-        return floats_of_8_bits(module, weight, scales)
+            return integers_in_bytes(module, weight, scales, tensors.get("zeros"), group=size)
+        return floats_of_8_bits(module, weight, scales, group=size)
 
     def _of_4_bits(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
         weight, scales, zeros = tensors["weight"], tensors["scales"], tensors.get("zeros")
-        expect(weight.dtype == torch.int32, module, f"they are {weight.dtype}; int32 is expected")
         n, k = self.shape(module, {"weight": tuple(weight.shape)})
         size = self.group(module, k)
         scales = scales.reshape(1, -1) if scales.dim() == 1 else scales
@@ -167,7 +204,7 @@ class Quark(Format):
 def _widened(module: str, packed: Tensor, mantissa: int) -> Tensor:
     """packed [n, k * 3 / 4] uint8 of floats of 6 bits -> [n, k] float8_e4m3fn, the same values."""
     whole_groups = packed.dim() == 2 and packed.shape[1] % 24 == 0
-    expect(packed.dtype == torch.uint8 and whole_groups, module, f"they are {packed.dtype} {list(packed.shape)}")
+    expect(whole_groups, module, f"they are {list(packed.shape)}, which is no whole number of groups of 32 codes")
     codes = torch.arange(32)
     exponents, fractions = codes >> mantissa, (codes & ((1 << mantissa) - 1)) / (1 << mantissa)
     bias = (1 << (4 - mantissa)) - 1

@@ -16,9 +16,20 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, patterns
+from headrace.executor.checkpoints.quantisation import (
+    FLOATS,
+    FLOATS_OF_8_BITS,
+    WHOLE,
+    Config,
+    Dtypes,
+    Format,
+    Parts,
+    Shapes,
+    Stored,
+    expect,
+    patterns,
+)
 from headrace.executor.checkpoints.quantisation._scaled import floats_of_8_bits, integers_in_bytes
-from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight, InputRounding
 
@@ -48,7 +59,13 @@ class TorchAo(Format):
         ),
     )
     made_by = "torchao 0.18 (benchmarks/quantised_tools.py), a writer in tests"
-    group_size: int | None
+    marks = tuple(PARTS.values())
+    group_sizes: tuple[int | None, ...]
+    """Of the config's kinds of modules; None where a row shares a scale."""
+    types: tuple[torch.dtype, ...]
+    """Of the codes, by the config's kinds."""
+    has_zeros: bool
+    """Whether all of them store zero points, as those of 1 to 8 bits (Intx) do."""
     inputs: InputRounding | None
 
     @classmethod
@@ -57,35 +74,51 @@ class TorchAo(Format):
         found = _configs(kinds)
         if not found:
             raise ModelError(f"the torchao config's quant_type is {kinds!r}; one of torchao's own configs is expected")
-        sizes = {size for each in found for size in _group_sizes(each)}
+        sizes = tuple(dict.fromkeys(size for each in found for size in _group_sizes(each) or (None,)))
         roundings = {_rounding(each) for each in found}
-        return cls(min(sizes, default=None), roundings.pop() if len(roundings) == 1 else None)
+        types = tuple(dict.fromkeys(dtype for each in found for dtype in _types(each["_type"])))
+        has_zeros = all("Intx" in each["_type"] for each in found)
+        return cls(sizes, types, has_zeros, roundings.pop() if len(roundings) == 1 else None)
 
     @property
     def rounds_inputs(self) -> bool:
         return self.inputs is not None
 
-    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
+    def parts(self, module: str, held: Container[str]) -> Parts:
         found = {part: f"{module}.{name}" for part, name in PARTS.items()}
-        if found["weight"] not in held:
-            return None
-        return found if found["zeros"] in held else {part: found[part] for part in ("weight", "scales")}
+        if self.has_zeros or found["zeros"] in held:
+            return found
+        return {part: found[part] for part in ("weight", "scales")}
+
+    def dtypes(self, module: str) -> Dtypes:
+        return {"weight": self.types, "scales": FLOATS, "zeros": (*WHOLE, *FLOATS)}
 
     def shape(self, module: str, shapes: Shapes) -> tuple[int, int]:
         n, k = shapes["weight"]
         return n, k
 
     def group(self, module: str, columns: int) -> int:
-        return self.group_size or columns
+        return min((size for size in self.group_sizes if size is not None), default=columns)
 
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
         weight, scales, zeros = tensors["weight"], tensors["scales"], tensors.get("zeros")
         if weight.dtype == torch.float8_e4m3fn:
             return floats_of_8_bits(module, weight, scales)
-        if zeros is not None and not zeros.any():
-            zeros = None
+        k = weight.shape[1]
+        groups = scales.shape[1] if scales.dim() == 2 else 1
+        size = k // groups if groups > 1 else None
+        expect(
+            size in self.group_sizes or (k in self.group_sizes and groups == 1),
+            module,
+            f"scales are {list(scales.shape)} of {list(weight.shape)} weights, and the config's groups are of "
+            + ", ".join("a row" if each is None else str(each) for each in self.group_sizes),
+        )
+        if zeros is not None:
+            stored = f"zero points are {list(zeros.shape)}, and scales {list(scales.shape)}; the same is expected"
+            expect(zeros.shape == scales.shape, module, stored)
+            zeros = zeros if zeros.any() else None
         fits = weight.dtype == torch.int8 and int(weight.min()) >= -8 and int(weight.max()) <= 7
-        return integers_in_bytes(module, weight, scales, zeros, self.inputs, 4 if fits else 8)
+        return integers_in_bytes(module, weight, scales, zeros, inputs=self.inputs, bits=4 if fits else 8, group=size)
 
 
 def _configs(value: object) -> list[Mapping[str, Any]]:
@@ -95,6 +128,13 @@ def _configs(value: object) -> list[Mapping[str, Any]]:
     patterns(list(value), "the torchao config's quant_type")
     inner = [found for each in value.values() for found in _configs(each)]
     return inner or ([value] if str(value.get("_type")).endswith("Config") else [])
+
+
+def _types(kind: str) -> tuple[torch.dtype, ...]:
+    """What codes are stored as by one of torchao's configs."""
+    if "Float8Weight" in kind:
+        return FLOATS_OF_8_BITS
+    return (torch.int8, *FLOATS_OF_8_BITS) if "Float8" in kind else (torch.int8,)
 
 
 def _rounding(config: Mapping[str, Any]) -> InputRounding | None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.checkpoints.declared_weights import stored_weights
-from headrace.executor.checkpoints.quantisation import Format, Parts
+from headrace.executor.checkpoints.quantisation import Format, Parts, expect, lacking
 from headrace.executor.checkpoints.quantisation.cache_scales import OF_CACHE
 from headrace.executor.checkpoints.weights import WeightSource, bounds
 from headrace.executor.models.arch import ArchSpec
@@ -28,16 +28,20 @@ class QuantisedWeights:
         self._parts: dict[str, Parts] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         weights = {weight.name: weight for weight in stored_weights(spec, as_floats)}
-        stored = set[str]()
+        stored, entries = set[str](), dict[str, int]()
         for weight in weights.values():
             module = weight.name.removesuffix(".weight")
             if len(weight.dimensions) != 2 or not weight.name.endswith(".weight"):
                 continue
-            parts = format_.parts(module, weight.role, held)
-            if parts is None:
+            if not format_.marked(module, held):
+                if weight.name in held and source.shape(weight.name) != weight.shape:
+                    self._check_floats(weight.name, source.get(weight.name, rows=slice(0, 0)).dtype)
                 continue
+            parts = format_.parts(module, held)
             if missing := [name for name in parts.values() if name not in held]:
-                raise ModelError(f"the quantised weights of {module} lack {', '.join(missing)}")
+                raise lacking(format_, module, missing)
+            if (entry := format_.entry(module)) is not None:
+                entries |= {name: max(entry + 1, entries.get(name, 0)) for name in parts.values()}
             self._parts[weight.name], self._shapes[weight.name] = parts, weight.shape
             stored |= {*parts.values(), *(f"{module}.{name}" for name in format_.beside(module))}
             bias = f"{module}.bias"
@@ -47,6 +51,9 @@ class QuantisedWeights:
             raise ModelError(
                 f"the config says that the weights are quantised ({format_.names[0]}), and none of them is stored so"
             )
+        for name, count in entries.items():
+            if (found := source.shape(name)[0]) != count:
+                raise ModelError(f"{name} holds {found} matrices, but the config needs {count}")
         stored |= {name for name in held if OF_CACHE.search(name)}
         self._names = frozenset(held - stored | self._parts.keys())
 
@@ -58,13 +65,16 @@ class QuantisedWeights:
         if parts is None:
             return self._source.shape(name)
         shapes = {part: self._source.shape(each) for part, each in parts.items()}
-        return self._format.shape(_module(name), shapes) or self._shapes[name]
+        try:
+            return self._format.shape(_module(name), shapes) or self._shapes[name]
+        except ValueError as error:
+            said = ", ".join(f"{parts[part]} is {list(shape)}" for part, shape in shapes.items())
+            raise ModelError(f"the quantised weights of {_module(name)} are no matrix: {said}") from error
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         if name not in self._parts:
             found = self._source.get(name, rows=rows, columns=columns)
-            if found.dtype not in SCALE_DTYPES and found.dtype != torch.float64:
-                raise ModelError(f"{name} is stored as {found.dtype}, and the checkpoint has no scales for it")
+            self._check_floats(name, found.dtype)
             return found
         height, width = self.shape(name)
         first, last = bounds(rows, height)
@@ -83,6 +93,17 @@ class QuantisedWeights:
         size = self._format.group(_module(name), columns)
         return size if size < columns else 1  # a scale of a whole row goes with any part of it
 
+    def _check_floats(self, name: str, dtype: torch.dtype) -> None:
+        """Raises ModelError where a tensor that nothing marks as quantised is not of floats."""
+        if dtype in SCALE_DTYPES or dtype == torch.float64:
+            return
+        module = _module(name)
+        if name == module or not self._format.marks or len(self._source.shape(name)) != 2:
+            raise ModelError(f"{name} is stored as {_said(dtype)}; a type of floats is expected")
+        held = self._source.names()
+        missing = [each for each in self._format.parts(module, held).values() if each not in held]
+        raise lacking(self._format, module, missing)
+
     def _read(self, name: str) -> GroupedWeight:
         module = _module(name)
         entry = self._format.entry(module)
@@ -90,6 +111,12 @@ class QuantisedWeights:
         tensors = {part: self._source.get(each, rows=own) for part, each in self._parts[name].items()}
         if own is not None:
             tensors = {part: each[0] for part, each in tensors.items()}
+        dtypes = self._format.dtypes(module)
+        for part, tensor in tensors.items():
+            if tensor.dtype not in dtypes[part]:
+                wanted = " or ".join(_said(each) for each in dtypes[part])
+                stored = f"{self._parts[name][part]} is stored as {_said(tensor.dtype)}; {wanted} is expected"
+                expect(False, module, stored)
         try:
             found = self._format.read(module, tensors)
         except ValueError as error:
@@ -103,8 +130,14 @@ class QuantisedWeights:
             raise ModelError(f"the quantised weights of {module} hold NaN")
         if not bool(torch.isfinite(found.scales).all()):
             raise ModelError(f"the scales of {module} are not all finite numbers")
+        if found.zeros is not None and not bool(torch.isfinite(found.zeros).all()):
+            raise ModelError(f"the zero points of {module} are not all finite numbers")
         return found
 
 
 def _module(name: str) -> str:
     return name.removesuffix(".weight")
+
+
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
