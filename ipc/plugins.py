@@ -70,7 +70,7 @@ def load_plugin(entry: EntryPoint) -> Any:
 
 
 def load_plugins(kind: type) -> tuple[list[Any], list[str]]:
-    """Every plugin that is a `kind`, and a sentence for each that cannot be loaded."""
+    """Every plugin that is a `kind`, and a sentence for each that cannot be loaded, or is neither that nor a class."""
     found, problems = [], []
     for entry in plugins().values():
         try:
@@ -80,6 +80,11 @@ def load_plugins(kind: type) -> tuple[list[Any], list[str]]:
             continue
         if isinstance(loaded, kind):
             found.append(loaded)
+        elif not isinstance(loaded, type):
+            problems.append(
+                f"the plugin {entry.name} of {_package(entry)} ({entry.value}) is a {type(loaded).__name__}; "
+                f"a {kind.__name__} or a class is expected"
+            )
     return found, problems
 
 

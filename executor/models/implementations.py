@@ -81,9 +81,9 @@ def _config_of(checkpoint: Checkpoint, options: Options) -> Any:
             "run"
         )
     folder = with_code(checkpoint.config_folder or checkpoint.path, options)
+    for architecture in checkpoint.config.get("architectures") or ():
+        _tell_transformers(architecture, registered_model(architecture) or class_of_plugin(architecture))
     try:
-        for architecture in checkpoint.config.get("architectures") or ():
-            _tell_transformers(registered_model(architecture) or class_of_plugin(architecture))
         config = AutoConfig.from_pretrained(
             str(folder),
             trust_remote_code=options.trust_remote_code,
@@ -97,15 +97,22 @@ def _config_of(checkpoint: Checkpoint, options: Options) -> Any:
     return text
 
 
-def _tell_transformers(model_class: Any) -> None:
-    """A registered class becomes one of those that transformers finds by a config's model_type."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def _tell_transformers(architecture: str, model_class: Any) -> None:
+    """A registered class becomes one of those that transformers finds by a config's model_type. Raises ModelError for
+    a class that is none of transformers'."""
     if not isinstance(model_class, type):
         return
-    config_class = getattr(model_class, "config_class", None)
-    if config_class is None:
-        raise ModelError(f"{model_class!r} is registered as a model, and has no config_class as transformers' have")
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+    registered = f"{architecture} is registered as {model_class!r}"
+    if not issubclass(model_class, PreTrainedModel):
+        raise ModelError(f"{registered}; a class derived from transformers' PreTrainedModel, or a Family, is expected")
+    config_class: Any = model_class.config_class
+    if not (isinstance(config_class, type) and issubclass(config_class, PreTrainedConfig) and config_class.model_type):
+        raise ModelError(
+            f"{registered}, whose config_class is {config_class!r}; a class derived from transformers' "
+            "PreTrainedConfig with a model_type is expected"
+        )
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
     AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
 

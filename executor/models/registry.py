@@ -51,17 +51,26 @@ class ModelRegistry:
 
 
 def registered_model(architecture: str) -> Any:
-    """What is registered for it by a call; None without. Raises OptionError when it cannot be loaded."""
+    """The Family or class that is registered for it by a call; None without. Raises OptionError when it cannot be
+    loaded, or is neither."""
+    from headrace.executor.models.families import Family
+
     path = _registered().get(architecture)
     if path is None:
         return None
     module, _, name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        found = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the module does when it is imported
         raise OptionError(
             f"{architecture} is registered as {path}, which cannot be loaded: {type(error).__name__}: {error}"
         ) from error
+    if not isinstance(found, Family | type):
+        raise OptionError(
+            f"{architecture} is registered as {path}, a {type(found).__name__}; a Family or a class derived from "
+            "transformers' PreTrainedModel is expected"
+        )
+    return found
 
 
 def class_of_plugin(architecture: str) -> type | None:

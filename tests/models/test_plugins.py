@@ -14,8 +14,8 @@ import tiny_models
 import torch
 from test_models import reference_logits
 
-from headrace import LLM, ModelRegistry, OptionError, SamplingParams
-from headrace.executor.models import registry
+from headrace import LLM, HeadraceError, ModelError, ModelRegistry, OptionError, SamplingParams
+from headrace.executor.models import families, registry
 
 PROJECT = """
 [build-system]
@@ -30,6 +30,7 @@ py-modules = ["squared_family", "gentle_scheduler"]
 squared = "squared_family:FAMILY"
 gentle = "gentle_scheduler:GentleScheduler"
 broken = "squared_family:MISSING"
+number = "squared_family:NUMBER"
 [project.entry-points."vllm.general_plugins"]
 patches = "squared_family:patch"
 """
@@ -82,6 +83,7 @@ def build(config):
 
 
 FAMILY = Family(("SquaredForCausalLM",), build)
+NUMBER = 3
 '''
 SCHEDULER = """
 from headrace.core.schedule.scheduler import Scheduler
@@ -161,13 +163,14 @@ def test_without_the_package_the_architecture_is_unknown_and_a_plugin_that_fails
     said = generate(tmp_path, installed).stderr
     assert "the architecture OtherForCausalLM is not supported" in said
     assert "the plugin broken of squared-for-headrace (squared_family:MISSING) cannot be loaded" in said
+    assert "the plugin number of squared-for-headrace (squared_family:NUMBER) is a int; a Family or a class" in said
 
 
 def test_a_plugin_of_another_kind_or_none_is_refused_by_name(arcee: tuple[Path, Any], installed: Path) -> None:
     said = generate(arcee[0], installed, scheduler_cls="squared").stderr
     assert "scheduler_cls=squared is a Family; it must be a class" in said
     said = generate(arcee[0], installed, distributed_executor_backend="nothing").stderr
-    assert "a plugin's name (broken, gentle, squared) or module:Class" in said
+    assert "a plugin's name (broken, gentle, number, squared) or module:Class" in said
 
 
 OTHER_MODEL = """
@@ -219,3 +222,66 @@ def test_what_an_engine_could_not_import_is_not_registered(monkeypatch: pytest.M
     ModelRegistry.register_model("LocalForCausalLM", "nowhere_at_all:FAMILY")
     with pytest.raises(OptionError, match=r"LocalForCausalLM is registered as nowhere_at_all:FAMILY, which cannot be"):
         registry.registered_model("LocalForCausalLM")
+
+
+ODD_MODELS = (
+    OTHER_MODEL.replace("other_llama", "odd_llama")
+    + """
+
+class Plain:
+    config_class = OtherConfig
+
+
+class Unbuilt(OtherForCausalLM):
+    config_class = OtherConfig
+
+    def __init__(self, config):
+        raise RuntimeError("no such luck")
+
+
+class OddConfig(LlamaForCausalLM):
+    config_class = 5
+
+
+NUMBER = 3
+"""
+)
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("odd_models:Plain", r"is registered as <class 'odd_models\.Plain'>; a class derived from transformers'"),
+        ("odd_models:Unbuilt", r"transformers cannot compute OddForCausalLM here: RuntimeError: no such luck"),
+        ("odd_models:OddConfig", r"OddConfig'>, whose config_class is 5; a class derived from"),
+        ("odd_models:NUMBER", r"is registered as odd_models:NUMBER, a int; a Family or a class derived from"),
+        ("odd_models:Missing", r"^OddForCausalLM is registered as odd_models:Missing, which cannot be loaded: Attrib"),
+        ("no_odd_models:Any", r"^OddForCausalLM is registered as no_odd_models:Any, which cannot be loaded: Module"),
+    ],
+)
+def test_a_registered_model_that_cannot_compute_is_refused_by_its_architectures_name(
+    name: str, said: str, model_impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_models.py").write_text(ODD_MODELS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "odd_models", raising=False)
+    monkeypatch.setenv(registry.VARIABLE, "{}")
+    ModelRegistry.register_model("OddForCausalLM", name)
+    config = {**tiny_models.COMMON, "architectures": ["OddForCausalLM"], "model_type": "odd_llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(HeadraceError, match=said):
+        LLM(str(tmp_path), skip_tokenizer_init=True, load_format="dummy", in_process=True, model_impl=model_impl)
+
+
+def test_a_family_that_fails_is_named_with_its_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "failing_family.py").write_text(
+        "from headrace.executor.models.families import Family\n"
+        'FAMILY = Family(("OddForCausalLM",), lambda config: config["nowhere"])\n'
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(registry.VARIABLE, "{}")
+    ModelRegistry.register_model("OddForCausalLM", "failing_family:FAMILY")
+    said = r"the family of OddForCausalLM \(failing_family\) cannot read the config: KeyError: 'nowhere'"
+    with pytest.raises(ModelError, match=said):
+        families.spec_from_config({"architectures": ["OddForCausalLM"]})

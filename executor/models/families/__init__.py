@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.registry import class_of_plugin, registered_model
-from headrace.ipc.failure import ModelError
+from headrace.ipc.failure import HeadraceError, ModelError
 from headrace.ipc.plugins import load_plugins
 
 Config = Mapping[str, Any]
@@ -74,7 +74,16 @@ def spec_from_config(config: Config) -> ArchSpec:
     named = config.get("architectures")
     if not isinstance(named, list | tuple) or not named or not isinstance(named[0], str):
         raise ModelError(f'the config has no "architectures"; one of {", ".join(families())} is expected')
-    return _family(named[0]).build(config)
+    family = _family(named[0])
+    try:
+        return family.build(config)
+    except HeadraceError:
+        raise
+    except Exception as error:  # whatever a package's own family does
+        raise ModelError(
+            f"the family of {named[0]} ({getattr(family.build, '__module__', 'unknown')}) cannot read the config: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _family(architecture: str) -> Family:
