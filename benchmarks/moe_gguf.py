@@ -4,8 +4,9 @@
 
 The file is made first, where it is missing: the shape of Qwen3-MoE with 8 of 64 experts and 8 layers, random blocks of
 about 1.5 GB. PEERS/llamacpp is a virtual environment with llama-cpp-python. Each pair runs both engines one after the
-other, each in a process of its own, with two threads; a ratio is the median of the pairs' ratios. Nothing else may run
-on the machine meanwhile. `--engine headrace FILE` or `--engine llama.cpp FILE` runs one of them alone.
+other, each in a process of its own, with two threads; a ratio is the median of the pairs' ratios. What two threads read
+from memory is measured before each run, and shares of it are given of decoding. Nothing else may run on the machine
+meanwhile. `--engine headrace FILE` or `--engine llama.cpp FILE` runs one of them alone.
 """
 
 from __future__ import annotations
@@ -173,6 +174,23 @@ def measure(engine: str, python: Path, path: Path) -> dict[str, Any]:
     return found
 
 
+def read_bytes_per_s() -> float:
+    """By as many threads, in a process of its own; shared machines change by the minute."""
+    command = [sys.executable, "-m", "headrace.kernels.cpu.limits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return 1e9 * float(json.loads(done.stdout)["read_gigabytes_per_s"])
+
+
+def bytes_of_token(path: Path) -> int:
+    """That decoding one token of one stream reads: all weights but the embedding and the experts not chosen."""
+    import gguf
+
+    tensors = {tensor.name: tensor.n_bytes for tensor in gguf.GGUFReader(path).tensors}
+    experts = sum(size for name, size in tensors.items() if "_exps." in name)
+    others = sum(tensors.values()) - experts - tensors["token_embd.weight"]
+    return int(others + experts * CHOSEN // EXPERTS)
+
+
 def rate(run: dict[str, Any], case: str) -> float:
     """Tokens per second."""
     figure: float = run["cases"][case]["in_tok_s" if case.startswith("prefill") else "out_tok_s"]
@@ -181,18 +199,26 @@ def rate(run: dict[str, Any], case: str) -> float:
 
 def compare(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
     pythons = {"headrace": Path(sys.executable), "llama.cpp": arguments.peers.absolute() / "llamacpp/bin/python"}
-    pairs = []
+    token_bytes = bytes_of_token(path)
+    pairs: list[dict[str, Any]] = []
     for number in range(arguments.pairs):
         order = list(pythons) if number % 2 == 0 else list(reversed(pythons))
-        pairs.append({engine: measure(engine, pythons[engine], path) for engine in order})
+        pairs.append({})
+        for engine in order:
+            limit = read_bytes_per_s()
+            run = measure(engine, pythons[engine], path)
+            share = rate(run, "decode_1") * token_bytes / limit
+            pairs[-1][engine] = {**run, "read_bytes_per_s": limit, "share_of_reading": round(share, 3)}
         shown = (f"{engine} {case} {rate(run, case):.1f}" for engine, run in pairs[-1].items() for case in TARGETS)
-        print(f"pair {number + 1}: {', '.join(shown)} tok/s", flush=True)
+        shares = (f"{engine} {run['share_of_reading']:.0%}" for engine, run in pairs[-1].items())
+        print(f"pair {number + 1}: {', '.join(shown)} tok/s; decoding reads at {', '.join(shares)}", flush=True)
     ratios = {
         case: [rate(pair["headrace"], case) / rate(pair["llama.cpp"], case) for pair in pairs] for case in TARGETS
     }
     for case, target in TARGETS.items():
         print(f"{case}: {statistics.median(ratios[case]):.2f} x llama.cpp (to reach: {target:g} x)")
-    return {"file_bytes": path.stat().st_size, "pairs": pairs, "ratios": ratios, "targets": TARGETS}
+    sizes = {"file_bytes": path.stat().st_size, "bytes_of_token": token_bytes}
+    return {**sizes, "pairs": pairs, "ratios": ratios, "targets": TARGETS}
 
 
 def parse() -> argparse.Namespace:
