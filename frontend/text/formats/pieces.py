@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from headrace.frontend.text.formats.markers import Markers, make_markers
-from headrace.frontend.text.formats.values import NoCallError, python_as_json, python_escaped
+from headrace.frontend.text.formats.values import NoCallError, python_as_json, python_escaped, python_short_escape
 
 Reads = Generator[None, None, Any]
 """Yields when it needs more text, and returns what it read."""
@@ -26,12 +26,12 @@ _SCALAR_END = re.compile(r"[\s,}\]<\[]")
 _PYTHON_STOP = re.compile(r"""["'()\[\]{},\\]""")
 _PYTHON_ESCAPE = re.compile(
     r"x([0-9a-fA-F]{2})|u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})|u([0-9a-fA-F]{4})"
-    r"|U([0-9a-fA-F]{8})|([0-7]{1,3})|(.)",
-    re.DOTALL,
+    r"|U([0-9a-fA-F]{8})|([0-7]{1,3})|(.)"
 )
 """After its backslash."""
+_SHORT_ESCAPES = re.compile(r"[^xuU0-7](?:\\[^xuU0-7])*", re.DOTALL)
+"""Of one character each, after the backslash of the first."""
 _LONGEST_ESCAPE = len("ud83d\\ude00")
-_LONG_ESCAPES = tuple("xuU01234567")
 READ_AT_ONCE = 2048
 """Characters. What is taken off the text's beginning moves the rest, so the text is never long."""
 _LONGEST_SCALAR = 4096
@@ -232,8 +232,11 @@ class PieceReader:
             self._take(len(quote))
             ends = make_markers((quote, "\\"))
             while (stop := (yield from self._until_end_of_text(ends, give))) == "\\":
-                is_long = (yield from self._peek(1)) in _LONG_ESCAPES
-                escape = _PYTHON_ESCAPE.match((yield from self._peek(_LONGEST_ESCAPE if is_long else 1)))
+                yield from self._peek(1)
+                if run := _SHORT_ESCAPES.match(self._text):
+                    give("".join(map(python_short_escape, self._take(run.end())[::2])))
+                    continue
+                escape = _PYTHON_ESCAPE.match((yield from self._peek(_LONGEST_ESCAPE)))
                 if escape is None:
                     raise NoCallError
                 self._take(escape.end())

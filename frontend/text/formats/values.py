@@ -90,7 +90,12 @@ def python_escaped(byte: str, high: str, low: str, unit: str, code: str, octal: 
     if digits := byte or unit or code:
         number = int(digits, 16)
         return without_halves(chr(number)) if number <= sys.maxunicode else REPLACEMENT
-    return chr(int(octal, 8)) if octal else _PYTHON_ESCAPES.get(other, "\\" + other)
+    return chr(int(octal, 8)) if octal else python_short_escape(other)
+
+
+def python_short_escape(character: str) -> str:
+    """What stands for a backslash and that."""
+    return _PYTHON_ESCAPES.get(character, "\\" + character)
 
 
 def without_halves(text: str) -> str:
