@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
@@ -18,6 +19,10 @@ from hypothesis import HealthCheck, settings
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a script's background job is started, and as all its children would then be: none would notice Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Hundreds of processes start in these tests: where this is set, each of them compiles every source anew.
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Read as torch is imported, here and in children: else its threads spin for milliseconds after each product, on cores
