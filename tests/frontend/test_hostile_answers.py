@@ -23,9 +23,9 @@ from headrace.frontend.http.messages import call_input
 from headrace.frontend.text.formats.declaration import known_formats, load_format
 from headrace.frontend.text.formats.values import NoCallError, as_json, nest_as_json, python_as_json
 
-SIZE = 1 << 20
-MOST_S = 4.0
-"""Of a megabyte, where what takes quadratic time needs minutes."""
+SIZE = 1 << 18
+MOST_S = 1.0
+"""Of a quarter of a megabyte, where what takes quadratic time needs many."""
 PIECE = 7
 """Characters of a token, about."""
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
@@ -51,7 +51,7 @@ def hostile_texts(name: str, size: int) -> dict[str, str]:
     longest = max(openers, key=len)
     repeated = ("[", '{"a":', '{"a":[', "(", "'", '"', "\\", "1", "x", " ", "\n", ",", "<", "{", "a=1,", "[f(", "<|")
     texts |= {f"{opener!r:.60} then {each!r}": opener + each * size for opener in openers for each in repeated}
-    for cut in range(1, len(longest)):
+    for cut in range(1, len(longest), 3):
         texts[f"half of a marker {cut}"] = longest[:cut]
     return {what: (text * (size // len(text) + 1))[:size] for what, text in texts.items()}
 
@@ -66,11 +66,11 @@ def no_collection_of_what_other_tests_hold() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", sorted(known_formats()))
 def test_any_beginning_that_goes_on_for_ever_is_read_in_bounded_time(name: str) -> None:
-    for what, text in hostile_texts(name, SIZE // 32).items():
+    for what, text in hostile_texts(name, SIZE // 16).items():
         parser, began_s = parser_of(name, tools=TOOLS), time.thread_time()
         parser.feed(text)
         parser.finish()
-        assert time.thread_time() - began_s < MOST_S / 16, what
+        assert time.thread_time() - began_s < MOST_S / 8, what
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_any_beginning_that_goes_on_for_ever_is_read_in_bounded_time(name: str) 
     ],
 )
 @pytest.mark.parametrize("piece", [PIECE, SIZE])
-def test_a_megabyte_without_an_end_is_read_in_bounded_time_in_pieces_and_whole(
+def test_a_long_text_without_an_end_is_read_in_bounded_time_in_pieces_and_whole(
     name: str, beginning: str, endless: str, piece: int
 ) -> None:
     text = beginning + endless * (SIZE // len(endless))
@@ -101,7 +101,7 @@ def test_a_megabyte_without_an_end_is_read_in_bounded_time_in_pieces_and_whole(
     assert time.thread_time() - began_s < MOST_S
 
 
-@pytest.mark.parametrize("size", [900, 5_000, 1_000_000])
+@pytest.mark.parametrize("size", [900, 5_000, 250_000])
 @pytest.mark.parametrize("nest", ["[", '{"a":', "(", "-", "not ", "a.", "1+"])
 def test_values_of_any_depth_are_arguments_or_none(nest: str, size: int) -> None:
     closed = {"[": "]", '{"a":': "}", "(": ")"}.get(nest, "")
@@ -125,15 +125,16 @@ def test_numbers_of_any_size_stay_as_the_model_wrote_them(number: str) -> None:
 
 
 SAID: dict[str, str] = {
-    "deep arguments": '<tool_call>{"name": "f", "arguments": ' + "[" * 3000 + "]" * 3000 + "}</tool_call>",
-    "deep and open": '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 1500,
+    "deep arguments": '<tool_call>{"name": "f", "arguments": ' + "[" * 1100 + "]" * 1100 + "}</tool_call>",
+    "deep and open": '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 1100,
     "half a surrogate pair for a name": '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
     "half a surrogate pair for arguments": '<tool_call>{"name": "f", "arguments": {"a": "\\udfff"}}</tool_call>',
-    "half markers": "<tool_cal<think<tool_call><tool_call></tool" * 150,
-    "large numbers": '<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>",
-    "arguments as text": '<tool_call>{"name": "f", "arguments": "' + '\\"' * 2000 + '"}</tool_call>',
-    "many calls": '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 120,
+    "half markers": "<tool_cal<think<tool_call><tool_call></tool" * 50,
+    "large numbers": '<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 4400 + "}}</tool_call>",
+    "arguments as text": '<tool_call>{"name": "f", "arguments": "' + '\\"' * 700 + '"}</tool_call>',
+    "many calls": '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 40,
 }
+"""Deeper than Python's recursion, and more digits than it reads, by little: each character is a token."""
 
 
 PARROT_ENGINE = ("null", "--distributed-executor-backend", PARROT, "--hf-overrides", '{"vocab_size": 400}')
@@ -150,7 +151,7 @@ def parrot() -> Iterator[httpx.Client]:
 def test_no_answer_of_a_model_is_an_error_of_the_server(what: str, parrot: httpx.Client) -> None:
     """Whole, as events, and in the three APIs."""
     said = SAID[what]
-    most_tokens = min(7000, len(said) + 1000)  # all that is said, and the beginning again
+    most_tokens = min(7000, len(said) + 200)  # all that is said, and the beginning again
     body: Any = {"messages": [{"role": "user", "content": said}], "max_tokens": most_tokens}
     tool = {"name": "f", "input_schema": {"type": "object"}}
     whole = ask(parrot, "/v1/chat/completions", **body, tools=TOOLS)
