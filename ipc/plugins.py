@@ -14,6 +14,7 @@ one is said where it is missed; the others are served.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 def plugins() -> dict[str, EntryPoint]:
     """Those installed, by name. Raises OptionError where two packages use one name."""
     found: dict[str, EntryPoint] = {}
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+    for entry in sorted(_installed(GROUP), key=lambda entry: entry.name):
         other = found.setdefault(entry.name, entry)
         if other != entry:
             raise OptionError(
@@ -53,9 +54,23 @@ def logits_processor_entries() -> list[EntryPoint]:
     """Those installed, by name; a class that a package registers in both groups once."""
     found: dict[str, EntryPoint] = {}
     for group in LOGITS_PROCESSORS_GROUPS:
-        for entry in entry_points(group=group):
+        for entry in _installed(group):
             found.setdefault(entry.value, entry)
     return sorted(found.values(), key=lambda entry: entry.name)
+
+
+def _installed(group: str) -> list[EntryPoint]:
+    return _installed_on(tuple(sys.path))[group]
+
+
+@functools.lru_cache(maxsize=1)
+def _installed_on(path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
+    """Of all groups, by one look for each `sys.path`: it reads a file of every package that is installed.
+
+    An engine asks several times as it starts, and so does each of its ranks.
+    """
+    installed = entry_points()
+    return {group: list(installed.select(group=group)) for group in (GROUP, VLLM_GROUP, *LOGITS_PROCESSORS_GROUPS)}
 
 
 def load_plugin(entry: EntryPoint) -> Any:
@@ -90,7 +105,7 @@ def load_plugins(kind: type) -> tuple[list[Any], list[str]]:
 
 def warn_of_vllm_plugins() -> None:
     """Says why vLLM's plugins that are installed do nothing here."""
-    for entry in entry_points(group=VLLM_GROUP):
+    for entry in _installed(VLLM_GROUP):
         logger.warning(
             "the plugin %s of %s is registered for vLLM (%s): it changes vLLM's own modules, which are not in use "
             "here; a package registers families, schedulers and executors for Headrace under %s",

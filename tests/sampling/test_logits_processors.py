@@ -222,16 +222,19 @@ def test_a_class_itself_is_taken_for_its_name() -> None:
 
 
 def test_classes_of_packages_made_for_vllm_are_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "lab-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: lab\nVersion: 1.0\n")
+    def install(folder: Path, entry_points: str) -> None:
+        package = folder / "lab-1.0.dist-info"
+        package.mkdir(parents=True)
+        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: lab\nVersion: 1.0\n")
+        (package / "entry_points.txt").write_text(entry_points)
+        monkeypatch.syspath_prepend(str(folder))
+
     both = "[{}.logits_processors]\nlab = lab_processors:MinP\n"
-    (package / "entry_points.txt").write_text(both.format("vllm") + "\n" + both.format("headrace"))
     assert not has_logits_processors(())
-    monkeypatch.syspath_prepend(str(tmp_path))
+    install(tmp_path / "first", both.format("vllm") + "\n" + both.format("headrace"))
     assert has_logits_processors(())
     assert processor_classes(()) == [lab_processors.MinP]
-    (package / "entry_points.txt").write_text("[vllm.logits_processors]\nlab = lab_processors:Nobody\n")
+    install(tmp_path / "second", "[vllm.logits_processors]\nlab = lab_processors:Nobody\n")
     with pytest.raises(OptionError, match=r"the plugin lab of lab \(lab_processors:Nobody\) cannot be loaded"):
         processor_classes(())
 
