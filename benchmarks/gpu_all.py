@@ -1,13 +1,16 @@
 """All that is to be measured on a GPU, in one command that fits a short lease: tests first, then by value.
 
-    python benchmarks/gpu_all.py --out DIR [--budget-s 540] [--only decode ...] [--resume DIR] [--wheels FOLDER] [--dry]
+    python benchmarks/gpu_all.py --out DIR [--budget-s 540] [--only decode ...] [--resume DIR] [--wheels FOLDER]
+        [--archive FILE] [--dry]
     python benchmarks/gpu_all.py --table [--out DIR]     # the README's table anew, from the JSON in DIR
 
 Needs a checkout, and a Python that has torch, triton and transformers; the package itself need not be installed, and
 `--wheels FOLDER` installs what else is missing from files, without a network. Each benchmark is a program of its own
 with a limit in seconds, so one that fails or hangs takes no other along, and writes its JSON after each case. What no
-longer fits the budget is skipped and named. `--resume DIR` copies what an earlier call's DIR has and runs the rest.
-Nothing but the standard library is imported here.
+longer fits the budget is skipped and named. `--resume DIR` copies what an earlier call's DIR has and runs the rest,
+first what was never begun, then what did not end well. `--archive FILE` is one .tar.gz of the results and of the
+kernels that Triton has compiled, written after each job, for a machine that starts bare each time and gives few files
+back; --resume takes it as it takes a folder. Nothing but the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -47,6 +51,8 @@ KEPT_LINES = 1000
 SHOWN_LINES = 15
 LINE_CHARACTERS = 240
 RECORD = "gpu_all.json"
+KERNELS = "triton"
+"""The folder in --out that Triton keeps compiled kernels in, where there is an archive."""
 ALL_SKIPPED = re.compile(r"=+ \d+ skipped")
 """The last line of a pytest in which nothing passed: that would be told first."""
 LAST_S = 8.0
@@ -84,15 +90,21 @@ def script(name: str, file: str, most_s: float, least_s: float, *arguments: str,
 
 PYTEST = (sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu" / "test_gpu_device.py"), "-vv", "--tb=short")
 TESTS = (*PYTEST, "-o", "timeout=90", "--maxfail=12", "--durations=5", "-p", "no:cacheprovider")
-JOBS = (  # in order of value
-    Job("tests", "", TESTS, 180, 30),
-    script("decode", "gpu_decode", 200, 45),
+SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+MEMCHECK = (SANITIZER, "--tool", "memcheck", "--error-exitcode", "9", *TESTS, "-k", "chosen_tokens_are")
+"""Of the kernels of sampling, which gather by what they find."""
+COMPILE = (sys.executable, str(ROOT / "benchmarks" / "gpu_compile.py"))
+JOBS = (  # in order of value, after what spares them all a wait
+    Job("compile", "", COMPILE, 80, 20),
+    Job("tests", "", TESTS, 140, 30),
+    script("decode", "gpu_decode", 170, 45),
     script("prefill", "gpu_prefill", 60, 25),
-    script("kernels", "gpu_kernels", 180, 40, "--sweep"),
+    script("kernels", "gpu_kernels", 140, 40, "--sweep"),
     script("greedy", "gpu_greedy", 80, 40),
+    Job("memcheck", "", MEMCHECK, 60, 30),
     script("startup", "gpu_startup", 130, 70),
     script("nano", "gpu_serving", 240, 60, "--case", "nano"),
-    script("full", "gpu_serving", 300, 150, "--case", "full"),
+    script("full", "gpu_serving", 270, 150, "--case", "full"),
     script("linear", "gpu_linear", 90, 30, "--sweep"),
     script("early", "gpu_decode", 80, 45, "--launch-early", "--weights", "bf16", "--batch", "1", kind="_early"),
     script("mixed", "gpu_decode", 80, 45, "--beside", "100000", "--weights", "bf16", "--batch", "40", kind="_mixed"),
@@ -134,7 +146,8 @@ def environment(folder: Path, wheels: Path | None) -> dict[str, str]:
         print(f"also missing, and perhaps not needed: {', '.join(absent)}")
     if not is_importable():
         paths.insert(0, str(link_tree(folder / "tree")))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    fixed = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TRITON_STORE_BINARY_ONLY": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **fixed}
 
 
 def link_tree(tree: Path) -> Path:
@@ -163,7 +176,7 @@ def check_gpu(variables: dict[str, str], most_s: float) -> None:
 
 
 def check_folders(arguments: argparse.Namespace) -> None:
-    """Raises SystemExit where --resume names no earlier call's folder, or it or --out is of the other kind of run.
+    """Raises SystemExit where --resume is no earlier call's, or it or --out is of the other kind of run.
 
     A dry run's record must not stand for a real one's, nor be written over it.
     """
@@ -178,11 +191,37 @@ def check_folders(arguments: argparse.Namespace) -> None:
             raise SystemExit(f"{folder}: that is {kinds[was_dry]}; {kinds[arguments.dry]} needs another folder")
 
 
+def unpacked(resume: Path, folder: Path) -> Path:
+    """Where the files of --resume are, unpacked into the folder if it is an archive. Raises SystemExit."""
+    if not resume.is_file():
+        return resume
+    try:
+        with tarfile.open(resume) as archive:
+            archive.extractall(folder, filter="data")
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise SystemExit(f"--resume {resume} is neither a folder nor a .tar.gz of --archive: {error}") from None
+    if not (folder / RECORD).exists():
+        raise SystemExit(f"--resume {resume} holds no {RECORD}; name the --archive of an earlier call")
+    return folder
+
+
+def pack(out: Path, file: Path) -> None:
+    """Results and compiled kernels of --out as one file; if this is cut off, the file stays the one before."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f"{file.name}.part")
+    with tarfile.open(beside, "w:gz", compresslevel=6) as archive:
+        for each in sorted([*out.glob("gpu_*.json"), *(path for path in [out / KERNELS] if path.exists())]):
+            archive.add(each, each.name)
+    beside.replace(file)
+
+
 def run(job: Job, arguments: argparse.Namespace, variables: dict[str, str], most_s: float) -> Outcome:
     """Its output goes on to ours line by line, and its errors only where it does not end well."""
     command = [part.replace(OUT, str(arguments.out)) for part in job.command]
     command += ["--dry"] if arguments.dry and job.file else []
     began_s, shown = time.monotonic(), deque[str](maxlen=KEPT_LINES)
+    if shutil.which(command[0]) is None:
+        return Outcome(job.name, f"skipped: there is no {command[0]}", 0.0, [], [])
     with tempfile.TemporaryFile("w+") as log:
         child = subprocess.Popen(
             command, stdout=PIPE, stderr=log, text=True, env=variables, cwd=arguments.out, start_new_session=True
@@ -225,17 +264,20 @@ def take_over(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """What an earlier call came to, its files copied here."""
     if arguments.resume is None:
         return []
-    for file in arguments.resume.glob("gpu_*.json"):
-        if arguments.resume.resolve() != arguments.out.resolve():
+    if arguments.resume.resolve() != arguments.out.resolve():
+        for file in arguments.resume.glob("gpu_*.json"):
             shutil.copy(file, arguments.out)
+        if (arguments.resume / KERNELS).is_dir():
+            shutil.copytree(arguments.resume / KERNELS, arguments.out / KERNELS, dirs_exist_ok=True)
     found: list[dict[str, Any]] = json.loads((arguments.out / RECORD).read_text())["jobs"]
     return found
 
 
 def run_all(arguments: argparse.Namespace, variables: dict[str, str], began_s: float) -> list[dict[str, Any]]:
     outcomes = take_over(arguments)
-    for job in JOBS:
-        if arguments.dry and not job.file:  # tests have no dry run
+    tried = {each["name"] for each in outcomes if each["seconds"]}
+    for job in sorted(JOBS, key=lambda job: job.name in tried):
+        if arguments.dry and not job.file:  # which have no dry run
             continue
         if (arguments.only and job.name not in arguments.only) or (not arguments.only and is_done(job, outcomes)):
             continue
@@ -255,6 +297,11 @@ def run_all(arguments: argparse.Namespace, variables: dict[str, str], began_s: f
         outcomes = [each for each in outcomes if each["name"] != job.name] + [asdict(outcome)]
         record = {"benchmark": "gpu_all", "dry": arguments.dry, "jobs": outcomes}
         (arguments.out / RECORD).write_text(json.dumps(record, indent=1))
+        if arguments.archive is not None:
+            try:
+                pack(arguments.out, arguments.archive)
+            except OSError as error:  # the one before is still there, and the next may be had
+                print(f"no archive: {error}", flush=True)
     return outcomes
 
 
@@ -263,13 +310,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="a folder for the JSON; default benchmarks/results")
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds in all")
     parser.add_argument("--only", action="append", choices=[job.name for job in JOBS], help="repeatable")
-    parser.add_argument("--resume", type=Path, help="the --out of an earlier call: what it has is not run again")
+    parser.add_argument("--resume", type=Path, help="--out or --archive of an earlier call, to do the rest")
+    parser.add_argument("--archive", type=Path, help="a .tar.gz of results and compiled kernels, after each job")
     parser.add_argument("--wheels", type=Path, help="a folder of .whl files to install for this run")
     parser.add_argument("--table", action="store_true", help="run nothing: write the README's table anew")
     parser.add_argument("--dry", action="store_true", help="tiny models on the CPU, to see that the scripts work")
     arguments = parser.parse_args()
     if arguments.dry and arguments.only == ["tests"]:
         parser.error("--only tests: the tests of a GPU have no dry run")
+    if arguments.archive is not None and not arguments.archive.name.endswith(".tar.gz"):
+        parser.error(f"--archive {arguments.archive}: its name must end in .tar.gz")
     arguments.out = arguments.out.resolve()
     return arguments
 
@@ -279,9 +329,13 @@ def main() -> None:
     if arguments.table:
         write_readme(ROOT / "README.md", arguments.out)
         return
-    check_folders(arguments)
     with tempfile.TemporaryDirectory(prefix="headrace-gpu-") as folder:
+        if arguments.resume is not None:
+            arguments.resume = unpacked(arguments.resume, Path(folder) / "earlier")
+        check_folders(arguments)
         variables = environment(Path(folder), arguments.wheels)
+        if arguments.archive is not None:
+            variables["TRITON_CACHE_DIR"] = str(arguments.out / KERNELS)
         if not arguments.dry:
             check_gpu(variables, arguments.budget_s)
         arguments.out.mkdir(parents=True, exist_ok=True)

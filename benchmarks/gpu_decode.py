@@ -198,6 +198,7 @@ def main() -> None:
     arguments.batch = arguments.batch or list(BATCHES)
     if arguments.dry:
         arguments.model, arguments.batch, arguments.steps, arguments.context = "tiny", [1, 4], 12, 64
+        arguments.beside = arguments.beside and 256
     least = WARM_UP + arguments.steps // 2
     for name in ("context", "beside"):
         if (context := getattr(arguments, name)) is not None and context <= least:

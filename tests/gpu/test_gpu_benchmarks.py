@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from types import ModuleType
@@ -255,7 +256,7 @@ def runner(load: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(out: Path, **options: Any) -> dict[str, str]:
         out.mkdir(exist_ok=True)
-        asked = {"out": out, "budget_s": 60.0, "only": None, "resume": None, "dry": False, **options}
+        asked = {"out": out, "budget_s": 60.0, "only": None, "resume": None, "archive": None, "dry": False, **options}
         outcomes = module.run_all(argparse.Namespace(**asked), dict(os.environ), time.monotonic())
         return {each["name"]: each["status"] for each in outcomes}
 
@@ -286,6 +287,44 @@ def test_what_an_earlier_call_did_is_taken_over_and_the_rest_is_run(
     assert found["works"] == "done"
     assert json.loads((second / "gpu_works.json").read_text())["results"]["cases"] == [1]
     assert {name for name, status in found.items() if status.startswith("skipped")} == {"fails", "hangs", "long"}
+
+
+def test_an_archive_has_results_and_compiled_kernels_and_can_be_gone_on_with(
+    load: Any, run_all: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For a machine from which few files come back: one file, whole after each job."""
+    module, first, archive = load("gpu_all"), tmp_path / "first", tmp_path / "back" / "run.tar.gz"
+    (first / module.KERNELS / "ABC").mkdir(parents=True)
+    (first / module.KERNELS / "ABC" / "kernel.cubin").write_bytes(b"code")
+    (first / "pipe").symlink_to("/nowhere")
+    assert run_all(first, only=["works"], archive=archive) == {"works": "done"}
+    assert [file.name for file in archive.parent.iterdir()] == ["run.tar.gz"]
+    before = archive.read_bytes()
+    monkeypatch.setattr(tarfile.TarFile, "add", lambda *args, **options: (_ for _ in ()).throw(OSError("disk full")))
+    assert run_all(first, only=["works"], archive=archive) == {"works": "done"}, "what was measured is not lost"
+    assert archive.read_bytes() == before
+    monkeypatch.undo()
+    second = tmp_path / "second"
+    found = run_all(second, resume=module.unpacked(archive, tmp_path / "unpacked"), only=["long"], archive=archive)
+    assert found["works"] == "done"
+    assert (second / module.KERNELS / "ABC" / "kernel.cubin").read_bytes() == b"code"
+    assert (second / "gpu_works.json").exists()
+    assert not (second / "pipe").exists()
+
+
+def test_what_was_never_begun_comes_before_what_did_not_end_well(run_all: Any, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run_all(first, only=["fails"]) == {"fails": "ended with status 1"}
+    assert [*run_all(second, resume=first)] == ["hangs", "works", "long", "fails"]
+
+
+def test_a_program_that_is_not_there_takes_no_job_along(
+    load: Any, run_all: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = load("gpu_all")
+    monkeypatch.setattr(module, "JOBS", (module.Job("memcheck", "", ("/no/sanitizer", "-k"), 20, 0), *module.JOBS[2:3]))
+    found = run_all(tmp_path)
+    assert found == {"memcheck": "skipped: there is no /no/sanitizer", "works": "done"}
 
 
 @pytest.mark.parametrize(

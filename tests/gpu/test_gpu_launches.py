@@ -31,3 +31,36 @@ def test_what_serving_launches_was_compiled_at_the_start() -> None:
         launched = report["forms"]["start"]
         assert {"attend_kernel", "rotary_cache_kernel", "norm_kernel", "chunk_kernel"} <= set(launched)
         assert list(report["forms"]) == ["start"], report
+
+
+COMPILE = """
+import gpu_compile
+notes = gpu_compile.CASES["llama-8b"]()
+notes.run()
+chosen = [launch for _, launch in notes.launches.values() if launch.function.__name__ == "embed_kernel"]
+assert gpu_compile.compile_launches(chosen, 2) == len(chosen) == 1
+"""
+LAUNCH = """
+import torch, triton
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+import gpu_compile
+from headrace.kernels.triton import embedding
+found, run = [], JITFunction.run
+triton.knobs.compilation.listener = lambda **facts: found.append(facts["cache_hit"])
+JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
+driver.set_active(gpu_compile.NoDriver())
+for rows, width in ((512, 4096), (512, 4095)):
+    embedding.embed(torch.zeros(3, dtype=torch.int64), torch.zeros(rows, width, dtype=torch.bfloat16))
+assert found == [True, False], found
+"""
+
+
+def test_what_is_compiled_ahead_is_what_a_launch_looks_for(tmp_path: Path) -> None:
+    """In another process, on tensors that have values; a width that Triton compiles anew for is not there."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT / "benchmarks"), "TRITON_CACHE_DIR": str(tmp_path)}
+    for program in (COMPILE, LAUNCH):
+        command = [sys.executable, "-c", program]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+        assert result.returncode == 0, result.stderr

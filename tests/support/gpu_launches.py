@@ -135,19 +135,22 @@ class LaunchNotes:
         architecture: int = 90,
         rounding: Rounding | None = None,
         is_invariant: bool = False,
-        cached: torch.dtype = torch.bfloat16,
+        cached: torch.dtype | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        """cached: of keys and values; None is dtype, which the model computes in."""
         self.launches: dict[Hashable, tuple[str, LaunchRecord]] = {}
         self._phase, self._architecture = "start", architecture
-        self._spec, self._cached, self._is_invariant = spec_from_config(config), cached, is_invariant
+        self._spec, self._dtype, self._cached = spec_from_config(config), dtype, cached or dtype
         choose = batch_invariant(kernels.choose) if is_invariant else kernels.choose
         self._choose = choose if rounding is None else quantising(choose, rounding)
 
     def run(self) -> None:
         with self._noting():
-            limits = RunnerLimits(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, self._spec.vocab_size, (2,))
-            source = Shapes(weight_shapes(self._spec), torch.bfloat16)
-            decoder = Decoder(self._spec, source, torch.bfloat16, META, choose=self._choose)
+            longest = min(MAX_MODEL_LEN, self._spec.max_positions)
+            limits = RunnerLimits(MAX_NUM_SEQS, longest, BLOCK_SIZE, self._spec.vocab_size, (2,))
+            source = Shapes(weight_shapes(self._spec), self._dtype)
+            decoder = Decoder(self._spec, source, self._dtype, META, choose=self._choose)
             cache = kv_cache.allocate(self._spec, 1000, BLOCK_SIZE, self._cached, META)
             device = MetaDevice()
             runner = GpuRunner(decoder, cache, device, limits)
@@ -164,7 +167,7 @@ class LaunchNotes:
         dice, maker = np.random.default_rng(0), PlanMaker(block_size=BLOCK_SIZE)
         for count in (1, 1, 6, 30, MOST_ROWS):
             for row in range(len(maker.tokens), min(MOST_ROWS, len(maker.tokens) + count)):
-                own = dice.integers(3, 999, int(dice.integers(1, 90))).tolist()
+                own = dice.integers(3, min(999, self._spec.vocab_size), int(dice.integers(1, 90))).tolist()
                 maker.enter(row, own, **sampling)
             for _ in range(2):
                 for row in maker.tokens:
