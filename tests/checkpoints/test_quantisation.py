@@ -140,6 +140,7 @@ CASES: dict[str, Case] = {
     "bitsandbytes int8": (lambda: made.bitsandbytes("int8"), {"int8"}, MOST_ERROR),
     "bitsandbytes nf4": (lambda: made.bitsandbytes("nf4"), {"float4"}, EXACT_ERROR),
     "bitsandbytes nf4 double": (lambda: made.bitsandbytes("nf4 double"), {"float4"}, EXACT_ERROR),
+    "bitsandbytes nf4 as bfloat16": (lambda: made.bitsandbytes("nf4 as bfloat16"), {"float4"}, EXACT_ERROR),
     "bitsandbytes fp4": (lambda: made.bitsandbytes("fp4"), {"float4"}, EXACT_ERROR),
 }
 
@@ -345,6 +346,7 @@ def test_another_format_than_the_checkpoints_is_refused(gptq_folder: Path, asked
     [
         ({"quant_method": "aqlm"}, r"by the method aqlm, which is not supported: vLLM took it out in 0\.10"),
         ({"quant_method": "mystery"}, "by the method mystery, which is not supported: known are auto-round, "),
+        ({"quant_method": "gtpq"}, "by the method gtpq, which is not supported: did you mean gptq[?] known are auto-"),
         ({"bits": 9}, "GPTQ weights of 9 bits are not supported; 2 to 8 bits are"),
         ({"bits": "four"}, "the GPTQ config's bits is 'four'; a whole number is expected"),
         ({"checkpoint_format": "marlin"}, "in the layout marlin, which is one kernel's own"),
@@ -477,6 +479,10 @@ def test_each_format_names_tensors_that_do_not_fit(
                 "config_groups": {"group_0": {"targets": ["Linear", "re:*v"], "weights": made.W4}},
             },
             r"the targets of the compressed-tensors group group_0 has 're:\*v', which is no regular",
+        ),
+        (
+            made.compressed("NVFP4", **(made.F4 | {"symmetric": False}))[0],
+            "group_0 has floats with zero points",
         ),
         (made.compressed("W4A16", **made.W4)[0] | {"ignore": "lm_head"}, "ignore is 'lm_head'; a list of modules'"),
         (made.gptq()[0] | {"dynamic": {r"-:[": {}}}, r"the GPTQ config's dynamic has '-:\[', which is no regular"),

@@ -431,7 +431,8 @@ F8 = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}
 
 
 def bitsandbytes(kind: str) -> tuple[dict[str, Any], Writer]:
-    """int8, or 4 bits by a table of values, doubly quantised or not, in blocks of 32."""
+    """int8, or 4 bits by a table of values, doubly quantised or not, in blocks of 32; "nf4 as bfloat16" sees the codes'
+    bytes as such floats."""
 
     def writer(module: str, weight: Tensor) -> Written:
         if kind == "int8":
@@ -461,8 +462,9 @@ def bitsandbytes(kind: str) -> tuple[dict[str, Any], Writer]:
         values = (table[codes] * most[:, None]).view(n, k)
         flat = codes.flatten()
         name = f".weight.quant_state.bitsandbytes__{kind[:3]}"
+        packed = (flat[0::2] << 4 | flat[1::2]).to(torch.uint8)
         tensors = {
-            ".weight": (flat[0::2] << 4 | flat[1::2]).to(torch.uint8)[:, None],
+            ".weight": packed.view(torch.bfloat16 if kind.endswith("bfloat16") else torch.uint8)[:, None],
             ".weight.absmax": most,
             ".weight.quant_map": table,
             name: torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.options.quantization_names import RETIRED, check_name
+from headrace.core.options.values import nearest
 from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.kernels.grouped import SCALE_DTYPES, GroupedWeight, Kind
@@ -163,8 +164,12 @@ def format_of(config: Config, asked: str | None) -> Format | None:
     method = str(stored.get("quant_method", "")).lower().replace("-", "_")
     own = formats().get(method) or formats().get(method.replace("_", "-"))
     if own is None:
-        known = ", ".join(formats())
-        advice = RETIRED.get(method, f"known are {known}; an unquantised checkpoint or a GGUF file of it can be used")
+        close = nearest(method, formats(), cutoff=0.5)  # of four letters, two that changed places
+        advice = RETIRED.get(
+            method,
+            (f"did you mean {close}? " if close else "")
+            + f"known are {', '.join(formats())}; an unquantised checkpoint or a GGUF file of it can be used",
+        )
         named = f"by the method {stored['quant_method']}" if method else "by a method that it does not name"
         raise ModelError(f"this checkpoint's weights are quantised {named}, which is not supported: {advice}")
     if asked is not None and asked not in own.names:

@@ -55,8 +55,7 @@ class Awq(Format):
         return cls(number(config, ("group_size", "q_group_size"), METHOD), bool(config.get("zero_point", True)))
 
     def parts(self, module: str, held: Container[str]) -> Parts:
-        parts = ("qweight", "scales", "qzeros") if self.zero_point else ("qweight", "scales")
-        return {part: f"{module}.{part}" for part in parts}
+        return {part: f"{module}.{part}" for part in (self.marks if self.zero_point else self.marks[:2])}
 
     def dtypes(self, module: str) -> Dtypes:
         return {"qweight": WORDS, "qzeros": WORDS, "scales": FLOATS}

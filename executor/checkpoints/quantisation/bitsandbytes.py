@@ -1,8 +1,9 @@
 """bitsandbytes: LLM.int8 (Dettmers et al. 2022), NF4 and FP4 (QLoRA, Dettmers et al. 2023), doubly quantised or not.
 
 int8     weight int8 [n, k], SCB float32 [n]: w = code * SCB / 127
-4 bits   weight uint8 [n * k / 2, 1], of two neighbours the first in the high half; weight.absmax of each block of the
-         flattened matrix; weight.quant_map, the values of the 16 codes; weight.quant_state.*, JSON as bytes
+4 bits   weight uint8 [n * k / 2, 1], of two neighbours the first in the high half, or the same bytes seen as floats
+         (`bnb_4bit_quant_storage`); weight.absmax of each block of the flattened matrix; weight.quant_map, the values
+         of the 16 codes; weight.quant_state.*, JSON as bytes
 double   weight.absmax is uint8: nested_quant_map[code] * nested_absmax of its block + nested_offset
 
 Float weights become NF4 as they are read where that is asked for, as with vLLM, but for the scales, which stay
@@ -62,9 +63,9 @@ class BitsAndBytes(Format):
             ("bitsandbytes int8",),
         ),
         Stored(
-            "NF4 and FP4, doubly quantised or not, where rows are whole blocks",
+            "NF4 and FP4, doubly quantised or not, where rows are whole blocks; bytes stored as such or as floats",
             ("float4",),
-            ("bitsandbytes nf4", "bitsandbytes nf4 double", "bitsandbytes fp4"),
+            ("bitsandbytes nf4", "bitsandbytes nf4 double", "bitsandbytes nf4 as bfloat16", "bitsandbytes fp4"),
         ),
     )
     made_by = "bitsandbytes 0.50 (benchmarks/quantised_tools.py), a writer in tests"
@@ -93,7 +94,7 @@ class BitsAndBytes(Format):
 
     def dtypes(self, module: str) -> Dtypes:
         floats = dict.fromkeys(("SCB", "quant_map", *NESTED), FLOATS)
-        return floats | {"weight": (torch.int8, torch.uint8), "state": BYTES, "absmax": (*FLOATS, torch.uint8)}
+        return floats | {"weight": (torch.int8, torch.uint8, *FLOATS), "state": BYTES, "absmax": (*FLOATS, torch.uint8)}
 
     def beside(self, module: str) -> tuple[str, ...]:
         return ("weight_format",)
@@ -109,13 +110,17 @@ class BitsAndBytes(Format):
 
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
         weight, of_rows = tensors["weight"], "SCB" in tensors
-        wanted = torch.int8 if of_rows else torch.uint8
-        expect(weight.dtype == wanted, module, f"{module}.weight is stored as {weight.dtype}; {wanted} is expected")
+        wanted = (torch.int8,) if of_rows else (torch.uint8, *FLOATS)
+        expect(
+            weight.dtype in wanted,
+            module,
+            f"{module}.weight is stored as {weight.dtype}; {' or '.join(map(str, wanted))} is expected",
+        )
         if of_rows:
             return integers_in_bytes(module, weight, tensors["SCB"].float() / 127, None)
         state = _state(module, tensors["state"])
         (n, k), size = state["shape"], state["blocksize"]
-        flat = weight.flatten()
+        flat = weight.flatten().view(torch.uint8)
         expect(len(flat) * 2 == n * k, module, f"{len(flat)} bytes cannot be [{n}, {k}] codes of 4 bits")
         expect(k % size == 0 or size % k == 0, module, f"blocks of {size} do not divide rows of {k} weights")
         scales = self._scales(module, state, tensors)
@@ -136,11 +141,10 @@ class BitsAndBytes(Format):
             if missing := [f"{module}.{name}" for part, name in NESTED.items() if part not in tensors]:
                 raise lacking(self, module, missing)
             expect(is_nested, module, f"{module}.weight.absmax is stored as {absmax.dtype}; torch.uint8 is expected")
-            size, offset = (state.get(key) for key in OF_NESTED)
+            size: Any = state.get("nested_blocksize")
+            offset: Any = state.get("nested_offset")
             expect(isinstance(size, int) and size > 0, module, f"the quant_state's nested_blocksize is {size!r}")
             expect(isinstance(offset, float | int), module, f"the quant_state's nested_offset is {offset!r}")
-            assert isinstance(size, int), "or it was refused"
-            assert isinstance(offset, float | int), "or it was refused"
             largest, levels = (tensors[part].float().flatten() for part in NESTED)
             _expect_count(module, "nested_absmax", largest, -(-len(absmax) // size))
             _expect_count(module, "nested_quant_map", levels, 256)

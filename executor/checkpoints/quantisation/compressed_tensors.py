@@ -97,6 +97,8 @@ class Scheme:
         has_integers = layout == PACKED or (layout in INTEGERS and not is_float)
         if (has_integers and bits not in range(2, 9)) or (layout in (*INTEGERS, *IN_FLOATS) and is_float and bits != 8):
             raise ModelError(f"weights of {bits} bits are not supported in compressed-tensors' layout {layout}")
+        if is_float and weights.get("symmetric") is False:
+            raise ModelError(f"compressed-tensors' group {name} has floats with zero points, which are not supported")
         targets = patterns(config.get("targets"), f"the targets of the compressed-tensors group {name}")
         block = weights.get("block_structure")
         if isinstance(block, str):
