@@ -73,7 +73,7 @@ LIMITS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(limits=LIMITS, events=st.lists(EVENT, max_size=30), eos_after=st.sampled_from([0, 0, 3]))
 def test_every_request_ends_exactly_once_and_no_block_is_lost(limits, events, eos_after):
     if not limits["enable_chunked_prefill"]:

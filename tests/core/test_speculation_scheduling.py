@@ -65,7 +65,7 @@ def logprobs_of(client: SteppedClient) -> dict[int, list[list[int]]]:
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     kind=st.sampled_from(["one", "one", "ahead", "stages"]),
     limits=st.fixed_dictionaries(LIMITS | {"num_blocks": st.integers(17, 60)}),
@@ -115,7 +115,7 @@ def test_blocks_filled_by_right_drafts_are_found_by_others_and_those_of_wrong_on
 
 @pytest.mark.parametrize("ending", ["eos", "stop token", "limit"])
 def test_tokens_after_an_end_within_a_run_of_right_drafts_are_dropped(ending: str) -> None:
-    for length in range(1, 40):
+    for length in range(1, 20):
         core = new_core(model={"eos_after_tokens": length if ending == "eos" else 0}, max_model_len=100, num_blocks=99)
         client = core.open()
         client.add(0, [5], max_tokens=length if ending == "limit" else 60)

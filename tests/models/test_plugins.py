@@ -131,8 +131,8 @@ def arcee(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, model
 
 
-def generate(model: Path, site: Path | None, **options: Any) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "PYTHONPATH": str(site)} if site is not None else dict(os.environ)
+def generate(model: Path, site: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHONPATH": str(site)}
     command = [sys.executable, "-c", GENERATE, str(model), json.dumps(options)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=variables, check=False)
 
@@ -153,14 +153,18 @@ def test_a_family_with_a_block_of_its_own_is_served(
 
 
 def test_without_the_package_the_architecture_is_unknown_and_a_plugin_that_fails_is_named(
-    arcee: tuple[Path, Any], installed: Path, tmp_path: Path
+    arcee: tuple[Path, Any], installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = arcee
-    assert "the architecture SquaredForCausalLM is not supported" in generate(folder, None).stderr
+    with pytest.raises(ModelError, match="the architecture SquaredForCausalLM is not supported"):
+        LLM(str(folder), skip_tokenizer_init=True, in_process=True)
     config = json.loads((folder / "config.json").read_text()) | {"architectures": ["OtherForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    said = generate(tmp_path, installed).stderr
+    monkeypatch.syspath_prepend(str(installed))
+    with pytest.raises(ModelError) as refused:
+        LLM(str(tmp_path), skip_tokenizer_init=True, in_process=True)
+    said = str(refused.value)
     assert "the architecture OtherForCausalLM is not supported" in said
     assert "the plugin broken of squared-for-headrace (squared_family:MISSING) cannot be loaded" in said
     assert "the plugin number of squared-for-headrace (squared_family:NUMBER) is a int; a Family or a class" in said

@@ -21,14 +21,14 @@ from headrace.ipc.messages import AddRequest
 HEAVY = Scenario(faults_per_s=2.0, num_requests=100, arrivals_per_s=20.0)
 """Of five engines, each fails every few seconds."""
 SCENARIOS = {
-    "few faults": (Scenario(), 60),
-    "many faults": (HEAVY, 60),
+    "few faults": (Scenario(), 25),
+    "many faults": (HEAVY, 25),
     "requests that kill": (
         Scenario(faults_per_s=0.5, num_requests=80, arrivals_per_s=20.0, poison_share=0.03, num_engines=8),
-        30,
+        15,
     ),
-    "two engines": (Scenario(num_engines=2, num_frontends=1, faults_per_s=1.0, arrivals_per_s=15.0), 40),
-    "no moves": (Scenario(faults_per_s=1.0, arrivals_per_s=20.0, router=RouterOptions(max_migrations=0)), 20),
+    "two engines": (Scenario(num_engines=2, num_frontends=1, faults_per_s=1.0, arrivals_per_s=15.0), 20),
+    "no moves": (Scenario(faults_per_s=1.0, arrivals_per_s=20.0, router=RouterOptions(max_migrations=0)), 10),
 }
 
 
@@ -49,7 +49,7 @@ def test_a_healthy_fleet_answers_all() -> None:
 
 def test_faults_move_streams_and_requests_that_kill_are_stopped() -> None:
     """Or the tests above would show nothing."""
-    heavy = [simulate(seed, HEAVY) for seed in range(20)]
+    heavy = [simulate(seed, HEAVY) for seed in range(10)]
     assert sum(report.migrations.get("died", 0) for report in heavy) > 20
     assert sum(report.migrations.get("silent", 0) for report in heavy) > 20
     assert any(report.gaps_s["died"] for report in heavy)
@@ -118,7 +118,7 @@ COORDINATED = Scenario(
 @pytest.mark.parametrize("num_coordinators", [1, 2])
 def test_engines_are_found_and_forgotten_and_no_stream_suffers(num_coordinators: int) -> None:
     scenario = msgspec.structs.replace(COORDINATED, num_coordinators=num_coordinators)
-    assert violations(scenario, range(25)) == []
+    assert violations(scenario, range(8)) == []
 
 
 def test_each_change_of_membership_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
