@@ -236,29 +236,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[list[int]]:
-    with LLM(str(model), **TINY) as llm:
+    with LLM(str(model), in_process=True, **TINY) as llm:
         return tokens(llm.generate(PROMPTS, params(len(PROMPTS)), use_tqdm=False))
 
 
+def check_tokens(llm: LLM, expected: list[list[int]]) -> None:
+    assert tokens(llm.generate(PROMPTS, params(len(PROMPTS)), use_tqdm=False)) == expected
+    for index in (5, 2):  # one is busy, and one is idle
+        assert tokens(llm.generate(PROMPTS[index], params(6)[index], use_tqdm=False)) == [expected[index]]
+
+
+@pytest.mark.system
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(SHARED, id="one rank each"),
-        pytest.param(OF_TWO_RANKS, id="two ranks each"),
-        pytest.param(SHARED | {"pipeline_parallel_size": 2}, id="two stages each", marks=pytest.mark.system),
-        pytest.param(
-            OF_TWO_RANKS | {"pipeline_parallel_size": 2}, id="two stages of two ranks", marks=pytest.mark.system
-        ),
-        pytest.param(SHARED | {"distributed_executor_backend": "mp"}, id="one worker each", marks=pytest.mark.system),
+        pytest.param(SHARED | {"pipeline_parallel_size": 2}, id="two stages each"),
+        pytest.param(OF_TWO_RANKS | {"pipeline_parallel_size": 2}, id="two stages of two ranks"),
+        pytest.param(SHARED | {"distributed_executor_backend": "mp"}, id="one worker each"),
     ],
 )
 def test_tokens_are_those_of_one_engine_however_work_is_spread(
     model: Path, expected: list[list[int]], options: dict[str, Any]
 ) -> None:
     with LLM(str(model), **options) as llm:
-        assert tokens(llm.generate(PROMPTS, params(len(PROMPTS)), use_tqdm=False)) == expected
-        for index in (5, 2):  # one is busy, and one is idle
-            assert tokens(llm.generate(PROMPTS[index], params(6)[index], use_tqdm=False)) == [expected[index]]
+        check_tokens(llm, expected)
 
 
 def test_requests_that_come_late_and_are_aborted_change_nothing_for_the_others(
@@ -305,10 +306,11 @@ def workers(engine: psutil.Process) -> list[psutil.Process]:
         pytest.param(OF_TWO_RANKS, False, id="with its workers", marks=pytest.mark.system),
     ],
 )
-def test_when_one_is_killed_all_begin_anew_and_requests_go_on(
+def test_tokens_are_those_of_one_engine_and_when_one_is_killed_all_begin_anew_and_requests_go_on(
     model: Path, expected: list[list[int]], victim: int, options: dict[str, Any], kills_worker: bool
 ) -> None:
     with LLM(str(model), **options) as llm:
+        check_tokens(llm, expected)
         before = daemons()
         llm.enqueue(PROMPTS, params(len(PROMPTS)))
         wait_until(lambda: llm.get_stats().num_generated_tokens > 30, LIMIT_S, "tokens of several")
@@ -321,7 +323,7 @@ def test_when_one_is_killed_all_begin_anew_and_requests_go_on(
 @pytest.mark.parametrize(
     ("options", "stops_worker"),
     [
-        pytest.param(SHARED, False, id="one rank each"),
+        pytest.param(SHARED, False, id="one rank each", marks=pytest.mark.system),
         pytest.param(OF_TWO_RANKS, True, id="a worker of two"),
         pytest.param(OF_TWO_RANKS, False, id="the core of two", marks=pytest.mark.system),
     ],
