@@ -70,7 +70,7 @@ def test_any_beginning_that_goes_on_for_ever_is_read_in_bounded_time(name: str) 
         parser, began_s = parser_of(name, tools=TOOLS), time.thread_time()
         parser.feed(text)
         parser.finish()
-        assert time.thread_time() - began_s < MOST_S / 8, what
+        assert time.thread_time() - began_s < MOST_S / 4, what
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def case_norms_add_the_residual_and_round_once() -> None:
-    for dtype, size, shape in itertools.product(DTYPES, (1, 20, 129), ((5,), (2, 3))):
+    for dtype, (size, shape) in itertools.product(DTYPES, ((1, (5,)), (20, (2, 3)), (129, (5,)))):
         x, residual = (torch.randn(2, *shape, size) * 3).to(dtype)
         weight, bias = torch.randn(2, size)
         norm_cases: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor | None, ...]], ...] = (
@@ -65,7 +65,8 @@ def case_activations() -> None:
 
 
 def case_rotary_turns_whole_and_partial_heads() -> None:
-    for dtype, heads, (head_dim, half) in itertools.product(DTYPES, ((6, 2), (7, 1), (4, 0)), ((16, 8), (20, 6))):
+    shapes = (((6, 2), 16, 8), ((7, 1), 20, 6), ((4, 0), 16, 8))
+    for dtype, (heads, head_dim, half) in itertools.product(DTYPES, shapes):
         joined = torch.randn(5, sum(heads), head_dim).to(dtype)
         query, key = joined.split(heads, dim=1)
         angles = torch.rand(5, half) * 6
@@ -98,7 +99,8 @@ def case_rotary_and_write_equals_its_parts_and_leaves_padding_alone() -> None:
 
 
 def case_write_cache_stores_scaled_rows_as_the_reference_does() -> None:
-    for dtype, stored, per in itertools.product(DTYPES, LARGEST_STORED, ("layer", "head", "row")):
+    for (row, dtype), (column, stored) in itertools.product(enumerate(DTYPES), enumerate(LARGEST_STORED)):
+        per = ("layer", "head", "row")[(row + column) % 3]  # each pair of the three once
         batch, keys, _ = make_batch([(3, 20), (1, 5), (2, 0), (9, 9)], 4, 2, 24, torch.float32)
         key, value = (torch.randn(2, 15, 2, 24) * 100).to(dtype)
         key[0, 0] = 0
