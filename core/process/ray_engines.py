@@ -21,7 +21,6 @@ import contextlib
 import logging
 import os
 import socket
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.process.supervisor import START_GRACE_S, OnExit, OnProgress, start_engine
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError, OptionError
 from headrace.ipc.messages import Ready
+from headrace.ipc.process.own_folder import OwnFolder
 from headrace.ipc.transport.keys import VARIABLE, key_file, make_key_file
 
 PASSED_ON, PASSED_ON_STARTS = ("PYTHONPATH", "HEADRACE_LOG_LEVEL"), ("NCCL_", "TORCH_NCCL_", "GLOO_")
@@ -104,7 +104,7 @@ class RayFleet:
         self._owns_ray = join_ray(self._ray)
         self._running: set[RayEngine] = set()
         self._lock = threading.Lock()
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: OwnFolder | None = None
         self.keys = key_file() or self._new_keys()
         self._group = self._place()
         self._bundles = self._by_host()
@@ -124,8 +124,8 @@ class RayFleet:
         return tuple(each.address for each in self._coordinators)
 
     def _new_keys(self) -> Path:
-        self._folder = tempfile.TemporaryDirectory(prefix="headrace-keys-")
-        path = Path(self._folder.name) / "deployment.keys"
+        self._folder = OwnFolder("keys")
+        path = self._folder.path / "deployment.keys"
         make_key_file(path)
         return path
 
@@ -204,7 +204,7 @@ class RayFleet:
         if self._owns_ray:
             self._ray.shutdown()
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
 
 
 class RayEngine:
@@ -381,10 +381,10 @@ class CoordinatorActor:
             self._coordinator.close()
 
 
-def use_keys(keys: str) -> tempfile.TemporaryDirectory[str]:
+def use_keys(keys: str) -> OwnFolder:
     """From now on this process and its children have these keys, in a file that goes with what is returned."""
-    folder = tempfile.TemporaryDirectory(prefix="headrace-keys-")
-    path = Path(folder.name) / "deployment.keys"
+    folder = OwnFolder("keys")
+    path = folder.path / "deployment.keys"
     path.touch(mode=0o600)
     path.write_text(keys, encoding="utf-8")
     os.environ[VARIABLE] = str(path)

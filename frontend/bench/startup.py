@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from headrace.frontend.bench.results import record as records
 from headrace.frontend.bench.results.metrics import columns, percentile
 from headrace.ipc.cache import cache_folder
 from headrace.ipc.failure import EngineStartError, OptionError
+from headrace.ipc.process.own_folder import OwnFolder
 
 START_TIMEOUT_S = 3600.0
 _CHILD = ("-m", "headrace.frontend.bench.startup_child")
@@ -79,11 +79,11 @@ def one_start(options: str, environment: dict[str, str]) -> dict[str, Any]:
 def empty_cache() -> Iterator[str]:
     """A cache folder without compiled kernels; a demo model that was fetched already is fetched from the user's own."""
     own = cache_folder()
-    with tempfile.TemporaryDirectory(prefix="headrace-cold-") as folder:
+    with OwnFolder("cold") as folder:
         for name in os.listdir(own) if os.path.isdir(own) else ():
             if name.endswith(".gguf"):
-                os.symlink(os.path.join(own, name), os.path.join(folder, name))
-        yield folder
+                os.symlink(os.path.join(own, name), folder.path / name)
+        yield str(folder.path)
 
 
 def startup_figures(name: str, samples: list[dict[str, Any]]) -> dict[str, Any]:

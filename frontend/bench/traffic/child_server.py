@@ -6,12 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from headrace.ipc.failure import EngineStartError
+from headrace.ipc.process.own_folder import OwnFolder
 
 STOP_DEADLINE_S = 20.0
 POLL_S = 0.05
@@ -70,8 +70,8 @@ class ChildServer:
 @contextlib.contextmanager
 def running(command: Sequence[str]) -> Iterator[ChildServer]:
     """The server while the block runs."""
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
-        server = ChildServer(command, Path(folder) / "log")
+    with OwnFolder("bench") as folder:
+        server = ChildServer(command, folder.path / "log")
         try:
             yield server
         finally:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import sqlite3
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from headrace.frontend.batch_file.file import BatchError
 from headrace.frontend.http import last_heard
 from headrace.frontend.http.errors import ApiError
 from headrace.ipc.failure import HeadraceError, OptionError
+from headrace.ipc.process.own_folder import OwnFolder
 
 T = TypeVar("T")
 MOST_BATCHES = 4096
@@ -118,12 +117,16 @@ class FileStore:
     def __init__(self, folder: str | None, most_bytes: int) -> None:
         """folder: None is one that goes with this object. Raises OptionError for one that cannot be used."""
         self.most_bytes = most_bytes
-        self._is_own = folder is None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="file-store")
-        self.folder = Path(folder or tempfile.mkdtemp(prefix="headrace-files-"))
         self._growing: dict[str, int] = {}
         """Bytes of files that are being written here, by id."""
+        self._own: OwnFolder | None = None
         try:
+            if folder is None:
+                self._own = OwnFolder("files")
+                self.folder = self._own.path
+            else:
+                self.folder = Path(folder)
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._database = sqlite3.connect(
                 self.folder / "index.sqlite", timeout=_WAIT_S, isolation_level=None, check_same_thread=False
@@ -138,8 +141,8 @@ class FileStore:
         self._thread.shutdown()
         with contextlib.suppress(sqlite3.Error):
             self._database.close()
-        if self._is_own:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._own is not None:
+            self._own.close()
 
     def path(self, id: str) -> Path:
         """Of a file that this store has named."""

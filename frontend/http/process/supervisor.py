@@ -10,7 +10,6 @@ import os
 import queue
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +38,7 @@ from headrace.ipc.failure import EngineStartError, Failure
 from headrace.ipc.messages import SCHEMA_HASH, ChildMessage, Ready, Start
 from headrace.ipc.process.child import STOP_SIGNALS
 from headrace.ipc.process.limits import raise_file_limit
+from headrace.ipc.process.own_folder import OwnFolder
 from headrace.ipc.transport.channel import ChannelClosedError
 from headrace.ipc.transport.sockets import peer_timeout_s
 from headrace.ipc.wait import Deadline, WaitTimeoutError
@@ -172,9 +172,9 @@ def serve_with_processes(
 @contextlib.contextmanager
 def _shared_stores(options: ServeOptions) -> Iterator[ServeOptions]:
     """What one process stored is asked of any of them: without a place of the user's, they share this one."""
-    with tempfile.TemporaryDirectory(prefix="headrace-stores-", ignore_cleanup_errors=True) as folder:
+    with OwnFolder("stores") as folder:
         places = {"response_store": "responses.sqlite", "file_store": "files"}
-        missing = {name: f"{folder}/{place}" for name, place in places.items() if getattr(options, name) is None}
+        missing = {name: f"{folder.path}/{place}" for name, place in places.items() if getattr(options, name) is None}
         yield msgspec.structs.replace(options, **missing)
 
 
