@@ -64,7 +64,7 @@ def new_core(kind: str, null_model: NullModel | None = None, **changes: Any) -> 
     return SteppedCore(null_model or model(), executor_class=KINDS[kind], **changes)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(["ahead", "stages"]),
     limits=st.fixed_dictionaries(LIMITS | {"scheduling_policy": st.sampled_from(["fcfs", "priority"])}),

@@ -69,7 +69,11 @@ def alone(folder: Path, name: str) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("name", "tp_size", "pp_size"),
-    [("llama", 2, 1), pytest.param("gemma3", 1, 2, marks=pytest.mark.system), ("qwen3", 2, 2)],
+    [
+        pytest.param("llama", 2, 1, marks=pytest.mark.system),
+        pytest.param("gemma3", 1, 2, marks=pytest.mark.system),
+        ("qwen3", 2, 2),
+    ],
 )
 def test_ranks_on_gpus_answer_like_one_process(folder: Path, name: str, tp_size: int, pp_size: int) -> None:
     sizes = {"tensor_parallel_size": tp_size, "pipeline_parallel_size": pp_size}
