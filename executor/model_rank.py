@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -51,6 +51,7 @@ from headrace.ipc.messages import Sampling, TokenizerBundle
 from headrace.ipc.plugins import load_class
 from headrace.ipc.wait import BoundedCalls, WaitTimeoutError
 
+T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 
@@ -198,6 +199,16 @@ class ModelRank(Rank):
         self._weights, self._weights_read_again = self._weights_read_again or self._weights, ""
         return msgspec.structs.replace(answer, weights=self._weights)
 
+    def _in_time(self, what: str, read: Callable[..., T], *arguments: Any) -> T:
+        """Reads weights beside all else. Raises HeadraceError, whatever is wrong with what a client has named: nothing
+        has changed then."""
+        try:
+            return self._bounded.run(what, read, *arguments)
+        except HeadraceError:
+            raise
+        except Exception as error:
+            raise ModelError(f"{what} failed: {type(error).__name__}: {error}") from error
+
     def _sleep_in_time(self, level: int) -> None:
         """Raises EngineDeadError where it hangs: nobody knows then what is still in memory, and nobody may touch it."""
         try:
@@ -307,6 +318,7 @@ class Extension:
             if not isinstance(answer, dict):
                 raise TypeError(f"handle gave a {type(answer).__name__}, and must give a dict")
             plain: dict[str, Any] = msgspec.to_builtins(answer, str_keys=True)
+            msgspec.msgpack.encode(plain)  # a number of more than 64 bits, half a character: what no message can hold
         except Exception as error:
             raise HeadraceError(f"the worker extension {self._name} failed: {type(error).__name__}: {error}") from error
         return plain

@@ -37,6 +37,7 @@ DTYPES: dict[str, tuple[str, int]] = {
     "bool": ("?", 1),
 }
 INLINE_BYTES = 512  # below this a frame of its own costs more than the copy it saves
+MOST_DIMENSIONS = 8  # of a tensor: the sizes of a hundred thousand take minutes to multiply
 
 
 @functools.cache
@@ -109,7 +110,9 @@ Frame = bytes | bytearray | memoryview
 class Codec(Generic[T]):
     """Encodes any message, decodes those of one union. Not thread-safe: one codec per thread and socket."""
 
-    def __init__(self, union: Any) -> None:
+    def __init__(self, union: Any, *, most_header_bytes: int | None = None) -> None:
+        """most_header_bytes: what is longer is refused before it is read, as reading holds up the whole process."""
+        self._most_header_bytes = most_header_bytes
         self._out: list[Frame] = []
         self._in: Sequence[Frame] = ()
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
@@ -125,6 +128,10 @@ class Codec(Generic[T]):
         """Raises CodecError for anything that is not exactly one well-formed message of the union."""
         if not frames:
             raise CodecError("an empty message")
+        if self._most_header_bytes is not None and len(frames[0]) > self._most_header_bytes:
+            raise CodecError(
+                f"a message of {len(frames[0])} bytes beside its tensors; at most {self._most_header_bytes} are taken"
+            )
         self._in = frames
         try:
             return self._decoder.decode(frames[0])
@@ -148,6 +155,8 @@ class Codec(Generic[T]):
     def _decode_array(self, kind: type, value: Any) -> Any:
         try:
             dtype, shape, data = value
+            if len(shape) > MOST_DIMENSIONS:
+                raise CodecError(f"a tensor of {len(shape)} dimensions; at most {MOST_DIMENSIONS} are taken")
             for count in shape:  # without a generator: this runs for each tensor of each step
                 if type(count) is not int:
                     raise CodecError(f"a tensor's shape must be integers, not {shape!r:.100}")

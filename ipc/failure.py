@@ -36,7 +36,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(error, HeadraceError) and error.failure is not None:
             return error.failure
         return cls(
-            message=str(error) or type(error).__name__,
+            message=_sendable(str(error)) or type(error).__name__,
             type=type(error).__name__,
             process=process,
             rank=rank,
@@ -45,7 +45,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
             # An error of ours is a sentence for the user; where it was raised would only bury it.
             traceback=""
             if isinstance(error, HeadraceError)
-            else "".join(traceback_module.format_exception(error)).rstrip(),
+            else _sendable("".join(traceback_module.format_exception(error)).rstrip()),
             hint=hint or getattr(error, "hint", ""),
         )
 
@@ -99,6 +99,11 @@ class InvalidRequestError(HeadraceError, ValueError):
         if text.startswith("a request with the id"):
             return "request_id"
         return text.partition(" ")[0] if text.startswith(("priority", "data_parallel_rank")) else None
+
+
+def _sendable(text: str) -> str:
+    """Half characters, which the names of files may hold, as escapes: no message can hold them."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 _PARAMS_NAME = re.compile(r"SamplingParams\.(\w+(?:\.\w+)*)")

@@ -27,7 +27,17 @@ from headrace.ipc.process.limits import raise_file_limit
 from headrace.ipc.process.log import protect_stderr, set_up_logging
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.transport.keys import Gatekeeper, key_file
-from headrace.ipc.transport.sockets import CutShortError, bind_router, ipc_path, new_ipc_address, send_whole
+from headrace.ipc.transport.sockets import (
+    MOST_FRAMES,
+    MOST_HEADER_BYTES,
+    CutShortError,
+    bind_router,
+    drop_frames,
+    ipc_path,
+    new_ipc_address,
+    receive_frames,
+    send_whole,
+)
 from headrace.ipc.wait import Deadline
 
 logger = logging.getLogger(__name__)
@@ -54,7 +64,7 @@ class Coordinator:
         except BaseException:
             self._end_context()
             raise
-        self._codec: Codec[ToCoordinator] = Codec(ToCoordinator)
+        self._codec: Codec[ToCoordinator] = Codec(ToCoordinator, most_header_bytes=MOST_HEADER_BYTES)
         self.registry = Registry(secrets.token_hex(8))
         self._stopping = threading.Event()
         self._known: set[str] = set()
@@ -88,9 +98,14 @@ class Coordinator:
     def _receive_all(self) -> None:
         with contextlib.suppress(zmq.Again):
             for _ in range(_MESSAGES_PER_TURN):
-                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                sender, *frames = receive_frames(self._socket)
+                peer = bytes(sender.bytes)
                 try:
-                    message = self._codec.decode(frames)
+                    if len(frames) > MOST_FRAMES:
+                        while drop_frames(self._socket):
+                            pass
+                        raise CodecError(f"a message of more than {MOST_FRAMES} frames")
+                    message = self._codec.decode([frame.bytes for frame in frames])
                 except CodecError as error:
                     logger.warning("a message could not be read: %s", error)
                     self._send([Outgoing((peer,), Denied(schema_hash=coordination.SCHEMA_HASH, why=_FOREIGN))])

@@ -16,19 +16,20 @@ from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import (
     SCHEMA_HASH,
-    Abort,
     AddRequest,
     ClientMessage,
+    Control,
     CoreMessage,
     Dismissed,
     FetchTokenizer,
     Finish,
     FinishReason,
-    Generate,
+    GetStats,
     Goodbye,
     Hello,
     Refused,
     Reply,
+    ResetPrefixCache,
     StepOutputs,
     TokenizerBundle,
     Welcome,
@@ -89,20 +90,16 @@ class Inbox(queue.SimpleQueue[InboxItem]):
         return client, message
 
 
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda tensor: None)
+
+
 def _size_bytes(message: InboxMessage) -> int:
-    """About how much memory a message takes."""
-    size_bytes = 512
-    if isinstance(message, AddRequest):
-        size_bytes += len(message.prompt_token_ids.data) + len(message.cache_salt) + len(message.request_id)
-        if isinstance(message.task, Generate):
-            sampling = message.task.sampling
-            num_ids = len(sampling.allowed_token_ids) + len(sampling.stop_token_ids) + sum(map(len, sampling.bad_words))
-            size_bytes += 40 * num_ids + 120 * len(sampling.logit_bias)
-            if sampling.structured_output is not None:
-                size_bytes += len(sampling.structured_output.text)
-    elif isinstance(message, Abort):
-        size_bytes += 40 * len(message.slots)
-    return size_bytes
+    """About how much memory a message takes: a byte of msgpack may be one of very many entries, of eight bytes each."""
+    try:
+        size_bytes = 512 + 8 * len(_ENCODER.encode(message))
+    except OverflowError:  # a number beyond 64 bits, of a client in this process; it is refused
+        size_bytes = 512
+    return size_bytes + len(message.prompt_token_ids.data) if isinstance(message, AddRequest) else size_bytes
 
 
 FAR_BEHIND = 64
@@ -145,6 +142,8 @@ class Sessions:
             self.gone(client)
         elif not self._inbox.offer(client, message):
             failure = self._failure(f"this client has too much on its way to the engine; {TRY_LATER}")
+            if isinstance(message, GetStats | ResetPrefixCache | Control):  # somebody waits for the answer
+                return Reply(call=message.call, failure=failure)
             if not isinstance(message, AddRequest):
                 return Refused(failure=failure, schema_hash=SCHEMA_HASH, version=self.welcome.version)
             failure = msgspec.structs.replace(failure, type="QueueFullError", retry_after_s=1.0)

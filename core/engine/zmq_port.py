@@ -16,6 +16,7 @@ message before Hello, which is what they were once taken for when the machine wa
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import logging
@@ -23,6 +24,7 @@ import os
 import select
 import threading
 import time
+from collections.abc import Sequence
 
 import zmq
 
@@ -31,7 +33,16 @@ from headrace.ipc.codec import Codec, CodecError, Frame
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
 from headrace.ipc.transport.keys import Gatekeeper, key_file
-from headrace.ipc.transport.sockets import CutShortError, bind_router, ipc_path, send_whole
+from headrace.ipc.transport.sockets import (
+    MOST_FRAMES,
+    MOST_HEADER_BYTES,
+    CutShortError,
+    bind_router,
+    drop_frames,
+    ipc_path,
+    receive_frames,
+    send_whole,
+)
 
 logger = logging.getLogger(__name__)
 PROBE_BUSY_S = 1.0
@@ -46,7 +57,34 @@ and each step twice as long. The loop takes fewer messages than come so.
 """
 FORMER_CLIENTS = 4096
 """How many identities of clients that left are remembered, to tell their late messages from those of strangers."""
+COUNTED_BYTES = 4096
+"""Of a message: `unread_messages` that are smaller take little."""
 _SENT, _FULL, _GONE = "sent", "full", "gone"
+
+
+class _Unread:
+    """The large messages that wait for one client, which ZeroMQ sends from our memory and tells when it has done so."""
+
+    def __init__(self) -> None:
+        self._sent: collections.deque[tuple[int, list[zmq.MessageTracker]]] = collections.deque()
+        self._bytes = 0
+
+    def send(self, sock: zmq.Socket[bytes], identity: bytes, frames: Sequence[Frame], most_bytes: int) -> bool:
+        """False, and nothing is sent, where more than `most_bytes` would wait. One alone may be as large as it is."""
+        while self._sent and all(tracker.done for tracker in self._sent[0][1]):
+            self._bytes -= self._sent.popleft()[0]
+        size_bytes = sum(map(len, frames))
+        if self._bytes and self._bytes + size_bytes > most_bytes:
+            return False
+        try:
+            counted = [zmq.Frame(frame, track=True, copy=False, copy_threshold=0) for frame in frames]
+        except Exception:  # as for want of memory
+            send_whole(sock, identity, frames)
+            return True
+        send_whole(sock, identity, counted)
+        self._bytes += size_bytes
+        self._sent.append((size_bytes, [frame.tracker for frame in counted]))
+        return True
 
 
 class ZmqPort:
@@ -57,11 +95,17 @@ class ZmqPort:
     """
 
     def __init__(
-        self, address: str, *, peer_timeout_s: float | None = None, unread_messages: int | None = None
+        self,
+        address: str,
+        *,
+        peer_timeout_s: float | None = None,
+        unread_messages: int | None = None,
+        unread_bytes: int = 1 << 30,
     ) -> None:
         """Binds at once, so that the address is known; `serve` starts answering. Raises AddressError, KeyFileError.
 
-        peer_timeout_s: how long a client may be silent; unread_messages: how many it may leave unread.
+        peer_timeout_s: how long a client may be silent; unread_messages: how many it may leave unread; unread_bytes:
+        how much of them.
         """
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         keys_path = key_file() if address.startswith("tcp://") else None
@@ -76,13 +120,15 @@ class ZmqPort:
         self._socket_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
-        self._codec: Codec[ClientMessage] = Codec(ClientMessage)
+        self._codec: Codec[ClientMessage] = Codec(ClientMessage, most_header_bytes=MOST_HEADER_BYTES)
         self._loop_codec: Codec[ClientMessage] = Codec(ClientMessage)
         self._client_of: dict[bytes, int] = {}
         self._identity_of: dict[int, bytes] = {}
         self._load = Load(num_running=0, num_waiting=0)
         self._busy_clients: frozenset[int] = frozenset()
         self._dismissed: set[bytes] = set()  # identities that have to be sent Dismissed
+        self._most_unread_bytes = unread_bytes
+        self._unread: dict[bytes, _Unread] = {}  # by identity, with the socket's lock
         self._former: dict[bytes, None] = {}  # identities of clients that left, oldest first
         self._num_refused, self._next_refusal_log_s = 0, 0.0
         self._thread: threading.Thread | None = None
@@ -179,9 +225,12 @@ class ZmqPort:
                 if count >= MESSAGES_A_BREATH and self._gives_way:
                     return False
                 with self._socket_lock:
-                    identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    identity, *frames = receive_frames(self._socket)
                 sender = bytes(identity.bytes)
                 try:
+                    if len(frames) > MOST_FRAMES:
+                        self._drop_frames()
+                        raise CodecError(f"a message of more than {MOST_FRAMES} frames")
                     self._receive(sender, [frame.buffer for frame in frames])
                 except CodecError as error:
                     self._refuse(sender, str(error))
@@ -189,6 +238,13 @@ class ZmqPort:
                     logger.exception("a message could not be taken")
                     self._let_go(sender, f"a message of this client could not be taken: {type(error).__name__}")
         return True
+
+    def _drop_frames(self) -> None:
+        """The rest of the message that was begun; between some of them the loop may send."""
+        has_more = True
+        while has_more:
+            with self._socket_lock:
+                has_more = drop_frames(self._socket)
 
     def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
         """Raises CodecError for what is no message."""
@@ -264,7 +320,12 @@ class ZmqPort:
         """_SENT, _FULL or _GONE."""
         try:
             with self._socket_lock:
-                send_whole(self._socket, identity, frames)
+                if sum(map(len, frames)) < COUNTED_BYTES or identity not in self._client_of:
+                    send_whole(self._socket, identity, frames)
+                elif not self._unread.setdefault(identity, _Unread()).send(
+                    self._socket, identity, frames, self._most_unread_bytes
+                ):
+                    return _FULL
         except zmq.Again:
             return _FULL
         except CutShortError as error:  # it hears of that, and closes its connection
@@ -279,6 +340,8 @@ class ZmqPort:
     def _forget(self, client: int) -> None:
         if (identity := self._identity_of.pop(client, None)) is not None:
             self._client_of.pop(identity, None)
+            with self._socket_lock:
+                self._unread.pop(identity, None)
             self._former[identity] = None
             if len(self._former) > FORMER_CLIENTS:
                 del self._former[next(iter(self._former))]

@@ -138,6 +138,15 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
             minimum=1,
         ),
     ] = 100_000
+    max_client_unread_mb: Annotated[
+        float,
+        Option(
+            SCHEDULER,
+            "How much of that may wait, counting messages of 4 KiB and more; a single one may be larger",
+            "MB",
+            minimum=0.001,
+        ),
+    ] = 1024.0
     enable_chunked_prefill: Annotated[
         bool, Option(SCHEDULER, "Compute long prompts in pieces between other requests' tokens")
     ] = True

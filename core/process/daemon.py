@@ -144,7 +144,12 @@ def take_part_of_machine(options: Options) -> None:
 
 
 def new_port(options: Options, address: str) -> ZmqPort:
-    return ZmqPort(address, peer_timeout_s=options.peer_timeout, unread_messages=options.max_client_unread_messages)
+    return ZmqPort(
+        address,
+        peer_timeout_s=options.peer_timeout,
+        unread_messages=options.max_client_unread_messages,
+        unread_bytes=int(options.max_client_unread_mb * 1e6),
+    )
 
 
 def run_as_node(options: Options) -> int:

@@ -151,7 +151,7 @@ class CpuRank(ModelRank):
 
     def prepare_weights(self, path: str) -> None:
         """Beside those that serve."""
-        self._prepared = self._bounded.run("reading the weights", self._read_again, path)
+        self._prepared = self._in_time("reading the weights", self._read_again, path)
 
     def use_weights(self, prepared: bool) -> None:
         model, self._prepared = self._prepared, None
@@ -171,7 +171,7 @@ class CpuRank(ModelRank):
     def wake_up(self, tags: frozenset[str]) -> None:
         """The cache's pages come back as they are written."""
         if "weights" in tags and self._model is None:
-            self._model = self._bounded.run("reading the weights", self._read_again, "")
+            self._model = self._in_time("reading the weights", self._read_again, "")
             self._balance(self._model)
             self.runner.use(self._model)
 

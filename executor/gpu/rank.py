@@ -224,7 +224,7 @@ class GpuRank(ModelRank):
         return decoder
 
     def _find_weights(self, path: str) -> Callable[[], Decoder]:
-        checkpoint = self._bounded.run("finding the weights", self._open_again, path)
+        checkpoint = self._in_time("finding the weights", self._open_again, path)
         return lambda: self._bounded.run("reading the weights", self._read_again, checkpoint)
 
     def _read_again(self, checkpoint: Checkpoint) -> Decoder:

@@ -80,6 +80,7 @@ class EngineOptions(TypedDict, total=False):
     max_client_requests: int | None
     max_client_inbox_mb: float | None
     max_client_unread_messages: int | None
+    max_client_unread_mb: float | None
     enable_chunked_prefill: bool | None
     scheduling_policy: Literal["fcfs", "priority"] | str | None
     async_scheduling: bool | None

@@ -89,7 +89,7 @@ class RequestTable:
         try:
             for message in self._register(stream):
                 self._send(message)
-        except MemoryError:
+        except (MemoryError, InvalidRequestError):
             self._drop(stream)
             raise
         return stream

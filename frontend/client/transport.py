@@ -20,12 +20,13 @@ from typing import Any, Protocol
 import zmq
 
 from headrace.ipc.codec import Codec, CodecError, Frame
-from headrace.ipc.failure import Failure
+from headrace.ipc.failure import Failure, InvalidRequestError
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye
 from headrace.ipc.transport.keys import key_file
 from headrace.ipc.transport.sockets import (
     HANDSHAKE_FAILED,
     LINGER_MS,
+    MOST_HEADER_BYTES,
     AddressError,
     CutShortError,
     check_address,
@@ -64,7 +65,8 @@ class Transport(Protocol):
         ...
 
     def send(self, message: Any) -> None:
-        """Queues the message; never blocks. After the end it does nothing. Raises MemoryError before it is queued."""
+        """Queues the message; never blocks. After the end it does nothing. Raises before it is queued:
+        MemoryError, and InvalidRequestError for one that is larger than the other side takes."""
         ...
 
     def close(self) -> None:
@@ -187,7 +189,13 @@ class ZmqTransport:
     def send(self, message: Any) -> None:
         if self._context is None:
             return
-        frames = _in_memory(self._codec.encode(message))
+        encoded = self._codec.encode(message)
+        if len(encoded[0]) > MOST_HEADER_BYTES:
+            raise InvalidRequestError(
+                f"{type(message).__name__} would be a message of {len(encoded[0])} bytes; the engine takes at most "
+                f"{MOST_HEADER_BYTES} at once"
+            )
+        frames = _in_memory(encoded)
         self._unsent.append(frames)
         self._unsent_bytes += sum(map(len, frames))
         self._flush()

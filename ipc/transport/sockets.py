@@ -29,6 +29,11 @@ PEER_TIMEOUT_S = 60.0
 One that is stopped (by a signal, a debugger, its virtual machine) goes on later where it was.
 """
 MAX_MESSAGE_BYTES = 1 << 30
+MOST_HEADER_BYTES = 16 << 20
+"""Of a message to a core or coordinator, beside its tensors. To read so many takes a second or two, in which nobody
+else is served."""
+MOST_FRAMES = 16
+"""Of such a message. Of one with a million, each took the loop's thread its turn to send."""
 QUEUE_MESSAGES = 100_000
 """Bound of each direction's queue. A core must never block on one slow client, so past it messages are refused."""
 CLIENT_SENDS_MESSAGES = 1_000
@@ -37,6 +42,7 @@ LINGER_MS = 500
 NEVER_MS = 7 * 24 * 3600 * 1000
 _UNIX_PATH_BYTES = 107
 _NO_WAIT, _MORE_FOLLOWS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_DROPPED_AT_ONCE = 256
 _LEAST_ASKED_S = 60.0
 """A socket that is younger may have been bound and not listen yet."""
 
@@ -256,6 +262,26 @@ def send_whole(sock: zmq.Socket[bytes], first: Frame | zmq.Frame, rest: Sequence
     except Exception as error:
         sock.send(b"", _NO_WAIT)  # takes no memory
         raise CutShortError(f"a message could not be sent whole: {type(error).__name__}: {error}") from error
+
+
+def receive_frames(sock: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """Who sent a message, and its frames; of one with too many, `MOST_FRAMES` and one more.
+
+    `drop_frames` takes the others. Does not wait. Raises zmq.Again.
+    """
+    frames = [sock.recv(_NO_WAIT, copy=False)]
+    while len(frames) < 2 + MOST_FRAMES and sock.getsockopt(zmq.RCVMORE):
+        frames.append(sock.recv(_NO_WAIT, copy=False))
+    return frames
+
+
+def drop_frames(sock: zmq.Socket[bytes]) -> bool:
+    """Drops some of what is left of a message that was begun. Whether there is more."""
+    for _ in range(_DROPPED_AT_ONCE):
+        if not sock.getsockopt(zmq.RCVMORE):
+            return False
+        sock.recv(_NO_WAIT, copy=False)
+    return True
 
 
 def ipc_path(address: str) -> Path | None:

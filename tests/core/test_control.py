@@ -358,7 +358,10 @@ def checkpoints(tmp_path_factory) -> dict[str, str]:
 
     folder = tmp_path_factory.mktemp("models")
     kinds = {"one": ("llama", 0), "other": ("llama", 1), "foreign": ("qwen3", 0)}
-    return {name: str(tiny_models.save(kind, folder / name, seed)) for name, (kind, seed) in kinds.items()}
+    saved = {name: str(tiny_models.save(kind, folder / name, seed)) for name, (kind, seed) in kinds.items()}
+    damaged = shutil.copytree(saved["other"], folder / "damaged")
+    (damaged / "config.json").write_text("[" * 100_000)
+    return {**saved, "damaged": str(damaged)}
 
 
 MODEL = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 64}
@@ -394,6 +397,10 @@ def test_weights_are_replaced_whole_or_not_at_all(checkpoints, monkeypatch, rank
             llm.reload_weights(checkpoints["foreign"])
         with pytest.raises(HeadraceError):
             llm.reload_weights("/no/such/folder")
+        with pytest.raises(HeadraceError, match="File name too long"):
+            llm.reload_weights("x" * 5000)
+        with pytest.raises(HeadraceError, match="reading the weights failed: RecursionError"):
+            llm.reload_weights(checkpoints["damaged"])
         assert tokens_of(llm) == before
         llm.reload_weights(checkpoints["other"])
         assert tokens_of(llm) == expected  # and nothing of it from the cache of the old ones
@@ -403,6 +410,36 @@ def test_weights_are_replaced_whole_or_not_at_all(checkpoints, monkeypatch, rank
         assert llm.call_extension({"a": 2}) == [answer] * ranks.get("tensor_parallel_size", 1)
         with pytest.raises(HeadraceError, match=r"the worker extension .* failed: ValueError: told to fail"):
             llm.call_extension({"fail": True})
+        assert tokens_of(llm) == before
+
+
+class Unsendable:
+    """Gives what no message can hold."""
+
+    def handle(self, payload: dict[str, Any]) -> dict[str, Any]:
+        return {"number": 2**64, "half a character": "\ud800"}
+
+    def add(self, left: int, right: int) -> int:
+        return left + right
+
+    def fail(self) -> None:
+        raise ValueError("\udcff")
+
+
+@pytest.mark.parametrize("ranks", [{"in_process": True}, {"tensor_parallel_size": 2}])
+def test_what_an_extension_gives_and_no_message_can_hold_is_an_error_and_the_engine_serves_on(
+    checkpoints, monkeypatch, ranks
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    with LLM(checkpoints["one"], worker_extension_cls="test_control:Unsendable", **ranks, **MODEL) as llm:
+        before = tokens_of(llm)
+        with pytest.raises(HeadraceError, match=r"the worker extension .* failed: "):
+            llm.call_extension({})
+        with pytest.raises(HeadraceError, match=r"the worker extension .* failed: OverflowError"):
+            llm.collective_rpc("add", args=(2**63, 2**63))
+        with pytest.raises(HeadraceError, match=r"the worker extension .* failed: ValueError: \\udcff"):
+            llm.collective_rpc("fail")
         assert tokens_of(llm) == before
 
 

@@ -145,6 +145,17 @@ def test_a_tensor_that_names_a_missing_frame_is_refused():
         codec.decode([header])
 
 
+def test_a_tensor_of_very_many_dimensions_is_refused_before_they_are_multiplied():
+    """To multiply a hundred thousand sizes took more than two minutes, in which nobody else was served."""
+    task = Generate(sampling=Sampling(max_tokens=1))
+    tensor = ["int32", [2**63 - 1] * 100_000, b""]
+    header = msgspec.msgpack.encode(["AddRequest", 1, "r", tensor, msgspec.to_builtins(task)])
+    began_s = time.process_time()
+    with pytest.raises(CodecError, match="100000 dimensions; at most 8 are taken"):
+        Codec(ClientMessage).decode([header])
+    assert time.process_time() - began_s < 5.0
+
+
 def test_the_schema_hash_changes_with_any_field(monkeypatch):
     before = messages._schema_hash()
     assert before == messages.SCHEMA_HASH

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 from engine_parts import make_plan, welcome_of
 from http_server import wait_until
 from wire_client import WireClient
@@ -21,8 +22,24 @@ from headrace.core.process.daemon import new_port
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.ipc.codec import Tensor
-from headrace.ipc.failure import EngineDeadError
-from headrace.ipc.messages import Abort, Dismissed, Load, Refused, StepOutputs
+from headrace.ipc.control import CallExtension
+from headrace.ipc.failure import EngineDeadError, InvalidRequestError
+from headrace.ipc.messages import (
+    Abort,
+    AddRequest,
+    ClientMessage,
+    Control,
+    Dismissed,
+    FetchTokenizer,
+    Generate,
+    GetStats,
+    Load,
+    Refused,
+    Reply,
+    Sampling,
+    StepOutputs,
+    TokenizerBundle,
+)
 from headrace.ipc.transport import sockets
 
 BIG = Tensor.of("int32", [7] * 200_000)
@@ -31,9 +48,9 @@ BIG = Tensor.of("int32", [7] * 200_000)
 class Port:
     """A port that is served by nobody but the test."""
 
-    def __init__(self) -> None:
-        self.inbox, self.port = Inbox(), ZmqPort("")
-        self.port.serve(Sessions(self.inbox, welcome_of(*make_plan()), None))
+    def __init__(self, tokenizer: TokenizerBundle | None = None, **limits: int) -> None:
+        self.inbox, self.port = Inbox(), ZmqPort("", **limits)
+        self.port.serve(Sessions(self.inbox, welcome_of(*make_plan()), tokenizer))
 
     def fill(self, client: int) -> None:
         """Sends until the client is given up."""
@@ -136,3 +153,92 @@ def test_how_much_one_client_may_leave_unread_is_an_option(monkeypatch: pytest.M
 
     few, more = (sent_before_dismissal(max_client_unread_messages=most) for most in (1, 100))
     assert few + 90 < more < few + 110
+
+
+def test_what_a_client_leaves_unread_is_bounded_in_bytes_and_one_that_reads_has_no_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tokenizer of megabytes is asked for in a few bytes."""
+    monkeypatch.setattr(sockets, "QUEUE_MESSAGES", 2)  # of the client, whose memory does not count
+    bundle = TokenizerBundle(tokenizer_json=bytes(1 << 20))
+    port = Port(bundle, unread_messages=100_000, unread_bytes=8 << 20)
+    try:
+        with WireClient(port.port.address) as reads, WireClient(port.port.address) as leaves:
+            for call in range(40):
+                reads.send(FetchTokenizer(call=call))
+                assert reads.receive(Reply).result == bundle
+            for call in range(40):
+                leaves.send(FetchTokenizer(call=call))
+            assert port.inbox.get(timeout=10) == (2, ClientGone())
+            leaves.receive(Dismissed)
+            assert len(leaves.heard) < 25
+            reads.send(FetchTokenizer(call=41))
+            assert reads.receive(Reply).call == 41
+    finally:
+        port.port.close()
+
+
+def test_a_message_of_very_many_frames_is_refused_and_the_loop_sends_meanwhile(port: Port) -> None:
+    with WireClient(port.port.address) as victim, WireClient(port.port.address) as client:
+        client.socket.setsockopt(zmq.SNDHWM, 0)
+        for _ in range(100_000):
+            client.socket.send(b"x", zmq.SNDMORE)
+        sent = 0
+        client.socket.send(b"x")
+        while not client.socket.poll(0):
+            port.port.send(1, Load(num_running=1, num_waiting=0))
+            sent += 1
+            victim.receive(Load)
+        assert sent > 3, "the loop has waited for the port's thread"
+        assert f"more than {sockets.MOST_FRAMES} frames" in client.receive(Refused).failure.message
+        client.add(1, [5, 6])
+        assert port.inbox.get(timeout=5)[1].slot == 1  # type: ignore[union-attr]
+
+
+def test_a_message_that_would_take_long_to_read_is_refused_and_its_sender_is_told_before(port: Port) -> None:
+    with WireClient(port.port.address) as client:
+        client.socket.send(b"\xdd" + sockets.MOST_HEADER_BYTES.to_bytes(4, "big") + b"\5" * sockets.MOST_HEADER_BYTES)
+        assert "at most 16777216 are taken" in client.receive(Refused).failure.message
+
+    async def main() -> None:
+        client = CoreClient(ZmqTransport(port.port.address))
+        await client.start()
+        with pytest.raises(InvalidRequestError, match=r"a message of 2\d+ bytes; the engine takes at most 16777216"):
+            await client.call_extension({"weights": bytes(20 << 20)})
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_call_that_finds_the_inbox_full_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = Sessions(Inbox(max_client_bytes=600), welcome_of(*make_plan()), None)
+    assert sessions.receive(1, GetStats(call=1)) is None
+    answer = sessions.receive(1, GetStats(call=2))
+    assert isinstance(answer, Reply)
+    assert answer.call == 2
+    assert answer.failure is not None
+    assert "too much on its way" in answer.failure.message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Control(call=1, command=CallExtension(payload={"many": [0] * 100_000})),
+        AddRequest(
+            slot=1,
+            request_id="r",
+            prompt_token_ids=Tensor.of("int32", [5]),
+            task=Generate(sampling=Sampling(max_tokens=1, extra_args={"many": [0] * 100_000})),
+        ),
+        Abort(slots=tuple(range(100_000))),
+    ],
+    ids=["a payload", "arguments", "slots"],
+)
+def test_whatever_a_message_holds_counts_for_what_its_client_may_have_in_the_inbox(message: ClientMessage) -> None:
+    inbox = Inbox(max_client_bytes=3_000_000)
+    taken = 0
+    while inbox.offer(1, message):
+        taken += 1
+        assert taken < 10
+    inbox.get()
+    assert inbox.offer(1, message)

@@ -77,9 +77,13 @@ def locate(model: str, choice: HubChoice) -> Path:
     Raises ModelError, saying what was tried and what would be right.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:
+        raise ModelError(f"there is no model at {model!r:.200}: {error.strerror}") from error
+    if is_folder:
         return path
-    if path.is_file():
+    if is_file:
         if path.suffix == ".gguf":
             return path
         raise ModelError(f"{path} is a file but not a .gguf one; give the folder that holds the model, {path.parent}")

@@ -123,7 +123,7 @@ class WeightResidency:
             return read()
         except HeadraceError as error:
             problem = error.with_traceback(None)
-        except RuntimeError as error:  # the device's memory
+        except Exception as error:  # the device's memory, a damaged file
             problem = ModelError(f"the weights could not be read: {str(error).partition(chr(10))[0]}")
         gc.collect()
         self._backend.memory()
