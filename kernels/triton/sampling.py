@@ -23,6 +23,8 @@ CAPACITY = 8192
 SEARCH_TOKENS = 1024
 GATHER_TOKENS = 4096
 NUM_WARPS = 4
+TRUNCATED_REGISTERS = 104
+"""Of a thread: five programs' worth. Triton 3.6's assembler stops at 96 otherwise, and spills two."""
 SEARCH_WARPS = 16
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
@@ -64,6 +66,7 @@ def choose_tokens(logits: Tensor, draws: DeviceDraws, out: DeviceChosen | None =
         TRUNCATED=may_truncate,
         BLOCK=CHUNK_TOKENS,
         num_warps=NUM_WARPS,
+        **({"maxnreg": TRUNCATED_REGISTERS} if may_truncate else {}),
     )
     pick_kernel[(num_rows,)](
         draws.temperature,

@@ -116,21 +116,22 @@ def _why_no_scaled_mm(shape: tuple[int, int] | None = None, batch_invariant: boo
     if facts.get("dtype") == torch.float32:
         return "torch's fp8 product gives bfloat16 or float16, not float32."
     is_gpu = device is not None and device.type == "cuda" and not _is_interpreted()
-    return _why_not(**facts) or (_why_scaled_mm_fails(device) if is_gpu else "")
+    return _why_not(**facts) or (_why_scaled_mm_fails(device, facts["dtype"]) if is_gpu else "")
 
 
 @functools.cache
-def _why_scaled_mm_fails(device: torch.device) -> str:
-    """Tried once: with a scale for each row it rests on what the installed cuBLAS has for this GPU."""
+def _why_scaled_mm_fails(device: torch.device, dtype: torch.dtype) -> str:
+    """Tried once: with a scale for each row it rests on what the installed torch and cuBLAS have for this GPU and this
+    type of the result."""
     try:
         x, weight = (torch.zeros(rows, 64, dtype=torch.float8_e4m3fn, device=device) for rows in (17, 32))
         scales = torch.ones(32, device=device)
-        torch._scaled_mm(x, weight.t(), scales[:17, None], scales[None], out_dtype=torch.bfloat16)
+        torch._scaled_mm(x, weight.t(), scales[:17, None], scales[None], out_dtype=dtype)
         torch.cuda.synchronize(device)
     except RuntimeError as error:
         first_line, _, _ = str(error).partition("\n")
         logger.warning("fp8 weights are multiplied in the inputs' type: torch's fp8 product fails: %s", first_line)
-        return f"torch's fp8 product fails here ({first_line})."
+        return f"torch's fp8 product of {dtype} fails here ({first_line})."
     return ""
 
 

@@ -318,15 +318,6 @@ def test_what_was_never_begun_comes_before_what_did_not_end_well(run_all: Any, t
     assert [*run_all(second, resume=first)] == ["hangs", "works", "long", "fails"]
 
 
-def test_a_program_that_is_not_there_takes_no_job_along(
-    load: Any, run_all: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    module = load("gpu_all")
-    monkeypatch.setattr(module, "JOBS", (module.Job("memcheck", "", ("/no/sanitizer", "-k"), 20, 0), *module.JOBS[2:3]))
-    found = run_all(tmp_path)
-    assert found == {"memcheck": "skipped: there is no /no/sanitizer", "works": "done"}
-
-
 @pytest.mark.parametrize(
     ("summary", "status"),
     [

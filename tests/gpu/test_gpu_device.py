@@ -146,6 +146,27 @@ def test_chosen_tokens_are_the_references() -> None:
     assert found.best.tolist() == expected.best.tolist()
 
 
+@needs_gpu
+def test_a_thousand_choices_of_the_same_logits_are_the_same() -> None:
+    """Programs meet in any order: what one reads before another has written it would differ sooner or later."""
+    rows, vocab_size = 96, 128256
+    generator = torch.Generator(DEVICE).manual_seed(4)
+    logits = torch.randn(rows, vocab_size, generator=generator, device=DEVICE) * 3
+    numbers = torch.arange(rows, device=DEVICE)
+    draws = DeviceDraws(
+        temperature=torch.full((rows,), 0.8, device=DEVICE),
+        top_k=torch.where(numbers % 3 == 0, 40, 0).int(),
+        top_p=torch.where(numbers % 3 == 1, 0.9, 1.0).double(),
+        min_p=torch.where(numbers % 3 == 2, 0.02, 0.0).double(),
+        seed=numbers * 77,
+        position=numbers,
+    )
+    version, _ = both("choose_tokens", torch.float32, vocab_size=vocab_size)
+    first = version(logits, draws).token_ids
+    others = torch.stack([version(logits, draws).token_ids for _ in range(1000)])
+    assert int((others != first).sum()) == 0
+
+
 @needs_kernels
 def test_changed_and_reported_logits_are_the_references() -> None:
     """What changes a choice to the bit: no product and sum are fused."""
