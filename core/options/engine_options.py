@@ -169,6 +169,7 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
             "last prompt_lookup_min to prompt_lookup_max tokens earlier in the request, at most num_speculative_tokens "
             'at once, such as {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, '
             '"prompt_lookup_min": 2}; with more than disable_by_batch_size requests nothing is guessed',
+            short="-sc",
         ),
     ] = {}
     structured_outputs_config: Annotated[
@@ -272,6 +273,7 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
             "Divide the experts of a mixture whole: among the tensor-parallel ranks, instead of "
             "each expert's rows; with data_parallel_size on a CPU among the ranks of all engines, which then compute "
             "every step together and fail together",
+            short="-ep",
         ),
     ] = False
     expert_placement_strategy: Annotated[

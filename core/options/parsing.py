@@ -200,7 +200,7 @@ class OptionParser(argparse.ArgumentParser):
             return f"unexpected argument {argument}"
         name = argument.partition("=")[0]
         close = nearest(name.lstrip("-"), [known.lstrip("-").replace("-", "_") for known in self._visible_options()])
-        meant = "" if close is None else f"--{close.replace('_', '-')}"
+        meant = f"--{close.replace('_', '-')}" if close else ""
         if meant == name:  # the commands share their names
             return f"{name} is no option of this command, but of another"
         return f"unknown option {name}" + (f"; did you mean {meant}?" if meant else "")

@@ -195,6 +195,9 @@ def test_neutral_values_are_recognised_as_text() -> None:
     options = from_command_line("-tp", "2", "-pp", "3", "-dp", "4", "-dpn", "1")
     assert (options.tensor_parallel_size, options.pipeline_parallel_size) == (2, 3)
     assert (options.data_parallel_size, options.data_parallel_rank) == (4, 1)
+    options = from_command_line("-ep", "-sc", '{"method": "ngram", "num_speculative_tokens": 2}')
+    assert options.enable_expert_parallel
+    assert options.speculative_config["num_speculative_tokens"] == 2
 
 
 @pytest.mark.parametrize(
@@ -225,6 +228,14 @@ def test_vllms_flags_are_answered_by_name_with_what_works(arguments: list[str], 
 def test_vllms_other_ways_of_loading_are_answered_with_what_to_use(value: str, sentence: str) -> None:
     with pytest.raises(OptionError, match=f"--load-format.*{value}.*{re.escape(sentence)}"):
         from_command_line("--load-format", value)
+
+
+def test_letters_that_nothing_is_near_to_are_refused_without_a_guess(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = OptionParser(prog="engine-core")
+    add_options(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["-xy", "2"])
+    assert "unknown option -xy\n" in capsys.readouterr().err
 
 
 def test_hf_of_vllm_is_our_own_choice_of_files() -> None:

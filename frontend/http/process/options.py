@@ -39,7 +39,15 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     uds: Annotated[str | None, Option(ADDRESS, "Listen on a Unix socket at this path instead")] = None
     root_path: Annotated[str, Option(ADDRESS, "Path that a reverse proxy puts before every route")] = ""
     api_server_count: Annotated[
-        int, Option(ADDRESS, "HTTP processes that share the port and the engines", "processes", minimum=1, maximum=256)
+        int,
+        Option(
+            ADDRESS,
+            "HTTP processes that share the port and the engines",
+            "processes",
+            minimum=1,
+            maximum=256,
+            short="-asc",
+        ),
     ] = 1
 
     data_parallel_start_rank: Annotated[
