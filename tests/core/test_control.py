@@ -337,21 +337,6 @@ def test_the_asynchronous_face_has_the_same_commands(monkeypatch):
     asyncio.run(main())
 
 
-class Extension:
-    """Lives in the worker, and knows its executor."""
-
-    def __init__(self, executor: Any) -> None:
-        self._executor, self._calls = executor, 0
-
-    def handle(self, payload: dict[str, Any]) -> dict[str, Any]:
-        if payload.get("fail"):
-            raise ValueError("told to fail")
-        if payload.get("hang"):
-            threading.Event().wait()
-        self._calls += 1
-        return {"calls": self._calls, "executor": type(self._executor).__name__, **payload}
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> dict[str, str]:
     import tiny_models
@@ -390,7 +375,7 @@ def test_weights_are_replaced_whole_or_not_at_all(checkpoints, monkeypatch, rank
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     with LLM(checkpoints["other"], in_process=True, **MODEL) as llm:
         expected = tokens_of(llm)
-    with LLM(checkpoints["one"], worker_extension_cls="test_control:Extension", **ranks, **MODEL) as llm:
+    with LLM(checkpoints["one"], worker_extension_cls="worker_extension:Obedient", **ranks, **MODEL) as llm:
         before = tokens_of(llm)
         assert before != expected
         with pytest.raises(HeadraceError, match=r"cannot replace those of .*: their configs differ in"):
@@ -514,7 +499,7 @@ def test_a_worker_extension_that_hangs_is_answered_at_its_deadline(checkpoints, 
     with LLM(
         checkpoints["one"],
         in_process=True,
-        worker_extension_cls="test_control:Extension",
+        worker_extension_cls="worker_extension:Obedient",
         control_timeout=0.2,
         **MODEL,
     ) as llm:

@@ -241,13 +241,6 @@ def test_waking_up_whose_checkpoint_hangs_is_answered_at_its_deadline_and_the_en
         assert tokens_of(llm) == before
 
 
-class Insomniac:
-    """A worker extension whose rank hangs on its way to sleep."""
-
-    def __init__(self, rank: Any) -> None:
-        rank.sleep = lambda level: threading.Event().wait(60)
-
-
 @pytest.mark.parametrize("where", [{"in_process": True}, {}, {"tensor_parallel_size": 2}])
 def test_an_engine_that_hangs_on_its_way_to_sleep_says_so_at_its_deadline_and_ends(
     where: dict[str, Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
@@ -256,7 +249,7 @@ def test_an_engine_that_hangs_on_its_way_to_sleep_says_so_at_its_deadline_and_en
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with LLM(
         str(checkpoint), device="cpu", skip_tokenizer_init=True, dtype="float32", max_model_len=64,
-        enable_sleep_mode=True, control_timeout=0.5, worker_extension_cls="test_sleep:Insomniac", **where,
+        enable_sleep_mode=True, control_timeout=0.5, worker_extension_cls="worker_extension:Insomniac", **where,
     ) as llm:  # fmt: skip
         assert len(tokens_of(llm)) == 2
         with pytest.raises(HeadraceError, match=r"going to sleep did not end within 0\.5 s \(control_timeout\)"):

@@ -375,60 +375,60 @@ def test_ranks_and_dtypes_that_the_program_does_not_have_are_reasons() -> None:
 
 SERVE = """
 import sys, torch
-sys.path[:0] = sys.argv[2].split(':')
+sys.path[:0] = sys.argv[1].split(':')
 from plan_maker import PlanMaker
 from headrace.core.options.engine_options import Options
 from headrace.core.options.resolve import resolve
 from headrace.executor.cpu.rank import CpuRank
-options = Options(model=sys.argv[1], dtype=sys.argv[3], block_size=4, max_num_seqs=4, skip_tokenizer_init=True)
-executor = CpuRank(options)
-executor.load(resolve(options, executor.describe(lambda name: None)), lambda name: None)
-executor.allocate(64, 128)
-maker = PlanMaker(block_size=4)
-maker.enter(0, [7, 8, 9, 10, 11], temperature=0.0)
-for step in range(10):
-    maker.compute(0)
-    executor.submit(maker.plan())
-    result = executor.collect()
-    maker.sampled(result.rows, result.token_ids)
-print(type(executor._model).__name__, *maker.tokens[0][5:])
+for model, dtype in zip(sys.argv[2::2], sys.argv[3::2]):
+    options = Options(model=model, dtype=dtype, block_size=4, max_num_seqs=4, skip_tokenizer_init=True)
+    executor = CpuRank(options)
+    executor.load(resolve(options, executor.describe(lambda name: None)), lambda name: None)
+    executor.allocate(64, 128)
+    maker = PlanMaker(block_size=4)
+    maker.enter(0, [7, 8, 9, 10, 11], temperature=0.0)
+    for step in range(10):
+        maker.compute(0)
+        executor.submit(maker.plan())
+        result = executor.collect()
+        maker.sampled(result.rows, result.token_ids)
+    print(type(executor._model).__name__, *maker.tokens[0][5:])
 """
 
 
-def serve(checkpoint: Path, cache: Path, dtype: str = "float32", **variables: str) -> tuple[str, list[int], list[str]]:
-    """The model class that served, its ten greedy tokens, and the lines of the standard error."""
+def serve(checkpoints: dict[Path, str], cache: Path, **variables: str) -> tuple[list[tuple[str, list[int]]], list[str]]:
+    """Of each checkpoint with its dtype, one after another in one process: the model class that served and its ten
+    greedy tokens. And the lines of the standard error."""
     environment = {**os.environ, "HEADRACE_CACHE": str(cache), "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-c", SERVE, str(checkpoint), PYTHONPATH, dtype]
+    models = [each for checkpoint, dtype in checkpoints.items() for each in (str(checkpoint), dtype)]
+    command = [sys.executable, "-c", SERVE, PYTHONPATH, *models]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
-    kind, *tokens = done.stdout.split()
-    return kind, [int(token) for token in tokens], done.stderr.splitlines()
+    served = [line.split() for line in done.stdout.splitlines()]
+    return [(kind, [int(token) for token in tokens]) for kind, *tokens in served], done.stderr.splitlines()
 
 
 def expected_tokens(name: str) -> list[int]:
     return reference_greedy(reference(name), [7, 8, 9, 10, 11], 10)
 
 
-def test_without_a_compiler_one_warning_and_the_same_answers(tmp_path: Path) -> None:
-    checkpoint = tiny_models.save("qwen3", tmp_path / "model")
-    kind, tokens, errors = serve(checkpoint, tmp_path / "cache", CXX="/nonexistent/compiler")
-    assert (kind, tokens) == ("Decoder", expected_tokens("qwen3"))
+def test_without_a_compiler_each_model_warns_once_answers_the_same_and_is_dequantised_where_packed(
+    tmp_path: Path,
+) -> None:
+    plain = tiny_models.save("qwen3", tmp_path / "model")
+    packed = save_gguf(reference("llama"), tmp_path / "model.gguf", Kind.Q8_0)
+    served, errors = serve({plain: "float32", packed: "auto"}, tmp_path / "cache", CXX="/nonexistent/compiler")
+    assert served[0] == ("Decoder", expected_tokens("qwen3"))
+    assert (served[1][0], len(served[1][1])) == ("Decoder", 10)
     said = [line for line in errors if "CPU kernels are not used" in line]
-    assert len(said) == 1
+    assert len(said) == 2
     assert "CXX='/nonexistent/compiler' was not found" in said[0]
-
-
-def test_a_packed_file_without_a_compiler_is_dequantised(tmp_path: Path) -> None:
-    path = save_gguf(reference("llama"), tmp_path / "model.gguf", Kind.Q8_0)
-    kind, tokens, _ = serve(path, tmp_path / "cache", "auto", CXX="/nonexistent/compiler")
-    assert kind == "Decoder"
-    assert len(tokens) == 10
 
 
 def test_a_model_that_the_program_cannot_do_runs_op_by_op_and_says_so_once(tmp_path: Path) -> None:
     checkpoint = tiny_models.save("llama_gqa_tied", tmp_path / "model")
-    kind, tokens, errors = serve(checkpoint, Path(build.cache_folder() or tmp_path).parent)
-    assert (kind, tokens) == ("Decoder", expected_tokens("llama_gqa_tied"))
+    served, errors = serve({checkpoint: "float32"}, Path(build.cache_folder() or tmp_path).parent)
+    assert served == [("Decoder", expected_tokens("llama_gqa_tied"))]
     said = [line for line in errors if "op by op" in line]
     assert len(said) == 1
     assert CANNOT["llama_gqa_tied"] in said[0]

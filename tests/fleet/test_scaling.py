@@ -22,7 +22,7 @@ def scale(server: Server, size: int, drain_timeout: float = 60.0) -> None:
         assert answer.json() == {"message": f"Scaled to {size} data parallel engines"}
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
 def test_engines_leave_and_join_under_streams_that_do_not_change(processes: str) -> None:
     arguments = ("-dp", "2", "--api-server-count", processes)
     with serving(*arguments, null_model=SLOW) as server, server.client() as client, ThreadPoolExecutor(6) as pool:

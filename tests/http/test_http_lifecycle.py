@@ -396,7 +396,7 @@ def test_a_thousand_streams_at_once():
 
         async def one(port: int, token_id: int) -> bytes:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            body = b'{"prompt":[5,%d],"max_tokens":32,"ignore_eos":true,"stream":true}' % token_id
+            body = b'{"prompt":[5,%d],"max_tokens":8,"ignore_eos":true,"stream":true}' % token_id
             writer.write(REQUEST_HEAD % len(body) + body)
             text = await reader.readuntil(b"0\r\n\r\n")
             writer.close()

@@ -166,7 +166,7 @@ def test_two_executors_started_at_the_same_moment_do_not_collide() -> None:
 
 def test_starting_and_stopping_again_and_again_leaves_nothing() -> None:
     before = leftovers()
-    for how_far in ("start", "describe", "up", "step", "in flight") * 2:
+    for how_far in ("start", "describe", "up", "step", "in flight"):
         with Ranks(options(2)) as ranks:
             if how_far == "describe":
                 ranks.executor.describe(lambda phase: None)

@@ -29,6 +29,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
+@pytest.mark.system
 def test_two_engines_do_not_collide_and_a_stopped_worker_of_one_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,11 +175,11 @@ def test_a_minus_beside_a_class_is_one_as_in_json_schemas_expressions(name: str)
         assert [each for each in "a9_.-/+" if takes(start, each)] == ["a", "9", "_", ".", "-"]
 
 
-def test_an_expression_of_a_million_characters_is_read_at_once() -> None:
-    for pattern in ("a" * 1_000_000, "[" + "ab-d" * 200_000 + "]", "(a" * 200_000):
+def test_an_expression_of_many_characters_is_read_at_once() -> None:
+    for pattern in ("a" * 200_000, "[" + "ab-d" * 40_000 + "]", "(a" * 40_000):
         began_s = time.thread_time()
         in_common_words(pattern)
-        assert time.thread_time() - began_s < 5
+        assert time.thread_time() - began_s < 1
 
 
 # --- JSON schemas -----------------------------------------------------------------------------------------------------

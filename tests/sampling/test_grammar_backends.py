@@ -199,7 +199,7 @@ schemas = st.recursive(leaves, containers, max_leaves=6)
 
 
 @each_backend
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=schemas, numbers=st.randoms(use_true_random=False))
 def test_answers_to_random_schemas_are_valid(name: str, schema: Any, numbers: random.Random) -> None:
     try:

@@ -7,7 +7,7 @@ import pytest
 from headrace.frontend.bench.simulation.conversations import Conversations, converse
 from headrace.frontend.bench.simulation.policies import POLICIES
 
-SMALL = Conversations(num_engines=4, num_frontends=2, num_users=320, seconds=40.0)
+SMALL = Conversations(num_engines=4, num_frontends=2, num_users=320, seconds=24.0)
 
 
 def test_turns_find_what_was_computed_before_and_the_work_is_even() -> None:
