@@ -96,8 +96,14 @@ def compile_launches(launches: list[LaunchRecord], num_threads: int) -> int:
             ]
         distinct = list({id(each): each for each in kernels}.values())
         if has_gpu:
-            list(threads.map(lambda kernel: kernel.result()._init_handles(), distinct))
+            list(threads.map(build_launcher, distinct))
     return len(distinct)
+
+
+def build_launcher(kernel: Any) -> None:
+    """kernel: as `JITFunction.run` gives it."""
+    compiled = kernel.result() if hasattr(kernel, "result") else kernel
+    compiled._init_handles()
 
 
 def run_case(name: str) -> None:

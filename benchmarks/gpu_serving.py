@@ -44,6 +44,7 @@ CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896)
 """Of a full load, whose batch is smaller than the largest at its end alone."""
 PEER_TOKENS = 32
 """Of each of a few requests that warm transformers up."""
+PEER_WARM_UP_S = 60.0
 Workload = tuple[list[list[int]], list[int]]
 """Prompts, and how many tokens to generate for each."""
 
@@ -164,7 +165,7 @@ def transformers_batching(folder: Path, arguments: Any, workload: Workload, temp
             timeout=30,
         ) as manager
     ):
-        run_peer(manager, prompts[:8], [PEER_TOKENS] * 8, 120.0)
+        run_peer(manager, prompts[:8], [PEER_TOKENS] * 8, PEER_WARM_UP_S)
         found = run_peer(manager, prompts, lengths, arguments.peer_seconds)
     return {"transformers": transformers.__version__, "attention": "paged|sdpa", **found}
 

@@ -3,7 +3,8 @@
 `python benchmarks/triton_resources.py` compiles what the entry points launch for the shapes of real models and writes
 `results/triton_resources.json`. A launch whose digest (`triton_compile.digest_of`) is on record there, by the same
 version of Triton, is not compiled again: its figures are kept. `--all` compiles everything. `--only WORD` prints those
-whose case holds the word, and writes nothing.
+whose case holds the word, and writes nothing. `--out FILE` keeps another record: `results/triton_resources_3_6.json` is
+that of the oldest Triton that serves, which spills sooner.
 """
 
 from __future__ import annotations
@@ -334,9 +335,11 @@ def launches() -> Iterator[tuple[str, int, LaunchRecord]]:
                 yield name, architecture, launch
 
 
-def recorded() -> dict[str, dict[str, Any]]:
-    """What is on record by digests; nothing where another version of Triton compiled it."""
-    report = json.loads(RESULTS.read_text())
+def recorded(path: Path) -> dict[str, dict[str, Any]]:
+    """What is on record by digests; nothing where there is none, or another version of Triton compiled it."""
+    if not path.exists():
+        return {}
+    report = json.loads(path.read_text())
     if report["versions"]["triton"] != triton.__version__:
         return {}
     return {entry["digest"]: entry for entry in report["results"]["kernels"]}
@@ -346,9 +349,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="print the cases that hold this word, and write nothing")
     parser.add_argument("--all", action="store_true", help="compile also what is on record")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the record; default benchmarks/results")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)  # triton's notice of a default that will change
-    known: dict[str, dict[str, Any]] = {} if arguments.all or arguments.only else recorded()
+    known: dict[str, dict[str, Any]] = {} if arguments.all or arguments.only else recorded(arguments.out)
     figures = [field.name for field in fields(Resources)]
     results = []
     num_compiled = 0
@@ -364,7 +368,7 @@ def main() -> None:
         results.append({**entry, **launch.options, **{figure: known[digest][figure] for figure in figures}})
     print(f"{num_compiled} compiled for {len(results)} launches")
     if not arguments.only:
-        write_report(RESULTS, "triton_resources", {"kernels": results})
+        write_report(arguments.out, "triton_resources", {"kernels": results})
 
 
 if __name__ == "__main__":

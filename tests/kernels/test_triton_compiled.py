@@ -48,9 +48,12 @@ print(json.dumps(found))
 """
 
 
+RESULTS = ROOT / "benchmarks" / "results"
+
+
 @pytest.fixture(scope="module")
 def record() -> dict[str, Any]:
-    return json.loads((ROOT / "benchmarks" / "results" / "triton_resources.json").read_text())["results"]
+    return json.loads((RESULTS / "triton_resources.json").read_text())["results"]
 
 
 def test_compiling_anew_gives_kernels_without_spills(record: dict[str, Any]) -> None:
@@ -97,6 +100,21 @@ def test_every_kernel_is_on_record_for_both_architectures_and_fits(record: dict[
         entries = [entry for entry in record["kernels"] if entry["architecture"] == architecture]
         assert {entry["kernel"] for entry in entries} == launched
         for entry in entries:
-            assert entry["spilled_bytes"] == 0, entry
-            assert entry["shared_bytes"] <= most, entry
-            assert entry["num_registers"] * entry["num_threads"] <= 65536, entry
+            check_fits(entry, most)
+
+
+def test_the_oldest_triton_that_serves_spills_nothing_on_hopper_and_a_few_registers_on_an_a100() -> None:
+    """As it was recorded: 3.6 is not installed here. `triton_resources.py --out` records it anew."""
+    report = json.loads((RESULTS / "triton_resources_3_6.json").read_text())
+    assert report["versions"]["triton"].startswith("3.6.")
+    entries = report["results"]["kernels"]
+    assert {entry["architecture"] for entry in entries} == set(MOST_SHARED_BYTES)
+    for entry in entries:
+        architecture = entry["architecture"]
+        check_fits(entry, MOST_SHARED_BYTES[architecture], most_spilled_bytes={80: 32, 90: 0}[architecture])
+
+
+def check_fits(entry: dict[str, Any], most_shared_bytes: int, most_spilled_bytes: int = 0) -> None:
+    assert entry["spilled_bytes"] <= most_spilled_bytes, entry
+    assert entry["shared_bytes"] <= most_shared_bytes, entry
+    assert entry["num_registers"] * entry["num_threads"] <= 65536, entry
