@@ -201,8 +201,8 @@ def _messages_of(message: InputMessage, where: str) -> list[ChatMessage]:
             case "text":
                 texts.append({"type": "text", "text": _field(block, "text", at)})
             case "tool_result":
-                content = block.get("content") or ""
-                text = content if isinstance(content, str) else _texts(content, f"{at}.content")
+                content = block.get("content")
+                text = "" if content is None else _texts(content, f"{at}.content")
                 results.append(ChatMessage(role="tool", content=text, tool_call_id=_field(block, "tool_use_id", at)))
             case "tool_use":
                 arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
@@ -239,9 +239,11 @@ def _omitted(block: dict[str, Any], where: str) -> str:
         raise bad_field(f"{where}.signature", f"{where}.signature is not as this server wrote it") from None
 
 
-def _texts(content: str | Sequence[Any], where: str) -> str:
+def _texts(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise bad_field(where, f"{where} must be a text or a list of {{type: text, text: ...}}")
     for index, block in enumerate(content):
         if not isinstance(block, dict) or block.get("type") != "text":
             raise bad_field(f"{where}[{index}]", f"{where}[{index}] must be {{type: text, text: ...}}")
