@@ -248,6 +248,13 @@ def test_every_field_of_the_clients_is_known():
     assert fields - set(MessagesRequest.__struct_fields__) - set(MESSAGES_NEUTRAL[MessagesRequest]) == set()
 
 
+def with_result(content: Any) -> dict[str, Any]:
+    """A body with what a tool gave."""
+    return {
+        "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": content}]}]
+    }
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -259,17 +266,9 @@ def test_every_field_of_the_clients_is_known():
             "type 'image' is not supported",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text must be a text"),
-        *(
-            (
-                {
-                    "messages": [
-                        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": c}]}
-                    ]
-                },
-                "messages[0].content[0].content must be a text or a list of",
-            )
-            for c in (2, 0, {}, True)
-        ),
+        (with_result(2), "messages[0].content[0].content must be a text or a list of"),
+        (with_result(0), "messages[0].content[0].content must be a text or a list of"),
+        (with_result({}), "messages[0].content[0].content must be a text or a list of"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "run by Anthropic"),
         ({"messages": []}, "messages is empty"),
         ({"container": "c"}, "container is refused: tools are run by the client"),
