@@ -111,7 +111,7 @@ class RoutedRequest:
         self.seen_s: float | None = None  # when it last was; None before its first token, infinite after a move
         self.pending_tokens = 0  # that its engine has to compute before its first token
         self.expected_cached_tokens = 0
-        self.refusals: set[str] = set()  # engines that would not have it
+        self.refusals: set[Member] = set()  # engines that would not have it
         self._arrival = 0
 
     @property

@@ -305,16 +305,16 @@ class Group:
             ]
             heapq.heapify(self._heap)
 
-    def least_suspected(self, now_s: float, refused_by: set[str]) -> Member | None:
+    def least_suspected(self, now_s: float, refused_by: set[Member]) -> Member | None:
         """The cheapest of those that are suspected, for requests that have no other."""
         ailing = (
             each
             for each in self.members
-            if each.ailment and not (each.is_draining or each.is_full(now_s) or each.facts.name in refused_by)
+            if each.ailment and not (each.is_draining or each.is_full(now_s) or each in refused_by)
         )
         return min(ailing, key=lambda each: each.cost_s, default=None)
 
-    def least_loaded(self, now_s: float, refused_by: set[str]) -> Member | None:
+    def least_loaded(self, now_s: float, refused_by: set[Member]) -> Member | None:
         """None where all are full, drained or ailing, or have refused."""
         heap, refused = self._heap, []
         while heap:
@@ -327,7 +327,7 @@ class Group:
             elif order != member.order:
                 member.entry_order, member.entry_cost_s = member.order, member.cost_s
                 heapq.heapreplace(heap, (member.cost_s, member.order, member))
-            elif member.facts.name in refused_by:
+            elif member in refused_by:
                 refused.append(heapq.heappop(heap))
             else:
                 break

@@ -29,7 +29,7 @@ from headrace.frontend.fleet.blame import guilty_of, quarantined, suspects_of, u
 from headrace.frontend.fleet.decisions import AllFullError, Decision, Fail, Move, NoEngineError, RoutedRequest, Wait
 from headrace.frontend.fleet.members import EngineFacts, Group, Member
 from headrace.frontend.fleet.prefixes import MOST_PREFIXES, EngineBits, PrefixIndex
-from headrace.ipc.failure import PEER_LOST, Failure
+from headrace.ipc.failure import PEER_LOST, SHUT_DOWN, Failure
 from headrace.ipc.prefix_names import chunk_tokens, prefix_keys
 
 MOST_SESSIONS = 1 << 14
@@ -120,10 +120,13 @@ class Router:
         self.members[facts.name] = member
         group.add(member)
         group.failure = None
+        hopeless: list[Decision] = []
         for each in self._groups.values():
-            each.awaited.discard(facts.name)
+            if facts.name in each.awaited:
+                each.awaited.discard(facts.name)
+                hopeless += self._fail_hopeless(each)  # where it came back with other weights
         self._update(member, now_s)
-        return self._place_held(now_s)
+        return hopeless + self._place_held(now_s)
 
     def leave(self, name: str, failure: Failure, now_s: float, *, is_awaited: bool = False) -> list[Decision]:
         """The engine is lost: what is to become of the requests on board. is_awaited: it is being started anew."""
@@ -252,18 +255,27 @@ class Router:
         self.num_cached_tokens += work.num_cached_tokens or 0
 
     def refused(self, request: RoutedRequest, failure: Failure, now_s: float) -> Decision:
-        """Its engine does not take it, or is about to end: another may."""
+        """Its engine does not take it: another may. It waits where the engine is about to end and others come back or
+        are full, as it would if it had been on board a moment earlier."""
         member = request.member
         assert member is not None, "a request is refused by the engine that it was sent to"
-        request.refusals.add(member.facts.name)
+        request.refusals.add(member)
+        is_ending = failure.type == SHUT_DOWN
+        member.is_draining |= is_ending
         if failure.retry_after_s > 0:
             member.full_until_s = now_s + min(failure.retry_after_s, 1.0)
             self.watched[member] = None
-            self._update(member, now_s)
+        self._update(member, now_s)
         self._disembark(request, now_s)
         try:
             target, _ = self._choose(request, now_s)
         except (NoEngineError, AllFullError):
+            group = self._groups[member.facts.version]
+            if is_ending and (group.awaited or any(not each.is_draining for each in group.members)):
+                request.rank = None
+                request.refusals.clear()
+                self.held[request] = None
+                return Wait(request, member, "refused")
             return self._fail(request, member, failure)
         self._board(request, target, now_s)
         self.migrations["refused"] += 1
@@ -352,7 +364,7 @@ class Router:
             return self._of_rank(request.rank, request), "rank"
         if len(group.members) == 1:
             (only,) = group.members
-            if only.is_usable(now_s) and only.facts.name not in request.refusals:
+            if only.is_usable(now_s) and only not in request.refusals:
                 return only, "only"
         best = group.least_loaded(now_s, request.refusals)
         if best is None:
@@ -372,7 +384,7 @@ class Router:
         best_s = best.cost_s + (request.num_prompt_tokens - best_cached) * best.cost_per_token_s
         reason = "prefix" if best_cached else "load"
         for member, num_tokens in self._candidates(request, group, masks, chunk):
-            if member is best or not member.is_usable(now_s) or member.facts.name in request.refusals:
+            if member is best or not member.is_usable(now_s) or member in request.refusals:
                 continue
             cost_s = member.cost_s + (request.num_prompt_tokens - num_tokens) * member.cost_per_token_s
             if cost_s < best_s:
@@ -388,7 +400,7 @@ class Router:
         usable = [
             each
             for each in group.members
-            if each.is_usable(now_s) and each.facts.name not in request.refusals and not suspects_of(each.requests)
+            if each.is_usable(now_s) and each not in request.refusals and not suspects_of(each.requests)
         ]
         if not usable:
             raise NoEngineError("each engine has a request on board that may be what killed others")
@@ -435,7 +447,7 @@ class Router:
     def _of_rank(self, rank: int, request: RoutedRequest) -> Member:  # of whatever version
         serving = [each for each in self.members.values() if request.model in each.facts.models]
         for member in serving:
-            if member.facts.rank == rank and member.facts.name not in request.refusals:
+            if member.facts.rank == rank and member not in request.refusals:
                 return member
         ranks = ", ".join(map(str, sorted(member.facts.rank for member in serving))) or "none"
         raise NoEngineError(f"no engine of data_parallel_rank {rank} has {request.model!r:.200}; there are {ranks}")

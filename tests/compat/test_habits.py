@@ -256,7 +256,6 @@ def test_async_llm_has_what_servers_ask_of_it(address: str) -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.system
 def test_two_hundred_loops_that_close_nothing_end(address: str) -> None:
     async def attach() -> None:

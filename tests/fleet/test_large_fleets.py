@@ -41,8 +41,8 @@ def test_the_cheapest_engine_is_the_one_that_a_look_at_all_finds(seed: int) -> N
             weighed[each] = turn
         assert group.usable == sum(one.bit for one in weighed)
         if chance.random() < 0.7:  # or entries pile up unread
-            refused_by = {one.facts.name for one in group.members if chance.random() < 0.3} if turn % 2 else set[str]()
-            taking = [one for one in weighed if one.facts.name not in refused_by]
+            refused_by = {one for one in group.members if chance.random() < 0.3} if turn % 2 else set()
+            taking = [one for one in weighed if one not in refused_by]
             best = min(taking, key=lambda one: (one.cost_s, weighed[one]), default=None)
             assert group.least_loaded(0.0, refused_by) is best
         assert len(group._heap) <= 4 * len(group.members) + 64

@@ -222,7 +222,6 @@ def below(program: str, others: list[psutil.Process]) -> list[psutil.Process]:
 
 
 @pytest.mark.system
-@pytest.mark.timeout(400)
 def test_no_stream_of_a_ray_serve_application_ends_with_its_engine(ray_url: str, others: list[psutil.Process]) -> None:
     check_passing_on(ray_url)
     with client_of(ray_url) as client, ThreadPoolExecutor(6) as pool:

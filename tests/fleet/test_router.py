@@ -23,7 +23,7 @@ from headrace.frontend.fleet.members import EngineFacts
 from headrace.frontend.fleet.prefixes import PrefixIndex
 from headrace.frontend.fleet.router import Router, RouterOptions
 from headrace.ipc.codec import Tensor
-from headrace.ipc.failure import PEER_LOST, Failure
+from headrace.ipc.failure import PEER_LOST, SHUT_DOWN, Failure
 from headrace.ipc.prefix_names import prefix_keys
 
 KILLED = Failure(message="killed", type="SIGKILL")
@@ -248,6 +248,49 @@ def test_a_refused_request_goes_to_one_that_has_not_refused_it() -> None:
     assert isinstance(decision, Move)
     assert decision.target.facts.name != first
     assert isinstance(router.refused(asked, full, 0.0), Fail)
+
+
+def test_what_waits_for_an_engine_that_comes_back_with_other_weights_fails() -> None:
+    router = make(1)
+    begun, new = request(), request()
+    place(router, begun, new)
+    begun.work.num_tokens = 3  # type: ignore[misc]
+    assert [type(each) for each in router.leave("engine 0", KILLED, 1.0, is_awaited=True)] == [Wait, Wait]
+    failed, moved = router.join(facts(0, version="v2"), 2.0)
+    assert isinstance(failed, Fail)
+    assert (failed.request, failed.failure) == (begun, KILLED)
+    assert isinstance(moved, Move)
+    assert moved.request is new
+
+
+def test_what_an_engine_that_ends_does_not_take_waits_for_one_that_comes_back() -> None:
+    router = make(2)
+    router.leave("engine 0", KILLED, 0.0, is_awaited=True)
+    asked = request(affinity=Affinity(rank=1))
+    assert place(router, asked) == ["engine 1"]
+    ending = Failure(message="the engine is shutting down", type=SHUT_DOWN)
+    assert isinstance(router.refused(asked, ending, 0.0), Wait)
+    with pytest.raises(NoEngineError):
+        router.place(request(), 0.0)
+    assert router.leave("engine 1", KILLED, 1.0, is_awaited=True) == []
+    (move,) = router.join(facts(1), 2.0)  # another life of what refused it
+    assert isinstance(move, Move)
+    assert (move.request, asked.member) == (asked, router.members["engine 1"])
+
+
+def test_what_an_engine_that_ends_does_not_take_fails_where_none_is_left_or_comes_back() -> None:
+    ending = Failure(message="the engine is shutting down", type=SHUT_DOWN)
+    alone, asked = make(1), request()
+    place(alone, asked)
+    assert isinstance(alone.refused(asked, ending, 0.0), Fail)
+    router, waiting = make(2), request()
+    router.leave("engine 0", KILLED, 0.0, is_awaited=True)
+    place(router, waiting)
+    assert isinstance(router.refused(waiting, ending, 0.0), Wait)
+    assert router.leave("engine 1", KILLED, 1.0) == []
+    (failed,) = router.give_up("engine 0", KILLED)
+    assert isinstance(failed, Fail)
+    assert failed.request is waiting
 
 
 def test_those_that_were_full_for_a_while_are_asked_again_before_the_next_tick() -> None:

@@ -198,7 +198,6 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(client, server
     wait_until(lambda: memory_bytes(server) - before < 60 << 20, 30, "giving memory back")
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("count", "most_left_bytes"),
     [(150, MOST_LEFT_BYTES // 3), pytest.param(1000, MOST_LEFT_BYTES, marks=pytest.mark.system)],

@@ -18,7 +18,7 @@ import msgspec
 from headrace import __version__
 from headrace.frontend.bench.simulation.network import Link
 from headrace.ipc.codec import Tensor
-from headrace.ipc.failure import Failure, QueueFullError
+from headrace.ipc.failure import SHUT_DOWN, Failure, QueueFullError
 from headrace.ipc.messages import (
     Abort,
     AddRequest,
@@ -232,13 +232,13 @@ class SimulatedEngine:
 
     def _add(self, link: Link, request: AddRequest) -> None:
         assert isinstance(request.task, Generate)
-        refusal = ""
+        failure = None
         if self._is_draining:
-            refusal = "the engine is shutting down"
+            failure = Failure(message="the engine is shutting down", type=SHUT_DOWN, process="engine-core")
         elif len(self._waiting) >= self.shape.max_waiting:
-            refusal = "the queue is full"
-        if refusal:
-            failure = Failure(message=refusal, type=QueueFullError.__name__, process="engine-core", retry_after_s=1.0)
+            full = QueueFullError.__name__
+            failure = Failure(message="the queue is full", type=full, process="engine-core", retry_after_s=1.0)
+        if failure is not None:
             finish = Finish(slot=request.slot, reason=FinishReason.REJECTED, failure=failure)
             link.push(_outputs(self.num_steps, [], [], finished=(finish,)))
             return
