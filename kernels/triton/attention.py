@@ -32,9 +32,6 @@ LOG2_E = 1.4426950408889634
 FIXED_SPLIT_TOKENS = 4096
 """Batch-invariant attention divides every context at multiples of this."""
 E4M3_IN_HARDWARE = 3
-PART_REGISTERS = 168
-"""Of a thread, where 16 rows of up to 128 values attend to parts of a cache of 16 bits: three programs of 128 threads
-have as many, and their shared memory allows no more. Triton 3.6's assembler stops at 128 otherwise, and spills four."""
 
 
 def paged_attention(
@@ -154,8 +151,8 @@ class Launch:
         has_parts = isinstance(into, Parts)
         out, parts, stats = (None, into.values, into.stats) if isinstance(into, Parts) else (into, None, None)
         flags = {"SPLIT_TILES": 0, "DECODE": False, "SKIP_DECODES": False, **options}
-        is_narrow = (tiles.block_m, self.query.element_size(), self._shape["KIND"]) == (16, 2, 0)
-        most = {"maxnreg": PART_REGISTERS} if has_parts and is_narrow and self.head_dim <= 128 else {}
+        has_most = has_parts and tiles.part_registers and not self._shape["KIND"]
+        most = {"maxnreg": tiles.part_registers} if has_most else {}
         attend_kernel[grid](
             out,
             parts,

@@ -29,6 +29,13 @@ class Tiles:
     """Keys per iteration."""
     num_warps: int
     num_stages: int
+    part_registers: int = 0
+    """The most of a thread where keys are divided into parts and stored in the query's type; 0 leaves it to Triton."""
+
+
+PART_REGISTERS = 168
+"""Three programs of 128 threads have as many, and their shared memory allows no more. Triton 3.6's assembler stops at
+128 otherwise, and spills four."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,9 @@ def decode_tiles(device: Device, head_dim: int, group: int, itemsize: int) -> Ti
     stages = 5 if device.has_large_shared_memory else 3
     if itemsize == 4 or head_dim > 256:
         return Tiles(block_m, 16 if head_dim > 128 else 32, 4, 3)
-    return Tiles(block_m, 32 if head_dim > 128 else 64, 4, stages)
+    if head_dim > 128:
+        return Tiles(block_m, 32, 4, stages)
+    return Tiles(block_m, 64, 4, stages, PART_REGISTERS if block_m == 16 else 0)
 
 
 def prefill_tiles(device: Device, head_dim: int, group: int, itemsize: int) -> Tiles:
