@@ -9,8 +9,9 @@ publish for this workload stands beside it, with their hardware.
 full: requests of 1000 tokens in and 1000 out, all there from the beginning, dummy weights in the shape of Llama-3.1-8B
 rounded to fp8, keys and values in fp8, as TensorRT-LLM's figure has both (--weights bf16 and --kv-cache-dtype auto do
 without). TensorRT-LLM's 17,744 output tok/s on an H200 are of 3000 requests, a batch as large as its cache holds (95%
-of what is free) and graphs of up to 8192; here --requests says how many, and --max-num-seqs how many at once: with
-fewer requests the begin and the end, where the batch is not full, count for more, which is no advantage.
+of what is free) and graphs of up to 8192; here --requests says how many, and --max-num-seqs how many at once, by
+default as many as the cache holds to their end: with fewer requests the begin and the end, where the batch is not full,
+count for more, which is no advantage.
 
 A file that is there already keeps the other case.
 """
@@ -28,8 +29,11 @@ from typing import Any
 
 import gpu_common
 from gpu_common import BLOCK_SIZE, attempt, limits
+from gpu_shapes import LLAMA_8B, head_dim_of, weight_elements
+from gpu_shapes import cache_bytes as cache_bytes_of
 
 from headrace import LLM, SamplingParams
+from headrace.executor.gpu.hardware.device import gpu_facts
 
 PUBLISHED: list[dict[str, Any]] = [
     {"case": "nano", "engine": "nano-vllm", "hardware": "RTX 4070 Laptop", "out_tok_s": 1434.13},
@@ -38,6 +42,13 @@ PUBLISHED: list[dict[str, Any]] = [
     {"case": "full", "engine": "TensorRT-LLM 1.0", "hardware": "H200", "out_tok_s": 17744.0},
 ]
 """nano-vllm's README; mini-sglang's README; TensorRT-LLM's perf-overview.md (Llama-3.1-8B-Instruct-FP8, TP1)."""
+FULL_TOKENS = 1000
+"""In and out, of each request of a full load."""
+FULL_SHARE = 0.92
+"""Of the GPU's memory."""
+STEP_BYTES = 4 << 30
+"""Of a full load's activations and graphs, with room to spare."""
+MOST_SEQS = 1024
 GRAPHS_MOST_S = 90.0
 WARM_UP_REQUESTS = 64
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896)
@@ -60,8 +71,21 @@ def nano_workload(dry: bool) -> Workload:
 
 def full_workload(dry: bool, num_requests: int) -> Workload:
     dice = random.Random(1)
-    count, length, vocabulary = (4, 32, 500) if dry else (num_requests, 1000, 100_000)
+    count, length, vocabulary = (4, 32, 500) if dry else (num_requests, FULL_TOKENS, 100_000)
     return [[dice.randint(2, vocabulary) for _ in range(length)] for _ in range(count)], [length] * count
+
+
+def seqs_that_fit(total_bytes: int, weight_bytes: int, cache_bytes: int) -> int:
+    """Requests of a full load that a GPU of so much memory holds to their end; bytes of a weight, and of a key's value.
+
+    All begin together and are as long, so with more of them all would be preempted at their end.
+    """
+    elements, head = weight_elements(LLAMA_8B)
+    room_bytes = FULL_SHARE * total_bytes - STEP_BYTES - elements * weight_bytes - 2 * 2 * head
+    each_bytes = cache_bytes_of(
+        LLAMA_8B, 2 * FULL_TOKENS, cache_bytes + (4 / head_dim_of(LLAMA_8B)) * (cache_bytes < 2)
+    )
+    return max(1, min(MOST_SEQS, int(room_bytes / each_bytes)))
 
 
 def ours(folder: Path, arguments: Any, workload: Workload, temperature: float, **options: Any) -> dict[str, Any]:
@@ -216,10 +240,16 @@ def nano(arguments: Any) -> dict[str, Any]:
 
 def full(arguments: Any) -> dict[str, Any]:
     workload = full_workload(arguments.dry, arguments.requests)
-    seqs = min(arguments.max_num_seqs, len(workload[0]))
+    fit = MOST_SEQS
+    if not arguments.dry:
+        total_bytes = gpu_facts(gpu_common.device_of(False, arguments.device)).total_bytes
+        fit = seqs_that_fit(
+            total_bytes, 2 if arguments.weights == "bf16" else 1, 2 if arguments.kv_cache_dtype == "auto" else 1
+        )
+    seqs = min(arguments.max_num_seqs or fit, len(workload[0]))
     options: dict[str, Any] = {"max_num_seqs": seqs, "max_num_batched_tokens": max(seqs, 8192)}
     if not arguments.dry:
-        options |= {"kv_cache_dtype": arguments.kv_cache_dtype, "gpu_memory_utilization": 0.92}
+        options |= {"kv_cache_dtype": arguments.kv_cache_dtype, "gpu_memory_utilization": FULL_SHARE}
         options |= {"cudagraph_capture_sizes": (*(size for size in CAPTURED if size < seqs), seqs)}
         options |= {} if arguments.weights == "bf16" else {"quantization": "fp8"}
     with gpu_common.model_folder("tiny" if arguments.dry else "llama-8b") as folder:
@@ -248,7 +278,9 @@ def main() -> None:
     parser.add_argument("--weights", choices=["bf16", "fp8"], default="fp8", help="of the full load")
     parser.add_argument("--kv-cache-dtype", default="fp8", help="of the full load")
     parser.add_argument("--requests", type=gpu_common.positive, default=2048, help="of the full load")
-    parser.add_argument("--max-num-seqs", type=gpu_common.positive, default=1024, help="of the full load")
+    parser.add_argument(
+        "--max-num-seqs", type=gpu_common.positive, help="of the full load; default what the cache holds"
+    )
     arguments = parser.parse_args()
     names = arguments.case or list(CASES)
     found = limits(gpu_common.device_of(arguments.dry, arguments.device), arguments.dry)

@@ -232,6 +232,17 @@ def test_every_kernel_that_is_timed_is_called_as_its_reference_is(load: Any, mon
     assert tiles.count(None) == 2
 
 
+def test_a_full_load_is_as_large_as_the_cache_holds_to_its_end(load: Any) -> None:
+    fit = load("gpu_serving").seqs_that_fit
+    token_bytes = 2 * 32 * 8 * (128 + 4)  # with a scale for each row
+    for total_gib, least, most in ((80, 440, 500), (140, 880, 960)):
+        found = fit(total_gib << 30, 1, 1)
+        assert least < found < most
+        assert 8.5e9 + 2000 * token_bytes * found < 0.92 * (total_gib << 30)
+    assert fit(80 << 30, 2, 2) < fit(80 << 30, 1, 1) / 2
+    assert fit(1 << 40, 1, 1) == 1024
+
+
 # --- all in one -------------------------------------------------------------------------------------------------
 
 
