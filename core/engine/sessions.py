@@ -24,6 +24,7 @@ from headrace.ipc.messages import (
     FetchTokenizer,
     Finish,
     FinishReason,
+    Generate,
     GetStats,
     Goodbye,
     Hello,
@@ -99,7 +100,11 @@ def _size_bytes(message: InboxMessage) -> int:
         size_bytes = 512 + 8 * len(_ENCODER.encode(message))
     except OverflowError:  # a number beyond 64 bits, of a client in this process; it is refused
         size_bytes = 512
-    return size_bytes + len(message.prompt_token_ids.data) if isinstance(message, AddRequest) else size_bytes
+    if isinstance(message, AddRequest):
+        size_bytes += len(message.prompt_token_ids.data)
+        if isinstance(message.task, Generate) and (form := message.task.sampling.structured_output) is not None:
+            size_bytes -= 7 * len(form.text)  # a text takes a byte for each of its own
+    return size_bytes
 
 
 FAR_BEHIND = 64

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from headrace.frontend.fleet.allowance import MigrationAllowance
 from headrace.frontend.fleet.blame import guilty_of, quarantined, suspects_of, used_up
 from headrace.frontend.fleet.decisions import AllFullError, Decision, Fail, Move, NoEngineError, RoutedRequest, Wait
 from headrace.frontend.fleet.members import EngineFacts, Group, Member
@@ -86,7 +87,7 @@ class Router:
         self._sessions: OrderedDict[str, tuple[str, int]] = OrderedDict()  # the engine, and tokens of the last prompt
         self.prefixes = PrefixIndex(options.most_prefixes)
         self._mean_output_tokens = options.mean_output_tokens
-        self._allowance: float | None = None  # of migrations, now
+        self._allowance = MigrationAllowance(options.migrations_per_capacity_s)
         self._last_tick_s: float | None = None
         self.choices: Counter[str] = Counter()
         """By reason, of CHOICES."""
@@ -301,7 +302,7 @@ class Router:
                 member.busy_since_s = now_s
                 member.progress_s = now_s
             return []
-        self._refill(since_s)
+        self._allowance.refill(since_s, self._capacity)
         decisions: list[Decision] = []
         self._measure(now_s)
         for member in list(self.watched):
@@ -476,7 +477,7 @@ class Router:
         self, request: RoutedRequest, source: Member | None, reason: str, now_s: float, failure: Failure
     ) -> Decision:
         request.rank = None
-        if self._take_allowance():
+        if self._allowance.take(self._capacity):
             try:
                 target, _ = self._choose(request, now_s)
             except (NoEngineError, AllFullError):
@@ -494,7 +495,7 @@ class Router:
         """The most urgent first, then the oldest."""
         decisions: list[Decision] = []
         for request in sorted(self.held, key=lambda each: (each.priority, each._arrival)):
-            if not self._take_allowance():
+            if not self._allowance.take(self._capacity):
                 break
             try:
                 target, _ = self._choose(request, now_s)
@@ -517,7 +518,7 @@ class Router:
                 continue
             if not self._can_leave(request, member):
                 continue
-            if not self._take_allowance():
+            if not self._allowance.take(self._capacity):
                 break
             self._disembark(request, now_s)
             request.rank = None
@@ -546,21 +547,6 @@ class Router:
             self._leave_board(request)
         self.held.pop(request, None)
         return Fail(request, source, failure)
-
-    def _refill(self, since_s: float) -> None:
-        capacity = max(64, self._capacity)
-        most = 4.0 * self.options.migrations_per_capacity_s * capacity
-        had = most if self._allowance is None else self._allowance
-        self._allowance = min(most, had + since_s * self.options.migrations_per_capacity_s * capacity)
-
-    def _take_allowance(self) -> bool:
-        if self._allowance is None:
-            self._refill(0.0)
-        assert self._allowance is not None
-        if self._allowance < 1.0:
-            return False
-        self._allowance -= 1.0
-        return True
 
     # --- what is on board ---------------------------------------------------------------------------------------
 
