@@ -149,7 +149,7 @@ class Generator:
 
     def damage(self, frames: list[bytes], largest_bytes: int) -> list[bytes]:
         """Frames that are no message, or another one."""
-        kind, frames = self.numbers.randrange(8), list(frames)
+        kind, frames = self.numbers.randrange(11), list(frames)
         if kind == 0:
             at = self.numbers.randrange(len(frames))
             frames[at] = frames[at][: self.numbers.randrange(len(frames[at]) + 1)]
@@ -168,6 +168,14 @@ class Generator:
             frames = [b"\x91" * self.numbers.choice((100, 5000, 100_000)) + b"\xc0"]  # arrays in arrays
         elif kind == 6:
             frames = [self.numbers.choice((b"\xdd", b"\xdf", b"\xc6", b"\xdb")) + b"\xff\xff\xff\xff"]  # 4 G entries
+        elif kind == 7:  # a tensor whose sizes take long to multiply
+            prompt = ["int32", [1] * self.numbers.choice((8, 9, 100_000)), b"\1\0\0\0"]
+            frames = [msgspec.msgpack.encode(["AddRequest", 1, "r", prompt, ["Generate", [4]]])]
+        elif kind == 8:
+            frames += [b"\0"] * self.numbers.choice((16, 5000))
+        elif kind == 9:  # entries of a byte, each of which is an object once it is read
+            slots = [7] * self.numbers.choice((1000, 1 << 18, min(1 << 22, largest_bytes)))
+            frames = [msgspec.msgpack.encode(["Abort", slots])]
         else:  # an extension's payload that is a tree without an end
             header = msgspec.msgpack.encode(["Control", 1, ["CallExtension"]])
             frames = [header[:-15] + b"\x92\xadCallExtension\x81\xa1x" + b"\x91" * 2000 + b"\xc0"]
