@@ -6,6 +6,7 @@ Needs a GPU; everything that decides anything is elsewhere, and runs on a CPU wi
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import SimpleNamespace
@@ -82,8 +83,7 @@ class CudaCapturer:
             graph = torch.cuda.CUDAGraph()
             self._graphs.append(graph)
             with no_collections():
-                # Other threads may go on using CUDA meanwhile, as a loader does.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                begin(graph, self._pool)
                 try:
                     result = run()
                     graph.capture_end()
@@ -102,12 +102,28 @@ class CudaCapturer:
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Ends a capture that failed. That it cannot end well is known, and where it raises, torch has not yet told its
-        allocator, which would free no cached memory from then on."""
+        allocator, which would free no cached memory from then on. Nor has torch up to 2.12 told its random generator
+        (`capture_epilogue` in aten/src/ATen/cuda/CUDAGeneratorImpl.cpp), which refuses random numbers, and the replay
+        of other graphs, until a capture ends well."""
         with suppress(RuntimeError):
             graph.capture_end()
             return  # no error of CUDA's, so all of it has ended
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # that it is empty
+            empty = torch.cuda.CUDAGraph()
+            begin(empty, torch.cuda.graph_pool_handle())
+            empty.capture_end()
+
+
+def begin(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """Begins a capture. Other threads may go on using CUDA meanwhile, as a loader does.
+
+    Outside of inference mode: what torch makes for the first graph of all, and writes for each one after it, would else
+    belong to that mode, and no capture outside of it could begin (pytorch/pytorch#166792).
+    """
+    with torch.inference_mode(False):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
 
 def lent(result: Any) -> Any:
