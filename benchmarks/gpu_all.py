@@ -53,6 +53,8 @@ LINE_CHARACTERS = 240
 RECORD = "gpu_all.json"
 KERNELS = "triton"
 """The folder in --out that Triton keeps compiled kernels in, where there is an archive."""
+MOST_PACKED_BYTES = 14 << 20
+"""Of an archive, from which on no kernel is added: a larger file than 16 MiB may not come back at all."""
 ALL_SKIPPED = re.compile(r"=+ \d+ skipped")
 """The last line of a pytest in which nothing passed: that would be told first."""
 LAST_S = 8.0
@@ -208,12 +210,19 @@ def unpacked(resume: Path, folder: Path) -> Path:
 
 
 def pack(out: Path, file: Path) -> None:
-    """Results and compiled kernels of --out as one file; if this is cut off, the file stays the one before."""
+    """Results and compiled kernels of --out as one file; if this is cut off, the file stays the one before.
+
+    Kernels are small (some 20 KB each), the oldest first; those for which there is no room are compiled again.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f"{file.name}.part")
-    with tarfile.open(beside, "w:gz", compresslevel=6) as archive:
-        for each in sorted([*out.glob("gpu_*.json"), *(path for path in [out / KERNELS] if path.exists())]):
-            archive.add(each, each.name)
+    kernels = sorted((out / KERNELS).glob("*"), key=lambda path: path.stat().st_mtime)
+    with beside.open("wb") as packed, tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as archive:
+        for each in [*sorted(out.glob("gpu_*.json")), *kernels]:
+            if each.suffix != ".json" and packed.tell() > MOST_PACKED_BYTES:
+                print("the archive has no room for all kernels; the next call compiles the rest", flush=True)
+                break
+            archive.add(each, str(each.relative_to(out)))
     beside.replace(file)
 
 

@@ -323,6 +323,27 @@ def test_an_archive_has_results_and_compiled_kernels_and_can_be_gone_on_with(
     assert not (second / "pipe").exists()
 
 
+def test_an_archive_leaves_out_kernels_rather_than_be_too_large_to_come_back(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module, out, archive = load("gpu_all"), tmp_path / "out", tmp_path / "run.tar.gz"
+    monkeypatch.setattr(module, "MOST_PACKED_BYTES", 300_000)
+    for number in range(40):
+        folder = out / module.KERNELS / f"{number:02}"
+        folder.mkdir(parents=True)
+        (folder / "kernel.cubin").write_bytes(os.urandom(20_000))
+        os.utime(folder, (1000.0 - number, 1000.0 - number))
+    (out / "gpu_all.json").write_text(json.dumps({"jobs": []}))
+    module.pack(out, archive)
+    assert archive.stat().st_size < 400_000
+    with tarfile.open(archive) as packed:
+        names = packed.getnames()
+    assert "gpu_all.json" in names
+    kernels = [Path(name).parts[1] for name in names if name.endswith(".cubin")]
+    assert 10 < len(kernels) < 20
+    assert kernels == [f"{39 - number:02}" for number in range(len(kernels))], "the oldest first"
+
+
 def test_what_was_never_begun_comes_before_what_did_not_end_well(run_all: Any, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     assert run_all(first, only=["fails"]) == {"fails": "ended with status 1"}
