@@ -9,7 +9,9 @@ it at batch 1, 80% at 32 and 256, and 1.6 times bf16's tokens per second with fp
 between consecutive graphs at batch 64. `gap_us` is that: by the device's clock, from the end of a step's graph to the
 begin of the next one's. Prompts end so that the median step has the context that is named; each sample is from one
 result to the next with two steps in flight. --beside adds to each batch one row of another context, as when one long
-request decodes among short ones. Last, a profile of a few steps is put beside `gpu_ledger.py`'s account.
+request decodes among short ones. Once all is timed, a profile of a few steps of each batch is put beside
+`gpu_ledger.py`'s account: what the first profile turns on in a process makes its launches slower until its end
+(pytorch/pytorch#144455).
 """
 
 from __future__ import annotations
@@ -52,12 +54,10 @@ def measure(
     graphs = feeder.executor.steps.graphs
     with timed_replays(graphs, batch, feeder.device_side.mark) as marks:
         samples_s = run_steps(feeder, steps)
-    breakdown_us = feeder.executor.steps.times.summary()
-    measured_us = profile_us(feeder.device, partial(one_step, feeder), PROFILED_STEPS)
     graph_s, gaps_s = between(marks)
     least_s, bound_by = limit(config, step, rates)
     median_s = statistics.median(samples_s)
-    account = lines(config, step, rates, measured_us)
+    account = lines(config, step, rates, {})
     print(*account, sep="\n")
     return {
         "step_us": 1e6 * median_s,
@@ -69,8 +69,8 @@ def measure(
         "graph_us": 1e6 * statistics.median(graph_s) if graph_s else None,
         "gap_us": 1e6 * statistics.median(gaps_s) if gaps_s else None,
         "why_eager": graphs.why_eager,
-        "host_us_by_phase": breakdown_us,
-        "device_us_by_phase": measured_us,
+        "host_us_by_phase": feeder.executor.steps.times.summary(),
+        "device_us_by_phase": {},
         "account": account,
         "samples_s": samples_s,
         "graph_samples_s": graph_s,
@@ -126,6 +126,20 @@ def run_steps(feeder: Feeder, steps: int) -> list[float]:
     return samples_s
 
 
+def profile(
+    feeder: Feeder, config: dict[str, Any], contexts: list[int], weight_bytes: float, found: dict[str, Any]
+) -> dict[str, Any]:
+    """The device's time by phases, and the account with it."""
+    feeder.enter([max(1, context - WARM_UP - PROFILED_STEPS // 2) for context in contexts])
+    for _ in range(WARM_UP):
+        one_step(feeder)
+    measured_us = profile_us(feeder.device, partial(one_step, feeder), PROFILED_STEPS)
+    step = Step(len(contexts), round(statistics.mean(contexts)), weight_bytes=weight_bytes)
+    account = lines(config, step, rates_of(found), measured_us)
+    print(*account, sep="\n")
+    return {"device_us_by_phase": measured_us, "account": account}
+
+
 def one_step(feeder: Feeder) -> None:
     feeder.decode()
     feeder.collect()
@@ -143,13 +157,16 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
-def measure_all(folder: Path, arguments: argparse.Namespace, report: Report, weights: str) -> None:
-    steps, beside = arguments.steps, [arguments.beside] if arguments.beside else []
-    batches = [[arguments.context] * batch + beside for batch in arguments.batch]
+def batches_of(arguments: argparse.Namespace) -> list[list[int]]:
+    """The contexts of each batch's rows."""
+    return [[arguments.context] * batch + ([arguments.beside] if arguments.beside else []) for batch in arguments.batch]
+
+
+@contextlib.contextmanager
+def opened(folder: Path, arguments: argparse.Namespace, weights: str) -> Iterator[Feeder]:
+    """Its cache leaves room for the next weights' whatever happens."""
+    batches, room = batches_of(arguments), arguments.steps + PROFILED_STEPS + 64
     most = max(batches, key=len)
-    room = steps + PROFILED_STEPS + 64
-    options = {} if weights == "bf16" or arguments.dry else {"quantization": "fp8"}
-    began_s = time.perf_counter()
     feeder = Feeder(
         folder,
         dry=arguments.dry,
@@ -159,9 +176,20 @@ def measure_all(folder: Path, arguments: argparse.Namespace, report: Report, wei
         max_num_batched_tokens=max(8192, len(most)),
         num_gpu_blocks_override=gpu_common.blocks_for([context + room for context in most]),
         cudagraph_capture_sizes=() if arguments.dry else tuple(sorted(map(len, batches))),
-        **options,
+        **({} if weights == "bf16" or arguments.dry else {"quantization": "fp8"}),
     )
-    with contextlib.closing(feeder):  # its cache leaves room for the next weights' whatever happens
+    with contextlib.closing(feeder):
+        yield feeder
+
+
+def bytes_of_weight(arguments: argparse.Namespace, weights: str) -> int:
+    return 2 if weights == "bf16" or arguments.dry else 1
+
+
+def measure_all(folder: Path, arguments: argparse.Namespace, report: Report, weights: str) -> None:
+    config, found = MODELS[arguments.model], report.results["limits"]
+    began_s = time.perf_counter()
+    with opened(folder, arguments, weights) as feeder:
         loaded_s = time.perf_counter() - began_s
         capture_s = feeder.capture()
         report.results[weights] = {
@@ -171,14 +199,27 @@ def measure_all(folder: Path, arguments: argparse.Namespace, report: Report, wei
             "reading": msgspec.to_builtins(feeder.reading),
         }
         print(f"{weights}: ready after {loaded_s:.1f} s, graphs after {capture_s:.1f} s more", flush=True)
-        for contexts in batches:
+        for contexts in batches_of(arguments):
             case = {"weights": weights, "batch": len(contexts), "context": arguments.context} | (
                 {"beside": arguments.beside} if arguments.beside else {}
             )
-            config, found = MODELS[arguments.model], report.results["limits"]
-            call = partial(measure, feeder, config, contexts, 1 if options else 2, steps, found)
+            weight_bytes = bytes_of_weight(arguments, weights)
+            call = partial(measure, feeder, config, contexts, weight_bytes, arguments.steps, found)
             show(attempt(report, case, call))
             feeder.release()
+
+
+def profile_all(folder: Path, arguments: argparse.Namespace, report: Report, weights: str) -> None:
+    """Adds profiles to the cases that were measured."""
+    config, found = MODELS[arguments.model], report.results["limits"]
+    with opened(folder, arguments, weights) as feeder:
+        feeder.capture()
+        for contexts in batches_of(arguments):
+            for case in report.results["cases"]:
+                if (case["weights"], case.get("batch")) == (weights, len(contexts)) and "failed" not in case:
+                    case |= profile(feeder, config, contexts, bytes_of_weight(arguments, weights), found)
+                    report.save()
+                    feeder.release()
 
 
 def main() -> None:
@@ -203,15 +244,21 @@ def main() -> None:
     for name in ("context", "beside"):
         if (context := getattr(arguments, name)) is not None and context <= least:
             parser.error(f"--{name} {context} leaves no prompt: {arguments.steps} steps need more than {least}")
-    found = limits(gpu_common.device_of(arguments.dry, arguments.device), arguments.dry)
+    device, kinds = gpu_common.device_of(arguments.dry, arguments.device), arguments.weights or ("bf16", "fp8")
+    found = limits(device, arguments.dry)
     report = gpu_common.open_report(arguments, "gpu_decode", {"model": arguments.model, "limits": found})
     with gpu_common.model_folder(arguments.model) as folder:
-        for weights in arguments.weights or ("bf16", "fp8"):
+        for weights in kinds:
             try:
                 measure_all(folder, arguments, report, weights)
             except Exception as error:
                 traceback.print_exc()
                 report.add_case({"weights": weights, "failed": f"{type(error).__name__}: {error}"[:2000]})
+        for weights in kinds if device.type == "cuda" else ():
+            try:
+                profile_all(folder, arguments, report, weights)
+            except Exception:  # what only refines the account must not cost the figures
+                traceback.print_exc()
     gpu_common.finish(report)
 
 

@@ -161,6 +161,29 @@ def test_decoding_runs_dry_and_its_report_is_whole(
     assert table.table(tmp_path) == table.NO_FIGURES, "a dry run is no measurement"
 
 
+def test_nothing_is_timed_after_the_first_profile_of_a_process(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a profile turns on stays on, and launches take longer with it."""
+    decode, done = load("gpu_decode"), list[tuple[str, str]]()
+
+    def measured(folder: Path, arguments: Any, report: Any, weights: str) -> None:
+        done.append(("timed", weights))
+        report.add_case({"weights": weights, "batch": 1})
+
+    def profiled(folder: Path, arguments: Any, report: Any, weights: str) -> None:
+        done.append(("profiled", weights))
+        raise RuntimeError("CUPTI is not let in")
+
+    monkeypatch.setattr(decode.gpu_common, "device_of", lambda dry, asked: decode.gpu_common.torch.device("cuda", 0))
+    monkeypatch.setattr(decode, "limits", lambda device, dry: {})
+    monkeypatch.setattr(decode, "measure_all", measured)
+    monkeypatch.setattr(decode, "profile_all", profiled)
+    monkeypatch.setattr(sys, "argv", ["gpu_decode.py", "--out", str(tmp_path / "gpu_decode.json")])
+    decode.main()
+    assert done == [("timed", "bf16"), ("timed", "fp8"), ("profiled", "bf16"), ("profiled", "fp8")]
+
+
 PRETEND = """
 import sys
 sys.path[:0] = sys.argv.pop(1).split(":")
@@ -207,6 +230,7 @@ def test_decoding_is_measured_through_graphs_on_a_gpu_that_is_not_there(tmp_path
     assert "failed" not in case
     assert (case["batch"], case["context"], case["beside"]) == (3, 24, 70)
     assert case["why_eager"] == ""
+    assert "matrices" in "".join(case["account"])
     assert len(case["graph_samples_s"]) == 5, "a replay for each step after the warm-up"
     assert len(case["gap_samples_s"]) == 4
     assert min(case["gap_samples_s"]) > 0
