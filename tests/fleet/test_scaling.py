@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from http_server import Server, metric, serving, wait_until
@@ -22,12 +22,17 @@ def scale(server: Server, size: int, drain_timeout: float = 60.0) -> None:
         assert answer.json() == {"message": f"Scaled to {size} data parallel engines"}
 
 
+def streams_on_both(pool: ThreadPoolExecutor, server: Server) -> list[Future[dict[int, list[str]]]]:
+    """Half on each engine by name: the router gives all to one where a busy machine makes the other slower."""
+    return [pool.submit(stream, server, each, data_parallel_rank=each % 2) for each in range(6)]
+
+
 @pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.system), "2"])
 def test_engines_leave_and_join_under_streams_that_do_not_change(processes: str) -> None:
     arguments = ("-dp", "2", "--api-server-count", processes)
     with serving(*arguments, null_model=SLOW) as server, server.client() as client, ThreadPoolExecutor(6) as pool:
         expected = list(pool.map(lambda each: stream(server, each), range(6)))
-        streams = [pool.submit(stream, server, each) for each in range(6)]
+        streams = streams_on_both(pool, server)
         wait_until(lambda: client.get("/load").json()["server_load"] == 6, 30, "all to run")
         scale(server, 1, drain_timeout=0.5)  # its requests need six seconds: others go on with them
         assert [each.result(60) for each in streams] == expected
@@ -65,7 +70,7 @@ def test_a_pause_holds_the_streams_of_all_engines_and_moves_none() -> None:
     arguments = ("-dp", "2", "--server-dev-mode")
     with serving(*arguments, null_model=SLOW) as server, server.client() as client, ThreadPoolExecutor(6) as pool:
         expected = list(pool.map(lambda each: stream(server, each), range(6)))
-        streams = [pool.submit(stream, server, each) for each in range(6)]
+        streams = streams_on_both(pool, server)
         running = [{"engine": str(rank)} for rank in range(2)]
         wait_until(
             lambda: all(metric(client, "headrace:num_requests_running", **each) for each in running), 10, "both to work"

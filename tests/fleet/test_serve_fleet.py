@@ -44,8 +44,8 @@ def tokens_of(events: list[Any]) -> dict[int, list[str]]:
     return tokens
 
 
-def stream(server: Server, number: int) -> dict[int, list[str]]:
-    with server.client() as client, client.stream("POST", COMPLETIONS, json=asked(number)) as response:
+def stream(server: Server, number: int, **fields: Any) -> dict[int, list[str]]:
+    with server.client() as client, client.stream("POST", COMPLETIONS, json=asked(number) | fields) as response:
         assert response.status_code == 200
         return tokens_of(events_of(response))
 
