@@ -22,24 +22,25 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
 
     block_size: Annotated[int, Option(CACHE, "Size of one block", "tokens", minimum=1, maximum=256)] = 16
     disable_hybrid_kv_cache_manager: Annotated[
-        bool, Option(CACHE, "Keep all tokens of layers with a sliding window too, as if they attended to all")
+        bool, Option(CACHE, "Keep all tokens in sliding-window layers too, as if they attended to all of them")
     ] = False
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],
         Option(
             CACHE,
-            "Type that keys and values are kept in; auto is dtype, or float16 beside weights that are computed packed. "
-            "8 bits have a scale for each token and head, or in fp8 (fp8_e4m3) and fp8_e5m2 a checkpoint's own",
+            "Type in which keys and values are stored; auto is dtype, or float16 beside packed weights. 8-bit types "
+            "have a scale for each token and head; fp8 (fp8_e4m3) and fp8_e5m2 use a checkpoint's own scales if it "
+            "has them",
         ),
     ] = "auto"
     calculate_kv_scales: Annotated[
-        bool, Option(CACHE, "Take an fp8 cache's scales from what is written even where the checkpoint has some")
+        bool, Option(CACHE, "Compute an fp8 cache's scales from the values written, even if the checkpoint has scales")
     ] = False
     gpu_memory_utilization: Annotated[
         float,
         Option(
             CACHE,
-            "Share of the memory to use, whatever others have taken: of a GPU's, or of the machine's or container's",
+            "Share of the total memory to use, whatever other processes use: a GPU's, or the machine's or container's",
             minimum=0.01,
             maximum=1.0,
         ),
@@ -48,7 +49,7 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         float,
         Option(
             MODEL,
-            "On a GPU, how much of its weights to keep in the host's memory; whole layers, copied to the GPU ahead of "
+            "On a GPU, how much of its weights to keep in host memory: whole layers, copied to the GPU ahead of "
             "their use in every step, so each step takes at least as long as the copies",
             "GiB",
             minimum=0.0,
@@ -56,13 +57,13 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
     ] = 0.0
     enable_sleep_mode: Annotated[
         bool,
-        Option(CACHE, "Allow LLM.sleep to give the engine's memory back; over HTTP (/sleep) with server_dev_mode"),
+        Option(CACHE, "Allow LLM.sleep to free the engine's memory; over HTTP (/sleep) with server_dev_mode"),
     ] = False
     kv_cache_memory_bytes: Annotated[
         int | None,
         Option(
             CACHE,
-            "Exact size of the cache; overrides the share",
+            "Exact size of the cache; overrides gpu_memory_utilization",
             "bytes",
             minimum=1,
             default_text="from the share of memory; on a CPU at most 4 GiB",
@@ -72,16 +73,17 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         int | None,
         Option(
             CACHE,
-            "Exact number of blocks, one of which stays empty; overrides both",
+            "Exact number of blocks, one of which stays empty; overrides gpu_memory_utilization and "
+            "kv_cache_memory_bytes",
             "blocks",
             minimum=2,
             default_text="from the size of the cache",
         ),
     ] = None
-    enable_prefix_caching: Annotated[bool, Option(CACHE, "Reuse blocks of equal prompt beginnings")] = True
+    enable_prefix_caching: Annotated[bool, Option(CACHE, "Reuse the cached blocks of equal prompt prefixes")] = True
     prefix_caching_hash_algo: Annotated[
         Literal["sha256", "xxhash", "builtin"],
-        Option(CACHE, "What names a block; builtin is Python's hash and differs between processes"),
+        Option(CACHE, "Hash that identifies a block; builtin is Python's hash and differs between processes"),
     ] = "sha256"
 
     max_num_batched_tokens: Annotated[
@@ -106,15 +108,14 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
     ] = None
     max_waiting_requests: Annotated[
         int,
-        Option(
-            SCHEDULER, "Longest queue; a request beyond it is rejected with a time to come back", "requests", minimum=1
-        ),
+        Option(SCHEDULER, "Longest queue; further requests are rejected with a retry time", "requests", minimum=1),
     ] = 100_000
     max_client_requests: Annotated[
         int,
         Option(
             SCHEDULER,
-            "Most unfinished requests of a client, as a process of the HTTP server; others get a time to come back",
+            "Most unfinished requests of one client (such as an HTTP process); further ones are rejected with a "
+            "retry time",
             "requests",
             minimum=1,
         ),
@@ -123,7 +124,7 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         float,
         Option(
             SCHEDULER,
-            "Most that one client's messages may take on their way to the scheduler; further requests are rejected",
+            "Most memory for one client's messages on their way to the scheduler; further requests are rejected",
             "MB",
             minimum=0.001,
         ),
@@ -132,8 +133,8 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         int,
         Option(
             SCHEDULER,
-            "Most messages, one for each step that brought a client something, that wait for one client to read them; "
-            "one that leaves more unread is dismissed, and its requests end with the cause",
+            "Most messages (one per step with output for the client) that may wait for one client to read them; a "
+            "client with more is disconnected, and its requests end with the cause",
             "messages",
             minimum=1,
         ),
@@ -142,16 +143,18 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         float,
         Option(
             SCHEDULER,
-            "How much of that may wait, counting messages of 4 KiB and more; a single one may be larger",
+            "Most memory for one client's unread messages, counting messages of 4 KiB and more; a single one may be "
+            "larger",
             "MB",
             minimum=0.001,
         ),
     ] = 1024.0
     enable_chunked_prefill: Annotated[
-        bool, Option(SCHEDULER, "Compute long prompts in pieces between other requests' tokens")
+        bool, Option(SCHEDULER, "Compute long prompts in chunks, between other requests' tokens")
     ] = True
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority"], Option(SCHEDULER, "Order of waiting requests: of arrival, or by priority first")
+        Literal["fcfs", "priority"],
+        Option(SCHEDULER, "Order of waiting requests: by arrival (fcfs), or by priority first"),
     ] = "fcfs"
     async_scheduling: Annotated[
         bool | None,
@@ -165,10 +168,11 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         dict[str, Any],
         Option(
             SCHEDULER,
-            "Guess tokens ahead and check them together; the output is the same. method ngram takes what followed the "
-            "last prompt_lookup_min to prompt_lookup_max tokens earlier in the request, at most num_speculative_tokens "
-            'at once, such as {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, '
-            '"prompt_lookup_min": 2}; with more than disable_by_batch_size requests nothing is guessed',
+            "Draft tokens ahead and verify them together; the output is the same. Method ngram drafts the tokens "
+            "that followed an earlier occurrence of the last prompt_lookup_min to prompt_lookup_max tokens in the "
+            'request, at most num_speculative_tokens at once, such as {"method": "ngram", "num_speculative_tokens": '
+            '5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}; with more than disable_by_batch_size requests it '
+            "drafts nothing",
             short="-sc",
         ),
     ] = {}
@@ -176,31 +180,35 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         dict[str, Any],
         Option(
             SCHEDULER,
-            "How the grammars of structured outputs are followed: backend (auto, which takes llguidance, or the extra "
-            "xgrammar; one that is named is made ready at the start), disable_fallback, disable_any_whitespace, "
-            "disable_additional_properties, enable_in_reasoning, and reasoning_parser, the format of reasoning after "
-            "which grammars begin, and which a thinking_token_budget ends (a server's own reasoning_parser comes "
-            "first)",
+            "Structured outputs: backend (auto, which is llguidance, or the extra xgrammar; a backend that is set is "
+            "initialised at the start), disable_fallback, disable_any_whitespace, disable_additional_properties, "
+            "enable_in_reasoning, and reasoning_parser, the format of the reasoning after which grammars apply and "
+            "which a thinking_token_budget ends (a server's own reasoning_parser takes precedence)",
         ),
     ] = {}
     reasoning_config: Annotated[
         dict[str, Any],
         Option(
             SCHEDULER,
-            "How reasoning is set off: reasoning_parser as above, reasoning_start_str in the place of the format's own "
-            "start, and reasoning_end_str, forced when a thinking_token_budget is spent: the format's end, after words "
-            "that lead to it",
+            "Markers of reasoning: reasoning_parser as in structured_outputs_config, reasoning_start_str instead of "
+            "the format's start marker, and reasoning_end_str, forced when a thinking_token_budget is spent: the "
+            "format's end marker, after text that leads to it",
         ),
     ] = {}
     stream_interval: Annotated[
         int,
-        Option(SCHEDULER, "Tokens of an output that are sent together; its first is sent at once", "tokens", minimum=1),
+        Option(
+            SCHEDULER,
+            "Number of an output's tokens that are sent together; the first token is sent at once",
+            "tokens",
+            minimum=1,
+        ),
     ] = 1
     logits_processors: Annotated[
         tuple[str, ...],
         Option(
             MODEL,
-            "module:Class of logits processors, besides those that installed packages register under "
+            "module:Class of logits processors, in addition to those that installed packages register under "
             "headrace.logits_processors or vllm.logits_processors; see docs/server.md",
         ),
     ] = ()
@@ -209,25 +217,25 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         Option(
             SCHEDULER,
             "module:Class, or a plugin's name, of a class derived from headrace.core.schedule.scheduler.Scheduler",
-            default_text="that one",
+            default_text="that class",
         ),
     ] = ""
 
     tensor_parallel_size: Annotated[
         int,
         Option(
-            PARALLEL, "Worker processes that share every layer's weights among them", "ranks", minimum=1, short="-tp"
+            PARALLEL, "Worker processes that divide every layer's weights among them", "ranks", minimum=1, short="-tp"
         ),
     ] = 1
     pipeline_parallel_size: Annotated[
-        int, Option(PARALLEL, "Groups of workers, each with a run of the layers", "stages", minimum=1, short="-pp")
+        int, Option(PARALLEL, "Groups of workers, each with consecutive layers", "stages", minimum=1, short="-pp")
     ] = 1
     data_parallel_size: Annotated[
         int,
         Option(
             PARALLEL,
-            "Engines that serve as one on this machine, whose cores and memory they divide: each has all of the model, "
-            "and a request of one that dies goes on at another",
+            "Engines that serve as one on this machine and divide its cores and memory: each has the whole model, "
+            "and when one dies, its requests continue on another",
             "engines",
             minimum=1,
             maximum=1024,
@@ -238,21 +246,28 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         int,
         Option(
             PARALLEL,
-            "Which of them an engine-core is that is started by itself: 0 to data_parallel_size - 1",
+            "Rank of this engine-core, if it is started by itself: 0 to data_parallel_size - 1",
             minimum=0,
             short="-dpn",
         ),
     ] = 0
     data_parallel_size_local: Annotated[
         int | None,
-        Option(PARALLEL, "How many of them this machine has", "engines", minimum=0, default_text="all", short="-dpl"),
+        Option(
+            PARALLEL,
+            "How many of the data_parallel_size engines run on this machine",
+            "engines",
+            minimum=0,
+            default_text="all",
+            short="-dpl",
+        ),
     ] = None
     coordinator: Annotated[
         tuple[str, ...],
         Option(
             PARALLEL,
             "Addresses of coordinators (`headrace coordinator`). An engine-core announces itself to each; `headrace "
-            "serve` and LLM use the engines that they tell of, instead of starting one",
+            "serve` and LLM use the engines that they list, instead of starting one",
             "addresses",
         ),
     ] = ()
@@ -260,18 +275,18 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         tuple[int, ...],
         Option(
             PARALLEL,
-            "How many layers each pipeline stage has, first stage first, as in 14,16",
+            "Number of layers in each pipeline stage, first stage first, such as 14,16",
             "layers",
             minimum=1,
-            default_text="as even as can be",
+            default_text="as even as possible",
         ),
     ] = ()
     enable_expert_parallel: Annotated[
         bool,
         Option(
             PARALLEL,
-            "Divide the experts of a mixture whole: among the tensor-parallel ranks, instead of "
-            "each expert's rows; with data_parallel_size on a CPU among the ranks of all engines, which then compute "
+            "Give each rank whole experts of a mixture: among the tensor-parallel ranks, instead of dividing each "
+            "expert's rows; with data_parallel_size on a CPU among the ranks of all engines, which then compute "
             "every step together and fail together",
             short="-ep",
         ),
@@ -280,33 +295,34 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         Literal["linear", "round_robin"],
         Option(
             PARALLEL,
-            "Which whole experts a rank has: linear, a run of neighbours, or round_robin, each rank one in turn, which "
-            "spreads groups of experts that are chosen together",
+            "Which whole experts a rank has: linear (consecutive ones), or round_robin (one per rank in turn, which "
+            "spreads groups of experts that are often chosen together)",
         ),
     ] = "linear"
     enable_eplb: Annotated[
         bool,
         Option(
             PARALLEL,
-            "Count what each expert computes, and move experts between the ranks of an engine so that all have as much "
-            "to do, on CPUs; with enable_expert_parallel",
+            "Count the tokens of each expert, and move experts between the ranks of an engine to balance their load, "
+            "on CPUs; with enable_expert_parallel",
         ),
     ] = False
     eplb_config: Annotated[
         dict[str, Any],
         Option(
             PARALLEL,
-            "How enable_eplb does it: every step_interval (3000) steps, by the loads of the last window_size (1000); "
-            "num_redundant_experts (0) of each layer's experts have copies, which take memory and divide the tokens of "
-            "the busiest; log_balancedness (false) logs each log_balancedness_interval (1) steps how even loads were",
+            "Settings of enable_eplb: it moves experts every step_interval (3000) steps, by the loads of the last "
+            "window_size (1000); num_redundant_experts (0) of each layer's experts have copies, which take memory "
+            "and share the tokens of the busiest experts; log_balancedness (false) logs every "
+            "log_balancedness_interval (1) steps how even the loads were",
         ),
     ] = {}
     data_parallel_backend: Annotated[
         Literal["mp", "ray"],
         Option(
             PARALLEL,
-            "What starts the engines: mp as processes of this machine; ray where the Ray of RAY_ADDRESS or this host "
-            "(else a new one) places them and coordinators that tell of them, again and elsewhere when they die",
+            "What starts the engines: mp starts processes on this machine; ray has the Ray cluster of RAY_ADDRESS or "
+            "of this host (else a new local one) place them and their coordinators, and replace them when they die",
             short="-dpb",
         ),
     ] = "mp"
@@ -314,34 +330,34 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         str,
         Option(
             PARALLEL,
-            "Name by which engines of this machine that share experts find each other, the same for all that are "
-            "started one by one",
-            default_text="a new one, of engines that are started together",
+            "Name under which engines of this machine that share experts find each other; the same for all engines "
+            "that are started one by one",
+            default_text="a new name for engines that are started together",
         ),
     ] = ""
     disable_custom_all_reduce: Annotated[
         bool,
         Option(
             PARALLEL,
-            "On GPUs, leave even small sums over the tensor-parallel ranks to NCCL, where they would go through memory "
-            "of each other's GPUs",
+            "On GPUs, use NCCL also for small sums over the tensor-parallel ranks, which would otherwise go through "
+            "peer GPU memory",
         ),
     ] = False
     distributed_executor_backend: Annotated[
         str,
         Option(
             PARALLEL,
-            "What runs the model: uni (the engine core's own process), mp (a worker process for each rank), "
-            "ray (the same, placed by Ray), external_launcher (the caller is one of several ranks that torchrun "
-            "started, all with the same requests), or module:Class or a plugin's name of an Executor",
-            default_text="auto: mp where there is more than one rank, else uni",
+            "What runs the model: uni (the engine core's own process), mp (one worker process per rank), ray (the "
+            "same, placed by Ray), external_launcher (the caller is one of several ranks that torchrun started, all "
+            "with the same requests), or module:Class or a plugin's name of an Executor",
+            default_text="auto: mp with more than one rank, else uni",
         ),
     ] = "auto"
     worker_cls: Annotated[
         str,
         Option(
             PARALLEL,
-            "What each worker of mp runs: module:Class of a Rank, made with the options and place=, its rank",
+            "What each worker of mp runs: module:Class of a Rank, constructed with the options and place=, its rank",
             default_text="auto: what uni runs",
         ),
     ] = "auto"
@@ -349,8 +365,8 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         float,
         Option(
             PARALLEL,
-            "How long the workers of mp may take for one step; after that the one that hangs is named and the engine "
-            "ends",
+            "How long the workers of mp may take for one step; after that the error names the worker that hangs, and "
+            "the engine ends",
             "seconds",
             minimum=0.1,
         ),
@@ -359,30 +375,31 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         int | None,
         Option(
             PARALLEL,
-            "Most workers of a host that read weights at once, which bounds what that takes of memory and disk",
+            "Most workers of a host that read weights at the same time, which limits the memory and disk load of "
+            "reading",
             "workers",
             minimum=1,
-            default_text="all of them",
+            default_text="all workers",
         ),
     ] = None
     nnodes: Annotated[
         int,
         Option(
             PARALLEL,
-            "Hosts that share the ranks evenly. The one with node_rank 0 serves; start engine-core with the same "
+            "Hosts that share the ranks evenly. The host with node_rank 0 serves; start engine-core with the same "
             "options on the others, in any order",
             "nodes",
             minimum=1,
             short="-n",
         ),
     ] = 1
-    node_rank: Annotated[int, Option(PARALLEL, "Which of the hosts this is", minimum=0, short="-r")] = 0
+    node_rank: Annotated[int, Option(PARALLEL, "Number of this host, from 0 to nnodes - 1", minimum=0, short="-r")] = 0
     master_addr: Annotated[str, Option(PARALLEL, "Address of the host with node_rank 0, as the others reach it")] = (
         "127.0.0.1"
     )
-    master_port: Annotated[int, Option(PARALLEL, "Port on which it waits for the others", minimum=0, maximum=65535)] = (
-        29501
-    )
+    master_port: Annotated[
+        int, Option(PARALLEL, "Port on which the host with node_rank 0 waits for the others", minimum=0, maximum=65535)
+    ] = 29501
     node_join_timeout: Annotated[
         float, Option(PARALLEL, "How long the hosts wait for each other at the start", "seconds", minimum=0.1)
     ] = 300.0
@@ -391,8 +408,8 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         float,
         Option(
             PROCESS,
-            "How long the engine may take to start, a model's download included; after that what hangs is named and "
-            "the start has failed: workers at once, an engine-core by itself 5 s later",
+            "How long the engine may take to start, including the model's download; after that the start fails and "
+            "the error names what hangs: workers at once, an engine-core itself 5 s later",
             "seconds",
             minimum=0.1,
         ),
@@ -404,8 +421,8 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         float | None,
         Option(
             PROCESS,
-            "How long engine and client may hear nothing of each other, as where one is stopped or swapped out, until "
-            "the other takes it for dead",
+            "How long engine and client may hear nothing from each other, for example while one is suspended or "
+            "swapped out, before the other takes it for dead",
             "seconds",
             minimum=1,
             maximum=86400,
@@ -417,9 +434,9 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         Option(
             PROCESS,
             "How long reading weights again (reload_weights, wake_up), writing a profile or a call of the worker "
-            "extension may take; after that it is answered as failed and the engine serves on. One that takes longer "
-            "to go to sleep ends, and so does, 5 s after twice as long, one of which a worker process does not answer "
-            "a command at all",
+            "extension may take; after that the command fails and the engine continues to serve. An engine that "
+            "takes longer to go to sleep ends. If a worker process does not answer a command at all, the engine ends "
+            "5 s after twice this time",
             "seconds",
             minimum=0.1,
         ),
@@ -428,8 +445,8 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
         str,
         Option(
             PROCESS,
-            "module:Class whose instances live in each worker, made with its rank or with nothing; LLM.collective_rpc "
-            "calls their methods, and LLM.call_extension their handle(payload: dict) -> dict",
+            "module:Class with one instance in each worker, constructed with its rank or without arguments; "
+            "LLM.collective_rpc calls its methods, and LLM.call_extension its handle(payload: dict) -> dict",
         ),
     ] = ""
     profiler_config: Annotated[

@@ -21,7 +21,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         Option(
             MODEL,
-            "A folder, a .gguf file, or a name of the Hugging Face hub, or ModelScope's: docs/models.md",
+            "A folder, a .gguf file, or a name on the Hugging Face hub or ModelScope: docs/models.md",
             default_text="the demo model, SmolLM2-135M-Instruct",
         ),
     ] = ""
@@ -32,25 +32,26 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "half", "float16", "bfloat16", "float", "float32"],
         Option(
             MODEL,
-            "Type of weights and activations; auto is the checkpoint's own, bfloat16 for a float32 one and for GGUF",
+            "Type of weights and activations; auto is the checkpoint's own, or bfloat16 if that is float32 or the "
+            "file is GGUF",
         ),
     ] = "auto"
     device: Annotated[
         str,
         Option(
             MODEL,
-            "What computes: auto (the first GPU where there is one, else the CPU), cpu, cuda or cuda:INDEX",
+            "Device that computes: auto (the first GPU if there is one, else the CPU), cpu, cuda or cuda:INDEX",
             forms=("auto", "cpu", "cuda", "cuda:INDEX"),
         ),
     ] = "auto"
     enforce_eager: Annotated[
-        bool, Option(MODEL, "On a GPU, start every decode step anew instead of replaying a CUDA graph of it")
+        bool, Option(MODEL, "On a GPU, launch every decode step anew instead of replaying its CUDA graph")
     ] = False
     cudagraph_capture_sizes: Annotated[
         tuple[int, ...],
         Option(
             MODEL,
-            "On a GPU, the numbers of requests that decode graphs are captured for; others are padded to the next",
+            "On a GPU, the batch sizes for which decode graphs are captured; other batches are padded to the next size",
             "requests",
             minimum=1,
             default_text="1, 2, 4, then every 8 up to 256 and every 16 beyond",
@@ -60,15 +61,15 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool,
         Option(
             MODEL,
-            "On a GPU, compute a request's numbers in the same order whatever shares its batch and however its prompt "
-            "is cut up, so that its tokens are the same; slower",
+            "On a GPU, compute a request's numbers in the same order whatever shares its batch and however its "
+            "prompt is divided into chunks, so that its tokens are the same; slower",
         ),
     ] = False
     max_cudagraph_capture_size: Annotated[
         int | None,
         Option(
             MODEL,
-            "On a GPU, the most requests that a decode graph is captured for",
+            "On a GPU, the largest batch size for which a decode graph is captured",
             "requests",
             minimum=1,
             default_text="max_num_seqs, at most 512",
@@ -78,38 +79,39 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None,
         Option(
             MODEL,
-            "Quantise float weights as they are loaded: int8 and int4, on a CPU in blocks of 8 or 4 bits (embedding "
-            "and head always 8), on a GPU in groups, fp8 on a GPU with a scale for each row, bitsandbytes (NF4) and "
-            "experts_int8 (experts alone). gguf, awq, gptq and the other formats of docs/quantization.md insist on a "
-            "checkpoint that is stored so, which is computed as it is stored anyway",
+            "Quantise float weights while they load: int8 and int4, on a CPU in blocks of 8 or 4 bits (embedding and "
+            "head always 8), on a GPU in groups; fp8 on a GPU with one scale per row; bitsandbytes (NF4); "
+            "experts_int8 (only experts). gguf, awq, gptq and the other formats of docs/quantization.md require a "
+            "checkpoint in that format, which needs no option otherwise",
             default_text="as the checkpoint stores them",
             short="-q",
         ),
     ] = None
     quantization_group_size: Annotated[
         int,
-        Option(MODEL, "How many neighbouring weights share a scale under int8 and int4: 32, 64 or 128", "weights"),
+        Option(MODEL, "How many consecutive weights share a scale with int8 and int4: 32, 64 or 128", "weights"),
     ] = 32
     max_model_len: Annotated[
         int | None,
         Option(
             MODEL,
-            "Longest prompt plus output; -1 or auto asks for the default",
+            "Longest prompt plus output; -1 or auto selects the default",
             "tokens",
             minimum=1,
             words={"auto": None, "-1": None},
-            default_text="what the model was trained for, shortened to the memory with a warning",
+            default_text="the length the model was trained for, reduced to fit the memory with a warning",
         ),
     ] = None
     load_format: Annotated[
         Literal["auto", FileFormat, "bitsandbytes", "runai_streamer", "fastsafetensors", "dummy"],
         Option(
             MODEL,
-            "How to read the weights; hf is auto, mistral its consolidated files, sharded_state those that "
-            "save-sharded-state wrote for these ranks, tensorizer one file that this library wrote of a Hugging Face "
-            "model, bitsandbytes any that are quantised so or become it, runai_streamer and fastsafetensors are "
-            "libraries (extras of these names, as tensorizer is) that read safetensors whole into memory, dummy makes "
-            "random ones of the right shape; npcache is pt, whose files are mapped into memory anyway",
+            "How to read the weights: hf is auto; mistral reads Mistral's consolidated files, sharded_state the "
+            "files that save-sharded-state wrote for these ranks, tensorizer one file that this library wrote of a "
+            "Hugging Face model, bitsandbytes any weights that are or become quantised so; runai_streamer and "
+            "fastsafetensors are libraries (extras of these names, as tensorizer is) that read safetensors whole "
+            "into memory; dummy makes random weights of the right shape; npcache is pt, whose files are "
+            "memory-mapped anyway",
             words={"hf": "auto", "npcache": "pt"},
         ),
     ] = "auto"
@@ -117,49 +119,49 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         dict[str, Any],
         Option(
             MODEL,
-            "Of load_format tensorizer: tensorizer_uri (a path, or an http or s3 URI) or tensorizer_dir, which are the "
-            "model's folder else; num_readers, verify_hash, encryption_keyfile, s3_endpoint",
+            "For load_format tensorizer: tensorizer_uri (a path, or an http or s3 URI) or tensorizer_dir, by default "
+            "in the model's folder; num_readers, verify_hash, encryption_keyfile, s3_endpoint",
         ),
     ] = {}
     safetensors_load_strategy: Annotated[
         Literal["lazy", "eager", "prefetch"],
         Option(
             MODEL,
-            "How safetensors files are read: lazy (memory-mapped, the parts that are needed), eager (each file whole "
-            "into memory first: for network file systems), prefetch (memory-mapped, and the page cache filled ahead by "
-            "background reads of whole files)",
+            "How safetensors files are read: lazy (memory-mapped, only the needed parts), eager (each whole file "
+            "into memory first: for network file systems), prefetch (memory-mapped, while background reads of whole "
+            "files fill the page cache ahead)",
         ),
     ] = "lazy"
     use_tqdm_on_load: Annotated[
         bool | None,
-        Option(MODEL, "Show a progress bar while weights are read", default_text="on where stderr is a terminal"),
+        Option(MODEL, "Show a progress bar while weights are read", default_text="on if stderr is a terminal"),
     ] = None
     revision: Annotated[str | None, Option(MODEL, "Branch, tag or commit of a hub model", default_text="main")] = None
     download_dir: Annotated[
-        str | None, Option(MODEL, "Where hub models are kept", default_text="the hub's own cache")
+        str | None, Option(MODEL, "Folder for downloaded hub models", default_text="the hub's own cache")
     ] = None
-    ignore_patterns: Annotated[tuple[str, ...], Option(MODEL, "Files of a hub model that are not fetched")] = ()
+    ignore_patterns: Annotated[tuple[str, ...], Option(MODEL, "Files of a hub model that are not downloaded")] = ()
     config_format: Annotated[
         Literal["auto", "hf", "mistral"],
         Option(
             MODEL,
-            "Which config is read: hf (config.json), mistral (params.json, whose weights are the consolidated files), "
-            "auto the first where there is one",
+            "Which config is read: hf (config.json), mistral (params.json, with the consolidated files as weights), "
+            "auto (hf if there is a config.json, else mistral)",
         ),
     ] = "auto"
-    hf_config_path: Annotated[str | None, Option(MODEL, "Where another config.json lies", default_text="none")] = None
+    hf_config_path: Annotated[str | None, Option(MODEL, "Path of another config.json", default_text="none")] = None
     hf_token: Annotated[
         Secret | None,
         Option(
             MODEL,
-            "Token for private and gated models of the hub. Others see it on a command line: HF_TOKEN in the "
-            "environment, or a config file, is read by this user alone",
+            "Token for private and gated models of the hub. Other users can see it on a command line; HF_TOKEN in "
+            "the environment, or a config file, is readable only by this user",
             words={"true": None},
             default_text="the environment's HF_TOKEN, else that of `hf auth login`; true is the default",
             alone="true",
         ),
     ] = None
-    trust_remote_code: Annotated[bool, Option(MODEL, "Allow code that a checkpoint ships to run")] = False
+    trust_remote_code: Annotated[bool, Option(MODEL, "Allow code in a checkpoint to run")] = False
     code_revision: Annotated[
         str | None,
         Option(MODEL, "Branch, tag or commit of a hub model's code", default_text="revision, or main elsewhere"),
@@ -168,8 +170,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "headrace", "transformers"],
         Option(
             MODEL,
-            "What computes the model: headrace (a family of this package or of a plugin), transformers (its code, with "
-            "the paged cache and attention of this engine; on a CPU, one rank), auto the first where it can",
+            "What computes the model: headrace (a family of this package or of a plugin), transformers (its code, "
+            "with this engine's paged cache and attention; on a CPU, one rank), auto (headrace if it has the model, "
+            "else transformers)",
             words={"vllm": "headrace"},
         ),
     ] = "auto"
@@ -182,25 +185,34 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "auto"
     override_generation_config: Annotated[
-        dict[str, Any], Option(MODEL, 'Defaults in the place of those, such as {"top_p": 0.5, "max_new_tokens": 64}')
+        dict[str, Any],
+        Option(
+            MODEL,
+            'Sampling defaults that replace those of generation_config, such as {"top_p": 0.5, "max_new_tokens": 64}',
+        ),
     ] = {}
     max_logprobs: Annotated[
-        int, Option(MODEL, "Most log-probabilities a request may ask for per token; -1 is the vocabulary", minimum=-1)
+        int,
+        Option(
+            MODEL,
+            "Most log-probabilities that a request may ask for per token; -1 is the size of the vocabulary",
+            minimum=-1,
+        ),
     ] = 20
     logprobs_mode: Annotated[
         LogprobsMode,
         Option(
             MODEL,
-            "What is reported of output tokens: raw is the model's own, processed what tokens are drawn from, after "
-            "penalties, processors, temperature and truncation; a prompt's are raw_logprobs. With others than "
-            "raw_logprobs a GPU waits for the host in each step that reports",
+            "Which values are reported for output tokens: raw are the model's own, processed those that tokens are "
+            "drawn from, after penalties, processors, temperature and truncation; a prompt's are always "
+            "raw_logprobs. With a mode other than raw_logprobs, a GPU waits for the host in each step that reports",
         ),
     ] = "raw_logprobs"
     seed: Annotated[
         int | None,
         Option(
             MODEL,
-            "From which requests without a seed draw theirs, in order of arrival; none draws it at random",
+            "Seed from which requests without one draw theirs, in order of arrival; none draws it at random",
             minimum=-(2**63),
             maximum=2**63 - 1,
             words={"none": None},
@@ -217,8 +229,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "mistral"],
         Option(
             TOKENIZER,
-            "mistral reads tekken.json or tokenizer.model.v1 to v7, and makes its chat template by mistral-common (the "
-            "extra mistral), even where a tokenizer.json lies beside it; auto, which hf is too, where none does",
+            "mistral reads tekken.json or tokenizer.model.v1 to v7, and takes its chat template from mistral-common "
+            "(the extra mistral), even beside a tokenizer.json; auto (hf is the same) does so only without one",
             words={"hf": "auto"},
         ),
     ] = "auto"
