@@ -79,10 +79,17 @@ def open_report(arguments: argparse.Namespace, name: str, results: dict[str, Any
     return Report(arguments.out, name, {"dry": arguments.dry, **results})
 
 
+class Refused(Exception):
+    """A library that a case compares with does not support the case's shape: there is no figure, and nothing failed."""
+
+
 def attempt(report: Report, case: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Adds a case's figures to the report, or why there are none: what one case breaks, the others need not."""
+    """Adds a case's figures to the report, or why there are none: one case that fails does not affect the others."""
     try:
         found = {**case, **measure()}
+    except Refused as error:
+        found = {**case, "refused": str(error)}
+        print(f"{case} refused: {error}", flush=True)
     except Exception as error:
         traceback.print_exc()
         found = {**case, "failed": f"{type(error).__name__}: {error}"[:2000]}

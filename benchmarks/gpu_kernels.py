@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from unittest import mock
 import gpu_common
 import torch
 import torch.nn.functional as F
-from gpu_common import attempt, limits, times_s
+from gpu_common import Refused, attempt, limits, times_s
 from gpu_shapes import LLAMA_8B, TINY, head_dim_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -35,6 +36,8 @@ CACHE_BYTES = 1 << 28
 MOST_SETS = 12
 SAMPLES = 15
 BLOCK_SIZE = 16
+NO_BACKEND = re.compile("No available kernel|No viable backend")
+"""The errors of torch's attention on GPUs and on CPUs when the one backend that is allowed does not support a call."""
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 
@@ -252,6 +255,12 @@ def library_attention(machine: Machine, config: dict[str, Any], prompt: int, bac
             with sdpa_kernel(backend):
                 return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
+        try:
+            call()
+        except RuntimeError as error:
+            if NO_BACKEND.match(str(error)):
+                raise Refused(f"torch has no {backend.name} for {heads} heads of {kv_heads} keys' heads") from error
+            raise
         return call
 
     num_bytes, pairs = 4 * prompt * (heads + kv_heads) * size, prompt * (prompt + 1) // 2
@@ -343,7 +352,7 @@ def main() -> None:
             if arguments.only not in kernel.name:
                 continue
             row = attempt(report, {"kernel": kernel.name, "shape": kernel.shape}, partial(machine.measure, kernel))
-            if "failed" not in row:
+            if "us" in row:
                 print(
                     f"{kernel.name:24} {kernel.shape:>18} {row['us']:10.1f} us {row['share_of_limit']:6.1%}", flush=True
                 )

@@ -12,7 +12,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,6 +254,21 @@ def test_every_kernel_that_is_timed_is_called_as_its_reference_is(load: Any, mon
     assert "3 x 1 of 40 + 1 x 1 of 80" in shown
     tiles = [case["tiles"] for case, _ in kernels.sweep(machine, shapes.TINY)]
     assert tiles.count(None) == 2
+
+
+def test_a_backend_of_torch_that_refuses_a_shape_is_no_failure_of_the_job(load: Any) -> None:
+    common, kernels, shapes = load("gpu_common"), load("gpu_kernels"), load("gpu_shapes")
+    machine = kernels.Machine(torch.device("cpu"), {}, True)
+    report = SimpleNamespace(results={"dry": False, "cases": []})
+    report.add_case = report.results["cases"].append
+    cudnn = kernels.library_attention(machine, shapes.TINY, 8, kernels.SDPBackend.CUDNN_ATTENTION)  # a CPU has none
+    common.attempt(report, {"kernel": cudnn.name}, cudnn.make)
+    (case,) = report.results["cases"]
+    assert case["refused"].startswith("torch has no CUDNN_ATTENTION for")
+    common.finish(report)
+    common.attempt(report, {"kernel": "another"}, lambda: 1 / 0)
+    with pytest.raises(SystemExit, match="1 of 2 cases failed"):
+        common.finish(report)
 
 
 def test_a_full_load_is_as_large_as_the_cache_holds_to_its_end(load: Any) -> None:

@@ -7,8 +7,9 @@ import logging
 import pytest
 import torch
 from gpu_parts import BLOCK_SIZE, MAX_MODEL_LEN, NUM_ROWS, VOCAB_SIZE, LateDevice, TensorHashModel, new_cache
-from graph_recorder import RecordingCapturer, address
+from graph_recorder import OUT_OF_MEMORY, RecordingCapturer, address
 from plan_maker import PlanMaker
+from triton.runtime.errors import OutOfResources
 
 from headrace.executor.gpu.graphs import STEPS_BETWEEN_CAPTURES, DecodeGraphs, GraphKey, capture_sizes
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
@@ -71,8 +72,11 @@ def test_a_capture_waits_until_steps_have_lacked_one_for_a_while() -> None:
     assert not found.due()
 
 
-def test_a_capture_that_fails_costs_its_own_graph_alone(caplog: pytest.LogCaptureFixture) -> None:
-    found, ran = graphs(RecordingCapturer(fail_at=2))
+@pytest.mark.parametrize(
+    "error", [OUT_OF_MEMORY, OutOfResources(300_000, 232_448, "shared memory")], ids=["torch", "triton"]
+)
+def test_a_capture_that_fails_costs_its_own_graph_alone(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    found, ran = graphs(RecordingCapturer(fail_at=2, error=error))
     with caplog.at_level(logging.WARNING):
         while found.capture_next():
             pass
@@ -80,7 +84,7 @@ def test_a_capture_that_fails_costs_its_own_graph_alone(caplog: pytest.LogCaptur
     assert len(found) == len(SIZES) - 1
     assert [found.find(size, Choice.ARGMAX).key.size for size in (1, 2, 3, 4, 5, 6)] == [1, 2, 6, 6, 6, 6]
     (record,) = caplog.records
-    why = "CUDA out of memory. Tried to allocate 2.00 GiB"
+    why = str(error).partition("\n")[0]
     assert record.getMessage() == f"decode steps of a batch of 4 run without a CUDA graph of its size: {why}"
     assert found.why_eager == f"1 graphs could not be captured, the last for a batch of 4: {why}"
     found.forget()

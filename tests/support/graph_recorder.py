@@ -54,15 +54,18 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+OUT_OF_MEMORY = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more that nobody wants to read")
+
+
 class RecordingCapturer:
     """`executor.graphs.Capturer` over the recorder."""
 
-    def __init__(self, fail_at: int = 0) -> None:
-        """fail_at: the capture, counted from 1, that fails as one that runs out of memory does."""
+    def __init__(self, fail_at: int = 0, error: Exception = OUT_OF_MEMORY) -> None:
+        """fail_at: the capture, counted from 1, that raises the error."""
         self.graphs: list[Recorder] = []
         self.num_replays = 0
         self.pool_bytes = 0
-        self._fail_at, self._num_captures = fail_at, 0
+        self._fail_at, self._error, self._num_captures = fail_at, error, 0
 
     def forget(self) -> None:
         self.graphs.clear()
@@ -75,7 +78,7 @@ class RecordingCapturer:
             result = run()
         self._num_captures += 1
         if self._num_captures == self._fail_at:
-            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more that nobody wants to read")
+            raise self._error
         self.graphs.append(recorder)
         self.pool_bytes += 1000
 
