@@ -1,9 +1,9 @@
-"""Names for KV blocks: the hash of (parent block's name, this block's tokens), the chain rooted in the cache salt.
+"""Hashes of KV blocks for prefix caching: each is hash(parent block's hash, tokens); the first parent is from the salt.
 
 `sha256` and `xxhash` hash canonical bytes (the parent's digest, then the tokens as little-endian int32), so equal
-prefixes have equal names in every process and on every machine. `sha256` is the default because a collision
-would hand one user's context to another; `xxhash` is quicker and not collision-resistant; `builtin` is Python's
-own hash of a tuple, as quick, and private to the process.
+prefixes have equal hashes in every process and on every machine. `sha256` is the default because a collision would give
+one user's context to another; `xxhash` is faster and not collision-resistant; `builtin` is Python's hash of a tuple, as
+fast, and valid only within the process.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Step = Callable[[BlockHash, bytes], BlockHash]
 
 
 class BlockHasher:
-    """Names the full blocks of token sequences."""
+    """Computes the hashes of a token sequence's full blocks."""
 
     def __init__(self, algorithm: str, block_size: int) -> None:
-        """`algorithm` is sha256, xxhash or builtin. Raises ModuleNotFoundError without the xxhash package."""
+        """`algorithm` is sha256, xxhash or builtin. Raises ModuleNotFoundError if the xxhash package is missing."""
         self.block_size = block_size
         self._step = _ALGORITHMS[algorithm]()
         self.on_hashed: Callable[[list[BlockHash], int, str, np.ndarray], None] | None = None
-        """Called with what `extend` was, once it has appended: the hashes, how many there were before, salt, tokens."""
+        """Called at the end of `extend` with: hashes, number of hashes before the call, cache salt, token ids."""
 
     def extend(self, hashes: list[BlockHash], cache_salt: str, token_ids: np.ndarray, num_blocks: int) -> None:
-        """Appends those of the sequence's next blocks, until there are num_blocks.
+        """Appends hashes of the sequence's next blocks to `hashes` until it has num_blocks.
 
-        hashes: of the sequence's first blocks; token_ids: [at least num_blocks * block_size] int32, all of it.
+        hashes: of the sequence's first blocks; token_ids: [at least num_blocks * block_size] int32, from its start.
         """
         size, step, num_before = self.block_size, self._step, len(hashes)
-        # What stands for the parent of the first block is made of the salt.
+        # The first block's parent is a hash of the salt.
         parent = hashes[-1] if hashes else step(b"headrace", cache_salt.encode())
         data = token_ids[len(hashes) * size : num_blocks * size].astype("<i4", copy=False).tobytes()
         for start in range(0, len(data), 4 * size):

@@ -1,15 +1,15 @@
 """The blocks of running rows: a block table for each row and cache group, all drawn from one pool.
 
-A table's entry i is the block of tokens [i * block_size, (i + 1) * block_size) of the row. Tables of one row have the
-same length in all groups. Groups of a sliding window give back blocks at the front that no later token reads; their
-entries become the null block:
+A table's entry i is the block of the row's tokens [i * block_size, (i + 1) * block_size). The tables of a row have the
+same length in all groups. A sliding-window group releases blocks at the front that no later token reads; their entries
+become the null block:
 
     group 0, full             7 12  3 25 31 40
     group 1, window of 2      0  0  0 26 30 41      first_held is 3
 
-What is given back may be handed out in the same step: steps run in the order of their plans, so a step in flight that
-still reads such a block reads it before it is written again. A position counts as passed once its token is known and
-planned, whichever is less: a token that may yet be rejected frees nothing.
+Such a block may be allocated again in the same step: steps run in the order of their plans, so a step in flight reads
+the block before it is overwritten. The window's position is the smaller of num_computed_tokens and num_known_tokens:
+draft tokens that may still be rejected free nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from headrace.core.schedule.requests import RowTable
 
 
 class PrefixHit(NamedTuple):
-    """The longest beginning of a request that every group has in the cache."""
+    """The longest prefix of a request that every group has in the cache."""
 
     num_blocks: int
+    """Length of the prefix."""
     blocks: tuple[list[int], ...]
-    """Of each group those that are needed: all, or the last of them where a window hides the others."""
+    """For each group, the blocks that it needs: all of the prefix, or only the last ones within a sliding window."""
 
     @property
     def all_blocks(self) -> list[int]:
@@ -38,7 +39,7 @@ class PrefixHit(NamedTuple):
 
 
 class BlockTables:
-    """Owns the tables and takes the pool's references for them (a `BlockHolder`)."""
+    """Owns the block tables and holds references to their blocks in the pool (a `BlockHolder`)."""
 
     def __init__(
         self,
@@ -49,13 +50,13 @@ class BlockTables:
         groups: Sequence[CacheGroup] = ONE_GROUP,
         step_tokens: int = 1,
     ) -> None:
-        """step_tokens: the most tokens that one step computes of a row."""
+        """step_tokens: the most tokens that one step computes for a row."""
         self.pool, self.block_size, self.groups = pool, block_size, tuple(groups)
         self.table = np.zeros((len(groups), num_rows, -(-max_model_len // block_size)), np.int32)
         self.num_blocks = np.zeros(num_rows, np.int32)
-        """[num_rows]: the tables' length, entries given back included."""
+        """[num_rows]: length of the row's tables, including released entries."""
         self.first_held = np.zeros((len(groups), num_rows), np.int32)
-        """[num_groups, num_rows]: entries before it have been given back, or were never held."""
+        """[num_groups, num_rows]: entries before it were released, or never held."""
         self._windows = [(number, group) for number, group in enumerate(self.groups) if group.window]
         self._full_groups = [number for number, group in enumerate(self.groups) if not group.window]
         self._suffixes = [b"", *(number.to_bytes(2, "little") for number in range(1, len(groups)))]
@@ -68,28 +69,28 @@ class BlockTables:
             yield from self.blocks(row)
 
     def blocks(self, row: int) -> list[int]:
-        """All that the row holds, group after group."""
+        """All blocks that the row holds, group after group."""
         end, held = self.num_blocks[row], list[int]()
         for table, first in zip(self.table[:, row], self.first_held[:, row].tolist(), strict=True):
             held += table[first:end].tolist()
         return held
 
     def name(self, token_hash: BlockHash, group: int) -> BlockHash:
-        """What a block of this group is found by; `token_hash` is of its tokens and those before."""
+        """The block's name in the pool: `token_hash` (of its tokens and all before them) and a suffix for the group."""
         return token_hash + self._suffixes[group]
 
     # --- growing --------------------------------------------------------------------------------------------------
 
     def num_free_to_grow(self) -> int:
-        """By how many blocks in every group a row can grow."""
+        """How many blocks can still be added in every group."""
         return self.pool.num_available // len(self.groups)
 
     def give_back(self, rows: Sequence[int] | np.ndarray, table: RowTable) -> None:
-        """Blocks of rows [n] that no token to come reads go back to the pool."""
+        """Releases blocks of `rows`, [n], that lie before the sliding window of all later tokens."""
         if not self._windows:
             return
         rows = np.asarray(rows)
-        # A token that is not known yet may be rejected, and computed again.
+        # A token that is not known yet may be rejected and computed again.
         positions = np.minimum(table.num_computed_tokens[rows], table.num_known_tokens[rows])
         for number, group in self._windows:
             first_read = np.maximum(positions - (group.window - 1), 0) // self.block_size
@@ -101,15 +102,15 @@ class BlockTables:
                 self.first_held[number, row] = end
 
     def extend_each(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """One block more for each of rows (distinct) in every group: the tables that got one and the blocks, as in
-        `StepPlan`. The caller has checked `num_free_to_grow`."""
+        """Adds one block to each of `rows` (distinct) in every group. Returns the tables that grew and the new blocks,
+        as in `StepPlan`. The caller has checked `num_free_to_grow`."""
         blocks = np.array(self.pool.allocate(len(rows) * len(self.groups)), np.int32)
         self.table[:, rows, self.num_blocks[rows]] = blocks.reshape(len(self.groups), -1)
         self.num_blocks[rows] += 1
         return (rows if len(self.groups) == 1 else (self._first_tables + rows).reshape(-1)), blocks
 
     def extend(self, row: int, count: int) -> tuple[list[int], list[int]]:
-        """`count` blocks more for the row in every group; the rest as in `extend_each`."""
+        """Adds `count` blocks to the row in every group; otherwise like `extend_each`."""
         blocks = self.pool.allocate(count * len(self.groups))
         start = int(self.num_blocks[row])
         self.table[:, row, start : start + count] = np.array(blocks, np.int32).reshape(len(self.groups), -1)
@@ -117,12 +118,12 @@ class BlockTables:
         return np.repeat(self._first_tables + row, count).tolist(), blocks
 
     def release(self, row: int) -> None:
-        """The row holds nothing any more."""
+        """Releases all blocks of the row."""
         self.pool.release(self.blocks(row))
         self.num_blocks[row] = 0
 
     def clear(self) -> None:
-        """No row holds anything, and the pool is as it was made."""
+        """Empties all tables and resets the pool."""
         self.num_blocks[:] = 0
         self.first_held[:] = 0
         self.pool.clear()
@@ -130,8 +131,7 @@ class BlockTables:
     # --- the prefix cache -----------------------------------------------------------------------------------------
 
     def find(self, hashes: Sequence[BlockHash]) -> PrefixHit:
-        """The longest run of `hashes` from the start of which each group has the blocks that it needs. Takes no
-        reference."""
+        """The longest prefix of `hashes` for which each group has the blocks that it needs. Takes no references."""
         if not self._windows and len(self.groups) == 1:
             found = self.pool.find(hashes)
             return PrefixHit(len(found), (found,))
@@ -144,16 +144,16 @@ class BlockTables:
         return PrefixHit(length, tuple(self._needed(hashes[:length], number) for number in range(len(self.groups))))
 
     def may_go_on(self, hashes: Sequence[BlockHash]) -> bool:
-        """Whether a hit could be longer than these first blocks of a request."""
+        """Whether a hit can be longer than these first blocks of a request: each full-attention group has the last."""
         return not hashes or all(self.pool.named(self.name(hashes[-1], number)) for number in self._full_groups)
 
     def _longest(self, hashes: Sequence[BlockHash], number: int) -> int:
-        """How many blocks a hit within `hashes` can be long for this group alone."""
+        """The longest hit within `hashes` for this group alone, in blocks."""
         window, suffix, named = self.groups[number].window, self._suffixes[number], self.pool.named
         if not window:
             return next((i for i, each in enumerate(hashes) if not named(each + suffix)), len(hashes))
         needed = -(-(window - 1) // self.block_size)
-        end = len(hashes)  # of a run of blocks that are there, which is searched from the last one backwards
+        end = len(hashes)  # end of a run of cached blocks; the search goes backwards from the last block
         for index in range(len(hashes) - 1, -1, -1):
             if end - index > needed:
                 break
@@ -167,14 +167,15 @@ class BlockTables:
         return [self.pool.named(each + suffix) for each in hashes[first:]]
 
     def num_missing(self, num_tokens: int, hit: PrefixHit) -> int:
-        """How many blocks beside the hit's a request of num_tokens will hold at once in all groups."""
+        """The most blocks, in all groups together and in addition to the hit's, that a request of num_tokens holds at
+        once."""
         return sum(
             max(0, group.num_blocks(num_tokens, self.block_size, self._step_tokens) - len(held))
             for group, held in zip(self.groups, hit.blocks, strict=True)
         )
 
     def enter(self, row: int, hit: PrefixHit) -> None:
-        """The row begins with the hit's blocks, one more reference to each."""
+        """Starts the row's tables with the hit's blocks and takes a reference to each."""
         self.num_blocks[row] = end = hit.num_blocks
         for number, blocks in enumerate(hit.blocks):
             self.pool.acquire(blocks)
@@ -183,14 +184,14 @@ class BlockTables:
             self.table[number, row, first:end] = blocks
 
     def publish(self, rows: int | np.ndarray, indices: slice | np.ndarray, hashes: Sequence[BlockHash]) -> None:
-        """The blocks at these indices of a row's tables, or at one index of each row, are full of tokens with these
-        hashes, and can be found from now on."""
+        """Adds full blocks to the prefix cache: those at `indices` of one row's tables, or at one index of each of
+        several rows. hashes: of the blocks' tokens."""
         for blocks, suffix in zip(self.table[:, rows, indices].tolist(), self._suffixes, strict=True):
             for block, token_hash in zip(blocks, hashes, strict=True):
-                if block != NULL_BLOCK:  # else it was given back before its last token was known
+                if block != NULL_BLOCK:  # else the window group released it before its last token was known
                     self.pool.publish(block, token_hash + suffix)
 
     def forget(self, token_hashes: Sequence[BlockHash]) -> None:
-        """From now on the blocks of these tokens cannot be found in any group."""
+        """Removes the blocks with these hashes from the prefix cache, in all groups."""
         for suffix in self._suffixes:
             self.pool.forget(each + suffix for each in token_hashes)

@@ -2,9 +2,9 @@
 
 A block is in exactly one state:
 
-    free   - nobody holds it and its content is worthless
-    cached - nobody holds it, but its content can be found by its hash; reclaimed least recently used first
-    held   - rows, or others that have registered as holders, hold it (reference count > 0); found too once it is full
+    free   - not referenced, and its content is of no use
+    cached - not referenced, but its content can be found by its hash; evicted least recently used first
+    held   - referenced by rows or other registered holders (reference count > 0); can be found by its hash once full
 
        allocate            release, has a hash
     free -----> held ---------------------------> cached --+
@@ -12,7 +12,7 @@ A block is in exactly one state:
       +----------+  +--------------------------------+      v
         release, no hash            hit                    held
 
-Block 0 is never handed out: padding and empty table entries point at it, so they can never touch live data.
+Block 0, the null block, is never allocated: padding and empty table entries point to it, so they never touch live data.
 """
 
 from __future__ import annotations
@@ -29,37 +29,38 @@ from headrace.core.schedule.block_hashes import BlockHash
 T = TypeVar("T")
 NULL_BLOCK = 0
 AUDITED_AT_ONCE = 16_384
-"""Blocks in one piece of an audit."""
+"""Blocks that an audit checks in one piece."""
 
 
 class BlockHolder(Protocol):
-    """What takes references: the block tables of running rows, or a transfer to or from other memory."""
+    """An owner of references to blocks: the block tables of running rows, or a transfer to or from other memory."""
 
     def held_blocks(self) -> Iterable[int]:
-        """Each block as often as it has a reference from here."""
+        """Each block, once per reference that this holder has to it."""
         ...
 
 
 class BlockObserver(Protocol):
-    """Called when blocks are stored or evicted, within the scheduler's step: it must be quick and not raise."""
+    """Called when blocks enter or leave the prefix cache, while a step is scheduled: must be quick and not raise."""
 
     def stored(self, block: int, name: BlockHash) -> None:
-        """The block is found under this name from now on."""
+        """From now on the block can be found by this name."""
         ...
 
     def evicted(self, block: int, name: BlockHash) -> None:
-        """It is not any more."""
+        """From now on the block cannot be found by this name."""
         ...
 
 
 class BlockPool:
-    """Which blocks are held, and which can be found. Sequences are of block ids in the order of the request's tokens.
+    """Reference counts and the prefix cache of all blocks. Sequences of block ids are in the order of the request's
+    tokens.
 
-    A block's name is the hash of its tokens, of those before it, and of its cache group (`BlockTables.name`).
+    A block's name is made of a hash of its tokens and all before them, and of its cache group (`BlockTables.name`).
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """`num_blocks` counts the null block."""
+        """num_blocks includes the null block. Raises ValueError if it is less than 2."""
         if num_blocks < 2:
             raise ValueError(f"a block pool needs at least 2 blocks (one is never handed out), got {num_blocks}")
         self.num_blocks = num_blocks
@@ -69,12 +70,12 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack: recently used blocks are warm in cache
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self.holders: list[BlockHolder] = []
-        """All that take references, for `check`."""
+        """All owners of references, for `audit`."""
         self.observers: list[BlockObserver] = []
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can hand out: free ones, and cached ones that nobody holds."""
+        """Blocks that can be allocated: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -83,7 +84,7 @@ class BlockPool:
         return len(self._block_of)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each; the caller has checked `num_available`."""
+        """`count` blocks with one reference each. Raises ValueError if fewer are available."""
         if count > self.num_available:
             raise ValueError(f"asked for {count} blocks, {self.num_available} are available")
         blocks = []
@@ -98,7 +99,7 @@ class BlockPool:
         return blocks
 
     def find(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks of the longest run of `hashes` from the start that is in the cache. Takes no reference."""
+        """The blocks of the longest prefix of `hashes` that is in the cache. Takes no references."""
         found = []
         for each in hashes:
             block = self._block_of.get(each)
@@ -112,18 +113,18 @@ class BlockPool:
         return self._block_of.get(name, NULL_BLOCK)
 
     def num_unheld(self, blocks: Sequence[int]) -> int:
-        """How many of these count as available now, and would not once acquired."""
+        """How many of these blocks are not referenced, so that acquiring them reduces `num_available`."""
         return sum(1 for block in blocks if self._references[block] == 0)
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """One more reference to each of these found blocks."""
+        """Takes a reference to each of these blocks, which `find` or `named` returned."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._cached[block]
             self._references[block] += 1
 
     def publish(self, block: int, block_hash: BlockHash) -> None:
-        """A held block is full: from now on it can be found. The first block of a hash keeps it."""
+        """Makes a full, held block findable by its hash. If another block already has the hash, that one keeps it."""
         if block_hash not in self._block_of and self._hash_of[block] is None:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
@@ -131,7 +132,10 @@ class BlockPool:
                 observer.stored(block, block_hash)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less to each. The last blocks of a sequence are reclaimed first: prefixes are shared most."""
+        """Drops one reference to each. The last blocks of a sequence are evicted first: prefixes are shared most.
+
+        Raises ValueError for a block without references.
+        """
         for block in reversed(blocks):
             if self._references[block] <= 0:
                 raise ValueError(f"block {block} is released more often than it was held")
@@ -143,11 +147,11 @@ class BlockPool:
                     self._cached[block] = None
 
     def reset_cache(self) -> None:
-        """Forgets every hash. Blocks in use stay with their holders, and are free once released."""
+        """Empties the prefix cache. Held blocks stay held, and become free when released."""
         self.forget(list(self._block_of))
 
     def forget(self, names: Iterable[BlockHash]) -> None:
-        """From now on blocks of these names cannot be found."""
+        """Removes the blocks of these names from the prefix cache."""
         for name in names:
             block = self._block_of.get(name)
             if block is None:
@@ -166,9 +170,9 @@ class BlockPool:
                 observer.evicted(block, block_hash)
 
     def audit(self) -> Iterator[None]:
-        """Raises AssertionError unless the books agree with what all holders say they hold.
+        """Raises AssertionError unless reference counts and block lists agree with what all holders report.
 
-        In pieces of some milliseconds, between which nothing may change.
+        A generator of pieces of work of a few milliseconds; the state must not change between them.
         """
         held = itertools.chain.from_iterable(holder.held_blocks() for holder in self.holders)
         counts, listed = np.zeros(self.num_blocks, np.int32), np.zeros(self.num_blocks, np.int32)
@@ -199,7 +203,7 @@ class BlockPool:
             pass
 
     def clear(self) -> None:
-        """As it was made: nothing is held, and nothing can be found. Holders forget what they held first."""
+        """Resets the pool: every block is free and the prefix cache is empty. Holders must drop their blocks first."""
         for name, block in self._block_of.items():
             for observer in self.observers:
                 observer.evicted(block, name)

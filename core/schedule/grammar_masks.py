@@ -1,13 +1,14 @@
-"""Requests whose answers have to have a form: masks of the tokens that may come next, and ends by the form's end.
+"""Structured outputs: masks of the tokens that the grammar allows next, and the end of an answer that is complete.
 
-A request's matcher has accepted exactly its known output tokens, whatever row the request is in, so a preempted one
-goes on as it was. The next mask depends on the last token, so such a row is in no plan before that token is known.
-What a grammar forces (the names of a schema's properties, the rest of a choice) comes as drafts, several tokens a step.
-Other drafts are cut where the grammar would refuse them, and each place after a draft has a mask of its own:
+A request's matcher has accepted exactly its known output tokens, whatever row the request is in, so that a preempted
+request resumes where it was. The next mask depends on the last token, so a row with a matcher is in no plan before that
+token is known. Tokens that a grammar forces (the names of a schema's properties, the rest of a choice) become drafts,
+several per step. Other drafts are cut where the grammar does not allow them. Each sampled place, one more than the
+drafts, has its own mask:
 
     tokens        {"na   me":   3      (two drafts)
     places              0    1    2
-    masks               m0   m1   m2   m1 supposes that the first draft is right, m2 that both are
+    masks               m0   m1   m2   m1 assumes that the first draft is accepted, m2 that both are
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from headrace.ipc.step import LaterWords, StepPlan, TokenMasks
 
 
 class Followed(NamedTuple):
-    """What grammars say of new tokens."""
+    """The matchers' answers after accepting new tokens."""
 
-    completes: np.ndarray  # [num_tokens] bool: which complete their row's form
-    problems: dict[int, str]  # why a row cannot go on, by the index of its token
+    completes: np.ndarray  # [num_tokens] bool: tokens that complete their row's structured output
+    problems: dict[int, str]  # index of a token after which its row cannot continue -> reason
 
 
 class GrammarMasks:
-    """Of the rows whose request has a matcher. Borrows the row table in each call."""
+    """Makes masks for the rows whose request has a matcher. Borrows the row table in each call."""
 
     def __init__(self, backend: Backend, vocab_size: int) -> None:
         self._backend = backend
@@ -39,30 +40,30 @@ class GrammarMasks:
 
     @staticmethod
     def waits(table: RowTable, rows: np.ndarray) -> np.ndarray:
-        """[num_rows] bool: rows that cannot be planned before a step in flight tells their last token."""
+        """[num_rows] bool: rows that cannot be planned before a step in flight returns their last token."""
         waits: np.ndarray = table.has_matcher[rows] & (table.num_known_tokens[rows] < table.num_tokens[rows])
         return waits
 
     @staticmethod
     def due(table: RowTable, rows: np.ndarray) -> np.ndarray:
-        """Indices of the rows that get tokens as drafts now if their grammar forces any."""
+        """Indices of the rows that get drafts in this step if their grammar forces tokens."""
         return (table.has_matcher[rows] & (table.num_known_tokens[rows] == table.num_tokens[rows])).nonzero()[0]
 
     @staticmethod
     def forced(table: RowTable, row: int, limit: int) -> np.ndarray:
-        """Tokens that must come next, [num_tokens] int32, at most `limit`. A model that writes their text in other
-        tokens than the tokenizer does rejects them."""
+        """Tokens that the grammar forces next, [num_tokens] int32, at most `limit`. They are rejected if the model
+        writes the same text in other tokens than the tokenizer does."""
         tokens = _matcher(table, row).forced_tokens()[:limit] if limit > 0 and table.has_matcher[row] else []
         return np.array(tokens, np.int32)
 
     @staticmethod
     def cut(table: RowTable, row: int, draft: np.ndarray) -> np.ndarray:
-        """The beginning of a draft that the row's grammar allows."""
+        """The longest prefix of a draft that the row's grammar allows."""
         matcher = _matcher(table, row) if table.has_matcher[row] else None
         return draft if matcher is None or not len(draft) else draft[: matcher.num_valid(draft.tolist())]
 
     def masks(self, plan: StepPlan, table: RowTable) -> TokenMasks | None:
-        """What the plan is to carry; None where no sampled row has a grammar."""
+        """The masks of a plan's sampled places. None if no sampled row has a grammar."""
         sampled = plan.rows[plan.sampled]
         masked = np.flatnonzero(table.has_matcher[sampled])
         if not masked.size:
@@ -77,16 +78,16 @@ class GrammarMasks:
             row, end = int(sampled[index]), at + int(num_places[index])
             matcher = _matcher(table, row)
             if matcher.problem:
-                bits[at:end] = -1  # its next token ends it
+                bits[at:end] = -1  # allows all tokens, since the next one ends the request
             else:
                 work.append((matcher, at, drafts.get(row, [])))
             at = end
         return _masks(self._backend, work, places, bits)
 
     def repeated(self, table: RowTable, rows: np.ndarray, *, may_force: bool) -> RepeatedMasks | None:
-        """Of the plans that compute a token of each of `rows` again and again; None where no row has a grammar.
+        """Masks of repeated plans, which compute one token of each of `rows`. None if no row has a grammar.
 
-        may_force: there is room in a step for what a grammar forces.
+        may_force: a step has room for tokens that a grammar forces.
         """
         places = np.flatnonzero(table.has_matcher[rows]).astype(np.int32)
         if not places.size:
@@ -98,9 +99,10 @@ class GrammarMasks:
 
     @staticmethod
     def take(table: RowTable, row_of: np.ndarray, token_ids: np.ndarray, ends: np.ndarray) -> Followed:
-        """Follows new tokens, [num_tokens] each, a row's adjacent and in order, up to the first that `ends` its row."""
+        """Passes each row's new tokens to its matcher, up to the first token that `ends` the row. row_of, token_ids and
+        ends are [num_tokens]; tokens of a row are adjacent and in order."""
         completes, problems = np.zeros(len(token_ids), bool), dict[int, str]()
-        over = -1  # the row whose end has been met
+        over = -1  # the row that has ended
         for index in np.flatnonzero(table.has_matcher[row_of]).tolist():
             row = int(row_of[index])
             if row == over:
@@ -115,25 +117,25 @@ class GrammarMasks:
 
 
 class RepeatedMasks:
-    """Of a batch that only decodes, with the same rows in every step and none in flight while one is planned."""
+    """Masks of a batch that only decodes: each step has the same rows, and none is in flight while one is planned."""
 
     def __init__(
         self, backend: Backend, places: np.ndarray, matchers: list[Matcher], num_words: int, *, may_force: bool
     ) -> None:
-        """places: [num_masks] int32, those of the rows that the matchers belong to."""
+        """places: [num_masks] int32, the sampled places of the matchers' rows."""
         self._backend, self._places, self._matchers, self._may_force = backend, places, matchers, may_force
         self._work: list[tuple[Matcher, int, list[int]]] = [(each, nth, []) for nth, each in enumerate(matchers)]
         self._indices = places.tolist()
         self._bits = np.zeros((len(matchers), num_words), np.int32)
 
     def masks(self) -> TokenMasks | None:
-        """Of the next step. None where it is to have drafts: a grammar forces tokens."""
+        """The next step's masks. None if a grammar forces tokens, which the scheduler then adds as drafts."""
         if self._may_force and any(each.forced_tokens() for each in self._matchers):
             return None
         return _masks(self._backend, self._work, self._places, self._bits)
 
     def take(self, token_ids: np.ndarray) -> Followed | None:
-        """Follows a token of each row, [num_rows]. None where none of them completes a form or has a problem."""
+        """Passes one token of each row, [num_rows], to the matchers. None if no row is complete or has a problem."""
         completes, problems = list[int](), dict[int, str]()
         for index, matcher in zip(self._indices, self._matchers, strict=True):
             if problem := _problem_after(matcher, int(token_ids[index])):
@@ -148,7 +150,7 @@ class RepeatedMasks:
 def _masks(
     backend: Backend, work: list[tuple[Matcher, int, list[int]]], places: np.ndarray, bits: np.ndarray
 ) -> TokenMasks:
-    """That are made when the rank asks for them. No matcher of theirs moves before: their rows wait for the step."""
+    """Masks that are computed when the rank reads them. Until then no matcher advances: its row waits for the step."""
 
     def make() -> np.ndarray:
         backend.fill(work, bits)
@@ -158,7 +160,7 @@ def _masks(
 
 
 def _problem_after(matcher: Matcher, token_id: int) -> str:
-    """Why it cannot take the token, which it does; "" where it can."""
+    """Passes the token to the matcher. Returns why the grammar does not allow it, or ""."""
     if matcher.accept(token_id):
         return ""
     return matcher.problem or f"token {token_id} came, which the form of the answer does not allow"

@@ -1,5 +1,5 @@
-"""A step's new tokens, up to where they end their requests: by an end-of-sequence or stop token, by length, or because
-the form that the answer has to have is complete."""
+"""Finds which of a step's new tokens end their requests: by an end-of-sequence or stop token, by length, or because the
+structured output is complete."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from headrace.ipc.step import StepResult, nth_of_each
 
 
 class NewTokens(NamedTuple):
-    """A result's tokens; all are [num_tokens] but for counts."""
+    """A result's tokens. Arrays are [num_tokens] unless they say otherwise; masks are bool."""
 
-    row_of: np.ndarray
-    num_tokens: np.ndarray  # how many its row has with it
+    row_of: np.ndarray  # the row of each token
+    num_tokens: np.ndarray  # number of the row's tokens up to and including this one
     token_ids: np.ndarray
-    counts: np.ndarray | None  # [num_rows]: of each row; None: one each
-    ends: np.ndarray  # its request
-    stops: np.ndarray  # ends it, and not for its length
-    is_stop_token: np.ndarray  # one of the request's own
-    completes: np.ndarray  # the form that the answer has to have
-    problems: dict[int, str]  # index of a token with which its row cannot go on -> why
-    kept: np.ndarray | None = None  # of the result's tokens, which these are; None: all
+    counts: np.ndarray | None  # [num_rows]: new tokens of each row; None: one each
+    ends: np.ndarray  # the token ends its request
+    stops: np.ndarray  # the token ends its request for another reason than its length
+    is_stop_token: np.ndarray  # the token is in the request's stop_token_ids
+    completes: np.ndarray  # the token completes the structured output
+    problems: dict[int, str]  # index of a token that the grammar does not allow -> reason
+    kept: np.ndarray | None = None  # [num_tokens_of_the_result]: which of the result's tokens these are; None: all
 
     def up_to_first_end(self, counts: np.ndarray) -> NewTokens:
-        """Without what follows an end in the same row."""
+        """Drops the tokens that follow an end in the same row. counts: [num_rows]."""
         starts = np.cumsum(counts) - counts
         num_before = np.cumsum(self.ends) - self.ends
         kept = num_before == np.repeat(num_before[starts], counts)
@@ -55,9 +55,9 @@ def new_tokens(
     grammars: GrammarMasks | None,
     followed: Followed | None = None,
 ) -> NewTokens:
-    """A result's tokens up to where they end their requests. known: [num_rows], tokens of each row before.
+    """A result's tokens up to the first that ends its request. known: [num_rows], known tokens of each row before.
 
-    followed: what the grammars say of the tokens, where they have been asked."""
+    followed: the grammars' answers for these tokens if the matchers have already accepted them."""
     row_of, token_ids, counts = result.rows, result.token_ids, result.counts
     num_tokens = known + 1
     if counts is not None:
@@ -73,7 +73,7 @@ def new_tokens(
     completes, problems = np.zeros(len(token_ids), bool), dict[int, str]()
     if grammars is not None:
         completes, problems = followed or grammars.take(table, row_of, token_ids, ends)
-        completes &= ~stops  # an end-of-sequence token completes a form too, and is no part of it
+        completes &= ~stops  # an end-of-sequence token also completes a form, but is no part of the answer
         stops |= completes
         ends |= completes
         ends[list(problems)] = True

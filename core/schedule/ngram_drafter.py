@@ -1,14 +1,14 @@
-"""Draft tokens by prompt lookup: where a row's last tokens stand earlier in it, what followed them there comes next.
+"""Draft tokens by prompt lookup: if a row's last tokens also occur earlier in it, the tokens after them are the draft.
 
-(Saxena, "Prompt Lookup Decoding", 2023.) Text that is copied, edited or summarised is full of such runs; elsewhere a
-draft is a loss, so each row learns how much is worth guessing:
+(Saxena, "Prompt Lookup Decoding", 2023.) Text that is copied, edited or summarised has many such repetitions; elsewhere
+drafts only cost time. So the length of a row's next draft depends on its last one:
 
-    all of its drafts were right     it may guess twice as many next time, up to num_speculative_tokens
-    the first n were                 n + 1
-    none was                         1, and only after a rest of 2, 4, 8 ... 64 tokens
+    all draft tokens accepted        twice as many, up to num_speculative_tokens
+    the first n accepted             n + 1
+    none accepted                    1, after a rest of 2, 4, 8 ... 64 tokens
 
-Nothing is kept of the tokens themselves: a search reads a row once (a few microseconds per thousand tokens), and rows
-that rest are not searched.
+There is no index of tokens: a search reads a row once (a few microseconds per thousand tokens), and resting rows are
+not searched.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from headrace.core.schedule.requests import RowTable
 from headrace.ipc.step import StepPlan
 
 LONGEST_REST = 64
+"""Most tokens before the next draft of a row whose drafts were rejected."""
 LONGEST_PAUSE = 3
-"""Tokens between two searches of a row in which nothing is found, so that a repetition is noticed soon."""
+"""Most tokens before the next search of a row in which none was found: few, so that a repetition is noticed soon."""
 _NOTHING = np.empty(0, np.int32)
 
 
 class DraftCounts(msgspec.Struct):
-    """Since the engine's start."""
+    """Counts since the engine's start."""
 
     num_drafts: int = 0
-    """Rows' drafts of at least one token."""
+    """Drafts of at least one token: one per row and step."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = []
 
 
 class NgramDrafter:
-    """What it has learnt of each row. Borrows the row table in each call."""
+    """Finds drafts, and keeps for each row how long and when its next draft may be. Borrows the row table in each
+    call."""
 
     def __init__(self, speculation: Speculation, num_rows: int) -> None:
         self.speculation = speculation
@@ -47,22 +49,22 @@ class NgramDrafter:
             speculation.most_step_tokens - 1, speculation.most_step_tokens if most is None else most
         )
         self._limit = np.zeros(num_rows, np.int32)  # most tokens of the next draft
-        self._due_at = np.zeros(num_rows, np.int32)  # number of tokens from which on the row gets one again
-        self._num_failed = np.zeros(num_rows, np.int32)  # drafts in a row of which no token was right
-        self._num_missed = np.zeros(num_rows, np.int32)  # searches in a row in which nothing was found
-        self._distance = np.zeros(num_rows, np.int32)  # how far back the last draft was found
+        self._due_at = np.zeros(num_rows, np.int32)  # num_tokens from which on the row may get a draft again
+        self._num_failed = np.zeros(num_rows, np.int32)  # consecutive drafts of which no token was accepted
+        self._num_missed = np.zeros(num_rows, np.int32)  # consecutive searches that found nothing
+        self._distance = np.zeros(num_rows, np.int32)  # how many tokens back the last draft was found
         self._in_flight = np.zeros(num_rows, np.int32)  # draft tokens whose step has no result yet
 
     # --- planning -----------------------------------------------------------------------------------------------
 
     def waits(self, table: RowTable, rows: np.ndarray) -> np.ndarray:
-        """[num_rows] bool: rows that cannot be planned before a step in flight tells their last token: it decides how
-        many of their drafts were right, or what their next draft is."""
+        """[num_rows] bool: rows that cannot be planned before the result of a step in flight, since it decides how many
+        of their draft tokens are accepted, or what their next draft is."""
         is_pending = table.num_known_tokens[rows] < table.num_tokens[rows]
         return is_pending & ((self._in_flight[rows] > 0) | self._is_due(table, rows))
 
     def due(self, table: RowTable, rows: np.ndarray) -> np.ndarray:
-        """Indices of the rows that get a draft now if one is found."""
+        """Indices of the rows that get a draft in this step if one is found."""
         return (self._is_due(table, rows) & (table.num_known_tokens[rows] == table.num_tokens[rows])).nonzero()[0]
 
     def _is_due(self, table: RowTable, rows: np.ndarray) -> np.ndarray:
@@ -71,7 +73,7 @@ class NgramDrafter:
         return table.num_tokens[rows] >= self._due_at[rows]
 
     def propose(self, row: int, token_ids: np.ndarray, limit: int) -> np.ndarray:
-        """What may follow token_ids, [num_tokens] int32: at most `limit` tokens, or none."""
+        """A draft of the tokens after token_ids, [num_tokens] int32: at most `limit` tokens, possibly none."""
         limit = min(limit, int(self._limit[row]))
         if limit <= 0:
             return _NOTHING
@@ -84,17 +86,18 @@ class NgramDrafter:
             self._due_at[row] = len(token_ids) + min(int(self._num_missed[row]), LONGEST_PAUSE)
             return _NOTHING
         self._num_missed[row], self._distance[row] = 0, distance
-        # A match that reaches into its own continuation goes on in circles.
+        # If the match overlaps its continuation, the continuation is periodic.
         return token_ids[len(token_ids) - distance + np.arange(limit) % distance]
 
     @staticmethod
     def _find(token_ids: np.ndarray, last_distance: int, fewest: int, most: int) -> int:
-        """How far back the longest earlier run stands that ends as token_ids do; 0 for none of `fewest` tokens.
+        """How many tokens back the longest earlier match of the last tokens ends; 0 if none has at least `fewest`.
 
-        Of equally long ones that at the last distance counts, so that a copy goes on where it is; else the latest.
+        A match is at most `most` tokens long. Among equally long ones, the match at last_distance wins, so that a copy
+        continues at its place; else the latest.
         """
         num_tokens = len(token_ids)
-        # Numbers of tokens that end in the last token, as all of them do.
+        # Ends of matches: lengths of the prefixes whose last token equals the last of all.
         ends = np.flatnonzero(token_ids[: num_tokens - 1] == token_ids[-1]) + 1
         length = 1
         while len(ends) and length < most:
@@ -110,8 +113,8 @@ class NgramDrafter:
         return num_tokens - int(ends[-1])
 
     def seal(self, plan: StepPlan, table: RowTable) -> int | None:
-        """Notes a plan. How many plans may follow, each a token of each of its rows, before one of them is due; None:
-        any number."""
+        """Notes a plan. Returns how many plans, each with one more token of each row, may follow before a row may get a
+        draft. None: any number."""
         for new in plan.new_rows:
             self._limit[new.row] = self.speculation.num_speculative_tokens
             for column in (self._due_at, self._num_failed, self._num_missed, self._distance, self._in_flight):
@@ -127,8 +130,8 @@ class NgramDrafter:
     # --- results ------------------------------------------------------------------------------------------------
 
     def take(self, table: RowTable, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Learns from a step with drafts, of which each of rows brought counts [num_rows] tokens; [num_rows] bool,
-        which rows had drafts. The table knows their tokens."""
+        """Adapts the rows' draft lengths to a step with drafts. counts: [num_rows], new tokens of each of `rows`; they
+        are already in the table. Returns [num_rows] bool: which rows had drafts."""
         num_drafts = self._in_flight[rows]
         drafted = num_drafts > 0
         self._in_flight[rows] = 0

@@ -1,4 +1,4 @@
-"""A `StepPlan` in the making: what the scheduler's stages have granted so far."""
+"""Collects the tokens, rows and blocks that the scheduler's stages grant, and makes the `StepPlan` from them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _NO_ROWS = np.empty(0, np.int32)
 
 
 class PlanBuilder:
-    """Decodes are kept as arrays, since there may be a thousand; prefills one by one, since each is large."""
+    """One step's plan while it is built. Decodes are in arrays, since there may be a thousand; the few prefills are in
+    dicts."""
 
     def __init__(self, budget_tokens: int) -> None:
         self.budget = budget_tokens
-        """Tokens that the step may still compute."""
+        """The rest of the step's token budget."""
         self.total_tokens = 0
         self.decodes: np.ndarray = _NO_ROWS
-        self._drafts: dict[int, np.ndarray] = {}  # of decodes, by their index and in its order
+        self._drafts: dict[int, np.ndarray] = {}  # index in `decodes` -> draft tokens, in ascending order
         self._block_tables: list[int] = []
         self._block_ids: list[int] = []
         self._granted: dict[int, int] = {}
@@ -30,27 +31,27 @@ class PlanBuilder:
         return len(self.decodes) == 0 and not self._granted
 
     def add_decodes(self, rows: np.ndarray, tables: np.ndarray, blocks: np.ndarray) -> None:
-        """One token for each of `rows`, [num_decodes]; `tables` got one of `blocks` each."""
+        """Adds one token for each of `rows`, [num_decodes]. Block table tables[i] grew by blocks[i]."""
         self.decodes = rows
         self._block_tables += tables.tolist()
         self._block_ids += blocks.tolist()
         self._spend(len(rows))
 
     def add_draft(self, index: int, token_ids: np.ndarray, tables: list[int], blocks: list[int]) -> None:
-        """Guessed tokens, [num_drafts] int32, of the decode at `index`, for which `tables` of its row got one of
-        `blocks` each."""
+        """Adds draft tokens, [num_drafts] int32, to the decode at `index`. Its row's block table tables[i] grew by
+        blocks[i]. Calls come in ascending order of index."""
         self._drafts[index] = token_ids
         self._spend(len(token_ids))
         self._block_tables += tables
         self._block_ids += blocks
 
     def admit(self, row: int, num_cached_tokens: int) -> None:
-        """A request entered `row` in this step: it will be sent in full, its blocks included."""
+        """Notes that a request entered `row` in this step: the plan contains it in full, including its blocks."""
         self._admitted[row] = num_cached_tokens
 
     def extend(self, row: int, count: int, tables: list[int], blocks: list[int], extra_budget: int = 0) -> None:
-        """`count` more tokens of a prefill, for which `tables` of the row got one of `blocks` each. extra_budget: what
-        they take beside themselves, as ones that cost more than others."""
+        """Adds `count` tokens of a prefill. The row's block table tables[i] grew by blocks[i]. extra_budget: tokens of
+        the budget that they cost in addition to `count`."""
         self._granted[row] = self.granted(row) + count
         self._spend(count)
         self.budget -= extra_budget
@@ -66,7 +67,7 @@ class PlanBuilder:
         return self._granted.get(row, 0)
 
     def prefills(self) -> list[int]:
-        """Rows with a grant, in the order they got it."""
+        """Rows of prefills, in the order in which they were added."""
         return list(self._granted)
 
     def seal(self, step: int, table: RowTable, tables: BlockTables, released: list[int]) -> StepPlan:

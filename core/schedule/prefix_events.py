@@ -1,8 +1,9 @@
-"""Which beginnings of prompts the cache has come to hold, and which it has lost, under the names that routers look for.
+"""Records which prompt prefixes enter and leave the prefix cache, under the names that routers use.
 
-The scheduler finds blocks by hashes of its own, routers look for names of runs of blocks (ipc/prefix_names.py). Where a
-block ends such a run, the run's name is noted as the block is hashed; the pool then says when it is stored or evicted.
-What has not been taken yet is bounded: of more, the latest is left out, which costs a worse choice and nothing else.
+The scheduler finds blocks by its own hashes, while routers use names of runs of several blocks (ipc/prefix_names.py).
+When the last block of such a run is hashed, the run's name is computed and kept; the pool then reports when that block
+is stored or evicted. The number of changes that wait for `take` is bounded. Changes beyond it are left out, which can
+only make a router's choice worse.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from headrace.core.schedule.blocks import BlockPool
 from headrace.ipc.prefix_names import chunk_tokens, first_key
 
 MOST_UNTAKEN = 1 << 14
+"""Most changes that wait for `PrefixEvents.take`."""
 _SPARE_NAMES = 1 << 12
-"""How many names of blocks that are not stored are kept, besides as many as the cache can hold."""
+"""Names kept in addition to twice as many as the cache can hold, before those of blocks not stored are dropped."""
 
 
 class PrefixEvents:
-    """Observes a pool (`BlockObserver`) and a hasher, from its making on."""
+    """Observes a pool (`BlockObserver`) and a hasher, from its construction on."""
 
     def __init__(self, pool: BlockPool, hasher: BlockHasher) -> None:
         self._pool, self._block_size = pool, hasher.block_size
@@ -37,12 +39,12 @@ class PrefixEvents:
         return len(self._changes)
 
     def take(self) -> tuple[list[int], list[int]]:
-        """The names that came and those that went since the last call. One that came and went is among the latter."""
+        """The names stored and the names evicted since the last call. A name is in the list of its latest change."""
         changes, self._changes = self._changes, {}
         return [key for key, stored in changes.items() if stored], [key for key in changes if not changes[key]]
 
     def held(self) -> list[int]:
-        """All names of what the cache holds, as far as they are known."""
+        """All known names of prefixes that are in the cache."""
         return [key for block_hash, key in self._names.items() if self._pool.named(block_hash)]
 
     def stored(self, block: int, name: BlockHash) -> None:
@@ -61,14 +63,14 @@ class PrefixEvents:
         self._changes[key] = stored
 
     def _hashed(self, hashes: list[BlockHash], num_before: int, cache_salt: str, token_ids: np.ndarray) -> None:
-        """A sequence's blocks from the num_before-th on have their hashes."""
+        """Names the runs that end in blocks whose hashes were just added: those from index num_before on."""
         every, size = self._blocks_of_name, self._block_size
         for end in range(num_before // every * every + every, len(hashes) + 1, every):
             block_hash = hashes[end - 1]
             if block_hash in self._names:
                 continue
             begin = end - every
-            # A parent that nobody has named, from before there were followers, is named on the way.
+            # If the parent run was hashed before this object existed, it has no name: compute from the first run.
             key = self._names.get(hashes[begin - 1]) if begin else first_key(cache_salt)
             start = 0 if key is None else begin * size
             for first in range(start, end * size, every * size):
@@ -76,7 +78,7 @@ class PrefixEvents:
                 key = zlib.crc32(data, first_key(cache_salt) if key is None else key)
             assert key is not None, "it has been computed"
             self._names[block_hash] = key
-            if self._pool.named(block_hash):  # stored before it was named
+            if self._pool.named(block_hash):  # the block was stored before it was named
                 self._change(block_hash, stored=True)
         if len(self._names) > self._most_names:
             self._names = {each: key for each, key in self._names.items() if self._pool.named(each)}

@@ -1,7 +1,7 @@
-"""A batch that only decodes: its next plan is the one before, every request one token on.
+"""The fast path for a batch that only decodes: the next plan is the previous one, with each row one token further.
 
-Most steps of an engine are such steps. What they have in common is worked out once, and what they change is written to
-the table when somebody reads that (`settle`); the scheduler's stages run again as soon as somebody comes or leaves.
+Most of an engine's steps are like this. What these steps share is computed once, and their changes are written to the
+row table only when it is read (`settle`). When a request arrives or ends, the scheduler's stages run again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NO_ROWS = np.empty(0, np.int32)
 
 
 class RepeatedDecode:
-    """As a plan left it that computed one token of each running request, with nobody waiting."""
+    """Makes plans that repeat one plan, which computed one token of each running request while none waited."""
 
     def __init__(
         self,
@@ -30,18 +30,18 @@ class RepeatedDecode:
         publish: Callable[[np.ndarray], None],
         masks: RepeatedMasks | None = None,
     ) -> None:
-        """After the plan's tokens have been counted in the table. `publish` gets rows, some with a full block.
+        """The table already counts the plan's tokens. publish: called with all rows when some have filled a block.
 
-        masks: of the rows that follow grammars."""
+        masks: of the rows that follow grammars; None if there are none."""
         self.rows = plan.rows
         self.followed: Followed | None = None
-        """What grammars said of the step's tokens that were not taken here, if they were asked."""
+        """The grammars' answers for the tokens that `take` refused last, if the matchers have accepted those tokens."""
         self._masks = masks
         self._plan, self._table, self._tables, self._publish = plan, table, tables, publish
         self._num_planned = 0  # steps that the table does not count yet
-        self._taken: list[np.ndarray] = []  # one step's tokens each, not in the table yet
+        self._taken: list[np.ndarray] = []  # the tokens of each taken step that is not in the table yet
         self.steps_left = int((table.max_tokens_total[plan.rows] - table.num_tokens[plan.rows]).min())
-        """How many more plans there can be before a request is at its limit."""
+        """How many more plans there can be before a request reaches its token limit."""
         self._room = self._steps_to_full_block()
         self._ending_token_ids = frozenset(eos_token_ids)
         if self.steps_left > 0 and table.has_stop_token_ids[plan.rows].any():
@@ -49,13 +49,13 @@ class RepeatedDecode:
             self._ending_token_ids = self._ending_token_ids.union(*(each.stop_token_ids for each in requests if each))
 
     def limit(self, num_steps: int | None) -> None:
-        """There are at most so many more plans, where that is known."""
+        """Allows at most num_steps more plans; None: no further limit."""
         if num_steps is not None:
             self.steps_left = min(self.steps_left, num_steps)
 
     def next_plan(self, step: int, num_in_flight: int) -> StepPlan | None:
-        """None where the stages have to decide: a request is about to end, there are not enough blocks, a mask depends
-        on a step in flight, or a grammar forces tokens."""
+        """The next repeated plan. None if the stages have to plan: a request is about to end, there are too few blocks,
+        a mask depends on a step in flight, or a grammar forces tokens."""
         if self.steps_left <= 0:
             return None
         attachments = tuple[Attachment, ...]()
@@ -96,7 +96,8 @@ class RepeatedDecode:
         return self._plan
 
     def _steps_to_full_block(self) -> int:
-        """Or to the end of what a row holds, which may be several blocks: it got them for drafts that were wrong."""
+        """How many steps until the first row fills a block or uses up its blocks. A row may hold several unused blocks,
+        which it got for rejected drafts."""
         tables, computed = self._tables, self._table.num_computed_tokens[self.rows]
         held_tokens, size = tables.num_blocks[self.rows] * tables.block_size, tables.block_size
         return int(np.minimum(held_tokens - computed, size - computed % size).min())
@@ -106,7 +107,7 @@ class RepeatedDecode:
         return self.rows[self._table.num_computed_tokens[self.rows] >= held_tokens]
 
     def take(self, token_ids: np.ndarray) -> bool:
-        """A step's tokens, [num_rows] int32. False where they may end a request: the table gets nothing then."""
+        """Takes a step's tokens, [num_rows] int32. Returns False, without taking them, if they may end a request."""
         self.followed = None
         if self.steps_left <= 0 or not self._ending_token_ids.isdisjoint(token_ids.tolist()):
             return False
@@ -117,7 +118,7 @@ class RepeatedDecode:
         return True
 
     def settle(self) -> None:
-        """Writes to the table what was planned and taken since it was made, or settled last."""
+        """Writes the plans made and the tokens taken since the last call to the row table."""
         table, rows, num_taken = self._table, self.rows, len(self._taken)
         if self._num_planned:
             table.planned[:, rows] += self._num_planned

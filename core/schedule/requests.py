@@ -1,4 +1,4 @@
-"""The request table: one `Request` each from arrival to finish, and numpy columns for those that hold a row.
+"""Requests, the waiting queue, and the row table: numpy columns with one row per running request.
 
                  admit                     finish, abort, fail
     WAITING --------------> RUNNING ------------------------------> FINISHED
@@ -7,8 +7,8 @@
        |       preempt                                                  |
        +----------------------------------------------------------------+
 
-What a step touches for every running request is a column, so that its cost per request is a few nanoseconds;
-what happens once per request is an attribute.
+Values that a step touches for every running request are columns, so that they cost a few nanoseconds per request;
+values that are used once per request are attributes of `Request`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class State(enum.Enum):
 
 
 class Request:
-    """One request of one client. The scheduler owns `state`, `row` and what it computed; times are the loop's."""
+    """One request of one client. The scheduler owns `state`, `row`, tokens and hashes; the loop owns the times."""
 
     __slots__ = (
         "arrival",
@@ -67,32 +67,34 @@ class Request:
     ) -> None:
         """`token_ids` is the prompt, [num_prompt_tokens] int32."""
         self.client, self.slot, self.request_id = client, slot, request_id
-        self.token_ids = token_ids  # the prompt; generated tokens too after a preemption, or another engine's death.
-        # Stale while RUNNING.
-        self.num_given_tokens = self.num_prompt_tokens = len(token_ids)  # given: those that it came with, as said above
+        # The prompt, and the output so far after a preemption or if another engine generated it. Stale while RUNNING:
+        # the row table has the tokens then.
+        self.token_ids = token_ids
+        # Given tokens are those that the request arrived with: the prompt, and output of another engine.
+        self.num_given_tokens = self.num_prompt_tokens = len(token_ids)
         self.sampling, self.seed = sampling, seed
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
-        self.matcher: Matcher | None = None  # where the answer stands in its grammar, at its last known token
+        self.matcher: Matcher | None = None  # state of its grammar after the last known token
         self.cache_salt = ""
-        self.arrival = 0  # a running number
-        self.order: tuple[int, ...] = ()  # sorts requests by who is served first
+        self.arrival = 0  # a sequence number
+        self.order: tuple[int, ...] = ()  # sort key: the smallest is served first
         self.state = State.WAITING
         self.row = -1
         self.block_hashes: list[BlockHash] = []  # of its known full blocks; empty without prefix caching
         self.num_preemptions = 0
-        self.output_interval = 1  # tokens that are sent together
+        self.output_interval = 1  # number of tokens sent together
         self.num_sent = (
             self.num_prompt_tokens
         )  # with output_interval > 1: tokens that were sent (the prompt counts as sent)
-        self.num_prompt_logprobs = max(1, sampling.prompt_logprob_start)  # positions sent; the first has no prediction
+        self.num_prompt_logprobs = max(1, sampling.prompt_logprob_start)  # positions sent; position 0 has no logprob
         self.arrived_s = self.first_scheduled_s = self.first_token_s = 0.0
 
 
 class WaitingQueue:
-    """Waiting requests in the order of `Request.order`. Removal is lazy: a request that left is skipped.
+    """A heap of waiting requests by `Request.order`. Removal is lazy: a removed request is skipped later.
 
-    An order begins with the number of `hold`s before the request's arrival (`era`), so that those that came later are
-    behind all others whatever else they are ordered by, and can be held back.
+    The first element of an order is the queue's `era` at the request's arrival, which counts calls of `hold`. So
+    requests that arrive after a `hold` sort behind all earlier ones, and can be held back.
     """
 
     def __init__(self) -> None:
@@ -113,14 +115,14 @@ class WaitingQueue:
         self._size += 1
 
     def hold(self) -> None:
-        """Requests that arrive from now on are not served until `release`."""
+        """Requests that arrive from now on wait until `release`."""
         self.era += 1
 
     def release(self) -> None:
         self._open_era = self.era
 
     def head(self) -> Request | None:
-        """The one to serve next; None when there is none, or it is held back."""
+        """The request to serve next. None if no request waits, or if that request is held back."""
         while self._heap and self._heap[0][2].state is not State.WAITING:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap and self._heap[0][0][0] <= self._open_era else None
@@ -133,16 +135,16 @@ class WaitingQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        """A waiting request leaves without having run."""
+        """Marks a waiting request as finished and takes it out of the queue."""
         request.state = State.FINISHED
         self._size -= 1
-        if len(self._heap) > 2 * self._size + 64:  # those that left are not kept for as long as the queue is blocked
+        if len(self._heap) > 2 * self._size + 64:  # else a head that cannot run keeps all removed ones
             self._heap = [entry for entry in self._heap if entry[2].state is State.WAITING]
             heapq.heapify(self._heap)
 
 
 class RowTable:
-    """One row per running request. Columns of rows that are not active hold leftovers."""
+    """Columns with one row per running request. Inactive rows hold stale values."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         rows = max_num_seqs
@@ -151,14 +153,14 @@ class RowTable:
         self.active = np.zeros(rows, bool)
         # np.zeros maps memory lazily: only the pages of tokens that exist are ever touched.
         self.token_ids = np.zeros((rows, max_model_len), np.int32)
-        self.planned = np.zeros((2, rows), np.int32)  # the two columns that every step moves on, to be moved at once
-        self.num_tokens = self.planned[0]  # prompt and generated, those of steps in flight included
-        self.num_computed_tokens = self.planned[1]  # of those, whose keys and values exist or are planned
-        self.num_known_tokens = np.zeros(rows, np.int32)  # of those, which no step in flight has still to tell
+        self.planned = np.zeros((2, rows), np.int32)  # the two columns that every step advances, in one operation
+        self.num_tokens = self.planned[0]  # prompt and output, including tokens of steps in flight
+        self.num_computed_tokens = self.planned[1]  # tokens whose keys and values are computed or planned
+        self.num_known_tokens = np.zeros(rows, np.int32)  # num_tokens without the tokens of steps in flight
         self.num_prompt_tokens = np.zeros(rows, np.int32)
-        self.num_given_tokens = np.zeros(rows, np.int32)  # the prompt, and what another engine generated
+        self.num_given_tokens = np.zeros(rows, np.int32)  # the prompt, and output of another engine
         self.max_tokens_total = np.zeros(rows, np.int32)  # the request ends when num_tokens reaches it
-        self.min_tokens_total = np.zeros(rows, np.int32)  # no stop token counts up to here
+        self.min_tokens_total = np.zeros(rows, np.int32)  # stop tokens are ignored until there are more tokens
         self.stops_at_eos = np.zeros(rows, bool)
         self.has_stop_token_ids = np.zeros(rows, bool)
         self.has_matcher = np.zeros(rows, bool)
@@ -169,7 +171,8 @@ class RowTable:
         self.entered_step = np.zeros(rows, np.int64)  # the first step that could compute the row for this request
 
     def enter(self, request: Request, max_model_len: int, step: int) -> int:
-        """Gives a request a row, from `step` on. Blocks and computed tokens are set by the caller."""
+        """Assigns a free row to a request; `step` is the first that can compute it. The caller sets the blocks and
+        num_computed_tokens."""
         row = self.free.pop()
         sampling, tokens = request.sampling, request.token_ids
         self.requests[row] = request
@@ -191,7 +194,7 @@ class RowTable:
         return row
 
     def leave(self, row: int) -> Request:
-        """Takes the row back; the request keeps the tokens that are known."""
+        """Frees the row; the request keeps its known tokens."""
         request = self.requests[row]
         assert request is not None, f"row {row} is not in use"
         request.token_ids = self.token_ids[row, : self.num_known_tokens[row]].copy()
@@ -203,13 +206,13 @@ class RowTable:
         return request
 
     def num_missing(self, row: int) -> int:
-        """Its tokens that are still to be computed."""
+        """The number of the row's tokens that are not computed yet."""
         return int(self.num_tokens[row] - self.num_computed_tokens[row])
 
     def last_served(self) -> int:
-        """The running request that is last in the order of service."""
+        """The row of the running request that is last in the order of service."""
         return max(self.active.nonzero()[0].tolist(), key=lambda row: self.requests[row].order)  # type: ignore[union-attr]
 
     def still_there(self, rows: np.ndarray, step: int) -> np.ndarray:
-        """[num_rows] bool: which rows still hold the request that they held in the plan of `step`."""
+        """[num_rows] bool: which rows still hold the request that they held when `step` was planned."""
         return self.active[rows] & (self.entered_step[rows] <= step)

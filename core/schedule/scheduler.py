@@ -1,20 +1,21 @@
-"""Decides what each step computes. No clock, no socket, no torch, no log: state in, `StepPlan` out.
+"""Decides what each step computes. Uses no clock, socket, torch or log: state in, `StepPlan` out.
 
-There is no prefill mode and no decode mode. Each request has `num_tokens` and `num_computed_tokens`; a step
-divides a budget of tokens among requests where the second is smaller. Chunked prefill, prefix-cache hits, preemption
-and resumption follow from that. A step is a short list of stages (`schedule`), and its answer is taken in `advance`.
+There is no prefill mode and no decode mode. Each request has `num_tokens` and `num_computed_tokens`; a step divides its
+token budget among the requests whose `num_computed_tokens` is smaller. Chunked prefill, prefix-cache hits, preemption
+and resumption follow from that. `schedule` runs a short list of stages; `advance` takes the step's result.
 
-Several plans may be in flight: a plan names no token of a running row, so the next can be made before the tokens of
-the one before are known. Such a token is counted and, when its step's result comes, known (`num_known_tokens`):
+Several plans may be in flight: a plan contains no token of a running row, so the next one can be made before the
+previous step's tokens are known. `num_tokens` counts such a token from its planning on, `num_known_tokens` once the
+step's result has come:
 
     schedule N        schedule N+1             advance(N)                        schedule N+2
     row 3 samples     row 3 computes that      its token is known; if it ends    row 3 is released; what step
     a token           token, samples another   the request, the row leaves       N+1 sampled for it is dropped
 
-Every executor runs steps wholly in the order of submission. So blocks and rows that leave may be handed out again at
-once, though a step in flight still writes there: whoever gets them computes later, and writes before it reads.
+Every executor runs steps strictly in the order of submission. So released blocks and rows may be reused at once, though
+a step in flight still writes to them: their next holder runs in a later step, and writes before it reads.
 
-A class of one's own (`--scheduler-cls`) is derived from `Scheduler` and replaces stages.
+A user's scheduler (`--scheduler-cls`) derives from `Scheduler` and overrides stages.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from headrace.ipc.messages import FinishReason
 from headrace.ipc.step import StepPlan, StepResult
 
 HASHED_AT_ONCE = 64
-"""Blocks of a waiting prompt, between two looks whether those before are in the cache."""
+"""Blocks of a waiting prompt that are hashed before the prefix cache is asked whether it holds them."""
 ADMITTED_BESIDE_DECODES = 16
-"""Requests that enter in one step beside running ones, whose next tokens wait meanwhile: a few milliseconds' worth."""
+"""Most requests that one step with decodes admits: admitting takes a few milliseconds, which delays the decodes."""
 _NO_INDICES = np.empty(0, np.int32)
 _STAGES = ("_extend_decodes", "_extend_prefills", "_admit_waiting", "_top_up_prefills", "_draft", "_seal", "_extend")
-"""Methods that are run anew for every step of a class that has its own."""
+"""Stages. A derived class that overrides one gets no repeated plans, so that its stages run in every step."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of the plan and the facts that scheduling depends on."""
+    """The values from `Plan` and `Facts` that scheduling depends on."""
 
     num_blocks: int
     block_size: int
@@ -67,13 +68,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     hash_algorithm: str = "sha256"
     max_steps_in_flight: int = 1
     rows_run_ahead: bool = True
-    """A row may be in several steps in flight; else it is left out of plans until its last token is known."""
+    """A row may be in several steps in flight. If False, no plan contains a row whose last token is not known."""
     speculation: Speculation | None = None
-    """How decodes get draft tokens; None: they get none but those that a grammar forces."""
+    """How decodes get draft tokens. None: only tokens that a grammar forces become drafts."""
     prompt_logprobs_cost: float = 0.0
-    """What a prompt token whose log-probabilities are reported takes of a step's tokens beside itself."""
+    """Tokens of a step's budget that a prompt token with reported log-probabilities costs in addition to itself."""
     most_forced_step_tokens: int = 0
-    """Without speculation: a step gets tokens that grammars force as drafts, up to so many tokens in all."""
+    """Without speculation: tokens that grammars force are added as drafts until the step has so many tokens."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -83,37 +84,38 @@ class Ended(msgspec.Struct, frozen=True):
     reason: FinishReason
     stop_token: int | None
     with_last_token: bool = False
-    """The token that ended it is part of the answer."""
+    """The token that ended the request is part of the answer."""
     problem: str = ""
-    """Why it FAILED."""
+    """The reason if the request FAILED, else empty."""
 
 
 class Advance(msgspec.Struct, frozen=True):
-    """What a step brought: new tokens of `rows`, which stay valid until the next `schedule`."""
+    """The new tokens of a step and the requests that it ended. Row numbers stay valid until the next `schedule`."""
 
     rows: np.ndarray
     token_ids: np.ndarray
     """[num_tokens] int32, row after row"""
     counts: np.ndarray | None
-    """[num_rows]: how many each row brings; None: one each"""
+    """[num_rows]: the number of new tokens of each row. None: one each."""
     ended: list[Ended]
     first: list[Request]
-    """Requests whose first token here is among them."""
+    """Requests that got the first token that this engine generated for them."""
     kept: np.ndarray | None = None
-    """[num_tokens_of_the_result] bool: the tokens above, less those after an end. None: all of them."""
+    """[num_tokens_of_the_result] bool: which tokens of the result are in `token_ids`; those after an end are not.
+    None: all are."""
 
 
 class _Refusal(NamedTuple):
-    """Why the head of the queue was not admitted: there were too few blocks."""
+    """The state in which the head of the queue was not admitted, for lack of blocks."""
 
     request: Request
     num_available: int
     num_running: int
-    next_block: BlockHash | None  # that would make its hit longer; None where that is not known
+    next_block: BlockHash | None  # the first block that its prefix hit lacked; None if not known
 
 
 class Scheduler:
-    """Owns the rows, the waiting queue and the blocks. For one thread."""
+    """Owns the rows, the waiting queue and the blocks. Only one thread may use it."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         blocks_of_one = request_blocks(
@@ -149,25 +151,25 @@ class Scheduler:
         self._arrivals = 0
         self._step = 0
         self.num_in_flight = 0
-        """Plans whose result has not been taken by `advance`."""
-        self._released: list[int] = []  # rows left since the last plan, which the executor has not heard of yet
+        """Plans whose result `advance` has not taken yet."""
+        self._released: list[int] = []  # rows released since the last plan; the next plan reports them to the executor
         self._is_eos = np.zeros(max(config.vocab_size, max(config.eos_token_ids, default=0) + 1), bool)
         self._is_eos[list(config.eos_token_ids)] = True
-        self._repeated: RepeatedDecode | None = None  # while the stages would find what they found last time
+        self._repeated: RepeatedDecode | None = None  # set while running the stages would only repeat the last plan
         self._has_own_stages = any(getattr(type(self), name) is not getattr(Scheduler, name) for name in _STAGES)
         speculation = config.speculation
         self._most_step_tokens = config.most_forced_step_tokens if speculation is None else speculation.most_step_tokens
         self._drafter = None if config.speculation is None else NgramDrafter(config.speculation, config.max_num_seqs)
         self._refusal: _Refusal | None = None
         self.grammars: GrammarMasks | None = None
-        """Of answers that have to have a form; None where no request may ask for one."""
-        self._num_drafts = np.zeros(config.max_num_seqs, np.int32)  # of each row, whose step has no result yet
-        self._last_step = np.zeros(config.max_num_seqs, np.int64)  # in which a row was computed; to take turns by
+        """Makes the masks of structured outputs. None: no request may ask for structured output."""
+        self._num_drafts = np.zeros(config.max_num_seqs, np.int32)  # draft tokens in flight, by row
+        self._last_step = np.zeros(config.max_num_seqs, np.int64)  # the last step that computed each row, for `in_turn`
 
     # --- requests come and go -----------------------------------------------------------------------------------
 
     def add(self, request: Request, priority: int = 0) -> None:
-        """Queues a request. The caller has checked that it can run alone: it fits max_model_len."""
+        """Queues a request. The caller has checked that it fits max_model_len, so that it can run alone."""
         self._arrivals += 1
         request.arrival = self._arrivals
         has_begun = len(request.token_ids) > request.num_prompt_tokens
@@ -177,9 +179,9 @@ class Scheduler:
         self.settle(ended=True)
 
     def drop(self, request: Request, *, forget_blocks: bool = False) -> None:
-        """Ends a request that has not finished, wherever it is, and frees what it holds.
+        """Ends a waiting or running request and frees its row and blocks.
 
-        `forget_blocks` keeps what a failed computation wrote from being found by others.
+        forget_blocks: remove its blocks from the prefix cache, since a failed computation may have written them.
         """
         if request.state is State.WAITING:
             self.waiting.remove(request)
@@ -195,7 +197,7 @@ class Scheduler:
 
     @property
     def drafts(self) -> DraftCounts:
-        """What became of draft tokens."""
+        """Draft tokens proposed and accepted since the engine's start."""
         return DraftCounts() if self._drafter is None else self._drafter.counts
 
     @property
@@ -205,9 +207,9 @@ class Scheduler:
     # --- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can run: no request at all, or all that could waits for a step in flight.
+        """The next step's plan. None when nothing can run: there is no request, or all wait for a step in flight.
 
-        Decodes come first and always fit (a token each); what is left of the budget is shared among prefills.
+        Decodes come first and always fit (one token each); prefills share the rest of the budget.
         """
         if self._repeated is not None:
             plan = self._repeated.next_plan(self._step + 1, self.num_in_flight)
@@ -226,23 +228,21 @@ class Scheduler:
             self._draft(builder)
             if not builder.is_empty or not self.num_running or self.num_in_flight:
                 break
-            self.preempt(self.rows.last_served())  # partial prefills block each other: the last to be served yields
+            self.preempt(self.rows.last_served())  # partial prefills block each other: preempt the last in order
         if builder.is_empty:
             return None
         return self._seal(builder)
 
     def _extend_decodes(self, builder: PlanBuilder) -> bool:
-        """Every request that lacks only its last token gets it; the last in order are preempted when blocks run out.
-
-        False, with nothing done, when one would have to be preempted while a step is in flight: its result may end a
-        request and free blocks, and a preempted request loses no token that is being computed.
-        """
+        """Plans one token for each decode (a row with exactly one token to compute). If blocks run out, preempts the
+        last running requests in order. If it would have to while a step is in flight, plans nothing and returns False:
+        that step may end a request and free blocks, and a preemption would lose a token that is being computed."""
         table, tables = self.rows, self.tables
         while True:
             running = table.active.nonzero()[0]
             decodes = running[table.num_tokens[running] - table.num_computed_tokens[running] == 1]
             if self.num_in_flight or not self.config.rows_run_ahead:
-                # One token more would be beyond the limit that ends the request: it only waits for its last one.
+                # At its limit, a request only waits for the result that brings its last token.
                 decodes = decodes[table.num_tokens[decodes] < table.max_tokens_total[decodes]]
             if not self.config.rows_run_ahead:
                 is_pending = table.num_known_tokens[decodes] < table.num_tokens[decodes]
@@ -263,7 +263,7 @@ class Scheduler:
         return True
 
     def _extend_prefills(self, builder: PlanBuilder) -> None:
-        """Requests admitted before, whose prompt is not computed yet, in the order they are served."""
+        """Continues the prompts of running requests, in the order of service."""
         table = self.rows
         running = table.active.nonzero()[0]
         pending = running[table.num_tokens[running] - table.num_computed_tokens[running] > 1].tolist()
@@ -277,7 +277,7 @@ class Scheduler:
             )
 
     def _admit_waiting(self, builder: PlanBuilder) -> None:
-        """In order, and only when the whole prompt finds blocks: half-admitted prompts would block each other."""
+        """Admits requests in order, each only if its whole prompt finds blocks: partial prompts would block others."""
         table, block_size = self.rows, self.config.block_size
         most = ADMITTED_BESIDE_DECODES if len(builder.decodes) else len(table.free)
         while builder.budget > 0 and table.free and (request := self.waiting.head()) is not None:
@@ -299,13 +299,13 @@ class Scheduler:
             table.num_computed_tokens[row] = num_cached
             builder.admit(row, num_cached)
             if request.num_preemptions == 0:
-                self.num_prompt_tokens += len(request.token_ids)  # of one that goes on here, all that is computed
+                self.num_prompt_tokens += len(request.token_ids)  # includes output of another engine, if it migrated
                 self.num_cached_prompt_tokens += num_cached
             self._extend(builder, row, count)
 
     def _lacks_blocks(self, request: Request, hit: PrefixHit) -> bool:
         missing = self.tables.num_missing(len(request.token_ids), hit)
-        growth = self.num_running * len(self.tables.groups)  # each may want a block before this request is done
+        growth = self.num_running * len(self.tables.groups)  # each may need one more block before this request ends
         return missing + growth > self.pool.num_available - self.pool.num_unheld(hit.all_blocks)
 
     def _refuse(self, request: Request, hit: PrefixHit) -> _Refusal:
@@ -315,7 +315,7 @@ class Scheduler:
         return _Refusal(request, self.pool.num_available, self.num_running, next_block)
 
     def _is_refused_still(self, request: Request) -> bool:
-        """Whether nothing has changed since it was refused that could admit it: its prefix is not looked up again."""
+        """Whether nothing relevant has changed since the request was refused, so that looking it up again is futile."""
         last = self._refusal
         return (
             last is not None
@@ -327,7 +327,7 @@ class Scheduler:
         )
 
     def _top_up_prefills(self, builder: PlanBuilder) -> None:
-        """What nobody else could use goes to prompts that were held to a share."""
+        """Gives the rest of the budget to prompts that were limited to a share of it."""
         for row in builder.prefills():
             if builder.budget <= 0:
                 break
@@ -337,7 +337,7 @@ class Scheduler:
                 self._extend(builder, row, min(rest, builder.budget))
 
     def _draft(self, builder: PlanBuilder) -> None:
-        """Decodes get drafts of their next tokens, as far as there is room for them in the step and in the cache."""
+        """Adds draft tokens to decodes, as many as the step's budget and the free blocks allow."""
         table, tables, block_size = self.rows, self.tables, self.config.block_size
         due = _NO_INDICES if self._drafter is None else self._drafter.due(table, builder.decodes)
         guessed = frozenset(due.tolist())
@@ -354,7 +354,7 @@ class Scheduler:
             row = int(builder.decodes[index])
             num_tokens, held = int(table.num_tokens[row]), int(tables.num_blocks[row])
             tables.give_back([row], table)
-            # Each running request may want a block before this one is done with those it gets for drafts.
+            # Each running request may need a block before this one has used the blocks that it gets for drafts.
             spare = max(0, tables.num_free_to_grow() - self.num_running)
             limit = min(
                 most_of_row,
@@ -382,7 +382,7 @@ class Scheduler:
         table.num_tokens[plan.rows[plan.sampled]] += 1
         if plan.drafts is not None:
             self._num_drafts[plan.rows] = plan.drafts.counts
-        quiet_steps = None  # how many plans there can be before somebody might get a draft; None: any number
+        quiet_steps = None  # plans that can follow before a row may get a draft; None: any number
         if self._drafter is not None:
             quiet_steps = self._drafter.seal(plan, table)
         if self.grammars is not None and (masks := self.grammars.masks(plan, table)) is not None:
@@ -403,13 +403,14 @@ class Scheduler:
             masks = self.grammars.repeated(self.rows, plan.rows, may_force=len(plan.rows) < self._most_step_tokens)
         return RepeatedDecode(plan, self.rows, self.tables, self.config.eos_token_ids, self._publish_full, masks)
 
-    # --- the answer ---------------------------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------------------------
 
     def advance(self, result: StepResult) -> Advance:
-        """Takes the sampled tokens in, ends what they end, and says so. Results come in the order of their plans.
+        """Adds a result's tokens to their requests and ends the requests that are complete. Results must come in the
+        order of their plans.
 
-        Failed rows are dropped by the caller, and so is what the result tells of rows that hold another request by
-        now, or none (`outputs.drop_departed`).
+        The caller has dropped the requests of failed rows, and has removed from the result the rows whose request has
+        ended since the step was planned (`outputs.drop_departed`).
         """
         self.num_in_flight -= 1
         table, rows, token_ids, followed = self.rows, result.rows, result.token_ids, None
@@ -441,16 +442,16 @@ class Scheduler:
             with_last_token = bool(new.completes[index])
             ended.append(Ended(request, reason, stop_token, with_last_token, problem))
         if self.hasher is not None and self.num_in_flight:
-            # Blocks whose last token a step in flight computes, and that could not be named before it was known.
+            # A step in flight computes the last token of these blocks. They can be named only now that it is known.
             full = (known_now % self.config.block_size == 0) & (table.num_computed_tokens[rows] >= known_now)
             for index in (full & table.active[rows]).nonzero()[0].tolist():
                 self._publish(int(rows[index]), int(known_now[index]) - 1, 1)
         return Advance(rows, new.token_ids, new.counts, ended, first, new.kept)
 
     def _take_drafted(self, rows: np.ndarray, known: np.ndarray, known_now: np.ndarray, counts: np.ndarray) -> None:
-        """Of rows with drafts: which of their tokens are computed, now that it is known which drafts were right.
+        """Rolls `num_tokens` and `num_computed_tokens` of rows with drafts back to the accepted drafts.
 
-        known, known_now: tokens of each row before and after; counts: how many were sampled, [num_rows] each.
+        known, known_now: [num_rows], known tokens of each row before and after; counts: [num_rows], sampled tokens.
         """
         table, drafted = self.rows, self._num_drafts[rows] > 0
         self._num_drafts[rows] = 0
@@ -462,10 +463,10 @@ class Scheduler:
             for index in drafted.nonzero()[0].tolist():
                 self._publish(int(rows[index]), int(known[index]) - 1, int(known_now[index] - known[index]))
 
-    # --- pieces of the stages -----------------------------------------------------------------------------------
+    # --- parts of the stages ------------------------------------------------------------------------------------
 
     def _extend(self, builder: PlanBuilder, row: int, count: int) -> None:
-        """Plans up to `count` more tokens of a row, as far as there are blocks for them."""
+        """Plans up to `count` more tokens of a row: as many as there are blocks for."""
         tables, block_size = self.tables, self.config.block_size
         start = int(self.rows.num_computed_tokens[row]) + builder.granted(row)
         held = int(tables.num_blocks[row])
@@ -481,8 +482,8 @@ class Scheduler:
             self._publish(row, start, count)
 
     def _affordable(self, builder: PlanBuilder, row: int, start: int, count: int) -> tuple[int, int]:
-        """How many of a row's `count` tokens from `start` on the step computes, and what they take of its budget beside
-        themselves: logits of prompt tokens would make it longer than any other step. Each row gets one token anyway."""
+        """How many of a row's `count` tokens from `start` on the step can compute, and the extra budget that they use.
+        Prompt log-probabilities cost extra: their logits make a step long. Each row gets at least one token."""
         request, cost = self.rows.requests[row], self.config.prompt_logprobs_cost
         assert request is not None, f"row {row} is planned without a request"
         if request.sampling.prompt_logprobs is None or not cost or count <= 0:
@@ -494,10 +495,10 @@ class Scheduler:
         return count, min(builder.budget - count, math.ceil(cost * max(0, count - unreported)))
 
     def _look_up(self, request: Request) -> PrefixHit:
-        """Cached blocks that the request's tokens start with.
+        """Looks up the request's longest cached prefix.
 
         At least one token is always computed, since its logits choose the next one. Prompt log-probabilities
-        need the logits of every prompt position but those before prompt_logprob_start.
+        need the logits of every prompt position from prompt_logprob_start on.
         """
         sampling, usable_tokens = request.sampling, len(request.token_ids) - 1
         if sampling.prompt_logprobs is not None:
@@ -505,16 +506,16 @@ class Scheduler:
         if self.hasher is None or sampling.skip_reading_prefix_cache or not usable_tokens:
             return self.tables.find([])
         usable, hashes = usable_tokens // self.config.block_size, request.block_hashes
-        # A long prompt is hashed as far as it is found; the rest when it is computed, a step's share at a time.
+        # A long prompt is hashed only as far as the cache holds it; the rest is hashed when its tokens are planned.
         while len(hashes) < usable and self.tables.may_go_on(hashes):
             self.hasher.extend(hashes, request.cache_salt, request.token_ids, min(usable, len(hashes) + HASHED_AT_ONCE))
         return self.tables.find(hashes[:usable])
 
     def _publish(self, row: int, start: int, count: int) -> None:
-        """The blocks that this step fills by computing tokens [start, start + count) can be found from now on.
+        """Adds the blocks that this step fills by computing tokens [start, start + count) to the prefix cache.
 
-        They are named before they are written. Even a request admitted to this very step may read them: in each
-        layer, all of a step's keys and values are written before any is attended to.
+        They are published before they are written. Even a request admitted in the same step may read them: in each
+        layer, all of a step's keys and values are written before any is read.
         """
         block_size = self.config.block_size
         first, end = start // block_size, (start + count) // block_size
@@ -522,7 +523,7 @@ class Scheduler:
             self.tables.publish(row, slice(first, end), self._hashes(row, end)[first:end])
 
     def _hashes(self, row: int, num_blocks: int) -> list[BlockHash]:
-        """Of the row's blocks, at least of the first num_blocks, whose tokens are known."""
+        """Hashes of at least the row's first num_blocks blocks, whose tokens must be known."""
         request = self.rows.requests[row]
         assert request is not None, f"row {row} is planned without a request"
         hashes = request.block_hashes
@@ -531,7 +532,7 @@ class Scheduler:
         return hashes
 
     def _publish_full(self, rows: np.ndarray) -> None:
-        """Of these decodes, those whose planned token fills a block and is known; `advance` does the others."""
+        """Publishes blocks that the planned tokens of these decodes fill if they are known; `advance` does the rest."""
         if self.hasher is None:
             return
         computed = self.rows.num_computed_tokens[rows]
@@ -543,9 +544,9 @@ class Scheduler:
             self.tables.publish(rows, ends - 1, [self._hashes(row, end)[end - 1] for row, end in each])
 
     def preempt(self, row: int) -> None:
-        """By recomputation: the request gives up row and blocks and waits in its old place in the order.
+        """Preempts by recomputation: the request releases its row and blocks and waits in its old place in the queue.
 
-        Not while a step is in flight.
+        Must not be called while a step is in flight.
         """
         assert not self.num_in_flight, "a request was to be preempted while a step was in flight"
         request = self._leave(row)
@@ -560,14 +561,15 @@ class Scheduler:
         return self.rows.leave(row)
 
     def settle(self, *, ended: bool = False) -> None:
-        """Brings the row table up to date with what was planned and taken. `ended`: the stages make the next plan."""
+        """Writes the steps of `RepeatedDecode` to the row table. ended: from now on the stages make the plans."""
         if self._repeated is not None:
             self._repeated.settle()
         if ended:
             self._repeated = None
 
     def audit(self) -> Iterator[None]:
-        """Raises AssertionError unless blocks and rows agree. In pieces, between which nothing may change."""
+        """Raises AssertionError unless blocks and rows are consistent. A generator of short pieces of work; the state
+        must not change between them."""
         active = np.flatnonzero(self.rows.active).tolist()
         assert len(active) + len(self.rows.free) == self.config.max_num_seqs, "a row is lost"
         for row in active:
@@ -584,8 +586,8 @@ class Scheduler:
             pass
 
     def forget_blocks(self) -> None:
-        """Every block is free again, whatever the books say: running requests will compute their keys and values anew.
-        With no step in flight."""
+        """Makes every block free, even if the accounting is inconsistent, and preempts all running requests, which
+        recompute their keys and values. No step may be in flight."""
         self.tables.clear()
         for row in np.flatnonzero(self.rows.active).tolist():
             self.preempt(row)
