@@ -1,5 +1,5 @@
-"""What a request must be to enter the core, which trusts no client: within its fields' ranges (ipc/ranges.py), and
-within what the model and the options allow. The frontend checks what its user wrote, in the user's words.
+"""Checks of new requests. The core trusts no client: a request must lie within its fields' ranges (ipc/ranges.py) and
+within the limits of the model and the options. The frontend has its own checks, whose errors are in the user's terms.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from headrace.ipc.plugins import has_logits_processors
 from headrace.ipc.ranges import FLOAT32, VOCABULARY, names_marked, out_of_range
 
 FIELD = "SamplingParams"
-"""Before the name of a wrong field: by it `InvalidRequestError.parameter` finds that."""
+"""Prefix of an invalid field's name in an error; `InvalidRequestError.parameter` finds the name by it."""
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would only overflow."""
+"""Lower temperatures count as greedy, since dividing logits by them would overflow."""
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -39,17 +39,17 @@ def nth_seed(seed: int, n: int) -> int:
 
 
 def signed(seed: int) -> int:
-    """As the wire has it: in 64 bits of which one is the sign."""
+    """An unsigned 64-bit seed as the signed 64-bit number of the wire."""
     return seed - (1 << 64) if seed >> 63 else seed
 
 
 def _token_ids(value: Any) -> Iterable[int]:
-    """Of token ids, of runs of them, or of a dict by token id."""
+    """All token ids in a collection of token ids, a collection of tuples of them, or a dict with token ids as keys."""
     return itertools.chain.from_iterable(each if isinstance(each, tuple) else (each,) for each in value)
 
 
 class Admission:
-    """Checks messages and makes `Request`s of them."""
+    """Checks AddRequest messages and makes `Request`s from them."""
 
     def __init__(self, plan: Plan, facts: Facts) -> None:
         self.max_waiting = plan.options.max_waiting_requests
@@ -136,7 +136,8 @@ class Admission:
         return None
 
     def request(self, client: int, message: AddRequest) -> Request:
-        """A checked message as a request. Its seed is its own, or the next one drawn from the engine's."""
+        """Makes a `Request` from a checked message. Without a seed of its own it gets the next one of the engine's
+        sequence."""
         assert isinstance(message.task, Generate), "only a checked message becomes a request"
         num_prompt_tokens = len(message.prompt_token_ids) - message.num_resumed_tokens
         sampling = self._fitted(message.task.sampling, num_prompt_tokens)
@@ -160,7 +161,7 @@ class Admission:
         return request
 
     def _fitted(self, sampling: Sampling, num_prompt_tokens: int) -> Sampling:
-        """Numbers brought within the model's length and vocabulary, where that changes nothing of the answer."""
+        """Clamps values to the model's length and vocabulary, only where that does not change the answer."""
         room = self._max_model_len - num_prompt_tokens
         return msgspec.structs.replace(
             sampling,
@@ -188,7 +189,8 @@ class Admission:
         return self.refusal("the engine is shutting down and takes no new requests", kind=SHUT_DOWN)
 
     def asleep(self) -> Failure:
-        """Waiting for somebody to wake it up would look like a hang to whoever asks, who may be that somebody."""
+        """A refusal while the engine sleeps. Waiting would look like a hang, and the caller may be the one that has to
+        wake the engine up."""
         return self.refusal("the engine sleeps, and takes no requests until wake_up", kind="EngineAsleepError")
 
     def refusal(self, why: str, *, retry_after_s: float = 0.0, kind: str = "InvalidRequestError") -> Failure:

@@ -1,4 +1,4 @@
-"""Control commands (ipc/control.py) in the core: carried out on the loop's thread, with no step in flight."""
+"""Carries out control commands (ipc/control.py) in the core, on the loop's thread and with no step in flight."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ class Controlled(Protocol):
 
 
 class Pause:
-    """Whether steps are planned: running, finishing what is here before a pause (`wait`), or paused.
+    """State of a pause: running, finishing present requests before a pause (mode `wait`), or paused.
 
-    A pause outlives the client that asked for it.
+    A pause continues even if the client that asked for it leaves.
     """
 
     def __init__(self, scheduler: Scheduler, reached: Callable[[int, int, PauseGeneration | Sleep], None]) -> None:
-        """reached: called with client, call and command of each caller once the pause is reached or was cancelled."""
+        """reached: called with client, call and command of each caller when the pause is reached or cancelled."""
         self._scheduler, self._reached = scheduler, reached
         self._asked: PauseGeneration | Sleep | None = None
-        self._callers: list[tuple[int, int, PauseGeneration | Sleep]] = []  # client, call, command: not answered yet
+        self._callers: list[tuple[int, int, PauseGeneration | Sleep]] = []  # client, call, command; not answered yet
         self.is_reached = False
-        """No step is planned, whatever waits."""
+        """No step is planned, even if requests wait."""
 
     @property
     def is_asked(self) -> bool:
@@ -76,7 +76,7 @@ class Pause:
 
     @property
     def is_for_sleep(self) -> bool:
-        """Nobody but Sleep has asked for it."""
+        """Only Sleep has asked for the pause, not PauseGeneration."""
         return isinstance(self._asked, Sleep)
 
     @property
@@ -85,7 +85,8 @@ class Pause:
         return bool(self._callers)
 
     def ask(self, client: int, call: int, command: PauseGeneration | Sleep) -> None:
-        """Begins one. With `wait`, requests that are here may still be planned; else no step may be in flight."""
+        """Begins a pause. With mode `wait`, present requests are still planned; with other modes no step may be in
+        flight."""
         if not (self.is_asked and isinstance(command, Sleep)):
             self._asked = command
         self._callers.append((client, call, command))
@@ -95,7 +96,7 @@ class Pause:
             self.is_reached = True
 
     def reach(self) -> None:
-        """Nothing runs any more: callers are answered."""
+        """The pause is reached, or was cancelled: answers the callers."""
         if self._asked is not None:
             self.is_reached = True
             if self._asked.clear_cache:
@@ -105,14 +106,14 @@ class Pause:
             self._reached(client, call, command)
 
     def resume(self) -> None:
-        """Ends the pause, and the waiting for it."""
+        """Ends the pause, or cancels it if it is not reached yet."""
         self._asked, self.is_reached = None, False
         self._scheduler.waiting.release()
         self.reach()
 
 
 class Controller:
-    """Carries out control commands and answers them. For the loop's thread."""
+    """Carries out control commands and answers them. Used only by the loop's thread."""
 
     def __init__(
         self, plan: Plan, facts: Facts, executor: Controlled, scheduler: Scheduler, reply: Callable[[int, Reply], None]
@@ -122,22 +123,23 @@ class Controller:
         self._scheduler, self._reply = scheduler, reply
         self.pause = Pause(scheduler, self._pause_reached)
         self.asleep: frozenset[str] = frozenset()
-        """Which tags of WakeUp are asleep now."""
+        """The parts (tags of WakeUp) that are asleep now."""
         self._level = 0
-        """Of the last Sleep."""
+        """The level of the last Sleep."""
         self._bounded = BoundedCalls(plan.options.control_timeout)
         self._folder = profile_folder(plan.options)
         self._prefix = ""
         self.timeline: Timeline | None = None
-        """The profile that is being recorded."""
+        """The profile being recorded, or None."""
         self.on_weights: Callable[[str], None] = lambda weights: None
-        """Called when the executor computes with other weights than before, with WorkerAnswer.weights."""
+        """Called when the executor's weights have changed, with the new WorkerAnswer.weights."""
         self._weights = plan.model.weights
 
     def carry_out(self, client: int, call: int, command: Commands) -> None:
-        """With no step in flight. A command that fails is answered with the reason and changes nothing.
+        """Carries out and answers a command; no step may be in flight. One that fails changes nothing and is answered
+        with the reason.
 
-        Raises EngineDeadError, after the answer, where the executor turns out to be dead.
+        Raises EngineDeadError, after the answer, if the executor is found dead.
         """
         result, failure, death = None, None, None
         try:
@@ -147,7 +149,7 @@ class Controller:
             death = error if isinstance(error, EngineDeadError) else None
         if failure is None and isinstance(command, ReloadWeights | Sleep):
             forget_computed(self._scheduler)
-        # A sleep that failed is over too.
+        # A sleep that failed ends its pause too.
         slept = isinstance(command, Sleep | WakeUp) and self.pause.is_for_sleep and not self.asleep
         if slept or (failure is None and isinstance(command, ResumeGeneration)):
             self.pause.resume()
@@ -157,7 +159,7 @@ class Controller:
 
     @property
     def sleep_level(self) -> int:
-        """0: nothing is asleep."""
+        """The level of the present sleep; 0 if nothing is asleep."""
         return self._level if self.asleep else 0
 
     def _pause_reached(self, client: int, call: int, command: PauseGeneration | Sleep) -> None:
@@ -172,7 +174,7 @@ class Controller:
     # --- each command -------------------------------------------------------------------------------------------
 
     def _result_of(self, command: Commands) -> ControlResult | None:
-        """Carries it out. Raises HeadraceError, with everything as it was before, when it cannot be done."""
+        """Carries out a command. Raises HeadraceError, with the state unchanged, if it cannot be done."""
         match command:
             case StartProfile():
                 self._start_profile(command)
@@ -206,7 +208,7 @@ class Controller:
         except EngineDeadError:
             raise
         except HeadraceError:
-            self._executor.control(WakeUp())  # the ranks that had fallen asleep
+            self._executor.control(WakeUp())  # wakes the ranks that are already asleep
             raise
         self.asleep, self._level = ASLEEP, command.level
 
@@ -254,7 +256,7 @@ class Controller:
         if self.timeline is None or self._folder is None:
             raise HeadraceError("no profile is being recorded; start one first")
         timeline, self.timeline = self.timeline, None
-        answers = self._executor.control(command)  # whatever becomes of the core's part, they record no more
+        answers = self._executor.control(command)  # stops the workers' recording even if the core's file fails
         path = self._folder / f"{self._prefix}core-{os.getpid()}.json"
         try:
             self._bounded.run("writing the profile", timeline.write, path)
@@ -276,14 +278,14 @@ class Controller:
 
 
 def forget_computed(scheduler: Scheduler) -> None:
-    """Drops all keys and values: running requests will compute theirs again. With no step in flight."""
+    """Drops all keys and values; running requests are preempted and recompute theirs. No step may be in flight."""
     for row in scheduler.rows.active.nonzero()[0].tolist():
         scheduler.preempt(row)
     scheduler.pool.reset_cache()
 
 
 def profile_folder(options: Options) -> Path | None:
-    """Where profiles go. Raises OptionError for settings that are not understood."""
+    """The folder for profiles, or None if the options name none. Raises OptionError for invalid settings."""
     settings = options.profiler_config
     unknown = [key for key in settings if key not in _PROFILER_KEYS]
     if unknown:

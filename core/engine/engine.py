@@ -1,4 +1,4 @@
-"""Puts an engine core together: model, plan, memory, port, loop. The daemon runs one; so can any thread."""
+"""Builds an engine core: model, plan, memory, port, loop. The engine-core program runs one; so can a thread."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ EXECUTORS = {
 }
 
 OnPhase = Callable[[str, float], None]
-"""The name of the phase that begins, and how many seconds the one before it took."""
+"""Called with the name of the phase that begins and the seconds that the previous one took."""
 OnRead = Callable[[int, int], None]
-"""Bytes of the weights that have been read, and of how many."""
+"""Called with the bytes of weights read so far and the total."""
 
 
 class Phases:
-    """Times the start-up: each phase lasts until the next begins."""
+    """Measures the phases of the start-up; each lasts until the next begins."""
 
     def __init__(self, on_phase: OnPhase, read: OnRead) -> None:
         self._on_phase = on_phase
         self.read = read
-        """Hears how much of the weights has been read; see Reporter in executor/rank.py."""
+        """Called with the progress of reading weights; see Reporter in executor/rank.py."""
         self._name = ""
         self._began_s = time.monotonic()
         self.seconds: dict[str, float] = {}
 
     def __call__(self, name: str) -> None:
-        """Ends the phase before; an empty name ends the last one."""
+        """Begins a phase and ends the previous one. An empty name only ends the last phase."""
         now_s = time.monotonic()
         took_s = now_s - self._began_s
         if self._name:
@@ -76,7 +76,7 @@ class Phases:
 
 
 class EngineCore:
-    """One model, served through one port. `start` then `run`, on one thread; `stop` from any other."""
+    """Serves one model through one port. Call `start` and then `run` on one thread; `stop` from any other."""
 
     def __init__(self, options: Options, port: ZmqPort | MemoryPort, executor: Executor | None = None) -> None:
         self._options, self.port = options, port
@@ -91,7 +91,7 @@ class EngineCore:
     def start(
         self, on_phase: OnPhase = lambda name, seconds: None, on_read: OnRead = lambda done_bytes, total_bytes: None
     ) -> None:
-        """Loads everything and begins to answer clients. Raises OptionError or ModelError with the cause."""
+        """Loads the model and begins to answer clients. Raises OptionError or ModelError with the cause."""
         phases = Phases(on_phase, on_read)
         phases("import")
         for check in (scheduler_class, profile_folder, check_stored_format):  # fail before a model is loaded
@@ -101,7 +101,7 @@ class EngineCore:
         description = executor.describe(phases)
         plan = self.plan = resolve(self._options, description)
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
-            tokenizer = pool.submit(executor.tokenizer)  # converting one may take as long as loading the weights
+            tokenizer = pool.submit(executor.tokenizer)  # converting it may take as long as loading the weights
             reading = executor.load(plan, phases)
             facts = self.facts = fit_cache(plan, reading)
             phases("allocate")
@@ -131,7 +131,7 @@ class EngineCore:
         self.port.serve(self._sessions)
 
     def announce(self, coordinators: Sequence[str]) -> None:
-        """From now until `close` these coordinators know the engine. Raises AddressError and KeyFileError."""
+        """Announces the engine to these coordinators until `close`. Raises AddressError and KeyFileError."""
         if coordinators and isinstance(self.port, ZmqPort):
             address = reachable(self.port.address, coordinators[0])
             entry = entry_of(self.welcome, address, self._options.data_parallel_rank)
@@ -144,7 +144,7 @@ class EngineCore:
         return State(self._loop.load, is_draining=self._loop.is_stopping)
 
     def run(self) -> None:
-        """Serves until `stop`. Raises what ended the executor."""
+        """Serves until `stop`. Raises the error that ended the executor."""
         assert self._loop is not None, "run before start"
         self._loop.run()
 
@@ -153,7 +153,7 @@ class EngineCore:
         self._inbox.put((0, StopOrder(deadline_s)))
 
     def close(self) -> None:
-        """Frees the device and the port; after `run` has returned, or instead of it."""
+        """Frees the device and the port. Call it after `run` has returned, or instead of `run`."""
         if self._announcer is not None:
             self._announcer.close()
         if self._executor is not None:
@@ -194,7 +194,7 @@ class EngineCore:
         )
 
     def _on_weights(self, weights: str) -> None:
-        """Others were read in their place: who is connected hears it, and who comes later."""
+        """Sends the model version of reloaded weights to connected clients and, in the Welcome, to later ones."""
         assert self.plan is not None, "weights are read again once the engine has started"
         self.welcome = msgspec.structs.replace(self.welcome, model_version=self.plan.model_version(weights))
         self._sessions.welcome = self.welcome
@@ -203,9 +203,10 @@ class EngineCore:
 
 
 def load_executor(options: Options) -> Executor:
-    """The executor that the options name, imported by name because the core never imports torch itself.
+    """The executor that the options name. It is imported by name because the core itself never imports torch.
 
-    Raises OptionError when the name is not `uni`, `mp` or an importable module:Class, and for options it cannot serve.
+    Raises OptionError if the name is none of EXECUTORS, no plugin's and no importable module:Class, and for options
+    that the executor cannot serve.
     """
     warn_of_vllm_plugins()
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
@@ -279,10 +280,11 @@ def _check_in_process(options: Options, executor: Executor | None) -> None:
 
 
 class EngineThread:
-    """An engine core on a thread of this process, reached through its MemoryPort; otherwise like a child program."""
+    """An engine core on a thread of this process, reached through its MemoryPort. Has the methods of a child process
+    (`Child`)."""
 
     def __init__(self, options: Options, executor: Executor | None = None) -> None:
-        """Returns once the engine answers. Raises what its start raised."""
+        """Returns once the engine answers. Raises the error with which its start failed."""
         _check_in_process(options, executor)
         self.port = MemoryPort()
         self._on_exit: list[Callable[[Failure], None]] = []
@@ -298,7 +300,7 @@ class EngineThread:
         self._thread.start()
 
     def on_exit(self, callback: Callable[[Failure], None]) -> None:
-        """Calls back, from the engine's thread, when it ends without having been asked to."""
+        """Registers a callback for an unexpected end of the engine. It is called on the engine's thread."""
         self._on_exit.append(callback)
 
     def stop(self, deadline_s: float = 0.0) -> None:

@@ -1,5 +1,5 @@
-"""Clients that are told what the prefix cache holds: a few messages a second, the same for all of them, and fewer where
-there are many."""
+"""Reports the prefix cache's content to clients that follow it: a few messages a second, the same for all of them, and
+fewer if there are many."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ MOST_TOLD_AT_FIRST = 1 << 16
 
 
 class PrefixFollowers:
-    """Costs nothing until somebody follows."""
+    """Clients that follow the prefix cache. Nothing is recorded until the first one."""
 
     def __init__(self, scheduler: Scheduler, send: Callable[[int, messages.CoreMessage], None]) -> None:
         self._scheduler, self._send = scheduler, send
         self._clients: set[int] = set()
         self._events: PrefixEvents | None = None
         self.due_s = math.inf
-        """When `tell` is next due, while steps run."""
+        """When `tell` is next due while steps run (monotonic seconds)."""
 
     def add(self, client: int) -> None:
-        """Tells it all that is known to be held."""
+        """Adds a client and sends it the names of the prefixes known to be cached."""
         hasher = self._scheduler.hasher
-        if hasher is None:  # there is no prefix cache
+        if hasher is None:  # prefix caching is off
             return
         if self._events is None:
             self._events = PrefixEvents(self._scheduler.pool, hasher)
-        if not self._clients:  # what nobody was told may have gaps
+        if not self._clients:  # changes recorded while nobody followed may be incomplete
             self._events.take()
         self._clients.add(client)
         self.due_s = min(self.due_s, time.monotonic() + tell_every_s(len(self._clients)))
@@ -45,7 +45,7 @@ class PrefixFollowers:
             self.due_s = math.inf
 
     def tell(self, now_s: float | None = None) -> None:
-        """Everybody, what has changed since the last time."""
+        """Sends all followers the changes since the last call."""
         if self._events is None or not self._clients:
             return
         self.due_s = (time.monotonic() if now_s is None else now_s) + tell_every_s(len(self._clients))

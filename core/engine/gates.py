@@ -6,9 +6,9 @@
                      FINISHED
 
 A gate is a reason and a key: the grammar with this hash is being compiled, the adapter of this name is being loaded,
-the blocks of this transfer are on their way, the encoder's output of this image is missing. A Gatekeeper says of a new
-request which of its gates are closed, starts the work behind each, and reports the end of it with GateOpened or
-GateFailed in the loop's inbox, from any thread. Several requests may wait for the same gate.
+the blocks of this transfer are on their way, the encoder's output of this image is missing. For a new request, a
+Gatekeeper reports which of its gates are closed and starts the work behind each. When that work ends, it puts
+GateOpened or GateFailed into the loop's inbox, from any thread. Several requests may wait for the same gate.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from headrace.ipc.messages import AddRequest
 
 class Gate(NamedTuple):
     reason: str
-    """What kind of condition it is: a label of metrics, so one of a few."""
+    """The kind of condition. It is a label of metrics, so there are only a few."""
     key: str
-    """Which one of the kind."""
+    """Identifies the condition among those of its kind."""
 
 
 class GateOpened(msgspec.Struct, frozen=True):
-    """Not a wire message: the condition has come true."""
+    """Not a wire message: the gate's condition is met."""
 
     gate: Gate
 
 
 class GateFailed(msgspec.Struct, frozen=True):
-    """Not a wire message: it never will; requests that wait for it end with this."""
+    """Not a wire message: the condition will never be met. Requests that wait for the gate end with `failure`."""
 
     gate: Gate
     failure: Failure
 
 
 class Gatekeeper(Protocol):
-    """What knows one reason's conditions. Called on the loop's thread, so it must not wait for anything."""
+    """Decides and fulfils the conditions of one reason. Called on the loop's thread, so it must not block."""
 
     def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
-        """Those that the request needs and that are closed; each is reported later, whatever comes of it.
+        """The closed gates that the request needs. Each is later reported as opened or failed.
 
-        What stands behind a gate is put into the request before the gate is reported open, or at once where none is
-        closed."""
+        The result of the work behind a gate (such as a matcher) is set in the request before the gate is reported open,
+        or at once if the gate is not closed."""
         ...
 
 
@@ -65,7 +65,7 @@ class _Gated(NamedTuple):
 
 
 class Gates:
-    """Requests that wait for gates, in order of arrival. For the loop's thread."""
+    """Requests that wait for gates, in order of arrival. Used only by the loop's thread."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -80,7 +80,7 @@ class Gates:
         self._gatekeepers.append(gatekeeper)
 
     def hold(self, request: Request, message: AddRequest) -> bool:
-        """Whether the request waits for a gate now; else it may be scheduled."""
+        """Holds the request if any of its gates is closed. False: it may be scheduled."""
         closed = {gate for gatekeeper in self._gatekeepers for gate in gatekeeper.closed_gates(request, message)}
         if not closed:
             return False
@@ -90,8 +90,8 @@ class Gates:
         return True
 
     def open(self, gate: Gate, most: int = sys.maxsize) -> tuple[list[tuple[Request, int]], bool]:
-        """Requests whose last closed gate this was, with their priorities, in order of arrival; it looks at `most` of
-        those that wait for it. Whether others do still."""
+        """Opens the gate for up to `most` of the requests that wait for it. Returns those with no other closed gate,
+        with their priorities and in order of arrival; and whether more requests still wait for this gate."""
         ready = []
         waiting = self._of_gate.get(gate, {})
         for request in list(itertools.islice(waiting, most)):
@@ -106,14 +106,14 @@ class Gates:
         return ready, bool(waiting)
 
     def fail(self, gate: Gate) -> list[Request]:
-        """Requests that waited for it; they wait no more."""
+        """Removes and returns all requests that wait for the gate."""
         requests = list(self._of_gate.get(gate, ()))
         for request in requests:
             self.remove(request)
         return requests
 
     def remove(self, request: Request) -> bool:
-        """The request waits no more. False when it did not wait here."""
+        """Removes a request from all gates. False if it does not wait for any."""
         gated = self._gated.pop(request, None)
         for gate in gated.closed if gated is not None else ():
             waiting = self._of_gate[gate]
@@ -123,10 +123,10 @@ class Gates:
         return gated is not None
 
     def expired(self) -> list[tuple[Request, Failure]]:
-        """Requests whose time is up, with what they waited for; they wait no more."""
+        """Removes and returns the requests that have waited for longer than the time-out, each with its failure."""
         now_s = time.monotonic()
         late = []
-        for gated in self._gated.values():  # all have the same time-out, so the first to come is the first to go
+        for gated in self._gated.values():  # the time-out is the same for all, so they expire in order of arrival
             if gated.deadline_s > now_s:
                 break
             late.append(gated)
@@ -135,11 +135,11 @@ class Gates:
         return [(gated.request, self._timeout_failure(gated)) for gated in late]
 
     def next_deadline_s(self) -> float | None:
-        """When the next request expires (monotonic seconds); None when none waits."""
+        """When the next request expires (monotonic seconds). None if no request waits."""
         return next((gated.deadline_s for gated in self._gated.values()), None)
 
     def waiting_by_reason(self) -> dict[str, int]:
-        """How many requests wait for each reason; one that waits for several counts for each."""
+        """How many requests wait for each reason; a request that waits for several counts for each."""
         counts: dict[str, int] = {}
         for gated in self._gated.values():
             for reason in {gate.reason for gate in gated.closed}:

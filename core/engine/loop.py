@@ -1,9 +1,9 @@
-"""The busy loop: take messages, schedule, execute, advance, answer. Blocks when there is nothing to do.
+"""The busy loop: take messages, schedule, execute, advance, send outputs. Blocks when there is nothing to do.
 
-    depth 1   plan N, submit N, collect N, answer N, plan N+1 ...          the model stands still in between
+    depth 1   plan N, submit N, collect N, answer N, plan N+1 ...          the model is idle in between
     depth 2   plan N+1, submit N+1, collect N, answer N, plan N+2 ...      while N+1 runs, N is answered and N+2 planned
 
-Steps in flight wait in a queue, oldest first, each with the events of its planning.
+Steps in flight are in a queue, oldest first, each with the events that its planning caused.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ from headrace.ipc.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 IDLE_CHECK_AFTER_S = 1.0
-"""Once idle for this long, the books of blocks and rows are audited; a request in the meantime is not delayed."""
+"""After this idle time the accounting of blocks and rows is audited. A request that arrives interrupts the audit."""
 MESSAGES_BESIDE_STEPS = 32
-"""How many messages are taken between two steps of running requests: some milliseconds' worth."""
+"""Most messages handled between two steps of running requests; they take a few milliseconds."""
 GATE_TIMEOUT_S = 120.0
-"""Longest that a request waits for a gate."""
+"""The longest time that a request may wait for a gate."""
 
 
 class Port(Protocol):
-    """How the loop reaches clients. `send` never blocks and never fails: a client that is gone is reported later."""
+    """How the loop reaches clients. `send` never blocks and never fails: a lost client is reported as `ClientGone`."""
 
     address: str
 
@@ -136,8 +136,8 @@ class Loop:
         self._depth = in_flight.depth
         self.stages = Stages(self.scheduler.schedule, executor.submit, executor.collect, self._deliver)
         self._in_flight: deque[tuple[StepPlan, StepEvents]] = deque()
-        self._held: deque[tuple[int, InboxMessage]] = deque()  # until all cores have as many requests; see `agree`
-        self._next_turn: list[GateOpened] = []  # what runs goes on before more of those that waited enter
+        self._held: deque[tuple[int, InboxMessage]] = deque()  # messages held until `Runs.agree` lets them be handled
+        self._next_turn: list[GateOpened] = []  # gates with more requests to admit after the next step
         self.gates = Gates(GATE_TIMEOUT_S)
         """Gatekeepers register here, before the loop runs."""
         self._admission = Admission(plan, facts)
@@ -147,20 +147,20 @@ class Loop:
         self._statistics = Statistics(self.scheduler, log_stats=not options.disable_log_stats)
         self._requests: dict[int, dict[int, Request]] = {}  # client -> slot -> request that has not finished
         self._load_changed = True
-        """Requests came, left or gave way since the load was reported."""
+        """The load may differ from the one reported last."""
         self.load = Load(num_running=0, num_waiting=0)
-        """As it was reported last. Any thread may read it."""
+        """The load reported last. Any thread may read it."""
         self.on_stopping: Callable[[], None] = lambda: None
-        """Called when it begins to end, and takes no new requests."""
+        """Called when the loop begins to stop and refuses new requests."""
         self._stop_at_s: float | None = None
         self._audited_steps = 0
-        """How many there had been at the last whole audit."""
+        """The number of steps at the last complete audit."""
         self._compiler: GrammarCompiler | None = None
         self._checks_sampling = plan.model.checks_sampling
 
     def follow_grammars(self, backend: Backends, *, prepares: bool) -> None:
-        """Requests may ask for structured outputs. Before the loop runs. prepares: what they need is made ready now,
-        beside all else, and not for the first of them."""
+        """Allows structured outputs. Call before the loop runs. prepares: prepare the library in the background now
+        instead of at the first such request."""
         self._compiler = GrammarCompiler(backend, lambda news: self._inbox.put((0, news)))
         self.gates.register(self._compiler)
         if prepares:
@@ -168,11 +168,12 @@ class Loop:
         self.scheduler.grammars = GrammarMasks(backend, self.scheduler.config.vocab_size)
 
     def follow_weights(self, heard: Callable[[str], None]) -> None:
-        """Called whenever other weights were read, with what they are."""
+        """Registers a callback for reloaded weights; its argument is `WorkerAnswer.weights`."""
         self._controller.on_weights = heard
 
     def run(self) -> None:
-        """Until a StopOrder has been carried out. Raises what ended the executor, after telling every client."""
+        """Runs until a StopOrder is carried out. If the executor fails, sends the failure to every client and
+        re-raises the error."""
         try:
             with gc_watched(self._statistics.gc_pause):
                 while not self._stopped():
@@ -188,8 +189,8 @@ class Loop:
         self._end_what_is_left()
 
     def turn(self) -> None:
-        """Takes all messages that have come (waiting for one when there is no work), submits a step if there is room
-        for one, and takes the oldest step's result unless there is room for more."""
+        """Handles the messages that have come (waits for one if there is no work), submits a step if fewer than the
+        depth are in flight, and takes the oldest step's result unless another step can be submitted first."""
         self._take_messages()
         if self.gates:
             self._end_expired()
@@ -211,7 +212,8 @@ class Loop:
     # --- messages -----------------------------------------------------------------------------------------------
 
     def _take_messages(self) -> None:
-        """All that have come, or MESSAGES_BESIDE_STEPS while requests run; waits for one when there is no work."""
+        """Handles all messages, or MESSAGES_BESIDE_STEPS of them while requests run. Waits for one if there is no
+        work."""
         if not self.has_work:
             self._report_load()
             self._followers.tell()
@@ -221,7 +223,7 @@ class Loop:
                 self._handle(*message)
             if not self.has_work:
                 return
-        # Nearly every turn finds nothing.
+        # In most turns there is no message.
         num_held = 0 if self._inbox.empty() and not self._held else self._sort_inbox()
         num_agreed = self._executor.agree(num_held)
         while self._held and (num_agreed or not isinstance(self._held[0][1], AddRequest | Abort)):
@@ -234,13 +236,14 @@ class Loop:
         return MESSAGES_BESIDE_STEPS if self.scheduler.num_running else sys.maxsize
 
     def _sort_inbox(self) -> int:
-        """Holds requests and aborts, and what follows on them; handles the rest. How many of the former are held."""
+        """Holds AddRequest and Abort messages, and later messages of the same clients; handles all others. Returns how
+        many AddRequest and Abort messages are held."""
         held_clients = {client for client, _ in self._held}
-        # What runs goes on while thousands of requests come.
+        # Running requests continue even while thousands of requests arrive.
         most = self._most_messages()
         while not self._inbox.empty() and (most := most - 1) >= 0:
             client, content = self._inbox.get()
-            # What a client sends after a request of its own is taken after it.
+            # Messages of one client are handled in the order in which they were sent.
             if isinstance(content, AddRequest | Abort) or client in held_clients:
                 held_clients.add(client)
                 self._held.append((client, content))
@@ -249,7 +252,7 @@ class Loop:
         return sum(isinstance(each, AddRequest | Abort) for _, each in self._held)
 
     def _next_message(self) -> tuple[int, InboxMessage] | None:
-        """Waits for it, and does idle work meanwhile. None when a gate's time-out or the stop comes first."""
+        """Waits for a message and does idle work meanwhile. None if a gate's time-out or the stop deadline is first."""
         while self._inbox.empty() and self._executor.idle():
             pass
         try:
@@ -263,11 +266,12 @@ class Loop:
             return None
 
     def _audit(self) -> None:
-        """Once after the last step, while nothing comes: what is found wrong is logged and repaired.
+        """Audits the scheduler once after the last step, while no message comes, and returns freed memory to the
+        system.
 
-        Nothing runs, so no answer can be wrong, and an engine that ended here would only lose what waits. The
-        accounting of blocks starts afresh, as after a start. Rows whose requests are mixed up cannot be repaired, and
-        end the engine. Memory that requests took and left goes back to the system then, too.
+        An inconsistency is logged, and the accounting of blocks starts afresh as after a start: no request runs, so no
+        answer can be wrong, and ending the engine would only lose waiting requests. Inconsistent rows cannot be
+        repaired; they end the engine.
         """
         if self._audited_steps == self._statistics.num_steps:
             return
@@ -350,7 +354,8 @@ class Loop:
             self.scheduler.add(request, message.priority)
 
     def _refused_by_workers(self, message: AddRequest) -> Failure | None:
-        """What the user's logits processors say of a request's parameters: their classes are not loaded here."""
+        """Asks the workers whether the user's logits processors, which only they load, accept a request's parameters.
+        Returns the refusal, or None."""
         assert isinstance(message.task, Generate), "only a checked message comes here"
         self._drain()
         sampling = msgspec.Raw(msgspec.msgpack.encode(message.task.sampling))
@@ -364,14 +369,14 @@ class Loop:
         return self._admission.refusal(why) if why else None
 
     def _drop(self, request: Request) -> None:
-        """Ends a request, wherever it is, and frees what it holds."""
+        """Ends a gated, waiting or running request and frees what it holds."""
         if self.gates.remove(request):
             request.state = State.FINISHED
         else:
             self.scheduler.drop(request)
 
     def _end_expired(self) -> None:
-        """Requests that waited too long for a gate fail."""
+        """Fails requests that waited too long for a gate."""
         for request, failure in self.gates.expired():
             self._end_gated(request, failure)
 
@@ -382,7 +387,7 @@ class Loop:
         self._port.send(request.client, only_finished(self._statistics.num_steps, [finish]))
 
     def _abort(self, client: int, slots: tuple[int, ...]) -> None:
-        """A slot that is not live has had its Finish already, so there is nothing left to say about it."""
+        """Aborts a client's requests. A slot that is not live has already had its Finish, so it gets no answer."""
         live = self._requests.get(client, {})
         requests = [live.pop(slot) for slot in slots if slot in live]
         for request in requests:
@@ -392,7 +397,8 @@ class Loop:
             self._port.send(client, partial_outputs(self._statistics.num_steps, requests, finished))
 
     def _control(self, client: int, message: Control) -> None:
-        """Between steps, with none in flight. What cannot be done is answered with the reason, and changes nothing."""
+        """Carries out a command with no step in flight. A command that fails changes nothing; its answer has the
+        reason."""
         command = message.command
         if isinstance(command, PauseGeneration | Sleep):
             if command.mode != "wait":
@@ -408,7 +414,7 @@ class Loop:
             return
         self._drain()
         self._controller.carry_out(client, message.call, command)
-        self.stages.record(self._controller.timeline)  # which the command may have begun or ended
+        self.stages.record(self._controller.timeline)  # the command may have started or stopped a profile
 
     def _begin_stop(self, deadline_s: float) -> None:
         num_left = self.scheduler.num_running + self._num_waiting
@@ -431,7 +437,7 @@ class Loop:
         return not (self.has_work or self.gates) and self._executor.may_leave()
 
     def _end_what_is_left(self) -> None:
-        """An answer cut short must not look like a whole one: it fails, and says why."""
+        """Fails all unfinished requests with the reason, so that no cut answer looks like a complete one."""
         said = "the engine was shut down before this request was finished"
         failure = Failure(message=said, type=SHUT_DOWN, process="engine-core", pid=os.getpid(), phase="serve")
         for client, live in self._requests.items():
@@ -445,7 +451,7 @@ class Loop:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def _submit(self) -> bool:
-        """Plans a step and submits it, if anything can be computed now."""
+        """Plans and submits a step. False if nothing can be computed now."""
         if self._pause.is_reached:
             return False
         plan = self.stages.schedule()
@@ -473,13 +479,13 @@ class Loop:
                 events.admitted.setdefault(request.client, []).append(admitted)
 
     def _collect(self) -> None:
-        """Takes the oldest step's result, and sends clients what it brought."""
+        """Takes the oldest step's result and sends its outputs to clients."""
         plan, events = self._in_flight.popleft()
         result = self.stages.collect()
         if self._controller.timeline is not None:
             self._controller.timeline.step(plan, result)
         current = result
-        if self._depth > 1:  # else nothing has changed since it was planned
+        if self._depth > 1:  # else no request can have ended since the step was planned
             current = drop_departed(result, self.scheduler.rows)
             for client, sent in events.admitted.items():
                 sent[:] = [admitted for admitted in sent if admitted.slot in self._requests.get(client, ())]
@@ -495,12 +501,12 @@ class Loop:
             self._followers.tell(now_s)
 
     def _drain(self) -> None:
-        """No step is in flight afterwards."""
+        """Collects all steps in flight."""
         while self._in_flight:
             self._collect()
 
     def _deliver(self, plan: StepPlan, result: StepResult, events: StepEvents, now_s: float) -> Advance:
-        """Sends clients what a step brought."""
+        """Advances the scheduler by a step's result and sends the step's outputs to clients."""
         scheduler = self.scheduler
         table = scheduler.rows
         for row_failure in result.failures:
@@ -570,5 +576,5 @@ class Loop:
 
 
 def scheduler_class(options: Options) -> Any:
-    """Scheduler, or the class derived from it that the options name. Raises OptionError when that cannot be had."""
+    """Scheduler, or the derived class that the options name. Raises OptionError if that class cannot be loaded."""
     return load_class("scheduler_cls", options.scheduler_cls, Scheduler) if options.scheduler_cls else Scheduler

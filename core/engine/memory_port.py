@@ -1,4 +1,4 @@
-"""The port that a client in the core's own process uses: the same messages, never encoded."""
+"""The port for a client in the core's own process: it passes the same messages without encoding them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.core.engine.sessions import Sessions
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
 
 Deliver = Callable[[CoreMessage], None]
-"""Takes a message on the core's thread; must not block."""
+"""Receives a message for the client, on the core's thread. Must not block."""
 
 
 class MemoryPort:
@@ -26,7 +26,7 @@ class MemoryPort:
         self._sessions = sessions
 
     def open(self, hello: Hello, deliver: Deliver) -> Callable[[ClientMessage], None]:
-        """Begins a session, and returns how to send in it. The Welcome (or refusal) comes through `deliver`."""
+        """Begins a session and returns the function that sends in it. The Welcome or the refusal goes to `deliver`."""
         answer = self._sessions.greet(hello)
         if not isinstance(answer, tuple):
             deliver(answer)
@@ -44,7 +44,7 @@ class MemoryPort:
             deliver(message)
 
     def set_load(self, load: Load, busy_clients: frozenset[int]) -> None:
-        """A client in the same process needs no proof of life."""
+        """Does nothing: a client in the same process needs no heartbeat."""
 
     @property
     def clients(self) -> list[int]:

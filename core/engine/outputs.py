@@ -1,4 +1,7 @@
-"""From a step's result, by row, to one StepOutputs per client, by slot. No per-token Python in the common case."""
+"""Turns a step's result, which is by row, into one StepOutputs per client, by slot.
+
+In the common case no Python code runs per token.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from headrace.ipc.step import StepPlan, StepResult, nth_of_each
 
 
 class StepEvents:
-    """What a step brought besides tokens: admissions, ends and prompt log-probabilities of requests, by client."""
+    """A step's outputs other than tokens, by client: requests admitted and finished, and prompt log-probabilities."""
 
     def __init__(self) -> None:
         self.admitted: dict[int, list[Admitted]] = {}
@@ -33,7 +36,7 @@ class StepEvents:
 
 
 def drop_departed(result: StepResult, table: RowTable) -> StepResult:
-    """Without the rows whose request left after the step was planned: it ended, or was aborted."""
+    """Removes from a result the rows whose request finished or was aborted after the step was planned."""
     there = table.still_there(result.rows, result.step)
     if not result.prompt_logprobs and not result.failures and there.all():
         return result
@@ -58,11 +61,12 @@ def drop_departed(result: StepResult, table: RowTable) -> StepResult:
 
 
 LogprobsOfTokens = tuple[np.ndarray | None, LogprobRows | None]
-"""[num_rows] int32, ascending, which tokens the rows belong to; and the rows."""
+"""Token index of each row of log-probabilities, [num_rows] int32 ascending; and the rows."""
 
 
 def logprobs_of_kept(result: StepResult, kept: np.ndarray | None) -> LogprobsOfTokens:
-    """Log-probabilities and the indices of their tokens, where only the `kept` [num_tokens] bool tokens are left."""
+    """A result's log-probabilities for the tokens in `kept`, [num_tokens] bool, with token indices among those kept.
+    kept None: all tokens."""
     indices, logprobs = result.logprob_indices, result.logprobs
     if kept is None or logprobs is None or indices is None:
         return indices, logprobs
@@ -75,7 +79,7 @@ def logprobs_of_kept(result: StepResult, kept: np.ndarray | None) -> LogprobsOfT
 def finish_of(
     request: Request, reason: FinishReason, *, stop_token: int | None = None, failure: Failure | None = None
 ) -> Finish:
-    """The request's terminal answer, as of now."""
+    """The request's Finish message, with its times until now."""
     now_s = time.monotonic()
     scheduled_s = request.first_scheduled_s or now_s
     token_s = request.first_token_s or now_s
@@ -92,7 +96,7 @@ def finish_of(
 
 
 def finish_of_ended(ended: Ended) -> Finish:
-    """Of a request that a step ended."""
+    """The Finish message of a request that a step ended."""
     failure = None
     if ended.problem:
         failure = Failure(
@@ -107,13 +111,13 @@ def finish_of_ended(ended: Ended) -> Finish:
 
 
 def only_finished(step: int, finished: list[Finish]) -> StepOutputs:
-    """Ends of requests that no step brought."""
+    """A message for requests that ended outside a step: no tokens."""
     none = Tensor.of("int32", [])
     return StepOutputs(step=step, slots=none, token_ids=none, finished=tuple(finished))
 
 
 def partial_outputs(step: int, requests: list[Request], finished: list[Finish]) -> StepOutputs:
-    """The same, of requests that are aborted, with their tokens that were not sent yet."""
+    """A message for aborted requests, with their tokens that have not been sent yet."""
     unsent = [request.token_ids[request.num_sent :] if request.output_interval > 1 else () for request in requests]
     slots = [request.slot for request, tokens in zip(requests, unsent, strict=True) for _ in tokens]
     token_ids = [int(token) for tokens in unsent for token in tokens]
@@ -126,7 +130,8 @@ def partial_outputs(step: int, requests: list[Request], finished: list[Finish]) 
 
 
 def gather_prompt_logprobs(events: StepEvents, result: StepResult, table: RowTable) -> None:
-    """Positions not sent before: a request that was preempted computes its prompt again."""
+    """Adds a result's prompt log-probabilities to `events`, except for positions already sent: a preempted request
+    computes its prompt again."""
     for run in result.prompt_logprobs:
         request = table.requests[run.row]
         assert request is not None, f"the executor read the prompt of row {run.row}, which is empty"
@@ -141,16 +146,16 @@ def gather_prompt_logprobs(events: StepEvents, result: StepResult, table: RowTab
 
 
 class OutputBuilder:
-    """Makes one message for each client that a step brought anything."""
+    """Makes one message for each client that a step has outputs for."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler, self._table = scheduler, scheduler.rows
         self._rows = np.zeros(0, np.int32)
-        self._shares: list[_Share] = []  # of those rows: steps that repeat have them in common
+        self._shares: list[_Share] = []  # shares of `_rows`, reused while steps have the same rows
         self._holds_back = False
-        """Some of those rows send several tokens at once (output_interval)."""
+        """Some of `_rows` send several tokens at once (output_interval > 1)."""
         self._quiet_steps = 0
-        """How many further steps of those rows send nothing."""
+        """How many further steps of `_rows` send nothing."""
 
     def messages(
         self, plan: StepPlan, result: StepResult, advance: Advance, events: StepEvents
@@ -160,7 +165,7 @@ class OutputBuilder:
             counts, row_of = advance.counts, rows
             self._rows, self._quiet_steps = rows, 0
             if counts is not None:
-                self._rows = _NO_ROWS  # the same rows may bring other numbers of tokens next
+                self._rows = _NO_ROWS  # not reusable: the same rows may have other counts in the next step
                 row_of = np.repeat(rows, counts)
             self._holds_back = bool(np.maximum.reduce(self._table.output_interval[rows], initial=1) > 1)
             self._shares = self._shares_of(row_of, None)
@@ -179,9 +184,9 @@ class OutputBuilder:
         return [(share.client, _outputs(plan, token_ids, logprobs, events, share)) for share in shares]
 
     def _due(self, advance: Advance) -> tuple[list[_Share], np.ndarray]:
-        """What is to be sent after this step: the shares and [num_tokens] token ids.
+        """What to send after this step: the shares and the token ids, [num_tokens].
 
-        Counts them as sent, and how many steps of the same rows will bring nothing.
+        Counts those tokens as sent, and sets how many further steps of the same rows send nothing.
         """
         self._scheduler.settle()
         table, rows = self._table, advance.rows
@@ -201,7 +206,7 @@ class OutputBuilder:
         return self._shares_of(rows[owners], sources), token_ids
 
     def _shares_of(self, row_of: np.ndarray, sources: np.ndarray | None) -> list[_Share]:
-        """row_of: the row of each token; sources: see `_Share`, None where the tokens are all of the step's own."""
+        """row_of: the row of each token; sources: as in `_Share`. None: the tokens are exactly the step's tokens."""
         client_of, slots = self._table.client[row_of], self._table.slot[row_of]
         clients = set(client_of.tolist())
         if len(clients) == 1:
@@ -218,10 +223,10 @@ class _Share(msgspec.Struct, frozen=True):
 
     client: int
     chosen: np.ndarray | None
-    """Indices into those tokens; None for all of them."""
+    """Indices of the client's tokens among all that are sent. None: all."""
     sources: np.ndarray | None
-    """For each of its tokens, which of the step's own it is; -1 for one held back until now, which has no
-    log-probabilities. None: it has all of the step's own, in order."""
+    """Index of each of the client's tokens in the step's tokens; -1 for a token of an earlier step, which has no
+    log-probabilities. None: the client's tokens are exactly the step's tokens."""
     slots: Tensor
 
 
@@ -254,14 +259,15 @@ def _outputs(
 
 
 def _logprobs_of(sent: LogprobsOfTokens, sources: np.ndarray | None) -> tuple[Tensor | None, LogprobRows | None]:
-    """The log-probabilities of some tokens, and their indices among those; see `_Share.sources`."""
+    """Log-probabilities of one client's tokens, and the indices of those tokens in its message. sources: as in
+    `_Share`."""
     indices, logprobs = sent
     if indices is None or logprobs is None:
         return None, None
     if sources is None:
         return Tensor.from_numpy(indices.astype(np.int32)), logprobs
     place = np.full(max(int(indices[-1]), int(sources.max(initial=-1))) + 2, -1, np.int32)
-    place[sources] = np.arange(len(sources), dtype=np.int32)  # those of -1 go to the end, which nobody reads
+    place[sources] = np.arange(len(sources), dtype=np.int32)  # index -1 writes to the unused last element
     of_token = place[indices]
     mine = np.flatnonzero(of_token >= 0)
     if len(mine) == 0:

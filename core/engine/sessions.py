@@ -1,7 +1,7 @@
-"""Sessions with clients: what a core answers without its loop, and which client a message is from.
+"""Sessions with clients: numbers clients, and answers what needs no loop; passes other messages to the loop's inbox.
 
-A port (zmq_port.py, memory_port.py) carries messages; `Sessions` is the conversation that both have. It runs on the
-port's thread, so attaching is quick while a long step runs.
+Both ports (zmq_port.py, memory_port.py) carry messages and use one `Sessions`. It runs on the port's thread, so that a
+client can attach quickly while a long step runs.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class ClientGone(msgspec.Struct, frozen=True):
 
 
 class StopOrder(msgspec.Struct, frozen=True):
-    """Not a wire message: end within `deadline_s`, letting running requests finish until then."""
+    """Not a wire message: stop the engine within `deadline_s`; running requests may finish until then."""
 
     deadline_s: float
 
 
 class PeersStep(msgspec.Struct, frozen=True):
-    """Not a wire message: other cores wait for this one's part of a step, or for nothing more."""
+    """Not a wire message: other cores wait for this one's part of a step, or may no longer need it."""
 
 
 class ExecutorFailed(msgspec.Struct, frozen=True):
-    """Not a wire message: what runs the model, or hears clients, is gone, and the engine ends with it."""
+    """Not a wire message: the executor or the port has failed, which ends the engine."""
 
     failure: Failure
 
@@ -62,9 +62,10 @@ InboxItem = tuple[int, InboxMessage]
 
 
 class Inbox(queue.SimpleQueue[InboxItem]):
-    """Messages on their way to the loop. Bounds what one client may have in it, which ports ask before they put more.
+    """The queue of messages to the loop. Limits the bytes of messages that one client may have in it.
 
-    A port's thread counts up and the loop's thread counts down, each in a dict of its own, so neither needs a lock.
+    The port's thread counts the bytes put, the loop's thread those taken, each in its own dict, so neither needs a
+    lock.
     """
 
     def __init__(self, max_client_bytes: int = 256 << 20) -> None:
@@ -73,7 +74,7 @@ class Inbox(queue.SimpleQueue[InboxItem]):
         self._taken_bytes: dict[int, int] = {}
 
     def offer(self, client: int, message: InboxMessage) -> bool:
-        """Puts a client's message. False, and it is not taken, when the client has too much in here already."""
+        """Puts a client's message. Returns False, and drops it, if the client would exceed its limit."""
         put_bytes = self._put_bytes.get(client, 0) + _size_bytes(message)
         if put_bytes - self._taken_bytes.get(client, 0) > self._max_client_bytes:
             return False
@@ -95,36 +96,36 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda tensor: None)
 
 
 def _size_bytes(message: InboxMessage) -> int:
-    """About how much memory a message takes: a byte of msgpack may be one of very many entries, of eight bytes each."""
+    """Approximate memory of a message: a byte of msgpack may become an entry of eight bytes in a large list."""
     try:
         size_bytes = 512 + 8 * len(_ENCODER.encode(message))
-    except OverflowError:  # a number beyond 64 bits, of a client in this process; it is refused
+    except OverflowError:  # a number beyond 64 bits, from a client in this process; it will be refused
         size_bytes = 512
     if isinstance(message, AddRequest):
         size_bytes += len(message.prompt_token_ids.data)
         if isinstance(message.task, Generate) and (form := message.task.sampling.structured_output) is not None:
-            size_bytes -= 7 * len(form.text)  # a text takes a byte for each of its own
+            size_bytes -= 7 * len(form.text)  # a text takes one byte of memory per encoded byte
     return size_bytes
 
 
 FAR_BEHIND = 64
-"""Messages in the inbox: more than the loop takes in a turn."""
+"""Messages in the inbox above which the loop counts as behind: more than it handles in a turn."""
 TRY_LATER = "read the answers that have come, and try again"
 _NONE = Tensor.of("int32", [])
 
 
 class Sessions:
-    """Numbers clients, greets them, hands the tokeniser out; passes everything else on to the loop's inbox."""
+    """Numbers and welcomes clients, and sends them the tokeniser; passes other messages to the loop's inbox."""
 
     def __init__(self, inbox: Inbox, welcome: Welcome, tokenizer: TokenizerBundle | None) -> None:
         self._inbox = inbox
         self.welcome = welcome
-        """For those who come from now on."""
+        """Sent to each new client."""
         self._tokenizer = tokenizer
         self._numbers = itertools.count(1)
 
     def greet(self, hello: Hello) -> tuple[int, Welcome] | Refused:
-        """A number for the new client and its Welcome; or a refusal that shows both versions."""
+        """The new client's number and its Welcome; or a refusal that names both versions if they differ."""
         if hello.schema_hash != SCHEMA_HASH:
             return self.refuse(
                 f"the client speaks Headrace {hello.version} (messages {hello.schema_hash}), this engine "
@@ -133,7 +134,7 @@ class Sessions:
         return next(self._numbers), self.welcome
 
     def receive(self, client: int, message: ClientMessage) -> CoreMessage | None:
-        """Takes a greeted client's message; the answer, where the loop is not needed for it."""
+        """Takes a message of a client that has had its Welcome. Returns the answer if the loop need not give it."""
         if isinstance(message, FetchTokenizer):
             if self._tokenizer is None:
                 return Reply(
@@ -147,7 +148,7 @@ class Sessions:
             self.gone(client)
         elif not self._inbox.offer(client, message):
             failure = self._failure(f"this client has too much on its way to the engine; {TRY_LATER}")
-            if isinstance(message, GetStats | ResetPrefixCache | Control):  # somebody waits for the answer
+            if isinstance(message, GetStats | ResetPrefixCache | Control):  # the client waits for a Reply
                 return Reply(call=message.call, failure=failure)
             if not isinstance(message, AddRequest):
                 return Refused(failure=failure, schema_hash=SCHEMA_HASH, version=self.welcome.version)
@@ -158,7 +159,7 @@ class Sessions:
 
     @property
     def is_behind(self) -> bool:
-        """The loop has more than enough to take: who puts more now only takes the interpreter from it."""
+        """The inbox has more than the loop handles in a turn: receiving more now only competes for the interpreter."""
         return self._inbox.qsize() > FAR_BEHIND
 
     def gone(self, client: int) -> None:
@@ -168,7 +169,7 @@ class Sessions:
         return Dismissed(failure=msgspec.structs.replace(self._failure(why), type="Dismissed"))
 
     def port_failed(self, failure: Failure) -> None:
-        """The port hears no client any more: the engine ends with it."""
+        """The port can no longer receive messages, which ends the engine."""
         self._inbox.put((0, ExecutorFailed(failure)))
 
     def refuse(self, why: str) -> Refused:

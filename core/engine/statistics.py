@@ -1,7 +1,7 @@
 """Counters of the loop: sums over the engine's life for EngineStats, and rates over the last seconds for the log.
 
-Sums let two looks give the mean of the time between. Nothing is kept per request: a token after the first is taken
-to have waited since the step before, which holds for all but those whose request was preempted.
+From two readings of the sums a client computes the mean between them. No times are kept per request: a token after the
+first is assumed to have taken the time since the previous step, which is wrong only after a preemption.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ LOG_EVERY_S = 10.0
 
 
 class StepGaps:
-    """How long the model stands still between two steps that follow each other: the cost of planning and answering.
+    """How long the model is idle between consecutive steps: the cost of planning and sending outputs.
 
-    Counts steps whose executor reports when their forward pass began and ended.
+    Counts only steps for which the executor reports when the forward pass began and ended.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        """Gaps: steps that followed another without a wait for work in between."""
+        """Number of gaps: steps that followed another step without waiting for work."""
         self.gap_s = 0.0
         self.forward_s = 0.0
-        self._last_ended_s = 0.0  # 0 when the next step follows on nothing
+        self._last_ended_s = 0.0  # 0 if the next step begins after idle time
 
     def step(self, result: StepResult) -> None:
-        """The next step's result, in order."""
+        """Counts a step. Results come in order."""
         if not result.ended_s:
             return
         if self._last_ended_s:
             self.count += 1
             self.gap_s += max(0.0, result.began_s - self._last_ended_s)
-        # A pass may have begun while the one before still ran, in another stage.
+        # With a pipeline, a pass may begin while the previous one still runs in another stage.
         self.forward_s += result.ended_s - max(result.began_s, self._last_ended_s)
         self._last_ended_s = result.ended_s
 
     def idle(self) -> None:
-        """Nothing was left to do: the time until the next step counts as no gap."""
+        """No work is left: the time until the next step is not a gap."""
         self._last_ended_s = 0.0
 
 
 class Statistics:
-    """The loop reports steps, ends and garbage collections."""
+    """Sums up the steps, finished requests and garbage collections that the loop reports."""
 
     def __init__(self, scheduler: Scheduler, *, log_stats: bool) -> None:
         self.gaps = StepGaps()
@@ -58,13 +58,14 @@ class Statistics:
         self.expert_balance: ExpertBalance | None = None
         self._num_first_tokens = self._num_later_tokens = self._num_gc_pauses = 0
         self._first_token_s = self._later_token_s = self._request_s = self._gc_pause_s = 0.0
-        self._last_step_s = 0.0  # 0 when the next step follows on nothing
+        self._last_step_s = 0.0  # 0 if the next step begins after idle time
         self._num_prompt_tokens = 0
         self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
         self._window = _Window(scheduler, log_stats)
 
     def step(self, result: StepResult, advance: Advance, num_prompt_tokens: int, now_s: float) -> None:
-        """A step ended at now_s, and its tokens have been sent. num_prompt_tokens: those that it computed."""
+        """Counts a step that ended at now_s and whose outputs have been sent. num_prompt_tokens: prompt tokens that it
+        computed."""
         self.gaps.step(result)
         num_generated_tokens, last_s = len(advance.token_ids), self._last_step_s
         self.num_steps += 1
@@ -77,7 +78,7 @@ class Statistics:
         num_first = len(advance.first)
         if last_s:
             self._num_later_tokens += len(result.token_ids) - num_first
-            # A row's tokens waited together.
+            # With drafts a row gets several tokens in one step: together they took the time since the previous step.
             self._later_token_s += (len(result.rows) - num_first) * (now_s - last_s)
         if num_first:
             self._num_first_tokens += num_first
@@ -92,7 +93,7 @@ class Statistics:
         self._request_s += time.monotonic() - request.arrived_s
 
     def idle(self) -> None:
-        """Nothing is left to do: no token waits for the next step."""
+        """No work is left: the time until the next step counts for no token."""
         self._last_step_s = 0.0
         self.gaps.idle()
 
@@ -101,7 +102,7 @@ class Statistics:
         self._gc_pause_s += seconds
 
     def seconds_per_request(self) -> float:
-        """Mean time between two finished requests of late; 0 while nothing has finished."""
+        """Mean time between finished requests in the last window; 0 if none has finished."""
         rate = self._window.requests_per_s()
         return 1.0 / rate if rate else 0.0
 
@@ -129,7 +130,7 @@ class Totals(NamedTuple):
 
 
 class _Window:
-    """About LOG_EVERY_S of activity, and the log line at its end."""
+    """A window of about LOG_EVERY_S of activity, and the log line at its end."""
 
     def __init__(self, scheduler: Scheduler, log_stats: bool) -> None:
         self._scheduler = scheduler
@@ -143,7 +144,7 @@ class _Window:
     def end(self, now: Totals) -> None:
         scheduler, now_s = self._scheduler, time.monotonic()
         elapsed_s = now_s - self._since_s
-        if self._log_stats and elapsed_s < 2 * LOG_EVERY_S:  # a longer window was idle in between: no rate at all
+        if self._log_stats and elapsed_s < 2 * LOG_EVERY_S:  # a longer one includes idle time: no useful rates
             pool, before = scheduler.pool, self._before
             logger.info(
                 "%d running, %d waiting; prompt %.0f tok/s, output %.0f tok/s; KV cache %.1f%% in use%s",

@@ -1,4 +1,4 @@
-"""What the loop did when, as a trace for ui.perfetto.dev: the core's own work above, the model's forward passes below.
+"""A trace of the loop for ui.perfetto.dev: the core's work in one track, the model's forward passes in another.
 
 Trace-event format (JSON object form, complete events of phase X; times in microseconds).
 """
@@ -18,18 +18,18 @@ from headrace.core.schedule.scheduler import Advance
 from headrace.ipc.step import StepPlan, StepResult
 
 MOST_SPANS = 1_000_000
-"""Of a profile that nobody stops."""
+"""Limit of a profile that is never stopped."""
 CORE, MODEL = 1, 2
 
 
 class Timeline:
-    """Spans since its making. For one thread."""
+    """Spans recorded since its construction. Only one thread may use it."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[str, int, float, float, dict[str, int]]] = []
 
     def timed(self, name: str, run: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs what the loop does now."""
+        """Calls `run` with the arguments and records the call as a span."""
         began_s = time.monotonic()
         try:
             return run(*arguments)
@@ -37,13 +37,13 @@ class Timeline:
             self._add(name, CORE, began_s, time.monotonic(), {})
 
     def step(self, plan: StepPlan, result: StepResult) -> None:
-        """A forward pass, as the worker reports it."""
+        """Records the forward pass of a step, with the times that the worker reports."""
         if result.ended_s:
             of_step = {"step": plan.step, "rows": len(plan.rows), "tokens": plan.total_tokens}
             self._add("forward", MODEL, result.began_s, result.ended_s, of_step)
 
     def write(self, path: Path) -> None:
-        """Raises OSError."""
+        """Writes the trace as JSON. Raises OSError."""
         pid = os.getpid()
         events: list[dict[str, object]] = [
             {"name": "thread_name", "ph": "M", "pid": pid, "tid": track, "args": {"name": name}}
@@ -69,7 +69,7 @@ class Timeline:
 
 
 class Stages:
-    """What the loop does for a step. Each is called as it is, and as a span while a profile is recorded."""
+    """The loop's functions for one step. While a profile is recorded, each call is also recorded as a span."""
 
     def __init__(
         self,
@@ -82,6 +82,6 @@ class Stages:
         self._plain = dict(vars(self))
 
     def record(self, timeline: Timeline | None) -> None:
-        """From the next call on; None: no profile is recorded."""
+        """Records calls in `timeline` from now on. None: records nothing."""
         for name, run in self._plain.items():
             setattr(self, name, run if timeline is None else functools.partial(timeline.timed, name, run))

@@ -1,17 +1,17 @@
-"""The port that clients in other processes use: a ROUTER socket, read by a thread of its own, written by the loop's.
+"""The port for clients in other processes: a ROUTER socket, read by the I/O thread and written mostly by the loop's.
 
     loop thread                          I/O thread                              clients
        inbox  <--- SimpleQueue ---  sessions <--- decode <--- ROUTER  <------------  DEALER
        send() ---> encode ------------------------------> ROUTER  ------------>  DEALER
 
-A step's outputs leave on the loop's thread: to wake another for it would take longer, and that one would then want the
-interpreter's lock and a core just when the next step wants them. A lock passes the socket between the two threads.
+The loop's thread sends a step's outputs itself: waking another thread would take longer, and that thread would then
+compete for the interpreter's lock and a core with the next step. A lock guards the socket, which both threads use.
 
-The loop never blocks on a client: the queue to each is bounded, and one that does not read is dismissed. Its requests
-end at once; it hears of that (Dismissed) as soon as its queue has room again, and closes its connection then.
+The loop never blocks on a client: the queue to each is bounded, and a client that does not read is dismissed. Its
+requests end at once; it gets `Dismissed` as soon as its queue has room again, and then closes its connection.
 
-A client that is found gone or was dismissed may have sent messages before it could know. Those are dropped: they are no
-message before Hello, which is what they were once taken for when the machine was busy.
+A client that was found gone or was dismissed may have sent messages before it knew. These are dropped. The port
+remembers such clients, so that it does not answer these messages with a refusal as sent before Hello.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ from headrace.ipc.transport.sockets import (
 
 logger = logging.getLogger(__name__)
 PROBE_BUSY_S = 1.0
-"""How often a client with requests is sent the load, which also shows whether it still lives."""
+"""Interval at which clients with requests get the load; sending it also shows whether a client is still alive."""
 PROBE_IDLE_S = 30.0
 REFUSAL_LOG_EVERY_S = 1.0
 MESSAGES_A_BREATH, BREATH_S = 8, 0.001
-"""Messages that are taken at once, and the pause after them, while requests run and the loop has enough to take.
+"""Messages received at once, and the pause after them, while requests run and the loop is behind.
 
-The thread has the interpreter a fifth of the time then; without a pause, thousands of messages took two thirds of it
-and each step twice as long. The loop takes fewer messages than come so.
+The I/O thread then uses a fifth of the interpreter's time. Without a pause, thousands of messages used two thirds of it
+and doubled the time of each step. Even so, more messages arrive than the loop handles.
 """
 FORMER_CLIENTS = 4096
-"""How many identities of clients that left are remembered, to tell their late messages from those of strangers."""
+"""How many identities of former clients are remembered, to tell their late messages from those of unknown senders."""
 COUNTED_BYTES = 4096
-"""Of a message: `unread_messages` that are smaller take little."""
+"""Size from which messages count towards `unread_bytes`; for smaller ones the number of messages is limit enough."""
 _SENT, _FULL, _GONE = "sent", "full", "gone"
 
 
 class _Unread:
-    """The large messages that wait for one client, which ZeroMQ sends from our memory and tells when it has done so."""
+    """Large messages on their way to one client. ZeroMQ sends them from our memory and reports when it is done."""
 
     def __init__(self) -> None:
         self._sent: collections.deque[tuple[int, list[zmq.MessageTracker]]] = collections.deque()
         self._bytes = 0
 
     def send(self, sock: zmq.Socket[bytes], identity: bytes, frames: Sequence[Frame], most_bytes: int) -> bool:
-        """False, and nothing is sent, where more than `most_bytes` would wait. One alone may be as large as it is."""
+        """Returns False, and sends nothing, if more than `most_bytes` would wait. A single message may be larger."""
         while self._sent and all(tracker.done for tracker in self._sent[0][1]):
             self._bytes -= self._sent.popleft()[0]
         size_bytes = sum(map(len, frames))
@@ -78,7 +78,7 @@ class _Unread:
             return False
         try:
             counted = [zmq.Frame(frame, track=True, copy=False, copy_threshold=0) for frame in frames]
-        except Exception:  # as for want of memory
+        except Exception:  # such as a lack of memory
             send_whole(sock, identity, frames)
             return True
         send_whole(sock, identity, counted)
@@ -88,10 +88,10 @@ class _Unread:
 
 
 class ZmqPort:
-    """`send`, `set_load` and `close` are for the loop's thread; everything else happens on the port's own.
+    """The loop's thread calls `send`, `set_load` and `close`; everything else runs on the port's I/O thread.
 
-    ZeroMQ's descriptor tells of a message once only, and whoever touches the socket may take that notice: so after
-    each send the loop's thread looks whether messages have come, and wakes the other one.
+    ZeroMQ's file descriptor signals a message only once, and any use of the socket may consume the signal. So after
+    each send the loop's thread checks for messages, and wakes the I/O thread if there are any.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class ZmqPort:
     ) -> None:
         """Binds at once, so that the address is known; `serve` starts answering. Raises AddressError, KeyFileError.
 
-        peer_timeout_s: how long a client may be silent; unread_messages: how many it may leave unread; unread_bytes:
-        how much of them.
+        peer_timeout_s: how long a client may be silent. unread_messages, unread_bytes: how many messages, and how many
+        bytes of large ones, a client may leave unread before it is dismissed.
         """
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         keys_path = key_file() if address.startswith("tcp://") else None
@@ -126,10 +126,10 @@ class ZmqPort:
         self._identity_of: dict[int, bytes] = {}
         self._load = Load(num_running=0, num_waiting=0)
         self._busy_clients: frozenset[int] = frozenset()
-        self._dismissed: set[bytes] = set()  # identities that have to be sent Dismissed
+        self._dismissed: set[bytes] = set()  # identities that must still get Dismissed
         self._most_unread_bytes = unread_bytes
-        self._unread: dict[bytes, _Unread] = {}  # by identity, with the socket's lock
-        self._former: dict[bytes, None] = {}  # identities of clients that left, oldest first
+        self._unread: dict[bytes, _Unread] = {}  # by identity; guarded by the socket's lock
+        self._former: dict[bytes, None] = {}  # identities of former clients, oldest first
         self._num_refused, self._next_refusal_log_s = 0, 0.0
         self._thread: threading.Thread | None = None
 
@@ -146,7 +146,7 @@ class ZmqPort:
             self._wake()
 
     def set_load(self, load: Load, busy_clients: frozenset[int]) -> None:
-        """What is sent about once a second to clients with requests, and which those are."""
+        """Sets the load that clients with requests (`busy_clients`) get about once a second."""
         began = bool(busy_clients) and not self._busy_clients
         self._load, self._busy_clients = load, busy_clients
         if began:
@@ -157,7 +157,7 @@ class ZmqPort:
         return list(self._identity_of)
 
     def close(self) -> None:
-        """Closes the socket, which still delivers what was sent, and removes its file."""
+        """Closes the socket, which still delivers messages already sent, and removes its file."""
         if self._thread is not None:
             self._closing = True
             self._wake()
@@ -181,7 +181,7 @@ class ZmqPort:
     def _run(self) -> None:
         try:
             self._serve_clients()
-        except BaseException as error:  # a core that hears nobody is of no use
+        except BaseException as error:  # a core that receives no messages is of no use
             self._sessions.port_failed(Failure.of(error, process="engine-core", phase="receive"))
             raise
 
@@ -191,7 +191,7 @@ class ZmqPort:
             poll.register(descriptor, select.POLLIN)
         next_busy_probe = next_idle_probe = time.monotonic()
         while not self._closing:
-            has_all = self._receive_some()  # before the wait: the descriptor's notice may be taken already
+            has_all = self._receive_some()  # before the wait: the descriptor's signal may already be consumed
             if has_all and not self._gives_way:
                 poll.poll(self._wait_ms())
             else:
@@ -215,11 +215,11 @@ class ZmqPort:
 
     @property
     def _gives_way(self) -> bool:
-        """Requests run, and the loop is behind with what has come: the interpreter is its first."""
+        """Requests run and the loop is behind with its messages, so this thread leaves the interpreter to the loop."""
         return bool(self._busy_clients) and self._sessions.is_behind
 
     def _receive_some(self) -> bool:
-        """Takes what has come. False when more may be there."""
+        """Receives the messages that have come. False if there may be more."""
         with contextlib.suppress(zmq.Again):
             for count in itertools.count():
                 if count >= MESSAGES_A_BREATH and self._gives_way:
@@ -234,20 +234,20 @@ class ZmqPort:
                     self._receive(sender, [frame.buffer for frame in frames])
                 except CodecError as error:
                     self._refuse(sender, str(error))
-                except Exception as error:  # whatever one client sends must not end the others' engine
+                except Exception as error:  # no message of one client may end the engine of the others
                     logger.exception("a message could not be taken")
                     self._let_go(sender, f"a message of this client could not be taken: {type(error).__name__}")
         return True
 
     def _drop_frames(self) -> None:
-        """The rest of the message that was begun; between some of them the loop may send."""
+        """Drops the remaining frames of the message being received; the loop may send in between."""
         has_more = True
         while has_more:
             with self._socket_lock:
                 has_more = drop_frames(self._socket)
 
     def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
-        """Raises CodecError for what is no message."""
+        """Handles one message. Raises CodecError if the frames are no valid message."""
         client = self._client_of.get(identity)
         message = self._codec.decode(frames)
         if isinstance(message, Hello) and client is None:
@@ -269,7 +269,7 @@ class ZmqPort:
                 self._send(client, self._codec.encode(reply))
 
     def _let_go(self, identity: bytes, why: str) -> None:
-        """Of a message that is lost here its sender would wait for the answer."""
+        """Dismisses a client of which a message was lost, since it would wait for the answer."""
         client = self._client_of.get(identity)
         if client is None:
             self._refuse(identity, why)
@@ -282,7 +282,7 @@ class ZmqPort:
     def _refuse(self, identity: bytes, why: str) -> None:
         self._num_refused += 1
         now_s = time.monotonic()
-        if now_s >= self._next_refusal_log_s:  # a client that sends nothing else must not fill the log
+        if now_s >= self._next_refusal_log_s:  # a client that sends only invalid messages must not fill the log
             self._next_refusal_log_s = now_s + REFUSAL_LOG_EVERY_S
             logger.warning("refused a message (the %dth): %s", self._num_refused, why)
         self._send_to(identity, self._codec.encode(self._sessions.refuse(why)))
@@ -308,7 +308,7 @@ class ZmqPort:
             self._sessions.gone(client)
 
     def _send_to(self, identity: bytes, frames: list[Frame]) -> bool:
-        """False when the peer is gone, or reads so little that its queue is full; then it is dismissed."""
+        """False if the peer is gone, or if its queue is full because it does not read; then it is dismissed."""
         outcome = self._try_to_send(identity, frames)
         if outcome == _FULL and identity in self._client_of:
             logger.warning("a client does not read its answers; it is dismissed")
@@ -317,7 +317,7 @@ class ZmqPort:
         return outcome == _SENT
 
     def _try_to_send(self, identity: bytes, frames: list[Frame]) -> str:
-        """_SENT, _FULL or _GONE."""
+        """Returns _SENT, _FULL or _GONE."""
         try:
             with self._socket_lock:
                 if sum(map(len, frames)) < COUNTED_BYTES or identity not in self._client_of:
@@ -328,7 +328,7 @@ class ZmqPort:
                     return _FULL
         except zmq.Again:
             return _FULL
-        except CutShortError as error:  # it hears of that, and closes its connection
+        except CutShortError as error:  # the client detects the cut message and closes its connection
             logger.error("a client is let go: %s", error)
             return _GONE
         except zmq.ZMQError as error:
