@@ -1,1 +1,1 @@
-"""Tells frontends which engines there are."""
+"""The coordinator: a program that tells frontends which engines exist."""

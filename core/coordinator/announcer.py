@@ -1,7 +1,7 @@
-"""An engine tells coordinators that it is there: once a second, and at once when it is about to leave.
+"""An engine's announcements to coordinators: one per second, and one at once before the engine leaves.
 
-`Announcements` is what is said, without I/O; `Announcer` is the thread that says it. Nothing waits for a coordinator:
-one that is not there misses what it would have been told, and hears the next.
+`Announcements` makes the messages, without I/O; `Announcer` is the thread that sends them. The engine never waits for a
+coordinator: one that is not running misses announcements, and gets the next.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from headrace.ipc.transport.sockets import HANDSHAKE_FAILED, CutShortError, new_
 
 logger = logging.getLogger(__name__)
 _FEW_MESSAGES = 4
-"""That wait for a coordinator: older news is of no use."""
+"""Most messages queued for a coordinator: older announcements are of no use."""
 _RECONNECT_MS = (100, 2000)
 _PATIENCE_S = 3.0
-"""A coordinator may start anew within it without being missed aloud."""
+"""Time after which the log reports a missing coordinator; one that restarts sooner is not reported."""
 _ANY_HOST = ("0.0.0.0", "[::]", "*", "::")
 
 
 class State(msgspec.Struct, frozen=True):
-    """What changes while an engine serves."""
+    """The part of an announcement that changes while an engine serves."""
 
     load: Load
     is_draining: bool = False
 
 
 class Announcements:
-    """What one life of an engine says of itself."""
+    """Makes the numbered messages of one run of an engine (its `life`)."""
 
     def __init__(self, entry: EngineEntry) -> None:
         self.entry = entry
@@ -75,7 +75,7 @@ class Announcements:
 
 
 def entry_of(welcome: Welcome, address: str, rank: int) -> EngineEntry:
-    """Of an engine that has just started."""
+    """The entry of an engine that has just started."""
     return EngineEntry(
         address=address,
         life=secrets.token_hex(8),
@@ -91,7 +91,7 @@ def entry_of(welcome: Welcome, address: str, rank: int) -> EngineEntry:
 
 
 class Link:
-    """The connection to one coordinator, and the log's word on whether it is there."""
+    """The connection to one coordinator; logs when the coordinator is missing and when it is back."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, patience_s: float) -> None:
         """Raises AddressError and KeyFileError."""
@@ -99,7 +99,7 @@ class Link:
         self.socket = sock = new_dealer(context, address)
         sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
-        sock.setsockopt(zmq.IMMEDIATE, True)  # without a coordinator nothing is kept for it
+        sock.setsockopt(zmq.IMMEDIATE, True)  # queues nothing while the coordinator is not connected
         sock.setsockopt(zmq.SNDHWM, _FEW_MESSAGES)
         self._monitor = sock.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
@@ -114,7 +114,7 @@ class Link:
         self.socket.close()
 
     def watch(self, now_s: float) -> None:
-        """Takes the connection's news, and says once when it has been missing for too long."""
+        """Handles connection events, and logs once if the coordinator has been missing for patience_s."""
         with contextlib.suppress(zmq.Again):
             while True:
                 self._note(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"], now_s)
@@ -124,7 +124,7 @@ class Link:
             logger.warning("%s; this engine is not told of there until that changes", self._why)
 
     def note_foreign(self, now_s: float) -> None:
-        """It answers what no coordinator answers."""
+        """Notes that the peer's answers are not a coordinator's."""
         self._missing_since_s = now_s if self._missing_since_s is None else self._missing_since_s
         self._why = f"what listens at {self._address} is no coordinator of this version"
 
@@ -139,12 +139,12 @@ class Link:
         if event & HANDSHAKE_FAILED:
             others = or_keys(self._address, key_file())
             self._why = f"what listens at {self._address} is no coordinator of this version{others}"
-        elif not self._why:  # the end of a connection whose handshake has failed is no other reason
+        elif not self._why:  # a disconnect after a failed handshake must not replace that reason
             self._why = f"no coordinator listens at {self._address}"
 
 
 class Announcer:
-    """Announces from its making to `close`, on a thread of its own."""
+    """Announces an engine from its construction to `close`, on its own thread."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Announcer:
         state: Callable[[], State],
         patience_s: float = _PATIENCE_S,
     ) -> None:
-        """`state` is called from that thread; patience_s: how long a coordinator may be missing before the log says so.
+        """state: called on the announcer's thread. patience_s: the log reports a coordinator missing for so long.
 
         Raises AddressError and KeyFileError."""
         self._announcements, self._state = Announcements(entry), state
@@ -167,11 +167,11 @@ class Announcer:
         self._thread.start()
 
     def hurry(self) -> None:
-        """Something has changed that frontends should know at once."""
+        """Sends the next announcement at once, for a change that frontends should know immediately."""
         self._hurry.set()
 
     def close(self) -> None:
-        """Says that the engine leaves, and waits a moment for that to be sent."""
+        """Announces that the engine leaves, and waits up to 2 s for the message to be sent."""
         self._closing = True
         self._hurry.set()
         self._thread.join(2.0)
@@ -194,11 +194,11 @@ class Announcer:
     def _send(self, message: Announce | Withdraw) -> None:
         frames = self._codec.encode(message)
         for link in self._links:
-            with contextlib.suppress(zmq.Again, CutShortError):  # the next is sent soon
+            with contextlib.suppress(zmq.Again, CutShortError):  # the next announcement follows soon
                 send_whole(link.socket, frames[0], frames[1:])
 
     def _read(self, link: Link) -> None:
-        """A coordinator answers only what it cannot take."""
+        """Reads a coordinator's answers. It answers only announcements that it refuses."""
         with contextlib.suppress(zmq.Again):
             while True:
                 try:
@@ -212,8 +212,8 @@ class Announcer:
 
 
 def reachable(address: str, coordinator: str) -> str:
-    """The address under which frontends find an engine that listens on every interface: that of the one by which it
-    reaches the coordinator."""
+    """The address at which frontends reach an engine. If the engine listens on every interface, it is the address of
+    the interface through which it reaches the coordinator."""
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or host not in _ANY_HOST or not coordinator.startswith("tcp://"):

@@ -1,7 +1,7 @@
-"""A coordinator as a program: the registry behind a ROUTER socket, on one thread.
+"""The coordinator program: the registry behind a ROUTER socket, on one thread.
 
-Alone it runs until a signal; as a child of a server it ends with that. There is nothing to save: another that is
-started at its address hears of all engines within a second or two.
+On its own it runs until a signal; as a server's child it ends with the server. It saves no state: a new coordinator at
+its address knows all engines within a second or two.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from headrace.ipc.wait import Deadline
 
 logger = logging.getLogger(__name__)
 _LONGEST_WAIT_S = 0.5
-"""How soon it sees that it is to stop."""
+"""Longest wait for messages, and so the longest delay before `stop` takes effect."""
 _GATHER_S = 0.01
-"""What comes together is handled in one turn: to wake up for each of a thousand engines costs more than to read."""
+"""Messages of this time are handled in one turn: waking up for each of a thousand engines costs more than reading."""
 _MESSAGES_PER_TURN = 1000
 _FOREIGN = "this is a coordinator, and what was sent is no message to one of its version"
 EXIT_FAILED = 1
 
 
 class Coordinator:
-    """`run` on one thread; `stop` from any other."""
+    """Call `run` on one thread, and `stop` from any other."""
 
     def __init__(self, address: str = "") -> None:
         """Binds at once. Raises AddressError and KeyFileError."""
@@ -119,7 +119,7 @@ class Coordinator:
                 try:
                     send_whole(self._socket, peer, frames)
                 except zmq.Again:
-                    continue  # it reads nothing; its next Follow tells that it has a gap
+                    continue  # the peer does not read; its next Follow reports the gap
                 except CutShortError as error:
                     logger.error("a peer is let go: %s", error)
                     self.registry.lost(peer)
@@ -140,7 +140,7 @@ class Coordinator:
 
 
 def run_as_child(fd: int) -> int:
-    """Of a server, whose end is its own. The exit status."""
+    """Runs a coordinator as a server's child, which ends with the server. Returns the exit status."""
     protect_stderr()
     leave_signals_to_parent()
     set_up_logging("coordinator", "WARNING")

@@ -1,10 +1,10 @@
-"""What a coordinator knows and whom it tells: a state machine without I/O.
+"""The state machine of a coordinator: the engines that it knows and the frontends that follow it. Without I/O.
 
-It owns no socket and no clock: time comes with each call (seconds of any one clock). What it knows is what engines have
-announced within their leases; one that starts anew knows all engines again after one round of announcements.
+It has no socket and no clock: each call passes the time (seconds, of any single clock). It knows the engines whose
+announcement is still within its lease; after a restart it knows all engines again after one round of announcements.
 
-    Announce --> known, until its lease runs out or Withdraw      Members: changes soon, loads once a second
-    Follow   --> told, until its lease runs out or Unfollow
+    Announce --> engine listed until its lease runs out or Withdraw     Members: changes soon, loads once a second
+    Follow   --> follower until its lease runs out or Unfollow
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from headrace.ipc.coordination import (
 )
 
 CHANGES_EVERY_S = 0.05
-"""Changes that come together are told together."""
+"""Delay in which changes are collected into one message."""
 LOADS_EVERY_S = 1.0
 MOST_FORMER = 4096
-"""Lives that are over and remembered, as late messages of theirs may come."""
+"""How many ended lives are remembered, so that their late messages are ignored."""
 
 Peer = bytes
 Load = tuple[int, int, int]
-"""Requests that run, that wait, and whether the engine is paused."""
+"""Number of running requests, number of waiting requests, and 1 if the engine is paused, else 0."""
 
 
 class Outgoing(msgspec.Struct, frozen=True):
-    """One message, for all of these."""
+    """One message to several peers."""
 
     peers: tuple[Peer, ...]
     message: FromCoordinator
@@ -67,18 +67,18 @@ class Registry:
     """All engines and all followers of one coordinator."""
 
     def __init__(self, epoch: str) -> None:
-        """`epoch` is another at each start."""
+        """`epoch` must be different at each start of a coordinator."""
         self.epoch = epoch
         self.num_changes = 0
-        """Of membership: how often an engine has joined or left."""
+        """How often an engine has joined or left."""
         self._engines: dict[str, _Engine] = {}  # by address
         self._former: OrderedDict[tuple[str, str], None] = OrderedDict()  # address and life
-        self._followers: dict[Peer, float] = {}  # when each one's lease ends
+        self._followers: dict[Peer, float] = {}  # the end of each one's lease
         self._keys = itertools.count()
         self._number = 0
         self._changed: dict[str, None] = {}  # addresses
         self._gone: dict[tuple[str, str], Gone] = {}
-        self._moved_loads: dict[str, None] = {}  # addresses whose load is another than was told
+        self._moved_loads: dict[str, None] = {}  # addresses whose load has changed since it was sent
         self._changes_due_s: float | None = None
         self._loads_due_s = 0.0
 
@@ -95,7 +95,7 @@ class Registry:
         return len(self._followers)
 
     def receive(self, peer: Peer, message: ToCoordinator, now_s: float) -> list[Outgoing]:
-        """Takes what a peer sent; what is to be answered at once."""
+        """Takes a peer's message. Returns the messages to send at once."""
         if isinstance(message, Announce | Follow) and message.schema_hash != SCHEMA_HASH:
             why = "the coordinator is of another version of Headrace: install the same on all hosts"
             return [Outgoing((peer,), Denied(schema_hash=SCHEMA_HASH, why=why))]
@@ -114,11 +114,11 @@ class Registry:
         return []
 
     def lost(self, peer: Peer) -> None:
-        """The follower is gone."""
+        """Removes a follower that is gone."""
         self._followers.pop(peer, None)
 
     def tick(self, now_s: float) -> list[Outgoing]:
-        """What is due now: to be called at `due_s` and after each `receive`, whichever is sooner."""
+        """The messages that are due now. Call it after each `receive`, and at `due_s`."""
         if now_s >= self._loads_due_s:
             self._loads_due_s = now_s + LOADS_EVERY_S
             self._expire(now_s)
@@ -139,14 +139,14 @@ class Registry:
             return
         engine = self._engines.get(entry.address)
         if engine is not None and engine.entry.life != entry.life:
-            self._end_life(entry.address, engine.entry.life, now_s)  # another has its place, so it has ended
+            self._end_life(entry.address, engine.entry.life, now_s)  # a new life at its address: the old one has ended
             engine = None
         if engine is None:
             engine = self._engines[entry.address] = _Engine(next(self._keys), message)
             self.num_changes += 1
             self._change(entry.address, now_s)
         elif message.number <= engine.number:
-            return  # late, or doubled
+            return  # late or duplicated
         elif engine.entry != entry:
             self._change(entry.address, now_s)
         before = engine.load
@@ -189,7 +189,7 @@ class Registry:
     # --- followers ----------------------------------------------------------------------------------------------
 
     def _publish(self, *, with_loads: bool = True) -> list[Outgoing]:
-        """The changes since the last time; also nothing, which shows that the coordinator lives."""
+        """A message with the changes since the last one. An empty one still shows that the coordinator is alive."""
         self._number += 1
         listed = [self._listed(self._engines[address]) for address in self._changed]
         gone, moved = list(self._gone.values()), self._moved_loads if with_loads else dict.fromkeys(self._changed)
