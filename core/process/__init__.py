@@ -1,1 +1,1 @@
-"""Programs: the engine-core daemon, and the supervisor that starts, watches and stops children."""
+"""Programs: the engine-core program, and the supervisor that starts, watches and stops child processes."""

@@ -1,7 +1,6 @@
-"""What a start shows on a terminal: the output of child programs, a bar while weights are read, a table of times.
+"""Output of a start on a terminal: the children's output, a progress bar of reading weights, a table of times.
 
-What a child program writes is passed on to our stderr, above the bars, and its last lines are kept for the day it
-fails.
+A child's output is copied to our stderr, above the bars, and its last lines are kept for the report of a failure.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from headrace.ipc.wait import Deadline
 
 LOG_TAIL_LINES = 30
 LAST_FRAME = "in _run_module_as_main"
-"""The outermost one of the main thread of a program that `python -m` started: it ends what faulthandler writes."""
+"""The outermost frame of the main thread in a program started by `python -m`. faulthandler's output ends with it."""
 
 
 class ChildLog:
-    """`take` is for one thread, everything else for any."""
+    """A child's output. One thread calls `take`; any thread may use the rest."""
 
     def __init__(self) -> None:
         self.num_stacks = 0
-        """How many times it has written, to the end, where its threads are."""
+        """How many complete dumps of its threads' stacks it has written."""
         self._last: collections.deque[str] = collections.deque(maxlen=LOG_TAIL_LINES)
         self._unfinished_line = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._changed = threading.Condition()
 
     def take(self, data: bytes) -> None:
-        """What was read of the program's output, however it was cut."""
+        """Takes bytes of the child's output. They may end in the middle of a line or a character."""
         text = self._decoder.decode(data)
         with self._changed:
-            *lines, rest = (self._unfinished_line + text).split("\n")  # a line may come in many writes
+            *lines, rest = (self._unfinished_line + text).split("\n")  # a line may come in several parts
             self._last.extend(line.rstrip("\r") for line in lines if line.strip())
             self._unfinished_line = rest
             self.num_stacks += sum(LAST_FRAME in line for line in lines)
@@ -50,19 +49,20 @@ class ChildLog:
             return (*self._last, *filter(str.strip, [self._unfinished_line]))[-LOG_TAIL_LINES:]
 
     def wait(self, num_stacks: int, deadline: Deadline) -> None:
-        """Until it has written more than `num_stacks` times where its threads are."""
+        """Waits until it has written more than `num_stacks` dumps of its threads' stacks, or until the deadline."""
         with self._changed:
             self._changed.wait_for(lambda: self.num_stacks > num_stacks, deadline.remaining_s)
 
 
 DELAY_S = 0.5
-"""What is read sooner needs no bar."""
+"""Weights that are read within this time get no bar."""
 
 
 class LoadBar:
-    """`wanted`: None is where stderr is a terminal, and reading takes a while."""
+    """The progress bar of reading weights."""
 
     def __init__(self, wanted: bool | None) -> None:
+        """wanted: None shows a bar if stderr is a terminal and reading takes longer than DELAY_S."""
         self._wanted = wanted
         self._bar: Any = None
 
@@ -88,7 +88,7 @@ class LoadBar:
         self._bar.update(done_bytes - self._bar.n)
 
     def close(self, *, is_done: bool) -> None:
-        """is_done: all that was needed has been read, which may be less than there is."""
+        """is_done: all needed weights are read, which may be fewer than the total; the bar is filled."""
         if self._bar is not None:
             if is_done:
                 self._bar.update(self._bar.total - self._bar.n)
@@ -97,14 +97,15 @@ class LoadBar:
 
 
 MOST_RANKS = 8
-"""With more ranks than that, there are columns for the least and the most of all."""
+"""With more ranks, the table has columns for the least and the most of all ranks."""
 REST = "(before and after)"
 
 
 def startup_table(core: Mapping[str, float], ranks: Sequence[Mapping[str, float]]) -> str:
-    """Rows are phases, columns the engine core and its workers; each column sums to the time that the start took.
+    """A table of start-up times: rows are phases, columns the engine core and its workers. Each column sums to the
+    time of the whole start.
 
-    `core` and each of `ranks`: seconds by phase. A worker is started later than the core and may be ready before it.
+    core, ranks: seconds by phase. The row REST has the time before a worker was started and after it was ready.
     """
     total_s = sum(core.values())
     columns = [dict(core), *({**rank, REST: total_s - sum(rank.values())} for rank in ranks)]
@@ -121,7 +122,7 @@ def startup_table(core: Mapping[str, float], ranks: Sequence[Mapping[str, float]
 
 
 def _in_order(columns: Sequence[Mapping[str, float]]) -> list[str]:
-    """The phases of all columns, each after those that come before it in its own."""
+    """The phases of all columns, in an order that keeps each column's own order."""
     phases: list[str] = []
     for column in columns:
         at = 0

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def make_parser() -> OptionParser:
-    """Of the command line."""
+    """The parser of the `engine-core` command line."""
     parser = OptionParser(
         prog="engine-core",
         description="Runs a model and serves it to Headrace clients: headrace.connect(ADDRESS), headrace --engine.",
@@ -91,7 +91,8 @@ def make_parser() -> OptionParser:
 
 
 def run_alone(options: Options, address: str) -> int:
-    """A daemon: prints its address once it is ready; SIGTERM or Ctrl-C drains it, a second one ends it at once."""
+    """Runs an engine core without a parent: prints its address once it is ready. SIGTERM or Ctrl-C drains it, a second
+    one ends it at once. Returns the exit status."""
     warning = take_vllm_variables(os.environ)
     protect_stderr()
     set_up_logging("engine-core", "INFO")
@@ -129,7 +130,7 @@ def run_alone(options: Options, address: str) -> int:
     except HeadraceError as error:
         print(f"engine-core: {error}" + (f"\n{error.hint}" if error.hint else ""), file=sys.stderr)
         return EXIT_START_FAILED
-    except SystemExit as ended:  # a signal, before there was anything to drain
+    except SystemExit as ended:  # a signal before the engine served, so there is nothing to drain
         return ended.code if isinstance(ended.code, int) else EXIT_START_FAILED
     finally:
         bar.close(is_done=False)
@@ -137,7 +138,8 @@ def run_alone(options: Options, address: str) -> int:
 
 
 def take_part_of_machine(options: Options) -> None:
-    """Of several engines on one machine, each computes on cores of its own. Before anything is imported that asks."""
+    """Assigns this engine its share of the machine's cores if several engines run here. Must run before modules are
+    imported that read the number of cores."""
     if options.num_engines_here > 1:
         host = importlib.import_module("headrace.executor.cpu.host")  # by name: the core imports no executor
         host.take_share(options.data_parallel_rank % options.num_engines_here, options.num_engines_here)
@@ -153,7 +155,8 @@ def new_port(options: Options, address: str) -> ZmqPort:
 
 
 def run_as_node(options: Options) -> int:
-    """The workers of a host that computes for an engine core elsewhere; ends with that core."""
+    """Runs the workers of a host whose engine core is on another host, and ends with that core. Returns the exit
+    status."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -172,8 +175,10 @@ def run_as_node(options: Options) -> int:
 
 
 def run_as_child(fd: int) -> int:
-    """Configured by the parent's Start message; ends with the parent."""
-    # No parent-death signal: `obey_parent` sees the end too, and then the socket and the workers end in order.
+    """Runs an engine core that the parent's Start message configures and that ends with its parent. Returns the exit
+    status."""
+    # No parent-death signal: `obey_parent` notices the parent's end too, and then closes the socket and stops the
+    # workers in order.
     protect_stderr()
     leave_signals_to_parent()
     show_stacks_when_asked()
@@ -215,13 +220,13 @@ def run_as_child(fd: int) -> int:
         phase[0] = "serve"
 
         def on_failure(failure: Failure) -> None:
-            """Clients were sent the failure too, but the parent may see this process end before it has read that."""
+            """Clients get the failure too, but the parent may see this process end before its client has read it."""
             with contextlib.suppress(ChannelClosedError):
                 channel.send(ChildFailed(failure=failure))
 
         return _serve(core, on_failure)
     except ChannelClosedError:
-        return EXIT_START_FAILED  # nobody is left to tell
+        return EXIT_START_FAILED  # the parent is gone
     except Exception as error:
         with contextlib.suppress(ChannelClosedError):
             channel.send(ChildFailed(failure=Failure.of(error, process="engine-core", phase=phase[0])))
@@ -232,14 +237,14 @@ def run_as_child(fd: int) -> int:
 
 
 def _serve(core: EngineCore, on_failure: Callable[[Failure], None] = lambda failure: None) -> int:
-    # The loop's Python and the I/O thread's take turns: the default 5 ms would show in every token's latency.
+    # The loop's thread and the I/O thread share the interpreter: the default of 5 ms would delay every token.
     sys.setswitchinterval(2e-4)
-    # Everything so far stays: a collection would walk through all of it, torch's objects too, in mid-stream.
+    # All objects of the start-up stay alive, torch's too: collections while streaming should not traverse them.
     gc.freeze()
     try:
         core.run()
     except Exception as error:
-        # An error of ours is a sentence for the user; where it was raised would only bury it.
+        # Our own errors are sentences for the user, which a traceback would only hide.
         logger.error("the engine failed: %s", error, exc_info=not isinstance(error, HeadraceError))
         on_failure(Failure.of(error, process="engine-core", phase="step"))
         return EXIT_ENGINE_FAILED
@@ -247,7 +252,8 @@ def _serve(core: EngineCore, on_failure: Callable[[Failure], None] = lambda fail
 
 
 def _stop_on_signals(core: EngineCore, shutdown_timeout_s: float) -> None:
-    """The first SIGTERM, SIGINT or SIGHUP drains; the second does not wait; before serving, one is enough."""
+    """Sets handlers for SIGTERM, SIGINT and SIGHUP: the first signal drains the engine, the second stops it without
+    waiting, a third ends the process. Before the engine serves, the first one ends the process."""
     received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:

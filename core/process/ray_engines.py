@@ -1,18 +1,18 @@
-"""Engine cores that Ray places: an actor each, on a placement group with one bundle per engine; and their coordinators.
+"""Engine cores placed by Ray, one actor each in a placement group with one bundle per engine; and their coordinators.
 
-    RayFleet.start(rank) -> RayEngine -- ready, ended, stop --> EngineActor, where Ray put it
+    RayFleet.start(rank) -> RayEngine -- ready, ended, stop --> EngineActor, where Ray placed it
        |                                                          | starts, as any parent does
        |                    clients <====== tcp://, keys ======> engine-core
        |                                                          | announces itself
-       +------------------> RayCoordinator --- address, ended --> CoordinatorActor, beside an engine
+       +------------------> RayCoordinator --- address, ended --> CoordinatorActor, on an engine's host
                             frontends of other hosts <== tcp:// ==+
 
-There is a coordinator on the first host, and where engines are on several, one on a second. The frontend that started
-them has no need of it: it is for others (`headrace serve --coordinator`).
+One coordinator runs on the first host, and if engines are on several hosts, another on a second one. The frontend that
+started the engines does not need them: they are for other frontends (`headrace serve --coordinator`).
 
-Ray decides where engines live and notices when a host is gone; requests and tokens do not pass through it. A
-`RayEngine` is used as a `Child` is. Engines listen on their host's own address, with keys that are made for the fleet
-unless the user has some.
+Ray decides where engines run and notices lost hosts; requests and tokens do not pass through it. `RayEngine` has the
+interface of `Child`. Engines listen on their host's own address, with keys that are created for the fleet unless the
+user has named some.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from headrace.ipc.process.own_folder import OwnFolder
 from headrace.ipc.transport.keys import VARIABLE, key_file, make_key_file
 
 PASSED_ON, PASSED_ON_STARTS = ("PYTHONPATH", "HEADRACE_LOG_LEVEL"), ("NCCL_", "TORCH_NCCL_", "GLOO_")
-"""Environment variables that what Ray starts gets from here, NCCL's settings among them."""
+"""Environment variables (by name, by prefix) that are passed to the actors, including NCCL's settings."""
 STRATEGY = "SPREAD"
-"""Engines on as many hosts as there are: a host that dies should take few."""
+"""Spreads engines over as many hosts as possible, so that the loss of a host ends few of them."""
 STOP_GRACE_S = 5.0
 CONNECT_S = 10.0
 MOST_COORDINATORS = 2
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_ray(option: str) -> Any:
-    """The package. Raises OptionError without it, naming the option that needs it."""
+    """Imports the ray package. Raises OptionError, naming the option that needs it, if it is missing."""
     try:
         import ray
     except ImportError as error:
@@ -59,9 +59,10 @@ def load_ray(option: str) -> Any:
 
 
 def join_ray(ray: Any) -> bool:
-    """Connects to the Ray that RAY_ADDRESS or this host has, else starts one; whether it is now ours to end.
+    """Connects to the Ray cluster of RAY_ADDRESS or of this host, or starts a local one. Returns whether this process
+    has to shut the connection down.
 
-    Raises EngineStartError where that cannot be had.
+    Raises EngineStartError if Ray can neither be joined nor started.
     """
     if ray.is_initialized():
         return False
@@ -69,17 +70,17 @@ def join_ray(ray: Any) -> bool:
     _check_address(os.environ.get("RAY_ADDRESS", ""))
     try:
         ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
-    except Exception as error:  # Ray's own, of many kinds
+    except Exception as error:  # Ray raises many types
         reason = str(error).strip().partition("\n")[0]
         raise EngineStartError(f"Ray can neither be joined nor started: {type(error).__name__}: {reason}") from error
     return True
 
 
 def _check_address(address: str) -> None:
-    """Raises EngineStartError where nobody listens: Ray tries for minutes, and says nothing."""
+    """Raises EngineStartError if nothing listens at a HOST:PORT address: Ray would try silently for minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "://" in address:
-        return  # none, or another form (auto, local, a client's), of which Ray finds out by itself
+        return  # no address, or another form (auto, local, a client's), which Ray checks itself
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
@@ -91,10 +92,11 @@ def passed_on() -> dict[str, str]:
 
 
 class RayFleet:
-    """The placement group of data_parallel_size engines; ends with the last of them."""
+    """The placement group of data_parallel_size engines. It is removed when the last engine is stopped."""
 
     def __init__(self, options: Options) -> None:
-        """Raises OptionError without Ray or for what its engines cannot do; EngineStartError when Ray has no room."""
+        """Raises OptionError if ray is missing or for options that its engines lack; EngineStartError if the cluster
+        has too few resources."""
         if options.data_parallel_size == 1:
             raise OptionError("data_parallel_backend=ray places several engines: it needs data_parallel_size=2 or more")
         if options.shares_experts:
@@ -120,7 +122,7 @@ class RayFleet:
 
     @property
     def coordinators(self) -> tuple[str, ...]:
-        """Addresses at which they tell of the engines."""
+        """Addresses of the coordinators."""
         return tuple(each.address for each in self._coordinators)
 
     def _new_keys(self) -> Path:
@@ -151,7 +153,7 @@ class RayFleet:
         return group
 
     def _by_host(self) -> list[tuple[int, str]]:
-        """The bundle of each rank, and its node. Ranks of a node follow each other, so that they take parts of it."""
+        """The bundle and the node of each rank. Ranks of a node are consecutive, so that they divide its cores."""
         from ray.util.placement_group import placement_group_table
 
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
@@ -161,7 +163,8 @@ class RayFleet:
         return dict(self._by_host())
 
     def actor(self, kind: type, bundle: int, *args: Any, **share: float) -> Any:
-        """One of this kind in the bundle, with this share of it. args: besides the keys, which come first."""
+        """Starts an actor of a class in the bundle, with this share of its resources. args: constructor arguments after
+        the first, which is the keys."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(
@@ -174,7 +177,7 @@ class RayFleet:
 
     def start(self, rank: int) -> RayEngine:
         nodes, bundle = self._nodes(), self._bundles[rank][0]
-        # Those of one host divide its cores and its memory among them.
+        # The engines of one host divide its cores and its memory.
         options = msgspec.structs.replace(
             self._options,
             data_parallel_size_local=list(nodes.values()).count(nodes[bundle]),
@@ -189,7 +192,8 @@ class RayFleet:
         return engine
 
     def ended(self, engine: RayEngine, *, for_good: bool) -> None:
-        """When the last has been stopped, the group goes, and Ray too if it was started for it."""
+        """Notes the end of an engine. With for_good, and after the last one, removes the placement group, and shuts Ray
+        down if the fleet connected to it."""
         with self._lock:
             self._running.discard(engine)
             if self._running or not for_good:
@@ -199,7 +203,7 @@ class RayFleet:
     def _end(self) -> None:
         for coordinator in self._coordinators:
             coordinator.stop()
-        with contextlib.suppress(Exception):  # a Ray that died took everything with it
+        with contextlib.suppress(Exception):  # if Ray has died, the group is gone too
             self._ray.util.remove_placement_group(self._group)
         if self._owns_ray:
             self._ray.shutdown()
@@ -208,14 +212,14 @@ class RayFleet:
 
 
 class RayEngine:
-    """One engine where Ray put it, with the interface of a `Child`."""
+    """One engine that Ray placed, with the interface of a `Child`."""
 
     def __init__(self, ray: Any, actor: Any, fleet: RayFleet, rank: int) -> None:
         self._ray, self._actor, self.fleet, self._rank = ray, actor, fleet, rank
         self.keys: Path | None = fleet.keys
         self.ready: Ready | None = None
         self.pid = 0
-        """On its own host."""
+        """The engine's process id on its own host."""
         self._failure: Failure | None = None
         self._on_exit: list[OnExit] = []
         self._is_stopping = False
@@ -224,7 +228,7 @@ class RayEngine:
         threading.Thread(target=self._watch, name=f"ray-engine-{rank}", daemon=True).start()
 
     def again(self) -> RayEngine:
-        """Another in its place, on another host where that one is gone."""
+        """Starts a replacement of this engine; on another host if this one's is gone."""
         return self.fleet.start(self._rank)
 
     @property
@@ -232,11 +236,11 @@ class RayEngine:
         return not self._ended.is_set()
 
     def wait_ready(self, timeout_s: float | None = None, on_progress: OnProgress | None = None) -> Ready:
-        """Raises EngineStartError with the cause when it fails, or is not ready in time."""
+        """Waits for the engine's Ready. Raises EngineStartError with the cause if it fails or is not ready in time."""
         limit_s = self.fleet._options.startup_timeout + 2 * START_GRACE_S if timeout_s is None else timeout_s
         try:
             ready, failure, self.pid = self._ray.get(self._actor.ready.remote(), timeout=limit_s)
-        except Exception as error:  # Ray's own, of many kinds
+        except Exception as error:  # Ray raises many types
             raise EngineStartError(failure=self._lost(error)) from error
         if failure is not None:
             raise EngineStartError.from_failure(msgspec.msgpack.decode(failure, type=Failure))
@@ -244,7 +248,8 @@ class RayEngine:
         return self.ready
 
     def on_exit(self, callback: OnExit) -> None:
-        """Calls back once, from another thread, when it ends without having been asked to."""
+        """Registers a callback for an unexpected end of the engine. It is called once: on the watching thread, or at
+        once if the engine has already ended."""
         with self._lock:
             if self.alive:
                 self._on_exit.append(callback)
@@ -253,12 +258,12 @@ class RayEngine:
             callback(self._failure)
 
     def ask_to_stop(self, deadline_s: float) -> Any:
-        """Lets what runs finish within `deadline_s`; what Ray waits for it by."""
+        """Asks the engine to finish its requests within `deadline_s` and exit. Returns Ray's reference to the call."""
         self._is_stopping = True
         return self._actor.stop.remote(deadline_s)
 
     def stop(self, deadline_s: float = 5.0) -> None:
-        """Lets what runs finish within `deadline_s`."""
+        """Lets requests finish within `deadline_s`, then ends the engine."""
         with contextlib.suppress(Exception):  # it may be gone
             self._ray.get(self.ask_to_stop(deadline_s), timeout=deadline_s + STOP_GRACE_S)
         self._end(for_good=True)
@@ -268,7 +273,8 @@ class RayEngine:
         self._end(for_good=True)
 
     def make_way(self) -> None:
-        """As `kill`, and the placement group stays, even if all others are gone, for the one that comes."""
+        """Ends the engine so that another can replace it. Unlike `kill` it keeps the placement group, which the
+        replacement needs, even if no other engine is left."""
         self._is_stopping = True
         self._end(for_good=False)
 
@@ -281,7 +287,7 @@ class RayEngine:
     def _watch(self) -> None:
         try:
             failure = msgspec.msgpack.decode(self._ray.get(self._actor.ended.remote()), type=Failure)
-        except Exception as error:  # Ray's own, of many kinds
+        except Exception as error:  # Ray raises many types
             failure = self._lost(error)
         with self._lock:
             self._failure = failure
@@ -301,17 +307,17 @@ class RayEngine:
 
 
 class RayCoordinator:
-    """One where Ray put it. When it dies, another is started, at the same address as long as its host is there."""
+    """A coordinator that Ray placed. When it dies, another is started, at the same address if on the same host."""
 
     def __init__(self, ray: Any, fleet: RayFleet, bundle: int) -> None:
-        """Raises EngineStartError where it does not start."""
+        """Raises EngineStartError if it does not start."""
         self._ray, self._fleet, self._bundle = ray, fleet, bundle
         self._is_stopping = threading.Event()
         self._actor: Any = None
         self.address = ""
         try:
             self._begin()
-        except Exception as error:  # Ray's own, of many kinds
+        except Exception as error:  # Ray raises many types
             raise EngineStartError(f"the coordinator that Ray placed did not start: {error}") from error
         threading.Thread(target=self._watch, name=f"ray-coordinator-{bundle}", daemon=True).start()
 
@@ -328,7 +334,7 @@ class RayCoordinator:
         while True:
             try:
                 reason = self._ray.get(self._actor.ended.remote())
-            except Exception as error:  # Ray's own, of many kinds
+            except Exception as error:  # Ray raises many types
                 reason = str(error)
             if self._is_stopping.is_set():
                 return
@@ -338,12 +344,12 @@ class RayCoordinator:
                 return
 
     def _replace(self) -> bool:
-        """Until there is another; False where it is not wanted any more."""
+        """Retries until a new coordinator runs. Returns False if `stop` was called meanwhile."""
         before = self.address
         while not self._is_stopping.wait(COORDINATOR_PAUSE_S):
             try:
                 self._begin()
-            except Exception as error:  # Ray's own, of many kinds
+            except Exception as error:  # Ray raises many types
                 logger.warning("a coordinator did not start: %s", error)
                 continue
             moved = "" if self.address == before else ", where engines announce themselves that start from now on"
@@ -353,10 +359,10 @@ class RayCoordinator:
 
 
 class CoordinatorActor:
-    """In a process that Ray started: a coordinator on a thread."""
+    """A Ray actor: runs a coordinator on a thread of its process."""
 
     def __init__(self, keys: str, address: str) -> None:
-        """keys: what their file says. address: of the one before it, which it takes if it is on the same host."""
+        """keys: content of the key file. address: its predecessor's, which it reuses if that was on the same host."""
         self._folder = use_keys(keys)
         is_here = address.startswith(f"{own_host()}:")
         self._coordinator = Coordinator(address if is_here else f"{own_host()}:*")
@@ -368,21 +374,21 @@ class CoordinatorActor:
         return self._coordinator.address
 
     def ended(self) -> str:
-        """Once it has: why."""
+        """Waits for the coordinator's end and returns the reason."""
         self._thread.join()
         return self._reason
 
     def _run(self) -> None:
         try:
             self._coordinator.run()
-        except Exception as error:  # told to the frontend
+        except Exception as error:  # reported to the frontend by `ended`
             self._reason = f"{type(error).__name__}: {error}"
         finally:
             self._coordinator.close()
 
 
 def use_keys(keys: str) -> OwnFolder:
-    """From now on this process and its children have these keys, in a file that goes with what is returned."""
+    """Makes this process and its children use these keys. The key file exists as long as the returned folder."""
     folder = OwnFolder("keys")
     path = folder.path / "deployment.keys"
     path.touch(mode=0o600)
@@ -392,7 +398,7 @@ def use_keys(keys: str) -> OwnFolder:
 
 
 def own_host() -> str:
-    """This host as Ray's others reach it: an address without its port."""
+    """The tcp:// address, without a port, at which other nodes of the Ray cluster reach this host."""
     import ray
 
     host = ray.util.get_node_ip_address()
@@ -400,10 +406,10 @@ def own_host() -> str:
 
 
 class EngineActor:
-    """In a process that Ray started: the parent of one engine-core."""
+    """A Ray actor: the parent process of one engine-core."""
 
     def __init__(self, keys: str, options: bytes) -> None:
-        """keys: what their file says."""
+        """keys: content of the key file. options: `Options` in msgpack."""
         self._folder = use_keys(keys)
         self._failure: Failure | None = None
         self._has_ended = threading.Event()
@@ -411,7 +417,7 @@ class EngineActor:
         self._child.on_exit(self._end)
 
     def ready(self) -> tuple[bytes | None, bytes | None, int]:
-        """What it says when it is ready, or why it will not be; and its process."""
+        """Waits until the engine is ready. Returns its Ready or its Failure, in msgpack, and its process id."""
         try:
             return msgspec.msgpack.encode(self._child.wait_ready()), None, self._child.pid
         except HeadraceError as error:
@@ -419,7 +425,7 @@ class EngineActor:
             return None, msgspec.msgpack.encode(failure), self._child.pid
 
     def ended(self) -> bytes:
-        """Once it has, without being asked to: how."""
+        """Waits for an unexpected end of the engine and returns its Failure in msgpack."""
         self._has_ended.wait()
         return msgspec.msgpack.encode(self._failure)
 

@@ -1,8 +1,8 @@
-"""Starts, watches and stops child programs, and says in words how they ended.
+"""Starts, watches and stops child programs, and describes how they ended.
 
-Children are programs, never forks of the user's interpreter, so no main guard is needed and it works from stdin,
-a REPL and a notebook. One thread per child starts it and watches it to its end. That thread is the child's
-parent in the kernel's eyes: PR_SET_PDEATHSIG fires when the *thread* that forked ends, so it must live as long.
+Children are programs, never forks of the user's interpreter, so scripts need no main guard, and stdin, a REPL and a
+notebook work too. One thread per child starts it and watches it until it ends. The thread must live as long as the
+child: PR_SET_PDEATHSIG fires when the *thread* that forked the child ends.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
 
 logger = logging.getLogger(__name__)
 START_GRACE_S = 5.0
-"""By how much a parent's patience outlasts `startup_timeout`, as an engine may notice which of its workers hangs."""
+"""A parent waits for `startup_timeout` and this time: the engine may itself report which of its workers hangs."""
 STACKS_WITHIN_S = 2.0
-"""How long a program that hangs may take to write where its threads are."""
+"""How long a program that hangs may take to write its threads' stacks."""
 STOP_MESSAGE_S = 1.0
-"""How long a child may take to read what it is sent at its end."""
+"""How long a child may take to read its Stop message."""
 OnProgress = Callable[[Progress], None]
 OnExit = Callable[[Failure], None]
 
@@ -57,21 +57,20 @@ class ChildOptions(msgspec.Struct, frozen=True):
     """How a child is started and watched. The defaults are those of an engine core."""
 
     receives: Any = ChildMessage
-    """The union of what it may send; ChildMessage at least."""
+    """The union of the messages that the child may send, which includes those of ChildMessage."""
     on_message: Callable[[Any], None] | None = None
-    """Called from the watching thread with every message; one that is neither Progress, Ready nor ChildFailed is for
-    nobody else."""
+    """Called on the watching thread with every message. `Child` itself handles only Progress, Ready and ChildFailed."""
     pass_fds: tuple[int, ...] = ()
-    """Descriptors that the child inherits, under the same numbers."""
+    """File descriptors that the child inherits, under the same numbers."""
     process: str = ""
-    """What it is called in a Failure; its name, when empty."""
+    """The process name in a Failure; empty for the child's name."""
     rank: int = 0
     startup_timeout_s: float = 3600.0
-    """How long it may take until it is ready."""
+    """How long the child may take until it is ready."""
     shows_loading: bool | None = False
-    """A bar while it reads weights; None is where stderr is a terminal."""
+    """Show a progress bar while the child reads weights. None: if stderr is a terminal."""
     at_end: Callable[[], object] | None = None
-    """Called from the watching thread once it has ended, in whatever way."""
+    """Called on the watching thread once the child has ended, for any reason."""
 
 
 class Child:
@@ -85,24 +84,24 @@ class Child:
         self.failure: Failure | None = None
         self.pid = 0
         self.status: int | None = None
-        """Its exit status once it has ended; a signal's number, negative, if that ended it."""
+        """The exit status once it has ended; the negated number of a signal that killed it."""
         self.log = ChildLog()
         self._bar = LoadBar(self.options.shows_loading)  # for the watching thread
         self._arguments = arguments
         self._phase = "start"
         self._stopping = self._signalled = False
-        """It was asked to stop; it was sent a signal that ends it."""
+        """_stopping: the child was asked to stop. _signalled: this object has sent it SIGKILL."""
         self._changed = threading.Condition()
         self._exited = False
         self.keys: Path | None = None
-        """An engine's address needs no other keys than HEADRACE_KEYS names: it inherits that."""
+        """Keys for the engine's address. None: those of HEADRACE_KEYS, which the child inherits."""
         self._progress: list[Progress] = []
         self._on_exit: list[OnExit] = []
         self._channel, theirs = Channel.pair(self.options.receives)
         self._oom_kills = oom_kill_count()
         self._spawn_error: OSError | None = None
         self._is_given_up = False
-        """Nobody waits any more for it to be there."""
+        """The start took too long, so the child is killed as soon as it exists."""
         self._thread = threading.Thread(target=self._run, args=(theirs,), name=f"watch-{name}", daemon=True)
         self._thread.start()
         deadline = Deadline(self.options.startup_timeout_s)
@@ -116,15 +115,16 @@ class Child:
         try:
             self._channel.send(start, deadline)
         except ChannelClosedError:
-            pass  # a child that died already is reported by the watcher
+            pass  # the watching thread reports a child that has already died
         except WaitTimeoutError as error:
             self.kill()
             raise EngineStartError(failure=self._failed("did not read what it is to start with", "Timeout")) from error
 
     def wait_ready(self, timeout_s: float | None = None, on_progress: OnProgress | None = None) -> Ready:
-        """The child's Ready. Raises EngineStartError with its cause when it fails, ends, or is not ready in time.
+        """Waits for the child's Ready. Raises EngineStartError with the cause if it fails, ends, or is not ready in
+        time; then it is killed.
 
-        `timeout_s` is by default what its options allow it; a child that is not ready then is ended.
+        timeout_s: by default startup_timeout_s of its options and START_GRACE_S.
         """
         allowed_s = self.options.startup_timeout_s
         what = f"{allowed_s:g} s (startup_timeout)" if timeout_s is None else f"{timeout_s:g} s"
@@ -147,11 +147,13 @@ class Child:
                 raise EngineStartError(failure=self._failed(f"was not ready within {what}", "Timeout", hint))
 
     def send(self, message: Message, deadline: Deadline | None = None) -> None:
-        """Raises ChannelClosedError when it is gone, WaitTimeoutError when it does not take it in time."""
+        """Sends the child a message. Raises ChannelClosedError if it is gone, WaitTimeoutError if it does not read the
+        message in time."""
         self._channel.send(message, deadline)
 
     def on_exit(self, callback: OnExit) -> None:
-        """Calls back once, from another thread, when the child ends without having been asked to."""
+        """Registers a callback for an unexpected end of the child. It is called once: on the watching thread, or at
+        once if the child has already ended."""
         with self._changed:
             if not self._exited:
                 self._on_exit.append(callback)
@@ -166,7 +168,7 @@ class Child:
 
     @property
     def phase(self) -> str:
-        """What it was doing when it last said so."""
+        """The phase that the child reported last."""
         return self._phase
 
     @property
@@ -175,18 +177,18 @@ class Child:
 
     @property
     def is_stopped(self) -> bool:
-        """By a signal or a debugger, so that it does nothing."""
+        """The process is stopped by a signal or a debugger."""
         status = status_of(self.pid)
         return status is not None and status.state in "Tt"
 
     def ask_to_stop(self, deadline_s: float) -> None:
-        """Tells it to finish what runs within `deadline_s` and exit, and does not wait for that."""
+        """Asks the child to finish its requests within `deadline_s` and exit. Does not wait for the exit."""
         self._stopping = True
-        with contextlib.suppress(ChannelClosedError, WaitTimeoutError):  # then it is ending, or hangs
+        with contextlib.suppress(ChannelClosedError, WaitTimeoutError):  # the child is ending, or hangs
             self._channel.send(Stop(deadline_s=deadline_s), Deadline(STOP_MESSAGE_S))
 
     def stop(self, deadline_s: float = 5.0) -> None:
-        """Asks the child to finish what runs within `deadline_s` and exit; kills it a little after that."""
+        """Asks the child to finish its requests within `deadline_s` and exit; kills it if it is alive 2 s later."""
         self.ask_to_stop(deadline_s)
         if not self._wait_exited(deadline_s + 2.0):
             self.kill()
@@ -197,12 +199,12 @@ class Child:
         self._wait_exited(5.0)
 
     def make_way(self) -> None:
-        """As `kill`: this child has nothing that another in its place would need."""
+        """Ends the child so that another can replace it. Same as `kill`: the replacement needs nothing of this one."""
         self.kill()
 
     @property
     def _is_unexpected(self) -> bool:
-        """Its end: it was not asked for, or another's signal came before it."""
+        """The end was unexpected: the child was not asked to stop, or another process killed it first."""
         return not self._stopping or (self.status is not None and self.status < 0 and not self._signalled)
 
     def _wait_exited(self, timeout_s: float) -> bool:
@@ -210,7 +212,7 @@ class Child:
             return self._changed.wait_for(lambda: self._exited, timeout_s)
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the child's whole process group, so that its own children go too."""
+        """Sends a signal to the child's whole process group, which includes its own children."""
         with self._changed:
             if not self._exited and self.pid:
                 with contextlib.suppress(ProcessLookupError):
@@ -224,7 +226,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno(), *self.options.pass_fds],
-                start_new_session=True,  # the terminal's Ctrl-C is for the parent, which stops the child in order
+                start_new_session=True,  # the terminal's Ctrl-C goes only to the parent, which stops the child in order
             )
         except OSError as error:
             with self._changed:
@@ -261,7 +263,7 @@ class Child:
                     selector.unregister(self._channel)
                 if pidfd in ready:
                     break
-            # What it wrote last explains why it ended; a grandchild may hold the pipe open, so never block.
+            # The last lines may explain why it ended. A grandchild may hold the pipe open, so do not block.
             os.set_blocking(process.stdout.fileno(), False)
             with contextlib.suppress(BlockingIOError):
                 while self._relay(process.stdout.fileno()):
@@ -279,7 +281,7 @@ class Child:
         try:
             message: Message = self._channel.receive(Deadline(0.0))
         except WaitTimeoutError:
-            return True  # a part of one; the rest is still to come, and its log and its end are watched meanwhile
+            return True  # a partial message: the rest is still to come, and the log and the process need attention
         except (ChannelClosedError, CodecError):
             return False
         with self._changed:
@@ -308,7 +310,7 @@ class Child:
         if self.options.at_end is not None:
             try:
                 self.options.at_end()
-            except (HeadraceError, OSError) as error:  # whoever waits for the end must hear of it all the same
+            except (HeadraceError, OSError) as error:  # the end must still be reported to all that wait for it
                 logger.warning("after the end of %s: %s", self.name, error)
         with self._changed:
             self._exited = True
@@ -346,10 +348,10 @@ class Child:
 
 
 def ask_for_stacks(children: Sequence[Child]) -> None:
-    """Has programs that seem to hang write to their logs where their threads are.
+    """Makes children that seem to hang write their threads' stacks to their logs (SIGUSR1).
 
-    Returns once they have, or have not within STACKS_WITHIN_S. One that has said nothing yet is not asked, as the
-    signal might be its end, nor is one that is stopped.
+    Returns once they have done so, or after STACKS_WITHIN_S. Skips a child that has reported no phase yet, since
+    without a handler the signal would kill it, and a stopped one.
     """
     deadline = Deadline(STACKS_WITHIN_S)
     asked = [child for child in children if child.alive and child.phase != "start" and not child.is_stopped]
@@ -362,9 +364,9 @@ def ask_for_stacks(children: Sequence[Child]) -> None:
 
 
 def start_engine(options: Options, address: str = "") -> Child:
-    """Starts an engine-core of one's own: it ends when this process does. `wait_ready` gives its address."""
+    """Starts an engine-core as a child, which ends when this process does. `wait_ready` returns its address."""
     start = Start(schema_hash=SCHEMA_HASH, options=plain_options(options), bind=address)
-    # One that is killed leaves its socket.
+    # A killed engine leaves its socket file behind, so it is removed at the end.
     child = ChildOptions(
         startup_timeout_s=options.startup_timeout, shows_loading=options.use_tqdm_on_load, at_end=sweep_sockets
     )
@@ -372,9 +374,10 @@ def start_engine(options: Options, address: str = "") -> Child:
 
 
 def start_coordinator(address: str = "") -> Child:
-    """A coordinator of one's own: it ends when this process does. `wait_ready` gives its address.
+    """Starts a coordinator as a child, which ends when this process does. `wait_ready` returns its address.
 
-    Another may be started there: the address has this process's number, by which a socket is known to be in use.
+    After its end another can be started at the same address: the address contains this process's id, which marks the
+    socket as in use.
     """
     address = address or new_ipc_address("coordinator")
     start = Start(schema_hash=SCHEMA_HASH, options={}, bind=address)
