@@ -1,1 +1,1 @@
-"""What was asked and what was decided: option declarations, their parsing, `resolve`, `Plan` and `Facts`."""
+"""Options as given and the decisions made from them: declarations, parsing, `resolve`, `Plan` and `Facts`."""

@@ -1,22 +1,22 @@
-"""Groups of layers that hold the same tokens, and so share block tables; all groups share one pool of blocks.
+"""Cache groups: layers that keep the same tokens and so share block tables. All groups share one pool of blocks.
 
-A block is a page: the keys and values of `block_size` tokens of one group's layers. All groups' layers keep equally
-much of a token together (a few groups may have fewer layers, and waste the rest), so all pages have the same bytes, and
-any page may serve any group:
+A block is a page: the keys and values of `block_size` tokens in one group's layers. The layers of each group together
+keep the same amount per token (a group may have fewer layers and waste the rest). So all pages have the same size in
+bytes, and any page can serve any group:
 
-    Gemma 3, layers of a window (w) and full ones (f):   w w w w w f  w w w w w f  w w w w w f
+    Gemma 3, sliding-window (w) and full layers (f):     w w w w w f  w w w w w f  w w w w w f
     the group of each layer:                             1 2 3 4 5 0  1 2 3 4 5 0  1 2 3 4 5 0
     a page of any group:                                 3 layers' keys and values of 16 tokens
 
-A page is a row of equal places. A layer that keeps less of a token than others shares its place with the next ones of
-its group. Here full layers keep half of what the others do, and no two groups' pages differ:
+A page consists of places of equal size. Layers that keep less per token than others share a place with the next layers
+of their group. Here full layers keep half as much per token as the others, and all pages still have the same size:
 
     layers:                                              w w f  w w f  w w f  w w f
     the group of each layer:                             1 2 0  1 2 0  1 2 0  1 2 0
     a page of group 0, of group 1 or 2:                  [f f] [f f]   [w  ] [w  ]
 
-A row has a block table for each group. A group of full attention holds all of a request's tokens; one of a sliding
-window gives back blocks that no later token reads.
+A row has a block table for each group. A full-attention group holds all of a request's tokens; a sliding-window group
+releases blocks that no later token reads.
 """
 
 from __future__ import annotations
@@ -29,44 +29,45 @@ from typing import Literal
 import msgspec
 
 MOST_PADDING = 1.5
-"""Kinds whose numbers of layers differ by less than this become one group each, of the larger number."""
+"""If the kinds' numbers of layers differ by less than this factor, each kind is one group of the larger number."""
 
 
 class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers with one block table for each row."""
+    """Layers that share one block table per row."""
 
     kind: Literal["full", "sliding_window"] = "full"
     layers: tuple[int, ...] = ()
-    """Their numbers in the whole model, ascending; a model's only group may leave them out. A pipeline's stage has some
-    of them."""
+    """The layers' numbers in the whole model, ascending; may be empty for a model's only group. A pipeline stage has
+    some of them."""
     window: int = 0
-    """Of a sliding window: a token reads itself and the window - 1 before it."""
+    """Size of a sliding window: a token reads itself and the window - 1 tokens before it. 0: full attention."""
     layers_in_place: int = 1
-    """How many of its layers share one place of a page."""
+    """How many of the layers share one place of a page."""
 
     def first_read(self, position: int) -> int:
         """The first position that the token at `position` reads."""
         return max(0, position - self.window + 1) if self.window else 0
 
     def num_blocks(self, num_tokens: int, block_size: int, step_tokens: int = 1) -> int:
-        """The most blocks that one request of num_tokens holds at once, computed by at most step_tokens a step."""
+        """The most blocks that a request of num_tokens holds at once if a step computes at most step_tokens of it."""
         whole = -(-num_tokens // block_size)
         if not self.window:
             return whole
         held_tokens = self.window - 1 + step_tokens
-        return min(whole, (held_tokens + block_size - 2) // block_size + 1)  # they may begin at a block's last slot
+        return min(whole, (held_tokens + block_size - 2) // block_size + 1)  # the first may be in a block's last slot
 
 
 ONE_GROUP = (CacheGroup(),)
-"""Of a model whose layers all attend to all tokens."""
+"""The groups of a model in which every layer attends to all tokens."""
 
 
 def group_layers(windows: Sequence[int | None], token_elements: Sequence[int] | None = None) -> tuple[CacheGroup, ...]:
-    """The groups of a model: windows[i] is that of layer i, None where it attends to all tokens. token_elements[i]:
-    values that layer i keeps of a token; None: as many as all others.
+    """The cache groups of a model. windows[i]: window of layer i, None for full attention. token_elements[i]: number of
+    values that layer i keeps per token; None: all layers keep equally many.
 
-    Groups have as many places as the rarest kind needs, and those of full attention come first. The layers of a kind
-    are dealt out in turns, so that each stage of a pipeline has about as many of each group.
+    Each group has as many places as the rarest kind of layers needs (but see MOST_PADDING); full-attention groups come
+    first. The layers of a kind are assigned to its groups in turn, so that each pipeline stage has about equally many
+    of each group.
     """
     sizes = token_elements or [1] * len(windows)
     place_elements = math.lcm(*sizes)
@@ -86,14 +87,14 @@ def group_layers(windows: Sequence[int | None], token_elements: Sequence[int] | 
 
 
 def request_blocks(groups: Sequence[CacheGroup], num_tokens: int, block_size: int, step_tokens: int = 1) -> int:
-    """The most blocks of all groups that one request holds at once; the arguments are those of `num_blocks`."""
+    """The most blocks, in all groups together, that one request holds at once. Arguments as in `num_blocks`."""
     return sum(group.num_blocks(num_tokens, block_size, step_tokens) for group in groups)
 
 
 def longest_request(
     groups: Sequence[CacheGroup], num_blocks: int, block_size: int, step_tokens: int, most_tokens: int
 ) -> int:
-    """The tokens of the longest request, at most most_tokens, that num_blocks can hold."""
+    """The length in tokens of the longest request that num_blocks can hold, at most most_tokens."""
 
     def blocks(num_tokens: int) -> int:
         return request_blocks(groups, num_tokens, block_size, step_tokens)

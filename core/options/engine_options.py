@@ -1,8 +1,7 @@
-"""Every engine option, declared once: the command line, Python keywords, YAML file and docs table come from here.
+"""Every engine option, declared once: the command line, Python keywords, YAML keys and docs derive from here.
 
-A field's annotation is its type, its default is its default, and `Option` carries its constraint and what a
-person needs to read. `parsing.parse_options` reads them from Python, `parsing.add_options` from a
-command line.
+A field has the option's type and default; its `Option` has the constraints and the help. `parsing.parse_options` reads
+options from Python, `parsing.add_options` from a command line.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ CACHE, SCHEDULER, PROCESS, PARALLEL = "KV cache", "Scheduler", "Process", "Paral
 
 
 class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was asked. What was decided from it is a `Plan` (see plan.py)."""
+    """The options as the user gave them. The decisions made from them are a `Plan` (plan.py)."""
 
     block_size: Annotated[int, Option(CACHE, "Size of one block", "tokens", minimum=1, maximum=256)] = 16
     disable_hybrid_kv_cache_manager: Annotated[
@@ -457,12 +456,13 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
 
     @property
     def num_engines_here(self) -> int:
-        """Engines of data_parallel_size that this machine has."""
+        """How many of the data_parallel_size engines run on this machine."""
         local = self.data_parallel_size_local
         return self.data_parallel_size if local is None else local
 
     @property
     def shares_experts(self) -> bool:
-        """Whether engine cores divide experts among them: those of several ranks do if they have a name to meet at."""
+        """Whether the engines divide experts among themselves. Engines of several ranks do so only if
+        data_parallel_meeting is set."""
         meets = self.tensor_parallel_size * self.pipeline_parallel_size == 1 or bool(self.data_parallel_meeting)
         return self.enable_expert_parallel and self.data_parallel_size > 1 and meets

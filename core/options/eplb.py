@@ -1,4 +1,4 @@
-"""vLLM's eplb_config (the expert parallelism load balancer): which of its fields mean something here."""
+"""vLLM's eplb_config (the expert parallelism load balancer): the supported fields."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "policy": (("default",), "there is one policy, default"),
     "communicator": ((), "experts move by the collectives that the ranks have anyway; leave it out"),
 }
-"""Fields of vLLM's whose values are given here: those that pass, and why others are refused."""
+"""vLLM's fields with only one or no choice here: the values that pass, and why others are refused."""
 
 
 class Eplb(msgspec.Struct, frozen=True, kw_only=True):
     """How experts are balanced; see executor/parallel/load_balancing. The defaults are vLLM's."""
 
     window_size: int = 1000
-    """Steps whose loads are looked at, at most."""
+    """A placement is computed from the loads of at most so many last steps."""
     step_interval: int = 3000
     """Steps from one rearrangement to the next. The first comes after a quarter of them."""
     num_redundant_experts: int = 0
-    """Copies of each layer's experts, on all ranks together."""
+    """Number of additional copies of experts in each layer, on all ranks together."""
     log_balancedness: bool = False
     log_balancedness_interval: int = 1
-    """In steps."""
+    """Steps from one log line to the next."""
 
 
 def eplb_of(options: Options) -> Eplb | None:
-    """What `enable_eplb` and `eplb_config` ask for; None where they ask for nothing. Raises OptionError, naming the
-    field."""
+    """Reads `enable_eplb` and `eplb_config`. None if experts are not balanced. Raises OptionError, naming the field."""
     given = {name: value for name, value in options.eplb_config.items() if value is not None}
     if not options.enable_eplb:
         if given:

@@ -1,6 +1,6 @@
-"""How the device's memory is divided: a pure function from plan and reading to the number of KV blocks.
+"""Division of the device's memory: computes the number of KV blocks from the plan and a memory reading, without I/O.
 
-All cache groups draw from one pool, so what a request takes is the sum of what each group holds of it at once.
+All cache groups draw from one pool, so a request takes the sum of the blocks that it holds in each group.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from headrace.ipc.failure import OptionError
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 SCALE_BYTES = 4
-"""Of the float32 that goes with each row of a cache in fp8 or int8."""
+"""Size of the float32 scale of each row in an fp8 or int8 cache."""
 CPU_CACHE_BYTES = 4 << 30
-"""Default size of the cache in a CPU's memory, which is shared with everything else there."""
+"""Default size of the cache on a CPU, whose memory other programs share."""
 NULL_BLOCKS = 1
 """Block 0 never holds a token (see blocks.py)."""
 
 
 def block_bytes(plan: Plan) -> int:
-    """Bytes of one KV block over the layers that have a place in it."""
+    """Size of one KV block, over all layers of a group."""
     model, element_bytes = plan.model, DTYPE_BYTES[plan.kv_cache_dtype]
     scale_bytes = SCALE_BYTES * model.kv_rows_per_token if element_bytes == 1 else 0
     return plan.block_size * (model.kv_elements_per_token * element_bytes + scale_bytes)
@@ -37,22 +37,22 @@ def decode_blocks_for(num_tokens: int, plan: Plan) -> int:
 
 
 def requests_at_once(num_blocks: int, num_tokens: int, plan: Plan) -> float:
-    """How many requests of this many tokens num_blocks hold, null block included: one computes its prompt while the
-    others decode. A step's tokens are shared by all requests, so more prompts at once take no more."""
+    """How many requests of this many tokens fit into num_blocks (which include the null block) if one computes its
+    prompt while the others decode. More prompts at once need no more blocks, as they share the step's tokens."""
     return 1 + (num_blocks - NULL_BLOCKS - blocks_for(num_tokens, plan)) / decode_blocks_for(num_tokens, plan)
 
 
 def fit_cache(plan: Plan, reading: MemoryReading) -> Facts:
-    """How many blocks there are, and the longest request they can hold.
+    """Decides the number of blocks and the longest request that they can hold.
 
-    The number is the one asked for (num_gpu_blocks_override, then kv_cache_memory_bytes), else what fits the share
-    of memory, but never more than max_num_seqs requests of max_model_len could use. A max_model_len that one
-    request alone could not reach is shortened with a warning, or refused when the user named it.
+    The number is the one that the options ask for (num_gpu_blocks_override, then kv_cache_memory_bytes), else what fits
+    into the share of memory, but never more than max_num_seqs requests of max_model_len could use. A max_model_len that
+    not even one request can reach is shortened with a warning, or refused if the user named it.
 
-    Raises OptionError with the numbers when even one block does not fit, or the named max_model_len does not.
+    Raises OptionError with the numbers if a request of one token does not fit, or the named max_model_len does not.
     """
     options, size = plan.options, block_bytes(plan)
-    # Engines of one machine have a GPU each, or a part of the host's memory.
+    # The engines of one machine have a GPU each, or share the host's memory.
     num_sharing = max(1, options.num_engines_here) if reading.device == "cpu" else 1
     usable = max(0, reading.room_bytes(options.gpu_memory_utilization) // num_sharing)
     if options.num_gpu_blocks_override is not None:
@@ -97,7 +97,7 @@ def fit_cache(plan: Plan, reading: MemoryReading) -> Facts:
 
 
 def cache_size(facts: Facts, plan: Plan) -> tuple[int, float]:
-    """Tokens that the cache holds, and how many requests of max_model_len."""
+    """How many tokens the cache holds, and how many requests of max_model_len."""
     groups = plan.model.cache_groups
     requests = requests_at_once(facts.num_blocks, facts.max_model_len, plan)
     if len(groups) > 1 or groups[0].window:
@@ -106,7 +106,7 @@ def cache_size(facts: Facts, plan: Plan) -> tuple[int, float]:
 
 
 def ledger(facts: Facts, plan: Plan) -> str:
-    """Where the bytes go, as a small table."""
+    """A small table of the memory's use."""
     reading, length = facts.memory, facts.max_model_len
     tokens, requests = cache_size(facts, plan)
     rows = [
@@ -131,7 +131,7 @@ def ledger(facts: Facts, plan: Plan) -> str:
 
 
 def _group_rows(facts: Facts, plan: Plan) -> list[tuple[str, int, str]]:
-    """What each kind of layer takes of the cache for one request of max_model_len."""
+    """Rows with the cache size that a request of max_model_len needs in each kind of layers; none without windows."""
     kinds: dict[int, list[CacheGroup]] = {}
     for group in plan.model.cache_groups:
         kinds.setdefault(group.window, []).append(group)
@@ -148,7 +148,8 @@ def _group_rows(facts: Facts, plan: Plan) -> list[tuple[str, int, str]]:
 
 
 def _useful_blocks(plan: Plan, reading: MemoryReading) -> int:
-    """More could never be in use at once; on a CPU the default is modest too, but holds one longest request."""
+    """The most blocks that can be in use at once. On a CPU also at most CPU_CACHE_BYTES, but enough for one request of
+    max_model_len."""
     one = blocks_for(plan.max_model_len, plan)
     useful = one + (plan.max_num_seqs - 1) * decode_blocks_for(plan.max_model_len, plan) + NULL_BLOCKS
     if reading.device == "cpu":
@@ -163,13 +164,13 @@ def _most(source: str, available: int, size: int) -> str:
 def _room(source: str, num_bytes: int, options: Options, reading: MemoryReading) -> str:
     if source == "gpu_memory_utilization":
         return f"{_share_ledger(options.gpu_memory_utilization, reading)}, which leaves room for {num_bytes:,}"
-    if source == "kv_cache_memory_bytes":  # as it was given: whole blocks may be fewer bytes, or none
+    if source == "kv_cache_memory_bytes":  # the given value: whole blocks may take fewer bytes, or none
         return f"{source} gives it {options.kv_cache_memory_bytes:,}"
     return f"{source} gives it {num_bytes:,}"
 
 
 def _share_ledger(share: float, reading: MemoryReading) -> str:
-    """Which bound is the tight one, and what is taken off it."""
+    """Text: the bound that limits the cache, and what else has to fit into it."""
     step = f"a step needs {_human(reading.step_bytes)}"
     if _is_short_of_free(share, reading):
         return f"{_human(reading.available_bytes)} are free of {_human(reading.total_bytes)}, and {step}"
@@ -192,7 +193,7 @@ def _remedy(source: str, options: Options, reading: MemoryReading) -> str:
 
 
 def _human(count: int) -> str:
-    """Bytes with a binary unit, four digits or so."""
+    """A number of bytes as text with a binary unit."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":

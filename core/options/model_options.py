@@ -1,6 +1,6 @@
-"""The engine options of the model and its tokenizer: what it is, where it comes from, and how it is read.
+"""The engine options of the model and its tokenizer: which model, where it comes from, and how it is loaded.
 
-A part of `engine_options.Options`, which says how a field is declared.
+A part of `engine_options.Options`; that module's docstring describes how a field is declared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a declaration says of an option (`Option`), and the type of options whose values nobody may see (`Secret`)."""
+"""The declaration of an option (`Option`), and the type of options whose values must not be shown (`Secret`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HIDDEN = "(hidden)"
 
 
 class Secret(msgspec.Struct, frozen=True):
-    """The value of a secret option: `value` has it, and whatever prints or formats it shows that it is hidden."""
+    """A secret option's value, in `value`. Printing or formatting the object shows only HIDDEN."""
 
     value: str
 
@@ -27,23 +27,23 @@ class Secret(msgspec.Struct, frozen=True):
 
 
 class Option(msgspec.Struct, frozen=True):
-    """What an option needs besides its name, type and default."""
+    """The declaration of an option, except for its name, type and default."""
 
     group: str
     help: str
     unit: str = ""
-    """What a number counts. Numbers of tokens and bytes may be written with a suffix, as in 8k or 4GiB."""
+    """The unit of a number. Numbers of tokens and bytes may be written with a suffix, as in 8k or 4GiB."""
     minimum: float | None = None
     maximum: float | None = None
     forms: tuple[str, ...] = ()
-    """What a text may be; INDEX in one stands for a whole number."""
+    """Allowed forms of a text; INDEX in a form stands for a whole number. Empty: any text."""
     words: dict[str, Any] = {}
-    """Values with a name of their own, such as {"auto": None}."""
+    """Words that stand for a value, such as {"auto": None}."""
     default_text: str = ""
-    """What the default means, where the value does not say it."""
+    """Description of the default, if its value does not explain it."""
     short: str = ""
-    """A single-dash name besides."""
+    """An additional single-dash name."""
     repeated: bool = False
-    """A list whose flag takes one value and is given once for each, so that a positional argument may follow."""
+    """A list whose flag takes one value and is repeated for more, so that a positional argument may follow."""
     alone: str = ""
-    """The value that the flag has where none follows it; empty where one must."""
+    """The option's value if the flag is given without one. Empty: a value is required."""

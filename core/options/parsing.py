@@ -1,7 +1,7 @@
-"""Options from Python keywords, the command line and the config file, all generated from their declarations.
+"""Reads options from Python keywords, the command line and the config file, all by the same declarations.
 
-On a command line values stay text until all are in; `options_from_arguments` then reads them as `parse_options`
-does, so that one answer tells of every problem. The command line wins over the config file.
+argparse collects a command line's values as text; `options_from_arguments` then reads them all as `parse_options` does,
+so that one error reports every problem. The command line takes precedence over the config file.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from headrace.ipc.failure import OptionError
 
 T = TypeVar("T", bound=msgspec.Struct)
 _STRUCTS, _FOLDED, _VLLM_OPTIONS = "option_structs", "folded_groups", "vllm_options"
-"""Attributes that add_options gives a parser (two of them), and a parser its namespace."""
+"""Names of attributes: add_options sets the first two on a parser; parsing sets the third on the namespace."""
 _HELP = "--help="
 
 
 def parse_options(**values: Any) -> Options:
-    """The options from Python keywords, as `LLM(...)` takes them.
+    """Reads options from Python keywords, as `LLM(...)` takes them.
 
-    Values may be what a config file or a command line would give ("8k", "auto", a Path, torch.float16); None asks
-    for the default, save for seed. `config` is a YAML file, which the other keywords win over; `vars()` of what a
-    parser with `add_options` found can be given whole. A retired name is taken with a FutureWarning. Raises
-    OptionError, which tells of every problem at once.
+    Values may also have the forms of a config file or a command line ("8k", "auto", a Path, torch.float16). None means
+    the default, except for seed. `config` is a YAML file, over which the other keywords take precedence. `vars()` of
+    the namespace of a parser with `add_options` can be passed as it is. A retired name causes a FutureWarning. Raises
+    OptionError with all problems.
     """
     config = values.pop("config", None)
     options, notes = _read(Options, values | values.pop(_VLLM_OPTIONS, {}), str, config)
@@ -49,15 +49,15 @@ def parse_options(**values: Any) -> Options:
 
 
 class OptionParser(argparse.ArgumentParser):
-    """argparse with what vLLM's command line allows besides: underscores for dashes, and dotted JSON keys.
+    """argparse with two additions of vLLM's command line: underscores instead of dashes, and dotted JSON keys.
 
-    `--hf-overrides.rope_theta 10000` is `--hf-overrides '{"rope_theta": 10000}'`. An unknown option is answered
-    with the nearest known one.
+    `--hf-overrides.rope_theta 10000` is `--hf-overrides '{"rope_theta": 10000}'`. The error for an unknown option
+    suggests the nearest known one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", _Formatter)
-        kwargs["allow_abbrev"] = False  # an abbreviation today is an ambiguity tomorrow
+        kwargs["allow_abbrev"] = False  # a new option could make an abbreviation ambiguous
         super().__init__(*args, **kwargs)
 
     def parse_known_args(  # type: ignore[override]
@@ -90,16 +90,16 @@ class OptionParser(argparse.ArgumentParser):
         return parsed
 
     def format_help(self) -> str:
-        """Without the groups that add_options folds, which one line names instead."""
+        """The help without folded groups (see add_options), which one line names instead."""
         folded: list[str] = getattr(self, _FOLDED, [])
         note = f"--help=all also shows the engine's options: {', '.join(folded)}\n" if folded else ""
         structs = "--help=GROUP or --help=NAME shows a part\n" if getattr(self, _STRUCTS, None) else ""
         return self._help_of([each for each in self._action_groups if each.title not in folded]) + note + structs
 
     def help_on(self, key: str) -> str:
-        """`all`, the names of the groups (`listgroup`), a group by its name, or the options with `key` in theirs.
+        """The help on a key: `all`, `listgroup` (the names of the groups), a group's name, or a part of options' names.
 
-        Raises what `error` does for a key that names nothing.
+        Calls `error` for a key that matches nothing.
         """
         titles = [group.title for group in self._action_groups if group.title and group._group_actions]
         if key == "all":
@@ -131,10 +131,11 @@ class OptionParser(argparse.ArgumentParser):
             self._action_groups = whole
 
     def error(self, message: str) -> NoReturn:
-        self._fail(" ".join(message.split()).replace(" :", ":"))  # names of columns are padded
+        self._fail(" ".join(message.split()).replace(" :", ":"))  # argparse may pad names
 
     def _fail(self, message: str, command: str = "") -> NoReturn:
-        """What a sub-command does not know comes back to its parent, whose help would say nothing of it."""
+        """Exits with an error. command: the sub-command whose help applies, since argparse passes a sub-command's
+        unknown arguments back to the parent parser."""
         prog = f"{self.prog} {command}" if command else self.prog
         self.exit(2, f"{self.prog}: {message}\nTry: {prog} --help\n")
 
@@ -169,15 +170,15 @@ class OptionParser(argparse.ArgumentParser):
         return result
 
     def _flag(self, name: str, value: str) -> str:
-        """`--flag=false`, which argparse does not know, as `--no-flag`."""
+        """`--flag=false`, which argparse does not support, as `--no-flag`."""
         if value.lower() not in ("true", "false"):
             self.error(f"{name}={value}: it must be true or false")
         opposite = "--" + name.removeprefix("--no-") if name.startswith("--no-") else "--no-" + name.removeprefix("--")
         return name if value.lower() == "true" else opposite
 
     def _check_model_is_no_list_item(self, found: argparse.Namespace, arguments: Sequence[str]) -> None:
-        """`serve --api-key KEY MODEL` would take MODEL for a second key, and serve the default model. An option that
-        is given twice, each time with one value, took no model."""
+        """Calls `error` if a list option may have taken the model: `serve --api-key KEY MODEL` would take MODEL as a
+        second key and serve the default model. A list option with one value per use cannot have done so."""
         given = vars(found)
         if given.get("model_argument", "") is not None or any(name in given for name in ("model", "engine", "config")):
             return
@@ -201,7 +202,7 @@ class OptionParser(argparse.ArgumentParser):
         name = argument.partition("=")[0]
         close = nearest(name.lstrip("-"), [known.lstrip("-").replace("-", "_") for known in self._visible_options()])
         meant = f"--{close.replace('_', '-')}" if close else ""
-        if meant == name:  # the commands share their names
+        if meant == name:  # another command has an option of this name
             return f"{name} is no option of this command, but of another"
         return f"unknown option {name}" + (f"; did you mean {meant}?" if meant else "")
 
@@ -225,11 +226,11 @@ def add_options(
     positional_model: bool = False,
     folded: bool = False,
 ) -> None:
-    """Adds every declared option to the parser, in groups, and `--config FILE`. Read by `options_from_arguments`.
+    """Adds every declared option to the parser, in groups, and `--config FILE`. `options_from_arguments` reads them.
 
-    With `positional_model` the model may also stand without `--model`, as in `vllm serve MODEL`. Groups that are
-    `folded` are left out of `--help` (but not of `--help=all`). A parser may have several Structs; the config file may
-    then hold options of all of them.
+    With `positional_model` the model may also be given without `--model`, as in `vllm serve MODEL`. `folded` groups are
+    left out of `--help` (but not of `--help=all`). A parser may have several Structs; the config file may then contain
+    options of all of them.
     """
     structs: list[type[msgspec.Struct]] = getattr(parser, _STRUCTS, [])
     structs.append(struct)
@@ -255,14 +256,14 @@ def add_options(
             default=argparse.SUPPRESS,
             help="A YAML file of options; the command line wins over it",
         )
-        if not isinstance(parser, OptionParser):  # which adds them to a line that has one
+        if not isinstance(parser, OptionParser):  # an OptionParser adds them only when it meets an unknown option
             _add_vllm_options(parser)
 
 
 def options_from_arguments(args: argparse.Namespace) -> Options:
-    """The options that a parser with `add_options` found. Prints notes about retired names to stderr.
+    """Reads the options from the namespace of a parser with `add_options`. Prints notes about retired names to stderr.
 
-    Raises OptionError for anything wrong on the command line or in the config file.
+    Raises OptionError with all problems of the command line or of the config file.
     """
     options = struct_from_arguments(args, Options)
     check_sampling_defaults(options.override_generation_config)
@@ -270,7 +271,7 @@ def options_from_arguments(args: argparse.Namespace) -> Options:
 
 
 class ConfigFile(str):
-    """The path of a YAML file of options, and the Structs whose options it may hold."""
+    """The path of a YAML file of options, and the Structs whose options it may contain."""
 
     structs: Sequence[type[msgspec.Struct]]
 
@@ -281,7 +282,7 @@ class ConfigFile(str):
 
 
 def struct_from_arguments(args: argparse.Namespace, struct: type[T]) -> T:
-    """`options_from_arguments` for any Struct of options that was added to the parser."""
+    """Like `options_from_arguments`, for any Struct of options that was added to the parser."""
     names = option_specs(struct).keys()
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     if struct is Options:
@@ -298,7 +299,7 @@ def struct_from_arguments(args: argparse.Namespace, struct: type[T]) -> T:
 def _read(
     struct: type[T], given: dict[str, Any], spell: Callable[[str], str], config: str | os.PathLike[str] | None
 ) -> tuple[T, tuple[str, ...]]:
-    """`read_options`, and what a config file and vLLM's environment say of options that are not given."""
+    """`read_options`; options that are not given come from the config file, then from vLLM's environment variables."""
     options, notes = read_options(struct, given, spell)
     if config is not None:
         in_file, file_notes = read_config(Path(config), struct, getattr(config, "structs", ()))
@@ -315,7 +316,8 @@ def _read(
 
 
 def read_config(path: Path, struct: type[T], structs: Sequence[type[msgspec.Struct]] = ()) -> tuple[T, tuple[str, ...]]:
-    """The Struct's options in a YAML file that may hold those of `structs` too, and notes about retired names.
+    """Reads the Struct's options from a YAML file, which may also contain options of `structs`. Also returns notes
+    about retired names.
 
     Raises OptionError that names the file.
     """
@@ -342,9 +344,9 @@ def read_config(path: Path, struct: type[T], structs: Sequence[type[msgspec.Stru
 
 
 def _read_yaml(path: Path) -> Any:
-    """The document in a file. Raises OSError, UnicodeDecodeError, and ValueError for what is no YAML.
+    """Reads a YAML document. Raises OSError, UnicodeDecodeError, and ValueError if it is not YAML.
 
-    A key that stands twice in one mapping is refused: PyYAML would silently take the last one.
+    A key that occurs twice in a mapping is refused, since PyYAML would silently use the last one.
     """
     import yaml
 
@@ -362,7 +364,7 @@ def _read_yaml(path: Path) -> Any:
 
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except yaml.MarkedYAMLError as error:  # without the line itself, which may hold a secret
+    except yaml.MarkedYAMLError as error:  # the message must not quote the line, which may contain a secret
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         raise ValueError(f"it is not YAML: {error.problem or error.context}{where}") from None
@@ -375,7 +377,7 @@ def _is_retired(name: str) -> bool:
 
 
 def flag(name: str) -> str:
-    """How an option is written on the command line."""
+    """An option's name as a command-line flag."""
     return "--" + name.replace("_", "-")
 
 
@@ -406,7 +408,7 @@ _TYPE_TEXTS: Mapping[OptionKind, str] = types.MappingProxyType(
 
 
 def type_text(spec: OptionSpec) -> str:
-    """What an option takes, in one word or as its choices."""
+    """The kind of value that an option takes, in one word or as its choices."""
     if spec.kind == "choice":
         return "{" + ",".join(spec.choices) + "}"
     if spec.option.unit:
@@ -415,7 +417,7 @@ def type_text(spec: OptionSpec) -> str:
 
 
 class _MergeJson(argparse.Action):
-    """Collects JSON objects given in several parts; text that is none is kept for the error that names it."""
+    """Merges a JSON object that is given in several parts. Text that is no JSON object is kept for the later error."""
 
     def __call__(
         self,
@@ -438,7 +440,7 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=34, width=110)
 
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
-        if usage is None and len(actions) > 12:  # a wall of brackets helps nobody
+        if usage is None and len(actions) > 12:  # a long list of options in brackets helps nobody
             needed = "".join(f" {a.option_strings[0]} {a.metavar}" for a in actions if a.option_strings and a.required)
             positional = [a for a in actions if not a.option_strings and a.help != argparse.SUPPRESS]
             rest = "".join(f" [{a.metavar or a.dest}]" for a in positional)
@@ -466,7 +468,7 @@ def _argument(spec: OptionSpec) -> dict[str, Any]:
 
 
 def _add_vllm_options(parser: argparse.ArgumentParser) -> None:
-    """Hidden, so that those of vLLM's names that Headrace lacks are answered by name when given."""
+    """Adds vLLM's options that Headrace lacks as hidden options, so that their errors name them."""
     short = {name: option.short for name, option in unsupported_options().items() if option.short}
     for name in (*unsupported_options(), *renamed_options()):
         if flag(name) in parser._option_string_actions:
@@ -485,7 +487,8 @@ def _add_vllm_options(parser: argparse.ArgumentParser) -> None:
 
 
 class _StoreVllmOption(argparse.Action):
-    """Keeps these apart from ours, under one name of the namespace. Without a value an option is given as true."""
+    """Stores vLLM's options apart from Headrace's, in one attribute of the namespace. An option without a value is
+    stored as true."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **keywords: Any) -> None:
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, **keywords)
@@ -505,12 +508,12 @@ class _StoreVllmOption(argparse.Action):
 
 
 def _base(argument: str) -> str:
-    """The flag of `--some_flag.key=value` as it is declared."""
+    """The declared flag in an argument such as `--some_flag.key=value`."""
     return argument.partition("=")[0].partition(".")[0].replace("_", "-")
 
 
 def _most_values(action: argparse.Action, arguments: Sequence[str]) -> Sequence[str]:
-    """What an option takes in one place, in the place where that is the most."""
+    """The longest list of values that one use of an option takes."""
     places = [at for at, argument in enumerate(arguments) if argument in action.option_strings]
     values = [list(itertools.takewhile(_is_value, arguments[at + 1 :])) for at in places]
     return max(values, key=len, default=[])

@@ -1,4 +1,4 @@
-"""What the option `quantization` may name. A misspelt name is refused before anything is imported or fetched."""
+"""Values of the option `quantization`. A misspelt one is refused before anything is imported or downloaded."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from headrace.core.options.values import nearest
 from headrace.ipc.failure import OptionError
 
 BY_DEVICE = ("int8", "int4", "fp8")
-"""How float weights are quantised as they are loaded, with kernels of the device's own."""
+"""Quantisation of float weights while they load, into forms of the device's own kernels."""
 TO_FORMS = ("bitsandbytes", "experts_int8")
-"""The same, to what the kernels take of quantised checkpoints: see executor/checkpoints/quantisation/as_loaded.py."""
+"""Quantisation of float weights while they load, into forms that the kernels also read from quantised checkpoints: see
+executor/checkpoints/quantisation/as_loaded.py."""
 STORED = (
     *("auto-round", "auto_round", "inc", "intel/auto-round"),
     *("awq", "awq_marlin", "gptq", "gptq_marlin", "gptqmodel", "gptq_v2", "moe_wna16"),
     *("bitsandbytes", "compressed-tensors", "compressed_tensors", "sparseml", "fp8", "fbgemm_fp8", "hqq"),
     *("modelopt", "modelopt_fp4", "nvfp4", "mxfp4", "gpt_oss_mxfp4", "quark", "amd-quark", "torchao"),
 )
-"""Formats of checkpoints: the names of executor/checkpoints/quantisation/."""
+"""Formats of quantised checkpoints, by the names in executor/checkpoints/quantisation/."""
 RETIRED: Mapping[str, str] = MappingProxyType(
     {
         "squeezellm": "vLLM took it out in 0.8; quantise the model anew with AWQ or GPTQ",
@@ -37,16 +38,16 @@ RETIRED: Mapping[str, str] = MappingProxyType(
         "ptpc_fp8": "quantization=fp8 does that: a scale for each token and each row",
     }
 )
-"""vLLM's names that stand for nothing here, and what to use."""
+"""vLLM's names that Headrace does not support, each with the reason or what to use instead."""
 
 
 def check_name(asked: str | None) -> None:
-    """Raises OptionError for a `quantization` that there is not, saying what to use for one that vLLM has or had."""
+    """Raises OptionError for an unsupported `quantization`. For a name that vLLM has or had, it says what to use."""
     known = dict.fromkeys(("gguf", *BY_DEVICE, *STORED, *TO_FORMS))
     if asked is None or asked in known:
         return
     if asked in RETIRED:
         raise OptionError(f"quantization={asked} is not to be had: {RETIRED[asked]}")
-    close = nearest(asked.lower(), known, cutoff=0.5)  # of four letters, two that changed places
+    close = nearest(asked.lower(), known, cutoff=0.5)  # low enough for four letters of which two are swapped
     meant = f"did you mean {close}? " if close else ""
     raise OptionError(f"quantization={asked} is unknown; {meant}there are {', '.join(known)}")

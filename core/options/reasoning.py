@@ -1,4 +1,4 @@
-"""vLLM's reasoning_config: how an answer's reasoning is set off, and what ends it where its budget is spent."""
+"""vLLM's reasoning_config: the markers of an answer's reasoning, and the text that ends it when its budget is spent."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from headrace.ipc.failure import OptionError
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
-    """Empty texts stand for what the format of reasoning has."""
+    """Format and markers of reasoning. An empty marker means the format's own."""
 
     reasoning_parser: str = ""
-    """The format of requests that bring none, as frontends know it; "" for none."""
+    """The frontends' name of the reasoning format for requests that name none; "" for none."""
     reasoning_start_str: str = ""
     reasoning_end_str: str = ""
-    """What is forced when a thinking_token_budget is spent. It holds the format's own end, and may say more before."""
+    """Text that is forced when a thinking_token_budget is spent: the format's end marker, with any text before it."""
 
 
 def reasoning_of(config: Mapping[str, Any], reasoning_parser: str) -> Reasoning:
-    """What the options `reasoning_config` and, for the format, `structured_outputs_config` ask for.
+    """Reads `reasoning_config`. reasoning_parser: the format that `structured_outputs_config` names, or "".
 
     Raises OptionError, naming the field.
     """

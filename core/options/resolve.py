@@ -1,4 +1,4 @@
-"""From what was asked and what the model and the executor are to what the engine runs by, with reasons."""
+"""Makes the `Plan` from the options and the model's description, with a reason for each decision."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from headrace.ipc.ranges import model_defaults
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_MAX_NUM_SEQS = 256
 LARGE_GPU_BYTES = 70 << 30
-"""From here on a GPU's defaults are vLLM's server's on an H100: its compute is idle in smaller steps."""
+"""GPUs with at least this memory get the defaults of vLLM's server on an H100: smaller steps leave them partly idle."""
 LARGE_GPU_MAX_NUM_BATCHED_TOKENS = 8192
 LARGE_GPU_MAX_NUM_SEQS = 1024
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _KV_CACHE_DTYPES = {"fp8": "fp8_e4m3"}
 FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")
-"""Of `kv_cache_dtype`."""
+"""Values of `kv_cache_dtype`."""
 _GROUP_SIZES = (32, 64, 128)
 
 TOKEN_IDS = ("stop_token_ids", "eos_token_id")
-"""Of `override_generation_config`: a request's stop tokens are joined with the ones, and the others end answers in the
-place of the model's own."""
+"""Keys of `override_generation_config`: stop_token_ids are added to a request's own, and eos_token_id replaces the
+model's end-of-sequence tokens."""
 MOST_NEW_TOKENS = "max_new_tokens"
-"""Of `override_generation_config`, and of a generation_config.json that `generation_config` names: a default for
-`max_tokens`, and over HTTP the most tokens of any output, as in vLLM."""
+"""Key of `override_generation_config`, and of a generation_config.json that `generation_config` names: the default of
+`max_tokens` and, over HTTP, the most tokens of any output, as in vLLM."""
 
 
 def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], int] | None = None) -> Plan:
-    """The plan. Pure but for `draw_seed`, which is asked only when options.seed is None.
+    """Makes the plan. A pure function except for `draw_seed`, which is called only if options.seed is None.
 
-    Raises OptionError when options contradict each other or the model; its sentence has the numbers.
+    Raises OptionError, with the numbers, if options contradict each other or the model.
     """
     decisions: list[Decision] = []
 
@@ -116,7 +116,7 @@ def _speculation(options: Options, model: ModelDescription, max_num_seqs: int) -
     found = speculation_of(options.speculative_config, on_gpu=model.device_bytes > 0)
     if found is None:
         return None
-    most = min(found.most_step_tokens, max(max_num_seqs, CPU_STEP_TOKENS))  # as memory is measured for
+    most = min(found.most_step_tokens, max(max_num_seqs, CPU_STEP_TOKENS))  # the limit that memory is measured for
     return msgspec.structs.replace(found, most_step_tokens=most)
 
 
@@ -141,14 +141,15 @@ def _kv_cache_dtype(options: Options, dtype: str, packed: bool, rounds_inputs: b
         )
     if options.kv_cache_dtype != "auto":
         return _KV_CACHE_DTYPES.get(options.kv_cache_dtype, options.kv_cache_dtype), "asked for"
-    if packed and not rounds_inputs:  # inputs of 8 bits err by more than a bfloat16 does, whose attention is faster
+    if packed and not rounds_inputs:  # 8-bit inputs are less exact than bfloat16, whose attention is faster
         return "float16", f"finer than {dtype}, as packed weights are; {dtype} where the model runs op by op"
     return dtype, "dtype"
 
 
 def check_stored_format(options: Options) -> None:
-    """Raises OptionError where the options ask for a format that there is not, or that the checkpoint, as far as it
-    lies here and can be seen without a framework, is not stored in: before anything is imported, fetched or compiled.
+    """Raises OptionError for an unknown `quantization`, or for one that a local checkpoint is not stored in.
+
+    Runs before anything is imported, downloaded or compiled, so it checks only what it can read without a framework.
     """
     asked, folder = options.quantization, Path(options.model)
     check_name(asked)
@@ -161,7 +162,7 @@ def check_stored_format(options: Options) -> None:
     try:
         stored = {} if is_gguf else msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
-        return  # who reads it to load it says what is wrong
+        return  # loading the checkpoint will report the problem
     is_stored_so = "quantization_config" in stored or "compression_config" in stored
     if not is_stored_so and (is_gguf or asked not in TO_FORMS):
         raise OptionError(
@@ -173,7 +174,7 @@ def check_stored_format(options: Options) -> None:
 
 
 def _weight_bits(options: Options, model: ModelDescription) -> tuple[int | None, str]:
-    """The bits that float weights are quantised to as they are loaded, None for no such thing; and the reason."""
+    """The bits to which float weights are quantised while they are loaded, or None; and the reason."""
     asked, group = options.quantization, options.quantization_group_size
     stored = model.stored_as or model.checkpoint_dtype
     if group not in _GROUP_SIZES:
@@ -189,7 +190,7 @@ def _weight_bits(options: Options, model: ModelDescription) -> tuple[int | None,
                 f"quantization=gguf asks for a quantised GGUF file, and the weights of {model.name} are {stored}; "
                 "leave it out, or quantise them as they are loaded with quantization=int8 or int4"
             )
-        if model.stored_as and asked is not None:  # which format it names was compared as the checkpoint was found
+        if model.stored_as and asked is not None:  # the format was checked when the checkpoint was found
             if model.quantised_as_loaded:
                 return None, f"asked for; the {model.checkpoint_dtype} weights become so as they are loaded"
             return None, f"the checkpoint is computed as it is stored: {stored}"
@@ -224,7 +225,7 @@ def _max_model_len(options: Options, model: ModelDescription) -> tuple[int, str]
 
 
 def _max_num_batched_tokens(options: Options, model: ModelDescription, max_model_len: int) -> tuple[int, str]:
-    """The budget of one step; with prefills in one piece it must hold the longest prompt."""
+    """The token budget of a step, and the reason. Without chunked prefill it must hold the longest prompt."""
     asked, seqs = options.max_num_batched_tokens, options.max_num_seqs
     whole = not options.enable_chunked_prefill
     if asked is None:
@@ -277,7 +278,7 @@ def _generation_defaults(options: Options, model: ModelDescription) -> tuple[dic
 
 
 def _most_new_tokens(options: Options, model: ModelDescription) -> int | None:
-    """That of any output over HTTP; None where only its own `max_tokens` counts."""
+    """The most tokens of any output over HTTP. None: only the request's `max_tokens` limits it."""
     of_folder = model.generation_defaults if options.generation_config not in ("auto", "vllm") else {}
     most: int | None = options.override_generation_config.get(MOST_NEW_TOKENS, of_folder.get("max_tokens"))
     return most
@@ -292,7 +293,7 @@ def _draw_seed() -> int:
 
 
 class Capacity(Protocol):
-    """What an Executor says of itself; see executor/placement/base.py."""
+    """The part of an Executor that `steps_in_flight` reads; see executor/placement/base.py."""
 
     @property
     def max_steps_in_flight(self) -> int: ...
@@ -304,14 +305,15 @@ class Capacity(Protocol):
 
 class InFlight(msgspec.Struct, frozen=True):
     depth: int
-    """Most steps in flight; with 1 each step is planned when the one before has been answered."""
+    """Most steps in flight; with 1, each step is planned after the previous one's outputs are sent."""
     rows_run_ahead: bool
-    """A row may be in several of them."""
+    """A row may be in several steps in flight."""
     reason: str
 
 
 def steps_in_flight(options: Options, executor: Capacity) -> InFlight:
-    """Raises OptionError when async_scheduling is asked for and the executor runs one step at a time."""
+    """How many steps may be in flight. Raises OptionError if async_scheduling is asked for but the executor cannot
+    hold one step more than its pipeline stages."""
     stages, most = executor.num_stages, executor.max_steps_in_flight
     asked = options.async_scheduling
     if asked and most <= stages:
@@ -328,7 +330,7 @@ def steps_in_flight(options: Options, executor: Capacity) -> InFlight:
 
 
 def check_sampling_defaults(override: Mapping[str, Any], vocab_size: int | None = None) -> None:
-    """Raises OptionError for what `override_generation_config` cannot set, or not to that."""
+    """Raises OptionError for unknown keys of `override_generation_config` and for invalid values."""
     known = model_defaults(Sampling)
     settable = (*known, *TOKEN_IDS, MOST_NEW_TOKENS)
     unknown = [name for name in override if name not in settable]
@@ -349,7 +351,7 @@ def check_sampling_defaults(override: Mapping[str, Any], vocab_size: int | None 
 
 
 def _token_ids_problem(value: Any, vocab_size: int | None) -> str:
-    """What is expected instead; empty where the value is that."""
+    """What is expected instead of the value; empty if the value is valid."""
     ids = _listed(value)
     if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
         return "a token id or a list of them"

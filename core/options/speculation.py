@@ -1,4 +1,4 @@
-"""vLLM's speculative_config: which of its fields mean something here, and what the engine makes of them."""
+"""vLLM's speculative_config: the supported fields, and the engine's settings that they become (`Speculation`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import msgspec
 from headrace.ipc.failure import OptionError
 
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 32, 256
-"""Tokens that a step may have with drafts: so many cost little beside reading the weights once."""
+"""Most tokens of a step with drafts: computing so many costs little compared with reading the weights once."""
 FORCED_CPU_STEP_TOKENS = 8
-"""The same, with drafts that grammars force. Every running request may have some in one step, and on a CPU each token
-beyond these costs as much as in a step of its own; requests that end sooner only leave smaller steps to the others."""
+"""Most tokens of a CPU's step with drafts that grammars force. Every running request may have some in one step, and on
+a CPU each token beyond these costs as much as in its own step. Drafting more would end some requests sooner, but only
+leave smaller steps to the others."""
 LOOKUP_TOKENS = 5
 """vLLM's default of both prompt_lookup_min and prompt_lookup_max."""
 MOST_SPECULATIVE_TOKENS = CPU_STEP_TOKENS - 1
@@ -30,17 +31,17 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     num_speculative_tokens: int
     """Most draft tokens of a request in one step."""
     prompt_lookup_max: int
-    """Most tokens that are looked for, ..."""
+    """Longest match that is searched for, in tokens."""
     prompt_lookup_min: int
-    """... and the fewest that must be found."""
+    """Shortest match that is used, in tokens."""
     disable_by_batch_size: int | None = None
-    """With more running requests than this nothing is drafted."""
+    """With more running requests than this, nothing is drafted."""
     most_step_tokens: int = CPU_STEP_TOKENS
-    """A step gets drafts up to so many tokens in all."""
+    """Drafts are added until a step has so many tokens in all."""
 
     @property
     def described(self) -> tuple[str, str]:
-        """What was decided, and why."""
+        """The decision and its reason, as texts."""
         return (
             f"ngram, at most {self.num_speculative_tokens} draft tokens",
             f"asked for; they follow an earlier run of the last {self.prompt_lookup_min} to {self.prompt_lookup_max} "
@@ -49,7 +50,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def speculation_of(config: Mapping[str, Any], *, on_gpu: bool) -> Speculation | None:
-    """What `speculative_config` asks for; None where it is empty. Raises OptionError, naming the field."""
+    """Reads `speculative_config`. None if it is empty. Raises OptionError, naming the field."""
     if not config:
         return None
     values = {name: value for name, value in config.items() if value is not None}

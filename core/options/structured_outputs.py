@@ -1,4 +1,4 @@
-"""vLLM's structured_outputs_config: which library follows grammars, and how strict JSON is."""
+"""vLLM's structured_outputs_config: which library applies grammars, and how strict JSON is."""
 
 from __future__ import annotations
 
@@ -18,38 +18,40 @@ BACKENDS: Mapping[str, tuple[str, ...]] = {
     "outlines": ("llguidance",),
     "lm-format-enforcer": ("llguidance",),
 }
-"""vLLM's names for them, and the libraries in order: one is for what those before it refuse. The last
-two name libraries that are not used here: what they follow, llguidance does, and the plan's decisions say so."""
+"""vLLM's names of backends, and the libraries used for each: a library gets the grammars that those before it refuse.
+Headrace does not use the libraries of the last two names: llguidance takes their grammars, and a decision of the plan
+states it."""
 WHY: Mapping[str, str] = {
     "auto": "backend auto takes it: it follows the most of JSON Schema, and computes nothing before the first token",
     "xgrammar": "for backend xgrammar; the second has what the first does not follow",
 }
 EXTRAS = {"xgrammar": "xgrammar"}
-"""Libraries that are installed by an extra of this package."""
+"""Libraries that need an extra of this package, and the extra's name."""
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """How every request's grammar is followed. A request may ask for more strictness, and not for less."""
+    """How grammars of requests are applied. A request may ask for more strictness, but not for less."""
 
     backends: tuple[str, ...] = BACKENDS["auto"]
     disable_fallback: bool = False
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     enable_in_reasoning: bool = False
-    """A grammar holds from the first token on, for reasoning too; else it begins after the reasoning's end."""
+    """A grammar applies from the first token on, including reasoning; else from the end of the reasoning on."""
     reasoning_parser: str = ""
-    """The format of reasoning of requests that bring none, as frontends know it; "" for none."""
+    """The frontends' name of the reasoning format for requests that name none; "" for none."""
 
 
 def split_backend(value: str) -> tuple[str, dict[str, bool]]:
-    """vLLM's old form of a backend, xgrammar:no-fallback,disable-any-whitespace: its name, and the fields it sets."""
+    """Splits vLLM's old form of a backend, such as xgrammar:no-fallback,disable-any-whitespace, into the name and the
+    fields that it sets."""
     backend, _, words = value.partition(":")
     fields = [word.strip().replace("-", "_").replace("no_fallback", "disable_fallback") for word in words.split(",")]
     return backend, dict.fromkeys(filter(None, fields), True)
 
 
 def structured_outputs_of(config: Mapping[str, Any]) -> StructuredOutputs:
-    """What `structured_outputs_config` asks for. Raises OptionError, naming the field."""
+    """Reads `structured_outputs_config`. Raises OptionError, naming the field."""
     values = {name: value for name, value in config.items() if value is not None}
     backend, more = split_backend(str(values.pop("backend", "auto")))
     values |= more

@@ -1,7 +1,7 @@
-"""Reads options from Python values and from text: types, names, ranges, and every problem in one answer.
+"""Reads options from Python values and from text: checks names, types and ranges, and reports all problems at once.
 
-Works on any frozen msgspec Struct whose fields are annotated with `Option`, so that other programs declare theirs
-in the same way.
+Works with any frozen msgspec Struct whose fields are annotated with `Option`, so that other programs declare their
+options in the same way.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ UNITS_WITH_SUFFIX = ("tokens", "bytes")
 
 
 class OptionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One option as declared."""
+    """The declaration of one option, read from its field."""
 
     name: str
     kind: OptionKind
@@ -63,13 +63,13 @@ class OptionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_secret(self) -> bool:
-        """No message and no record shows the value."""
+        """The value must not be shown in any message or log."""
         return self.kind in ("secret", "secrets")
 
 
 @functools.cache
 def option_specs(struct: type[msgspec.Struct] = Options) -> Mapping[str, OptionSpec]:
-    """The declarations of a Struct, by name and in order."""
+    """The declarations of a Struct's options, by name and in order."""
     hints = typing.get_type_hints(struct, include_extras=True)
     specs = {}
     for field in msgspec.structs.fields(struct):
@@ -92,10 +92,11 @@ def option_specs(struct: type[msgspec.Struct] = Options) -> Mapping[str, OptionS
 def read_options(
     struct: type[T], values: Mapping[str, Any], spell: Callable[[str], str] = str, also_known: Iterable[str] = ()
 ) -> tuple[T, tuple[str, ...]]:
-    """The Struct from values by name, and notes for the user about retired names and options without effect.
+    """Makes the Struct from values by name. Also returns notes for the user about retired names and options without
+    effect.
 
-    `spell` is how the user wrote an option's name, for the text of errors; `also_known` are names that an unknown
-    one may have meant besides the Struct's. Raises OptionError.
+    spell: turns an option's name into the form that the user writes, for error messages. also_known: names besides the
+    Struct's that are suggested for an unknown one. Raises OptionError with all problems.
     """
     specs = option_specs(struct)
     problems: list[str] = []
@@ -139,12 +140,12 @@ def read_options(
 
 
 def plain_options(struct: msgspec.Struct) -> dict[str, Any]:
-    """Every option as plain data, secrets among it: what another process reads it from. Not to be shown."""
+    """Every option as plain data, including secrets, for another process to read. Must not be shown."""
     return {name: _plain(getattr(struct, name), secret=lambda each: each.value) for name in struct.__struct_fields__}
 
 
 def shown_options(struct: msgspec.Struct) -> dict[str, Any]:
-    """What differs from the defaults, as plain data for people to see: that a secret is given, but not what it is."""
+    """Options that differ from their defaults, as plain data for display. A secret shows only that it is set."""
     default = type(struct)()
     names = [name for name in struct.__struct_fields__ if getattr(struct, name) != getattr(default, name)]
     return {name: _plain(getattr(struct, name), secret=repr) for name in names}
@@ -159,14 +160,14 @@ def _plain(value: Any, secret: Callable[[Secret], str]) -> Any:
 
 
 def with_secrets(options: T, theirs: T | None) -> T:
-    """The options with the secrets of `theirs` in the place of their own; without any if None."""
+    """The options with their secrets replaced by those of `theirs`. None: by the defaults."""
     names = [name for name, spec in option_specs(type(options)).items() if spec.is_secret]
     source = type(options)() if theirs is None else theirs
     return msgspec.structs.replace(options, **{name: getattr(source, name) for name in names})
 
 
 def convert(spec: OptionSpec, value: Any) -> Any:
-    """One value in the option's type and range. Raises ValueError with what would be right."""
+    """Converts a value to the option's type and checks its range. Raises ValueError that says what is allowed."""
     option = spec.option
     if value is None:
         return None if spec.nullable else spec.default
@@ -179,14 +180,14 @@ def convert(spec: OptionSpec, value: Any) -> Any:
     if spec.kind in ("int", "float", "numbers"):
         low, high = option.minimum, option.maximum
         numbers = converted if spec.kind == "numbers" else (converted,)
-        # Written so that NaN fails.
+        # These comparisons are false for NaN.
         if not all((low is None or number >= low) and (high is None or number <= high) for number in numbers):
             raise ValueError(f"out of range; it must be {range_text(option)}")
     return converted
 
 
 def range_text(option: Option) -> str:
-    """The constraint in words; empty when there is none."""
+    """The option's range in words; empty if there is none."""
     unit = f" {option.unit}" if option.unit else ""
     if option.minimum is not None and option.maximum is not None:
         return f"{_number(option.minimum)} to {_number(option.maximum)}{unit}"
@@ -202,9 +203,9 @@ _SIZE = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)\s*(?:([kKmMg
 
 
 def parse_size(text: str) -> int:
-    """A whole number with an optional suffix: 8k is 8000, 8K and 8KiB are 8192, 8KB is 8000; so m, g and t.
+    """A whole number with an optional suffix: 8k is 8000, 8K and 8KiB are 8192, 8KB is 8000; likewise m, g and t.
 
-    The letters alone follow vLLM: small is decimal, capital is binary. Raises ValueError.
+    A single letter is read as in vLLM: lower case is decimal, upper case is binary. Raises ValueError.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -219,7 +220,7 @@ def parse_size(text: str) -> int:
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """The most similar of the names; empty when none is similar, by difflib's ratio."""
+    """The most similar of the names; empty if none has at least `cutoff` by difflib's ratio."""
     found = difflib.get_close_matches(name.replace("-", "_"), names, n=1, cutoff=cutoff)
     return found[0] if found else ""
 
@@ -294,7 +295,7 @@ def _has_form(text: str, forms: tuple[str, ...]) -> bool:
 
 
 def _to_choice(spec: OptionSpec, value: Any) -> str:
-    # torch.float16 and numpy.float16 are recognised by name, so that neither library need be imported.
+    # torch.float16 and numpy.float16 are recognised by name, so that neither library has to be imported.
     text = value if isinstance(value, str) else getattr(value, "__name__", None) or str(value).removeprefix("torch.")
     if text not in spec.choices:
         if reason := why_no_value(spec.name, str(text)):
@@ -307,7 +308,7 @@ def _to_choice(spec: OptionSpec, value: Any) -> str:
 def _to_list(spec: OptionSpec, value: Any) -> tuple[str, ...]:
     items = _as_json_list(value)
     items = [items] if isinstance(items, str) else items
-    if isinstance(items, list | tuple):  # of classes, which Python callers may give as they are
+    if isinstance(items, list | tuple):  # Python callers may give classes themselves
         items = [_name_of(item) if isinstance(item, type) else item for item in items]
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
         raise ValueError("it must be a name or a list of names")
@@ -315,13 +316,14 @@ def _to_list(spec: OptionSpec, value: Any) -> tuple[str, ...]:
 
 
 def _name_of(cls: type) -> str:
-    """By which the engine's process finds the class: of a script's own, the script's file."""
+    """The module:Class by which the engine's process finds a class. For a class of the main script, the script's
+    path:Class."""
     script = getattr(sys.modules.get("__main__"), "__file__", None) if cls.__module__ == "__main__" else None
     return f"{os.path.abspath(script) if script else cls.__module__}:{cls.__qualname__}"
 
 
 def _as_json_list(value: Any) -> Any:
-    """A list that is written as one JSON text, as in '["*"]' or [1, 2]; any other value as it is."""
+    """Decodes a list that is written as one JSON text, as in '["*"]' or '[1, 2]'; returns other values unchanged."""
     text = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
     if not isinstance(text, str) or not text.lstrip().startswith("["):
         return value

@@ -1,4 +1,4 @@
-"""vLLM's environment variables: those that matter stand for ours, others that are set are named in one warning."""
+"""vLLM's environment variables: supported ones set Headrace's; one warning names all others that are set."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 """GiB of KV cache on a CPU."""
 NEEDLESS = frozenset(
     {
-        "VLLM_NO_USAGE_STATS",  # nothing is sent to anybody
+        "VLLM_NO_USAGE_STATS",  # Headrace never sends usage data
         "VLLM_DO_NOT_TRACK",
         "VLLM_USAGE_SOURCE",
         "VLLM_USE_V1",
-        "VLLM_WORKER_MULTIPROC_METHOD",  # workers are started as programs: neither forked nor spawned
+        "VLLM_WORKER_MULTIPROC_METHOD",  # workers are started as programs, neither by fork nor by multiprocessing
         "VLLM_CONFIGURE_LOGGING",
         "VLLM_TARGET_DEVICE",
     }
 )
-"""What they ask for is so anyway."""
+"""Variables without effect, because Headrace always does what they ask for."""
 INSTEAD: Mapping[str, str] = types.MappingProxyType(
     {
         "VLLM_PORT": "--master-port and --port",
@@ -46,7 +46,8 @@ INSTEAD: Mapping[str, str] = types.MappingProxyType(
 
 
 def take_vllm_variables(environment: MutableMapping[str, str]) -> str:
-    """Sets ours that are not set; the warning about those of vLLM's that do nothing, empty where there is none."""
+    """Sets Headrace's variables from vLLM's where they are not set. Returns a warning that names vLLM's variables
+    without effect, or ""."""
     for theirs, ours in STANDS_FOR.items():
         if environment.get(theirs):
             environment.setdefault(ours, environment[theirs])
@@ -59,9 +60,9 @@ def take_vllm_variables(environment: MutableMapping[str, str]) -> str:
 
 
 def options_from_variables(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Options that vLLM takes from its environment. Raises OptionError."""
+    """Options that vLLM reads from its environment. Raises OptionError for an invalid value."""
     text = environment.get(CACHE_SPACE, "")
-    if text in ("", "0"):  # vLLM's own default, which means: choose
+    if text in ("", "0"):  # vLLM's default: choose the size automatically
         return {}
     try:
         size = int(Decimal(text) * (1 << 30))

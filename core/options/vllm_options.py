@@ -1,11 +1,10 @@
-"""vLLM's option names that are not Headrace's: which are taken over, which pass silently, which are refused and why.
+"""vLLM's options that Headrace lacks: which are renamed, which pass silently, and which are refused and why.
 
-One rule: such an option passes silently at a value that asks for nothing, that is, at vLLM's own default or at what
-Headrace does anyway (None always is). Every other value is refused by name with the reason, or, where no answer depends
-on it, passes with a note. A script that spells out defaults then runs unchanged, and none believes it got something it
-did not.
+The rule: such an option passes silently at a value that asks for nothing, that is, vLLM's own default or what Headrace
+does anyway; None always passes. Every other value is refused by name with the reason or, if no answer depends on the
+option, passes with a note. So a script that sets defaults explicitly runs unchanged, and no option is silently ignored.
 
-The names are rows of vllm_options.toml, which is read when a name is met that is no option of ours.
+The names are rows of vllm_options.toml, which is read when a name is met that is none of Headrace's options.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ class Unsupported(msgspec.Struct, frozen=True):
     passes: tuple[Any, ...]
     """Values that ask for nothing."""
     short: str = ""
-    """Its single-dash name."""
+    """The option's single-dash name."""
     is_harmless: bool = False
-    """No answer depends on it: every value passes, with a note."""
+    """No answer depends on the option: every value passes, with a note."""
 
     @property
     def is_flag(self) -> bool:
@@ -46,7 +45,7 @@ def _file() -> dict[str, Any]:
 
 @functools.cache
 def unsupported_options() -> Mapping[str, Unsupported]:
-    """By name."""
+    """vLLM's options that Headrace lacks, by name."""
     short = {name: letters for letters, name in _file()["short"].items()}
     return types.MappingProxyType(
         {
@@ -60,33 +59,33 @@ def unsupported_options() -> Mapping[str, Unsupported]:
 
 @functools.cache
 def renamed_options() -> Mapping[str, str]:
-    """Retired names and what took over: `option`, `option.key` of one that is an object (its value JSON, or with
-    `option.key:text` text), or `option=value`."""
+    """Retired names and their successors. A successor is `option`, or `option.key` for a key of a JSON object (the
+    retired option's value is JSON, or text with `option.key:text`), or `option=value`."""
     return types.MappingProxyType(_file()["renamed"])
 
 
 def why_no_value(name: str, value: str) -> str | None:
-    """Why an option of ours does not take a value that vLLM's of the same name takes, and what to use; None of any
-    other value."""
+    """Why Headrace's option lacks a value that vLLM's option of the same name has, and what to use instead. None for
+    any other value."""
     found: str | None = _file()["values"].get(name, {}).get(value)
     return found
 
 
 def is_vllm_option(name: str) -> bool:
-    """Whether vLLM has or had an option of this name that Headrace has not."""
+    """Whether vLLM has or had an option of this name that Headrace lacks."""
     return name in unsupported_options() or name in renamed_options()
 
 
 def successor(name: str) -> str:
-    """The option that a retired name reaches."""
+    """The option that has replaced a retired name."""
     return renamed_options()[name].partition("=")[0].partition(".")[0]
 
 
 def rename(name: str, value: Any) -> tuple[str, Any, str]:
-    """The successor of a retired name, the value in its form (None: nothing is asked), and a sentence for the user,
-    empty where nothing is asked.
+    """The successor of a retired name, its value, and a note for the user. If the given value asks for nothing, the
+    value is None and, for a given None, the note is empty.
 
-    Raises ValueError.
+    Raises ValueError for an invalid value.
     """
     target, _, fixed = renamed_options()[name].partition("=")
     option, _, key = target.partition(".")
@@ -109,7 +108,7 @@ def rename(name: str, value: Any) -> tuple[str, Any, str]:
 
 
 def check_unsupported(name: str, value: Any, spelled: str) -> tuple[str, str]:
-    """The problem with giving such an option this value, and a note about it; either is empty where there is none."""
+    """The problem with this value of an unsupported option, and a note for the user; each may be empty."""
     option = unsupported_options()[name]
     if value is None or any(_same(value, passing) for passing in option.passes):
         return "", ""
@@ -119,7 +118,7 @@ def check_unsupported(name: str, value: Any, spelled: str) -> tuple[str, str]:
 
 
 def _same(value: Any, passing: Any) -> bool:
-    """Equal, also when the value is text from a command line or a config file."""
+    """Whether the values are equal; `value` may be text from a command line or a config file."""
     if isinstance(value, bool) != isinstance(passing, bool) and not isinstance(value, str):
         return False
     if isinstance(value, str) and isinstance(passing, dict | list):
