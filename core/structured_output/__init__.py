@@ -1,1 +1,1 @@
-"""Grammars of answers: compiled beside the loop, followed token by token."""
+"""Structured outputs: grammars are compiled on threads beside the loop, and applied token by token."""

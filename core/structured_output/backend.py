@@ -1,4 +1,4 @@
-"""What a library of grammars does for the core. It is a backend's file that imports it."""
+"""The interface of a grammar library (`Backend`, `Matcher`). Only a NAME_backend.py file imports its library."""
 
 from __future__ import annotations
 
@@ -11,84 +11,84 @@ import numpy as np
 from headrace.ipc.messages import StructuredOutput
 
 MOST_FORCED = 1024
-"""Tokens of a forced text that are found at once: a text may have millions, which the loop's thread would wait for."""
+"""Most forced tokens that are found at once: a forced text may have millions, and the loop's thread waits for them."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """What a grammar library needs to know of the model."""
+    """The data of the model that a grammar library needs."""
 
     tokenizer_json: bytes
-    """In the `tokenizers` library's form; empty where the engine runs without a tokenizer."""
+    """The tokenizer in the `tokenizers` library's format; empty if the engine runs without one."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
 
 def still_forced(forced: list[int] | None, token_id: int) -> list[int] | None:
-    """What remains of forced tokens after one, where it was the first of several; None where they have to be asked for
-    again. To write a text of thousands of tokens anew after each of them takes milliseconds."""
+    """The forced tokens that remain after token_id, if it was the first of several; None if they must be recomputed.
+    Computing thousands of forced tokens anew after each of them would take milliseconds."""
     return forced[1:] if forced is not None and len(forced) > 1 and forced[0] == token_id else None
 
 
 class Matcher(Protocol):
-    """Where one answer stands in its grammar: a function of the tokens that it has accepted, and of nothing else."""
+    """The state of one answer in its grammar. It depends only on the tokens that it has accepted."""
 
     @property
     def backend(self) -> Backend:
-        """That fills its masks."""
+        """The backend that fills its masks."""
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Takes the answer's next token. False, and never to be used again, where the grammar does not allow it."""
+        """Accepts the answer's next token. False if the grammar does not allow it; the matcher is then unusable."""
         ...
 
     @property
     def is_complete(self) -> bool:
-        """Nothing but the end may follow, or the end has come."""
+        """The answer has ended, or only an end-of-sequence token may follow."""
         ...
 
     @property
     def problem(self) -> str:
-        """Why it cannot go on: a limit that it met; "" while it can."""
+        """Why the matcher cannot continue (a limit that it reached); "" if it can."""
         ...
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, might come next. Takes none of them."""
+        """How many of these tokens, from the first on, the grammar allows next. Accepts none of them."""
         ...
 
     def forced_tokens(self) -> list[int]:
-        """Tokens that must come next, written as the tokenizer would write their text; [] where there is a choice.
+        """Tokens that must come next, as the tokenizer would write their text; [] if there is a choice.
 
-        At most MOST_FORCED of them: the rest is asked for once these have come.
+        At most MOST_FORCED tokens; the rest is returned after these have been accepted.
         """
         ...
 
     def copy(self) -> Matcher:
-        """One at the same place, which goes its own way."""
+        """An independent matcher in the same state."""
         ...
 
 
 class Backend(Protocol):
-    """One library, for one tokenizer. `compile` may be called from several threads at once."""
+    """One grammar library with one tokenizer. Several threads may call `compile` at the same time."""
 
     name: str
     computes_beforehand: bool
-    """Compiling may take long even where the form is plain (`plain.py`)."""
+    """Compiling may take long even for plain forms (`plain.py`)."""
 
     def compile(self, wanted: StructuredOutput) -> Matcher:
-        """The beginning of the grammar. Raises InvalidRequestError with the library's reason."""
+        """A matcher at the start of the grammar. Raises InvalidRequestError with the library's reason."""
         ...
 
     def forget(self) -> None:
-        """Drops what compiling has left to be used again."""
+        """Clears what earlier compilations left in caches."""
         ...
 
     def stop(self) -> None:
-        """Ends what it has started."""
+        """Ends threads and processes that it has started."""
 
     def fill(self, places: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
-        """Writes which tokens may come next into masks [num_masks, num_words] int32, as TokenMasks has them.
+        """Writes the masks of the tokens allowed next into `masks`, [num_masks, num_words] int32, as in TokenMasks.
 
-        Each place is a matcher, the number of its mask, and drafts that it allows: the masks after each of those are
-        the next ones.
+        Each place is a matcher, the index of its mask, and draft tokens that its grammar allows. The masks after each
+        draft token follow at the next indices.
         """
         ...

@@ -1,4 +1,4 @@
-"""Which library follows a request's grammar. Each is made ready by the first request that needs it, or `prepare`."""
+"""Chooses the library for a request's grammar. The first request that needs a library, or `prepare`, loads it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
-    """Takes up to a second. Raises InvalidRequestError where the library is missing, or cannot read the tokenizer."""
+    """Loads a library, in up to a second. Raises InvalidRequestError if it is missing or cannot read the tokenizer."""
     try:
         module = importlib.import_module(f"headrace.core.structured_output.{name}_backend")
         backend: Backend = module.BACKEND(
@@ -34,12 +34,12 @@ def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
         raise InvalidRequestError(f"{name} cannot be used: the engine lacks {error.name}; pip install {name}") from None
     except HeadraceError:
         raise
-    except Exception as error:  # whatever it says of a tokenizer of a kind it does not know
+    except Exception as error:  # libraries raise various types for an unknown kind of tokenizer
         raise InvalidRequestError(f"{name} cannot read this model's tokenizer: {error}") from error
 
 
 class Backends:
-    """The libraries of a plan, as one `Backend`: what the first refuses is tried with the next."""
+    """The libraries of a plan as one `Backend`: a grammar that the first library refuses is tried with the next."""
 
     name = "auto"
     computes_beforehand = True
@@ -51,7 +51,7 @@ class Backends:
         self._made: dict[str, Backend] = {}
 
     def needs_trial(self, wanted: StructuredOutput) -> bool:
-        """A process has to try it first, which may take a second."""
+        """Whether the trial process must try the grammar first, which may take a second."""
         if not is_plain(wanted):
             return True
         try:
@@ -60,7 +60,7 @@ class Backends:
             return False  # `compile` says why
 
     def compile(self, wanted: StructuredOutput, *, needs_trial: bool | None = None) -> Matcher:
-        """needs_trial: what that says, where it has been asked."""
+        """needs_trial: the result of `needs_trial`, if it was called already."""
         if needs_trial is None:
             needs_trial = self.needs_trial(wanted)
         if not self._vocabulary.tokenizer_json:
@@ -84,14 +84,14 @@ class Backends:
                 try:
                     matcher = self._compile(name, wanted, not is_plain(wanted))
                 except InvalidRequestError:
-                    continue  # the first one's reason is the one to hear
+                    continue  # report the first library's reason
                 logger.info("a grammar is followed by %s: %s", name, error)
                 return matcher
             raise
 
     def prepare(self) -> None:
-        """Makes the first library ready, here and in the process that tries grammars, before a request needs it."""
-        with contextlib.suppress(HeadraceError):  # the first request is told
+        """Loads the first library, here and in the trial process, before a request needs it."""
+        with contextlib.suppress(HeadraceError):  # the first request gets the error
             self.compile(StructuredOutput(kind="regex", text="a"), needs_trial=True)
 
     def fill(self, places: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
@@ -122,7 +122,7 @@ class Backends:
 
     def _compile(self, name: str, wanted: StructuredOutput, needs_trial: bool) -> Matcher:
         if needs_trial:
-            self._trial.start()  # it gets ready while the library does here
+            self._trial.start()  # the trial process starts while the library is loaded here
         backend = self._backend(name)
         if needs_trial:
             self._trial.check(name, wanted)

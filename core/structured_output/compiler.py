@@ -1,4 +1,4 @@
-"""The gatekeeper of grammars: compiles what requests ask for on threads of its own, and keeps what was compiled.
+"""The gatekeeper of grammars: compiles requests' grammars on its own threads, and caches the compiled ones.
 
 request --> cached? ----------------------------> it gets a copy, and no gate is closed
               | no
@@ -29,23 +29,23 @@ from headrace.ipc.failure import Failure
 from headrace.ipc.messages import AddRequest, Generate, StructuredOutput
 
 MOST_CACHED = 256
-"""Grammars that are kept, and reasons why one cannot be."""
+"""Most cached results: compiled grammars, and failures of those that cannot be compiled."""
 NICENESS = 10
-"""Of its threads, and of the process that tries grammars, which they start: beside a busy thread they get a tenth of a
-core, so that other requests' steps take a tenth longer at most. Two such threads would take a fifth, as each core's
-part of a step waits for the other's: so one compiles at a time, and another waits for trials."""
+"""Niceness of the compiler's threads and of the trial process, which they start. Beside a busy thread they get a tenth
+of a core, so that other requests' steps take at most a tenth longer. Two such threads would cost a fifth, since each
+core's part of a step waits for the others: so one thread compiles, and the other only waits for trials."""
 REASON = "grammar"
 
 
 class GrammarCompiler:
-    """A `Gatekeeper`. Its threads hand requests their matchers: while a request is gated nobody else touches it."""
+    """A `Gatekeeper`. Its threads set the matchers of gated requests, which nothing else accesses meanwhile."""
 
     def __init__(
         self,
         backend: Backends,
         report: Callable[[GateOpened | GateFailed], None],
     ) -> None:
-        """report: takes news from any thread."""
+        """report: called from any thread."""
         self._backend, self._report = backend, report
         self._compiling = ThreadPoolExecutor(1, "grammar", _give_way)
         self._trying = ThreadPoolExecutor(1, "grammar-trial", _give_way)
@@ -54,7 +54,7 @@ class GrammarCompiler:
         self._waiting: dict[Gate, list[Request]] = {}
 
     def prepare(self) -> None:
-        """Makes ready what the first request would wait for, on a thread that gives way."""
+        """Loads the library that the first request would wait for, on a low-priority thread."""
         self._trying.submit(self._backend.prepare)
 
     def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
@@ -89,7 +89,7 @@ class GrammarCompiler:
             self._fail(gate, error)
             return
         if needs_trial:
-            with contextlib.suppress(RuntimeError):  # it is stopping
+            with contextlib.suppress(RuntimeError):  # the pool is shut down
                 self._trying.submit(self._follow, gate, wanted, needs_trial=True)
         else:
             self._follow(gate, wanted, needs_trial=False)
@@ -97,7 +97,7 @@ class GrammarCompiler:
     def _follow(self, gate: Gate, wanted: StructuredOutput, *, needs_trial: bool) -> None:
         try:
             compiled = self._backend.compile(wanted, needs_trial=needs_trial)
-        except BaseException as error:  # a library's panic is no Exception
+        except BaseException as error:  # a Rust panic is not an Exception
             self._fail(gate, error)
             return
         self._keep(gate, compiled)
@@ -109,7 +109,7 @@ class GrammarCompiler:
         self._report(GateFailed(gate, failure))
 
     def _keep(self, gate: Gate, compiled: Matcher | Failure) -> None:
-        """And gives it to the requests that wait for it."""
+        """Caches a result, and sets the matchers of the requests that wait for it."""
         with self._lock:
             waiting = self._waiting.pop(gate)
             self._compiled[gate] = compiled
@@ -117,22 +117,22 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
         if isinstance(compiled, Failure):
             return
-        for request in waiting:  # thousands may wait, and the loop takes the lock for each that comes
+        for request in waiting:  # without the lock: thousands may wait, and the loop needs it for each new request
             request.matcher = _matcher_for(request, compiled)
 
 
 def _give_way() -> None:
-    """The calling thread gives way to those that compute steps."""
-    if sys.platform == "linux":  # elsewhere a niceness is the process's
-        # Its own may be that of a thread that gives way already, which has started it.
+    """Lowers the calling thread's priority below that of threads that compute steps."""
+    if sys.platform == "linux":  # elsewhere niceness belongs to the whole process
+        # A thread inherits niceness, so start from the process's: its creator may already have a low priority.
         of_process = os.getpriority(os.PRIO_PROCESS, os.getpid())
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), of_process + NICENESS)
 
 
 def _matcher_for(request: Request, compiled: Matcher | None) -> Matcher | None:
-    """One of its own, which has accepted what a request that goes on here has brought elsewhere.
+    """A matcher for the request, which has accepted the output that it arrived with (from another engine).
 
-    compiled: of its form; None where it may have any."""
+    compiled: matcher at the start of its grammar; None if it has no structured output."""
     matcher, thinking = None if compiled is None else compiled.copy(), request.sampling.thinking
     if thinking is not None:
         matcher = ThinkingMatcher(thinking, matcher)

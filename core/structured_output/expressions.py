@@ -1,7 +1,7 @@
-r"""Regular expressions in the words that every library reads as Python's `re` does.
+r"""Rewrites regular expressions so that every library reads them as Python's `re` does.
 
-Libraries differ from `re`, and from each other: one reads `[[:alpha:]]` as letters, another passes over `a$b`'s anchor
-or takes `\Z` for a Z. What a library would read otherwise is written so that it cannot, or refused with what to write.
+Libraries differ from `re` and from each other: one reads `[[:alpha:]]` as letters, another ignores the anchor in `a$b`
+or reads `\Z` as a Z. Syntax that a library would read differently is rewritten, or refused with what to write instead.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ _GROUPS = (
 )
 _UNICODE_CLASS = r"\\[pP](?:\{[^}]*\}|[A-Za-z])"
 _NUL_WITHOUT_QUOTE = re.compile(r"\\p\{?(?i:C|Cc|Other|Control|cntrl)\}?|\\P\{?(?i:P|Po|\w*Punctuation|punct)\}?")
-"""Classes of characters that have NUL, and not the quote."""
+"""Classes of characters that contain NUL, but not the quote."""
 _FROM_NUL = re.compile(r"(?:\\x00|\\u0000|\\u\{0+\}|\\U0{8}|\x00)(?=-[^\]])(?!-(?:\\x00|\\u0000|\x00))")
-"""Where a range begins with it."""
+"""NUL at the start of a range of a set."""
 _FLAGS = frozenset("ims-")
 _REPEATS = ("*", "+", "?", "{")
 _OPERATIONS = ("&&", "--", "~~")
 
 
 class Part(msgspec.Struct):
-    """Of an expression: a group's beginning or end, `|`, an anchor, a repeat, or what stands for characters."""
+    """A part of an expression: the start or end of a group, `|`, an anchor, a repeat, or (a set of) characters."""
 
     text: str
     at: int
     ranges: tuple[tuple[int, int], ...] = ()
-    """Of the characters that it names one by one, from and to."""
+    """Ranges of code points (first, last) of the characters that it names."""
     classes: frozenset[str] = frozenset()
-    r"""Letters of escapes such as \d within."""
+    r"""Letters of the class escapes in it, such as d for \d."""
     is_negated: bool = False
 
     @property
@@ -68,7 +68,7 @@ class Part(msgspec.Struct):
 
 
 def parts_of(pattern: str) -> list[Part]:
-    """Raises ValueError, with the place, for what cannot be followed as `re` would."""
+    """Parses an expression. Raises ValueError, with the place, for syntax that not every library reads as `re` does."""
     found, at = list[Part](), 0
     while at < len(pattern):
         text = _PART.match(pattern, at)[0]  # type: ignore[index]  # its last alternative is any character
@@ -93,15 +93,15 @@ def written(parts: Iterable[Part]) -> str:
 
 
 def in_common_words(pattern: str) -> str:
-    """The same expression as every library reads it. Raises ValueError."""
+    """The expression in syntax that every library reads as `re` does. Raises ValueError."""
     return written(parts_of(pattern))
 
 
 def in_json(pattern: str) -> str:
-    r"""As `in_common_words`, of texts as JSON has them.
+    r"""Like `in_common_words`, for an expression of a JSON string.
 
-    llguidance takes a set that has NUL for one that has the quote besides: [^"] would let \" through. So NUL is left
-    out of what has it and not the quote. Raises ValueError.
+    llguidance treats a set that contains NUL as if it also contained the quote: [^"] would allow \". So NUL is removed
+    from sets that contain it but not the quote. Raises ValueError.
     """
     parts = parts_of(pattern)
     for part in parts:
@@ -128,7 +128,7 @@ def _part(pattern: str, text: str, at: int) -> Part:
         return _escape(text, at)
     if text == "\\":
         raise _wrong(Part(text, at), "it escapes nothing")
-    if text == "{":  # no count
+    if text == "{":  # a literal brace
         return Part(r"\{", at, ((ord("{"),) * 2,))
     if text.startswith("{,"):
         return Part(f"{{0{text[1:]}", at)
@@ -161,11 +161,11 @@ def _escape(text: str, at: int, *, in_set: bool = False) -> Part:
         raise _wrong(Part(text, at), r"neither references to groups nor octal digits are followed; write \x0a")
     if letter.isalpha():
         raise _wrong(Part(text, at), _WRITE.get(letter, "Python's re has no such escape"))
-    return Part(letter if letter in "<>" else text, at, ((ord(letter),) * 2,))  # \< is a word's beginning to some
+    return Part(letter if letter in "<>" else text, at, ((ord(letter),) * 2,))  # \< is a word's start for some
 
 
 def _set_at(pattern: str, at: int) -> tuple[Part, int]:
-    """The set of characters that begins there, and where it ends."""
+    """The set of characters that begins at `at`, and the index after it."""
     start, is_negated = at, pattern.startswith("[^", at)
     at += 1 + is_negated
     first, items = at, list[Part]()
@@ -198,7 +198,7 @@ def _ranges(items: Sequence[Part]) -> Iterator[tuple[int, int]]:
     while at < len(items):
         is_range = at + 2 < len(items) and items[at + 1].text == "-"
         if is_range and (items[at].classes or items[at + 2].classes):
-            items[at + 1].text, is_range = r"\-", False  # as in JSON Schema's expressions; to re it is a mistake
+            items[at + 1].text, is_range = r"\-", False  # as in JSON Schema's expressions; an error for re
         if is_range:
             yield items[at].ranges[0][0], items[at + 2].ranges[0][1]
         else:
@@ -209,10 +209,13 @@ def _ranges(items: Sequence[Part]) -> Iterator[tuple[int, int]]:
 def _check_anchors(
     parts: Sequence[Part], opening: str = "(", closing: str = ")", anchor: str = "^", where: str = "beginning"
 ) -> None:
-    """That nothing stands between an anchor and the edge that it is for, nor repeats it.
+    """Checks that each ^ is at the beginning of the expression, with nothing before it, and is not repeated. Raises
+    ValueError.
 
-    The other way round, where groups open with what closes them, for the other one."""
-    is_at_edge, opened = True, list[tuple[bool, int]]()  # at each open group: whether it begins at the edge; anchors
+    For $ it is called with the parts reversed, so that the end is the beginning, and with `opening` and `closing`
+    swapped."""
+    # For each open group: whether it begins at the edge, and the number of anchors before it.
+    is_at_edge, opened = True, list[tuple[bool, int]]()
     num_anchors = 0
     for index, part in enumerate(parts):
         following = parts[index + 1] if index + 1 < len(parts) else None

@@ -1,4 +1,4 @@
-"""What is done to a form before any library takes it, so that all read it alike."""
+"""Normalises a structured output's form before a library gets it, so that all libraries read it alike."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from headrace.core.structured_output.structural_tag import format_of, with_patte
 from headrace.ipc.messages import StructuredOutput
 
 _RULE_OF_GBNF = re.compile(r"^[^\S\n]*[\w-]+\s*::=", re.MULTILINE)
-"""Within a line up to its name: what could go on over empty lines would be tried anew at each of them."""
+"""A rule of GBNF, in one line up to its name: an expression that spans empty lines would be retried at each of them."""
 _PRIORITY = re.compile(r"^([^\S\n]*[?!]{0,2}[a-z_][a-z_0-9]*)\.-?\d+([^\S\n]*:)", re.MULTILINE)
-"""Of a rule of Lark's: it chooses between trees of one text, and no text depends on it, as may be with a terminal's."""
+"""A priority of a Lark rule. It only chooses between parse trees of a text, while a terminal's priority may change
+which texts match."""
 _VALUES = ("enum", "const", "default", "examples")
 
 
 def prepared(wanted: StructuredOutput) -> StructuredOutput:
-    """Raises ValueError, KeyError and TypeError for what is no form of its kind."""
+    """The normalised form. Raises ValueError, KeyError and TypeError if the text is not valid for its kind."""
     wanted = closed(wanted)
     text = wanted.text
     if wanted.kind == "regex":
@@ -42,12 +43,12 @@ def prepared(wanted: StructuredOutput) -> StructuredOutput:
 
 
 def is_gbnf(grammar: str) -> bool:
-    """Else it is Lark's."""
+    """Whether a grammar is in GBNF notation; otherwise it is in Lark's."""
     return _RULE_OF_GBNF.search(grammar) is not None
 
 
 def with_expressions(schema: Any, change: Callable[[str], str], pointer: str = "") -> Any:
-    """A schema with its patterns changed. Raises ValueError with the place of one that cannot be."""
+    """Applies `change` to all patterns of a schema. Raises ValueError with the place of a pattern that it refuses."""
     if isinstance(schema, list):
         return [with_expressions(each, change, f"{pointer}/{index}") for index, each in enumerate(schema)]
     if not isinstance(schema, dict):
@@ -63,7 +64,7 @@ def with_expressions(schema: Any, change: Callable[[str], str], pointer: str = "
                 for pattern, each in value.items()
             }
         elif name in ("properties", "$defs", "definitions", "dependentSchemas") and isinstance(value, dict):
-            # Their names are no keywords.
+            # The keys are names, not keywords.
             found[name] = {each: with_expressions(inner, change, f"{where}/{each}") for each, inner in value.items()}
         else:
             found[name] = value if name in _VALUES else with_expressions(value, change, where)

@@ -1,4 +1,4 @@
-"""What is done to a JSON schema before a library takes it, and how the part that a library refuses is found."""
+"""Changes to JSON schemas before a library gets them, and the search for the part of a schema that it refuses."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from headrace.core.structured_output.structural_tag import format_of, with_schem
 from headrace.ipc.messages import StructuredOutput
 
 MOST_TRIES = 200
-"""Parts of a schema that are compiled alone, at most, to find the one that cannot be."""
+"""Most parts of a schema that are compiled separately to find the one that a library refuses."""
 _IN_DICTS = ("properties", "patternProperties", "$defs", "definitions")
 _IN_LISTS = ("prefixItems", "anyOf", "allOf", "oneOf", "items")
 _LARK_PARTS = re.compile(r""""(?:\\.|[^"\\\n])*+"?|//[^\n]*|/(?:\\.|[^/\\\n])++/?|%json\s*""")
-"""Texts, comments and expressions, in which nothing is a schema, and what stands before one.
+"""Strings, comments and regular expressions of a Lark grammar, in which %json is no schema; and the %json of a schema.
 
-A text or an expression without its end, which no grammar has, goes to the end of its line: else each quote within would
-be tried as a beginning.
+A string or an expression without an end, which no valid grammar has, matches up to the end of its line. Otherwise each
+quote within it would be tried as a start.
 """
 _ALONE = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
 
 
 def without_additional_properties(schema: Any) -> Any:
-    """Objects whose properties are named have no others, unless the schema says itself what others they have."""
+    """Closes objects: those with `properties` get additionalProperties false unless the schema states which others they
+    have."""
     if isinstance(schema, list):
         return [without_additional_properties(each) for each in schema]
     if not isinstance(schema, dict):
@@ -41,9 +42,9 @@ def without_additional_properties(schema: Any) -> Any:
 
 
 def closed(wanted: StructuredOutput) -> StructuredOutput:
-    """With that done to every schema of a form, where it is asked for.
+    """Applies `without_additional_properties` to every schema of a form if disable_additional_properties is set.
 
-    Raises ValueError, KeyError and TypeError for what is no form of its kind."""
+    Raises ValueError, KeyError and TypeError if the text is not valid for its kind."""
     if not wanted.disable_additional_properties:
         return wanted
     text = wanted.text
@@ -58,7 +59,7 @@ def closed(wanted: StructuredOutput) -> StructuredOutput:
 
 
 def with_schemas_in_lark(lark: str, change: Callable[[Any], Any]) -> str:
-    """A grammar with its schemas changed, which stand behind %json."""
+    """Applies `change` to all schemas of a Lark grammar (those after %json)."""
     parts, at = list[str](), 0
     while (found := _LARK_PARTS.search(lark, at)) is not None:
         parts.append(lark[at : found.end()])
@@ -70,7 +71,7 @@ def with_schemas_in_lark(lark: str, change: Callable[[Any], Any]) -> str:
 
 
 def schemas_in_lark(lark: str) -> list[Any]:
-    """Those that stand behind %json in a grammar. Raises ValueError for one that is no JSON."""
+    """All schemas of a Lark grammar (those after %json). Raises ValueError for one that is not JSON."""
     found: list[Any] = []
 
     def keep(schema: Any) -> Any:
@@ -82,9 +83,9 @@ def schemas_in_lark(lark: str) -> list[Any]:
 
 
 def find_culprit(schema: Any, problem: str, problem_of: Callable[[Any], str]) -> str:
-    """The JSON pointer of the innermost part of a schema that has the problem by itself; "" for none but the whole.
+    """The JSON pointer of the innermost part of a schema that alone has the problem; "" if only the whole has it.
 
-    problem_of: why a schema cannot be compiled, "" when it can.
+    problem_of: returns why a schema cannot be compiled, or "".
     """
     definitions = {
         name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, dict) and name in schema
@@ -106,7 +107,7 @@ def find_culprit(schema: Any, problem: str, problem_of: Callable[[Any], str]) ->
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Schemas directly within a schema, with where they are."""
+    """The schemas directly within a schema, each with its relative JSON pointer."""
     if not isinstance(schema, dict):
         return
     for name in _IN_DICTS:

@@ -1,4 +1,4 @@
-"""Grammars by llguidance: Earley's parser over lexemes, in Rust, with no automaton to build before the first token."""
+"""The llguidance backend: an Earley parser over lexemes, in Rust, that builds no automaton before the first token."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-"""What one grammar may cost: tens of milliseconds to compile, a few for a mask, and some 100 MB."""
+"""Limits of one grammar: tens of milliseconds to compile, a few milliseconds per mask, and some 100 MB."""
 
 
 MASKS_ON_ONE_THREAD = 8
-"""So many are made before the library's threads have woken up, which then compete with those of the step."""
+"""So many masks are made before the library's threads wake up; those would also compete with the step's threads."""
 STRING_LENGTHS = (2, 4, 6, 8, 10, 14, 20, 30)
-"""Tokens of text up to each length are allowed together, where that much may come. The library's own lengths are 10 and
-30: near the end of a text of bounded length it would look at every token."""
+"""For each length, the library precomputes the set of tokens that are text of up to this length, and allows it at once
+where so much text may follow. Its default lengths are 10 and 30: near the end of a text of bounded length it would
+check every token."""
 
 
 class LLGuidanceMatcher:
@@ -55,8 +56,8 @@ class LLGuidanceMatcher:
     ) -> None:
         self.backend: Backend = backend
         self.matcher = matcher
-        self.mask = mask  # [num_words] int32, of this place; at the beginning it is known, for all copies
-        self._forced = forced  # once it has been asked for at this place
+        self.mask = mask  # [num_words] int32 of this state, if known: at the start, where all copies share it
+        self._forced = forced  # forced tokens of this state, once computed
 
     def accept(self, token_id: int) -> bool:
         self.mask, self._forced = None, still_forced(self._forced, token_id)
@@ -89,7 +90,7 @@ class LLGuidanceBackend:
     computes_beforehand = False
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Takes about a second for a large vocabulary. Raises ValueError for a tokenizer that it cannot read."""
+        """Takes about a second for a large vocabulary. Raises ValueError if the library cannot read the tokenizer."""
         self._tokenizer = LLTokenizer(
             _without_length_rules(tokenizer_json),
             n_vocab=vocab_size,
@@ -100,7 +101,8 @@ class LLGuidanceBackend:
 
     @functools.cached_property
     def _executor(self) -> LLExecutor:
-        """Made by who fills masks: its threads have that thread's priority, and compilers a lower one."""
+        """Created lazily by the thread that fills masks: its threads inherit that thread's priority, and not the lower
+        one of compiler threads."""
         return LLExecutor(num_threads=os.cpu_count() or 1)
 
     def compile(self, wanted: StructuredOutput) -> LLGuidanceMatcher:
@@ -108,12 +110,12 @@ class LLGuidanceBackend:
             grammar = _grammar_of(wanted)
         except (ValueError, AssertionError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise refusal(wanted, str(error) or type(error).__name__) from None
-        except Exception as error:  # GBNF's converter has a class of its own
+        except Exception as error:  # the GBNF converter's own exception
             raise refusal(wanted, str(error)) from None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if problem := matcher.get_error():
             raise self._refusal(wanted, problem)
-        # The first mask builds most of what later ones reuse, and may meet a limit; copies share it.
+        # The first mask builds most of what later masks reuse, and may reach a limit; copies share it.
         masks = np.zeros((1, -(-self._tokenizer.vocab_size // 32)), np.int32)
         matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
         forced = list(matcher.compute_ff_tokens()[:MOST_FORCED])
@@ -122,7 +124,7 @@ class LLGuidanceBackend:
         return LLGuidanceMatcher(self, matcher, masks[0], forced)
 
     def _refusal(self, wanted: StructuredOutput, problem: str) -> InvalidRequestError:
-        """With the part of the schema, and of a grammar the schema within, that has the problem."""
+        """The error, naming the part of the schema that has the problem, and in a grammar which schema it is."""
 
         def problem_of(schema: Any) -> str:
             return _problem_of(schema, self._limits)
@@ -130,7 +132,7 @@ class LLGuidanceBackend:
         if wanted.kind == "json":
             return refusal(wanted, problem, find_culprit(json.loads(wanted.text), problem, problem_of))
         if wanted.kind == "grammar":
-            with contextlib.suppress(ValueError):  # the problem is that a schema is no JSON
+            with contextlib.suppress(ValueError):  # a schema is not JSON, which is then the problem
                 for schema in schemas_in_lark(wanted.text)[:MOST_TRIES]:
                     if (own := problem_of(schema)) and own in problem:
                         title = schema.get("title") if isinstance(schema, dict) else None
@@ -139,10 +141,10 @@ class LLGuidanceBackend:
         return refusal(wanted, problem)
 
     def forget(self) -> None:
-        """It keeps nothing of a grammar."""
+        """Does nothing: compiled grammars leave nothing in caches."""
 
     def stop(self) -> None:
-        """It has started nothing."""
+        """Does nothing: it has started no process."""
 
     def fill(self, places: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray) -> None:
         plain = list[tuple[LLMatcher, int]]()
@@ -171,7 +173,7 @@ def version() -> str:
 
 
 def _grammar_of(wanted: StructuredOutput) -> str:
-    """The library's own form of a request's. Raises ValueError and more for what it cannot read."""
+    """A request's form in the library's notation. Raises ValueError and others if the library cannot read it."""
     wanted = prepared(wanted)
     match wanted.kind:
         case "json":
@@ -198,12 +200,13 @@ def _in_lark(grammar: str) -> str:
 
 
 def _character(escape: re.Match[str]) -> str:
-    """As the library's converter takes it: an escape of more than two digits loses its zeros there."""
+    """An escape as the library's converter reads it correctly: it drops the zeros of escapes with more than two
+    digits."""
     digits = escape["four"] or escape["eight"]
     if digits is None:
         return escape[0]
     code = int(digits, 16)
-    if code < 128:  # it may mean something in a set or a text
+    if code < 128:  # keep an escape: the character may have a meaning in a set or a text
         return rf"\x{code:02x}"
     if 0xD800 <= code < 0xE000 or code > sys.maxunicode:
         raise ValueError(f"{escape[0]} is no character")
@@ -214,9 +217,9 @@ _ESCAPED_CODE = re.compile(r"\\(?:u(?P<four>[0-9a-fA-F]{4})|U(?P<eight>[0-9a-fA-
 
 
 def _with_narrow_classes(pattern: str) -> str:
-    r"""With classes of characters that lie within those of Python's `re`; \d and \w are ASCII, as in JSON schemas.
+    r"""Replaces class escapes by sets that lie within those of Python's `re`; \d and \w are ASCII, as in JSON schemas.
 
-    The library's are Unicode's: a small model writes segmented digits for \d, and marks for \w.
+    The library's classes are Unicode's: with them, small models write segmented digits for \d and marks for \w.
     """
     open_sets = list[bool]()  # whether each is negated
 
@@ -233,10 +236,10 @@ def _with_narrow_classes(pattern: str) -> str:
 
 _NARROW = {r"\d": "[0-9]", r"\w": "[0-9A-Za-z_]", r"\W": r"[^\w\p{N}]", r"\S": r"[^\s\x1c-\x1f]"}
 _WIDE = {r"\w": r"[\w\p{N}]", r"\s": r"[\s\x1c-\x1f]", r"\D": "[^0-9]", r"\W": "[^0-9A-Za-z_]"}
-"""Where a set leaves them out."""
+"""Replacements within a negated set."""
 _ESCAPED = re.compile(r"\\.|[/\n]", re.DOTALL)
 _IN_LARK = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-"""What an expression between slashes cannot have as it is."""
+"""Characters that must be escaped in an expression between slashes."""
 
 
 def _json_grammar(schema: str, wanted: StructuredOutput) -> str:
@@ -263,19 +266,20 @@ def _tag_grammar(tag: Any, wanted: StructuredOutput) -> str:
 
 
 def _problem_of(schema: Any, limits: LLParserLimits) -> str:
-    """Why the schema cannot be compiled, without a tokenizer; "" when it can."""
+    """Why the schema cannot be compiled, or "". Needs no tokenizer."""
     grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
     return LLMatcher.validate_grammar(grammar, limits=limits)
 
 
 def _slices() -> list[str]:
-    """Sets of tokens whose part of a mask the library knows beforehand, narrow ones first."""
+    """Expressions of the token sets ("slices") whose part of a mask the library precomputes, narrow ones first."""
     spaces, *_, texts = LLTokenizer.general_slices()
     assert texts.endswith("]+"), "the last ones are texts of any length"
     return [spaces, *(f"{texts[:-1]}{{1,{length}}}" for length in STRING_LENGTHS), texts]
 
 
 def _without_length_rules(tokenizer_json: str) -> str:
-    """Truncation and padding of a tokenizer apply to whole prompts. The rest, which may be megabytes, stays text."""
+    """Removes a tokenizer's truncation and padding, which apply only to whole prompts. The rest, which may be
+    megabytes, is not decoded."""
     parts = msgspec.json.decode(tokenizer_json, type=dict[str, msgspec.Raw])
     return msgspec.json.encode({**parts, "truncation": None, "padding": None}).decode()

@@ -1,7 +1,7 @@
-"""Which forms are known to cost little, whatever their content: no process of its own has to try them first.
+"""Finds forms that are cheap to compile whatever their content, so that the trial process need not try them.
 
-These are JSON schemas of a bounded size in which nothing multiplies: no expressions, no references, few alternatives,
-and counts whose sum is bounded. That they keep the limits of `trial.py` is tested with the worst of them.
+They are JSON schemas of bounded size without expressions and references, with few alternatives and a bounded sum of
+counts, so that costs cannot multiply. Tests check that the worst of them stay within the limits of `trial.py`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from typing import Any
 from headrace.ipc.messages import StructuredOutput
 
 MOST_CHARACTERS = 1 << 14
-"""Of a schema, or of all choices."""
+"""Length of a schema, or of all choices together."""
 MOST_SCHEMAS = 200
-"""Within one schema, itself included."""
+"""Schemas within a schema, including itself."""
 MOST_DEPTH = 16
 MOST_ALTERNATIVES = 16
-"""Of all `anyOf` and lists of types together."""
+"""Alternatives in all `anyOf` and lists of types together."""
 MOST_COUNTED = 2000
-"""The sum of all lengths of texts and arrays."""
+"""Sum of all values of minLength, maxLength, minItems and maxItems."""
 LEAST_NUMBER, MOST_NUMBER = 1e-6, 1e9
+"""Range of the absolute values of minimum, maximum and their exclusive forms."""
 MOST_DIGITS = 20
-"""Of a number that bounds others."""
+"""Digits of such a bound."""
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _NOTES = ("title", "description", "default", "examples", "$schema", "$comment", "deprecated", "readOnly", "writeOnly")
@@ -44,7 +45,7 @@ def is_plain(wanted: StructuredOutput) -> bool:
 
 
 class _Count:
-    """What one schema has of each thing that is bounded."""
+    """Counts in one schema of everything that is bounded."""
 
     def __init__(self) -> None:
         self._schemas = self._alternatives = self._counted = 0

@@ -1,4 +1,4 @@
-"""What a library says of a grammar that it cannot follow, in the words of the request."""
+"""Errors for grammars that a library refuses, in the request's terms."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 
 LONGEST_REASON = 600
-"""Characters of a library's reason, which may quote the grammar."""
+"""Most characters of a library's reason, which may quote the grammar."""
 NO_ANSWER = "there is no text of that form: what it refers to leads back to itself, or excludes every text"
 _IN_WORDS = {"NoExtensionBias": NO_ANSWER}
-"""Of llguidance's codes that stand for a sentence."""
+"""Sentences for codes that llguidance returns as reasons."""
 _NAMES = {
     "json": "JSON schema",
     "json_object": "JSON object",
@@ -21,7 +21,8 @@ _NAMES = {
 
 
 def refusal(wanted: StructuredOutput, problem: str, where: str = "", title: str = "") -> InvalidRequestError:
-    """where: the JSON pointer of the part of a schema that has the problem. title: that schema's, within a grammar."""
+    """The error for a form that a library refuses. where: JSON pointer of the part of a schema that has the problem.
+    title: the title of that schema, if it is part of a grammar."""
     place = " of ".join(filter(None, (where, f"the schema {title!r:.120}" if title else "")))
     place = f" at {place}" if place else ""
     return InvalidRequestError(
@@ -30,7 +31,7 @@ def refusal(wanted: StructuredOutput, problem: str, where: str = "", title: str 
 
 
 def reason(problem: str) -> str:
-    """In one line, and without the library's own stack."""
+    """A library's reason in one line, without its backtrace."""
     problem = " ".join(problem.split("<backtrace>", maxsplit=1)[0].removesuffix("<non-verbose/>").split())
     problem = _IN_WORDS.get(problem, problem)
     return problem if len(problem) <= LONGEST_REASON else f"{problem[: LONGEST_REASON - 3]}..."

@@ -1,10 +1,10 @@
-"""Structural tags, texts of which parts have a form, in the two notations that vLLM takes:
+"""Structural tags (texts of which some parts have a form) in both notations of vLLM:
 
     {"structures": [{"begin": TEXT, "schema": SCHEMA, "end": TEXT}], "triggers": [TEXT]}
     {"type": "structural_tag", "format": FORMAT}
 
-The second is xgrammar's and says more than the first, which is read as one of it. A format is an object whose `type` is
-that of a class here. llguidance has no such notation: `in_lark` makes a grammar of a format, of these types:
+The second is xgrammar's and can express more; the first is converted to it. A format is an object whose `type` names
+one of the classes below. llguidance has no such notation: `in_lark` converts formats of these types to a grammar:
 
     const_string, json_schema, regex, grammar, any_text
     sequence, or, optional, star, plus, repeat
@@ -35,7 +35,7 @@ class OlderTag(msgspec.Struct, frozen=True):
 
 
 def format_of(tag: Any) -> Any:
-    """What the tag asks for, as a FORMAT, unread. Raises ValueError."""
+    """A tag of either notation as a FORMAT, which is not checked. Raises ValueError."""
     if "format" in tag:
         return tag["format"]
     older = msgspec.convert(tag, OlderTag)
@@ -57,17 +57,17 @@ def format_of(tag: Any) -> Any:
 
 
 def with_schemas(form: Any, change: Callable[[Any], Any]) -> Any:
-    """A format with its JSON schemas changed."""
+    """Applies `change` to all JSON schemas of a format."""
     return _with_parts(form, _SCHEMA, _SCHEMA, change)
 
 
 def with_patterns(form: Any, change: Callable[[str], str]) -> Any:
-    """A format with its regular expressions changed."""
+    """Applies `change` to all regular expressions of a format."""
     return _with_parts(form, "regex", "pattern", change)
 
 
 def _with_parts(form: Any, kind: str, field: str, change: Callable[[Any], Any]) -> Any:
-    """A format with that field of its parts of one kind changed."""
+    """Applies `change` to `field` in all parts of a format whose type is `kind`."""
     if isinstance(form, list):
         return [_with_parts(each, kind, field, change) for each in form]
     if not isinstance(form, dict):
@@ -76,7 +76,7 @@ def _with_parts(form: Any, kind: str, field: str, change: Callable[[Any], Any]) 
     return {
         name: change(value)
         if is_of_kind and name == field
-        # A schema is no format, whatever it has within.
+        # A schema contains no formats, even if it looks so.
         else value
         if name == _SCHEMA
         else _with_parts(value, kind, field, change)
@@ -87,9 +87,10 @@ def _with_parts(form: Any, kind: str, field: str, change: Callable[[Any], Any]) 
 def in_lark(
     form: Any, *, schema_of: Callable[[Any], str], regex_of: Callable[[str], str], lark_of: Callable[[str], str]
 ) -> str:
-    """A grammar of llguidance. Raises ValueError for what cannot be written so.
+    """Converts a format to llguidance's grammar. Raises ValueError if the grammar cannot express it.
 
-    schema_of, regex_of: a JSON schema, or a regular expression, in Lark; lark_of: a grammar in either notation in Lark.
+    schema_of, regex_of: convert a JSON schema or a regular expression to Lark; lark_of: converts a grammar in Lark or
+    GBNF to Lark.
     """
     lark = Lark(schema_of, regex_of, lark_of)
     start = msgspec.convert({"format": form}, Root).format.written(lark, ())
@@ -98,7 +99,7 @@ def in_lark(
 
 
 class Lark:
-    """A grammar that is being written."""
+    """A Lark grammar under construction. Methods add rules and return names to refer to them."""
 
     def __init__(
         self, schema_of: Callable[[Any], str], regex_of: Callable[[str], str], lark_of: Callable[[str], str]
@@ -108,7 +109,7 @@ class Lark:
         self.grammars: list[dict[str, str]] = []
 
     def text(self, excludes: Sequence[str]) -> str:
-        """A terminal of any text, in which these do not occur."""
+        """A terminal that matches any text in which none of `excludes` occurs."""
         if not excludes:
             return _ANY_TEXT
         name = f"TEXT_{len(self.rules)}"
@@ -117,7 +118,7 @@ class Lark:
         return name
 
     def upto(self, text: str, ends: Sequence[str]) -> str:
-        """The terminal `text` as far as the first of the ends, which comes with it; all of it where there is none."""
+        """A rule for text of the terminal `text` up to and including the first of `ends`; without ends, all text."""
         name = f"text_{len(self.rules)}"
         self.rules.append(f"{name}[lazy]: {text} {_closing(ends)}" if ends else f"{name}: {text}")
         return name
@@ -134,23 +135,23 @@ class Lark:
 
 
 class Format(msgspec.Struct, tag_field="type", forbid_unknown_fields=True):
-    """Base of the formats."""
+    """Base class of the formats."""
 
     @property
     def is_open(self) -> bool:
-        """It may go on with any text, so that only a tag's end, or the answer's, ends it."""
+        """It may continue with any text, so that only the end of a tag or of the answer ends it."""
         return False
 
     def body(self, lark: Lark) -> str:
-        """An expression of it, where it is not open."""
+        """The Lark expression of a format that is not open."""
         raise NotImplementedError
 
     def written(self, lark: Lark, ends: Sequence[str]) -> str:
-        """An expression of it and of one of the ends behind it, if there are any."""
+        """The Lark expression of the format, followed by one of the ends, if there are any."""
         return f"{self.body(lark)} {_closing(ends)}"
 
     def closed(self, lark: Lark) -> str:
-        """The same where something follows that is no end."""
+        """The Lark expression of a format that another format follows. Raises ValueError if this one is open."""
         if self.is_open:
             raise ValueError(f"{self.__struct_config__.tag} may go on with any text, and something follows on it")
         return self.body(lark)
@@ -237,7 +238,7 @@ class Either(Format, tag="or"):
 
 
 class Repeated(Format):
-    """Base of those that have their content several times."""
+    """Base class of formats that repeat their content."""
 
     content: AnyFormat
 
@@ -286,7 +287,7 @@ class Tag(Format, tag="tag"):
         return f"{json.dumps(self.begin)} {self.after(lark)}"
 
     def after(self, lark: Lark) -> str:
-        """What follows on its begin."""
+        """The Lark expression of the content and the end, without the begin."""
         ends = (self.end,) if isinstance(self.end, str) else self.end
         return self.content.written(lark, ends if all(ends) else ())
 
@@ -295,7 +296,7 @@ class TriggeredTags(Format, tag="triggered_tags"):
     triggers: tuple[str, ...]
     tags: tuple[Tag, ...]
     at_least_one: bool = False
-    """The first of which comes at once, without text before it."""
+    """There is at least one tag, and the first one comes without text before it."""
     stop_after_first: bool = False
     excludes: tuple[str, ...] = ()
 
@@ -318,7 +319,7 @@ class TriggeredTags(Format, tag="triggered_tags"):
         return f"{first} {triggered}* {rest}"
 
     def _triggered(self, lark: Lark, text: str) -> Iterator[str]:
-        """A trigger with the text before it, and what its tags have behind it."""
+        """For each trigger, the Lark expression of the text up to it and the rest of its tags."""
         of_trigger: dict[str, list[Tag]] = {}
         for tag in self.tags:
             trigger = next((each for each in self.triggers if each and tag.begin.startswith(each)), None)

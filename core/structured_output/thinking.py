@@ -1,12 +1,12 @@
-"""An answer that begins with reasoning: how long that may be, and a form that holds only after it.
+"""Answers that begin with reasoning: limits the length of the reasoning, and applies the grammar only after it.
 
     BEFORE ----begin----> THINKING ----end----> AFTER        the tokens of the markers `begin` and `end` lead on
        |                      |                   ^
-       |                      +- budget spent --> CLOSING -- the tokens that are forced: the end, or words and the end
-       +--- a token of the form, where there is one ------->
+       |                      +- budget spent --> CLOSING -- forced tokens: the end marker, perhaps after some text
+       +--- a token of the form, if there is one ---------->
 
-In BEFORE and THINKING any token may come; where a form is asked for, an answer either begins with the marker or is of
-the form from its first token on. A prompt may leave the reasoning open: then answers start in THINKING.
+In BEFORE and THINKING any token is allowed. With a form (a grammar), an answer either begins with the marker, or
+follows the form from its first token on. If the prompt ends within reasoning, the answer starts in THINKING.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace.ipc.messages import Thinking
 
 class Stage(enum.Enum):
     BEFORE = enum.auto()
-    OPENING = enum.auto()  # the rest of the marker that has begun has to come
+    OPENING = enum.auto()  # the rest of the begin marker is forced
     THINKING = enum.auto()
     CLOSING = enum.auto()
     AFTER = enum.auto()
@@ -32,16 +32,16 @@ class Stage(enum.Enum):
 class Place(NamedTuple):
     stage: Stage
     num_tokens: int = 0
-    """Of the reasoning; in OPENING and CLOSING, of the marker."""
+    """Tokens of the reasoning so far; in OPENING and CLOSING, of the marker so far."""
     recent: tuple[int, ...] = ()
-    """The last tokens, fewer than the marker that is waited for has."""
+    """The last tokens, at most as many as the expected marker has, to recognise it."""
 
 
 class ThinkingMatcher:
-    """A `Matcher`. Its masks are its own up to AFTER, and those of the form's matcher from there on."""
+    """A `Matcher` that makes its own masks until AFTER, and then uses those of the form's matcher."""
 
     def __init__(self, thinking: Thinking, form: Matcher | None, place: Place | None = None) -> None:
-        """form: at its beginning; None where any answer may follow."""
+        """form: matcher of the answer's form, at its start. None: any answer may follow the reasoning."""
         self._thinking, self._form = thinking, form
         self._closing = thinking.forced or thinking.end
         self._place = place or self._entered(Place(Stage.THINKING if thinking.is_open else Stage.BEFORE))
@@ -91,7 +91,8 @@ class ThinkingMatcher:
     # --- masks ----------------------------------------------------------------------------------------------------
 
     def fill_own(self, at: int, drafts: list[int], masks: np.ndarray) -> tuple[Matcher, int, list[int]] | None:
-        """Writes the masks, from masks[at] on, that are not the form's. The others, as `Backend.fill` takes them."""
+        """Writes those masks, from masks[at] on, that the form's matcher does not make. Returns the place of the others
+        in the form of `Backend.fill`, or None."""
         place = self._place
         for nth in range(len(drafts) + 1):
             if self._form is not None and place.stage in (Stage.BEFORE, Stage.AFTER):
@@ -107,14 +108,14 @@ class ThinkingMatcher:
 
     @property
     def opener(self) -> int | None:
-        """The token that may come besides those of the form; None where there is none."""
+        """The first token of the begin marker if it is allowed in addition to the form's tokens, else None."""
         is_before = self._place.stage is Stage.BEFORE and self._form is not None
         return self._thinking.begin[0] if is_before and self._thinking.begin else None
 
-    # --- its places -----------------------------------------------------------------------------------------------
+    # --- transitions ----------------------------------------------------------------------------------------------
 
     def _opens(self, token_id: int) -> bool:
-        """Before a form: the marker begins, and nothing that the form has."""
+        """Before a form: whether the token begins the marker, and not the form."""
         assert self._form is not None, "only a form has to be told from its marker"
         return token_id == self.opener and not self._form.num_valid([token_id])
 
@@ -124,7 +125,7 @@ class ThinkingMatcher:
         return list(self._closing[place.num_tokens :]) if place.stage is Stage.CLOSING else []
 
     def _next(self, place: Place, token_id: int) -> Place:
-        """After a token, which what is forced allows."""
+        """The place after a token; it must be the forced token, if one is forced."""
         begin, end = self._thinking.begin, self._thinking.end
         match place.stage:
             case Stage.BEFORE if self._form is not None:
@@ -143,7 +144,7 @@ class ThinkingMatcher:
         return place
 
     def _entered(self, place: Place) -> Place:
-        """Where a place leads without another token: a marker is whole, or the budget is spent."""
+        """The place reached from `place` without a further token: a marker is complete, or the budget is spent."""
         thinking = self._thinking
         if place.stage is Stage.OPENING and place.num_tokens == len(thinking.begin):
             place = Place(Stage.THINKING)
@@ -159,7 +160,8 @@ class ThinkingMatcher:
 def split(
     places: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray
 ) -> tuple[list[tuple[Matcher, int, list[int]]], list[tuple[int, int]]]:
-    """The places whose masks backends fill, the others being written; and tokens to allow besides, by mask."""
+    """Fills the masks that thinking matchers make themselves. Returns the places that backends fill, and pairs of mask
+    index and token to allow in addition."""
     left, openers = [], []
     for matcher, at, drafts in places:
         if not isinstance(matcher, ThinkingMatcher):
@@ -173,5 +175,5 @@ def split(
 
 
 def allow(mask: np.ndarray, token_id: int) -> None:
-    """mask: [num_words] int32, changed."""
+    """Sets the token's bit in mask, [num_words] int32."""
     mask.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)

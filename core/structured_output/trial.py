@@ -1,8 +1,8 @@
-"""Compiles a grammar first in a process of its own, which may be killed: a library cannot be stopped, and may crash.
+"""Compiles a grammar first in a separate process, which can be killed: a library cannot be interrupted, and may crash.
 
 A schema whose references form a long chain overflows a library's stack, which would end the engine; another of a
-hundred bytes computes for minutes, or takes gigabytes. What such a grammar ends is the trial's process, whose kernel
-counts its computing time and its memory; the next grammar gets a new one.
+hundred bytes computes for minutes, or takes gigabytes. Such a grammar ends only the trial process, for which the kernel
+limits CPU time and memory; the next grammar gets a new process.
 
     core: Trial.check -- Candidate -->  child: compile, follow some tokens
                       <-- Verdict ----         (or its end, by a signal)
@@ -33,16 +33,16 @@ from headrace.ipc.transport.channel import Channel, ChannelClosedError
 from headrace.ipc.wait import Deadline, WaitTimeoutError
 
 MOST_COMPUTING_S = 1.0
-"""Of one grammar."""
+"""CPU time limit for one grammar."""
 MOST_MASK_S = 0.1
-"""Of computing one mask, or what is forced at one place, which other requests wait for."""
+"""CPU time limit for one mask, or for the tokens forced in one state: other requests wait meanwhile."""
 MOST_BYTES = 512 << 20
-"""Of memory beside what the process has without a grammar."""
+"""Limit of memory in addition to what the process uses without a grammar."""
 MOST_WAIT_S = 20.0
-"""For a verdict, however busy the machine is."""
+"""Longest wait for a verdict, even on a busy machine."""
 START_S = 60.0
 WALK_TOKENS = 12
-"""Tokens of an answer that are tried, chosen at random: some grammars are slow only after their beginning."""
+"""Tokens of a random answer that the trial accepts: some grammars are slow only after their beginning."""
 
 
 class Beginning(msgspec.Struct, frozen=True, tag=True):
@@ -55,7 +55,7 @@ class Candidate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, tag=True):
-    """The first is of a `Beginning`, and says that the process is ready."""
+    """The answer to a `Candidate`. The first one answers the `Beginning`: the process is ready."""
 
     problem: str = ""
 
@@ -64,7 +64,7 @@ TrialMessage = Beginning | Candidate | Verdict
 
 
 class Trial:
-    """The process, from the first grammar on. Thread-safe: grammars take turns."""
+    """Owns the trial process, which starts with the first grammar. Thread-safe: grammars take turns."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -72,18 +72,18 @@ class Trial:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._is_new = self._is_stopped = False
-        """The process has not said yet that it is ready."""
+        """_is_new: the process has not reported yet that it is ready. _is_stopped: `stop` was called."""
 
     def start(self) -> None:
-        """Begins to make it ready, where it does not run."""
+        """Starts the process, without waiting, if it does not run."""
         with self._lock:
             self._begin()
 
     def check(self, backend: str, wanted: StructuredOutput) -> None:
-        """Raises InvalidRequestError where the grammar cannot be compiled, or costs too much."""
+        """Raises InvalidRequestError if the grammar cannot be compiled or costs too much."""
         candidate = Candidate(backend, wanted)
         with self._lock:
-            # Somebody else may have killed a process that waited for work.
+            # The process may have been killed from outside while it waited for work, so try twice.
             problem = self._try(candidate)
             if problem is None:
                 problem = self._try(candidate)
@@ -93,14 +93,14 @@ class Trial:
             raise InvalidRequestError(problem)
 
     def stop(self) -> None:
-        """Ends the process, and whatever waits for it."""
+        """Kills the process, which also ends calls that wait for it."""
         self._is_stopped = True
         if (process := self._process) is not None:
             process.kill()
             process.wait()
 
     def _try(self, candidate: Candidate) -> str | None:
-        """What is wrong with it, "" for nothing. None where the process was killed from elsewhere."""
+        """The grammar's problem, or "". None if the process was killed from outside."""
         try:
             channel = self._begin()
             if self._is_new:
@@ -114,7 +114,7 @@ class Trial:
         return verdict.problem
 
     def _begin(self) -> Channel:
-        """To the process, which is started where there is none."""
+        """The channel to the process, which is started if there is none."""
         if self._is_stopped:
             raise HeadraceError("the engine is stopping")
         if self._channel is not None:
@@ -125,11 +125,11 @@ class Trial:
                 [sys.executable, "-m", __name__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                # Else each thread of a library reserves 128 MiB of addresses, which the limit of memory counts.
+                # Else each thread of a library reserves 128 MiB of address space, which counts towards the limit.
                 env={**os.environ, "MALLOC_ARENA_MAX": "1"},
-                stderr=subprocess.DEVNULL,  # a library's panic says there what the verdict says too
+                stderr=subprocess.DEVNULL,  # a library's panic message is also in the verdict
             )
-        if self._is_stopped:  # meanwhile, by another thread, which saw no process
+        if self._is_stopped:  # another thread called `stop` meanwhile, before there was a process to kill
             self.stop()
             channel.close()
             raise HeadraceError("the engine is stopping")
@@ -138,9 +138,9 @@ class Trial:
         return channel
 
     def _end(self, *, has_closed: bool) -> str | None:
-        """Ends the process, if it has not ended; what its end means, None where somebody else killed it.
+        """Ends the process if it still runs. Returns the grammar's problem; None if it was killed from outside.
 
-        One that has closed its channel is ending of itself, however long that takes on a busy machine.
+        has_closed: its channel is closed, so the process is ending by itself, which may take long on a busy machine.
         """
         process, channel = self._process, self._channel
         assert process is not None, "it was started"
@@ -155,7 +155,7 @@ class Trial:
             process.kill()
             process.wait()
             return f"the grammar was not compiled within {MOST_WAIT_S:g} s"
-        # Killed from elsewhere, or by a signal to all processes before it could leave that to its parent.
+        # Killed from outside, or by a signal to the process group before `leave_signals_to_parent` took effect.
         if status == -signal.SIGKILL or -status in STOP_SIGNALS:
             return None
         if status == -signal.SIGPROF:
@@ -179,7 +179,7 @@ def main(fd: int) -> None:
             if candidate.backend not in made:
                 made[candidate.backend] = make_backend(candidate.backend, vocabulary)
                 _limit_memory()
-            signal.setitimer(signal.ITIMER_PROF, MOST_COMPUTING_S)  # its signal ends this process
+            signal.setitimer(signal.ITIMER_PROF, MOST_COMPUTING_S)  # SIGPROF ends this process
             backend = made[candidate.backend]
             problem = _walk(backend, backend.compile(candidate.wanted), vocabulary.vocab_size)
             problem = problem and f"SamplingParams.structured_outputs: {problem}"
@@ -187,13 +187,14 @@ def main(fd: int) -> None:
             problem = str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)
         if problem and candidate.backend in made:
-            # The engine compiles nothing of it: what it left must not make another cheap here that is not so there.
+            # The engine will not compile this grammar. Without its cached parts there, a later grammar must not seem
+            # cheaper here than it is in the engine.
             made[candidate.backend].forget()
         channel.send(Verdict(problem))
 
 
 def _walk(backend: Backend, matcher: Matcher, vocab_size: int) -> str:
-    """Follows some tokens; why the matcher cannot serve, "" when it can."""
+    """Accepts some random tokens. Returns why the matcher cannot be used, or ""."""
     chance = random.Random(0)
     mask = np.zeros((1, -(-vocab_size // 32)), np.int32)
     for _ in range(WALK_TOKENS):
@@ -226,7 +227,7 @@ def _limit_memory() -> None:
 
 
 if __name__ == "__main__":
-    leave_signals_to_parent()  # which closes the channel
+    leave_signals_to_parent()  # the parent ends this process by closing the channel
     with contextlib.suppress(ChannelClosedError):
         main(int(sys.argv[1]))
     os._exit(0)

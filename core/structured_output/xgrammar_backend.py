@@ -1,8 +1,8 @@
-"""Grammars by xgrammar: an Earley parser in C++ whose masks of a rule are computed before the first token.
+"""The xgrammar backend: an Earley parser in C++ that computes each rule's masks before the first token.
 
-The Python package xgrammar imports torch and transformers; its library does not need them. So the library is loaded
-through apache-tvm-ffi, which it is built on, with the package's table of the library's classes and none of its other
-modules. tvm_ffi itself imports torch where it is installed, unless that is marked as missing while it is loaded.
+The Python package xgrammar imports torch and transformers, but its C++ library does not need them. So the library is
+loaded through apache-tvm-ffi, on which it is built, with only the package's module that lists the library's classes.
+tvm_ffi itself imports torch if it is installed, so torch is marked as missing during the import.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from headrace.ipc.messages import StructuredOutput
 
 PACKAGE = "xgrammar"
 NUM_THREADS = os.cpu_count() or 1
-"""That fill masks."""
+"""Threads that fill masks."""
 MASKS_ON_ONE_THREAD = 8
-"""So many are filled before the library's threads have woken up."""
+"""So many masks are filled before the library's threads wake up."""
 COMPILER_THREADS = 1
-"""Of one grammar: others are compiled beside it, and steps run."""
+"""Threads that compile one grammar: others may be compiled at the same time, while steps run."""
 CACHE_BYTES = 64 << 20
-"""Of masks that rules of earlier grammars had, and of those grammars: a schema of 20 fields takes 0.3 s of computing in
-the place of 0.9, and another of the same kinds 0.01 s."""
+"""Size of the cache of grammars and of their rules' masks: with it, a schema of 20 fields takes 0.3 s of CPU time
+instead of 0.9 s, and another with the same kinds of fields 0.01 s."""
 LONGEST_FORCED = 32
-"""Bytes of a token that is looked for in forced text."""
+"""Longest token, in bytes, that is tried when forced text is divided into tokens."""
 NOT_UTF_8 = re.compile(rb"\xed[\xa0-\xbf]|\xe0[\x80-\x9f]|\xf0[\x80-\x8f]")
-"""Begins surrogates and what is overlong, which the library takes for characters."""
+"""First bytes of surrogates and overlong encodings, which the library accepts as characters."""
 BEGINNINGS = (b"\xed", b"\xe0", b"\xf0")
+"""The first of those bytes: a token may end with it."""
 
 
 @contextlib.contextmanager
 def _lent(modules: dict[str, Any]) -> Iterator[None]:
-    """Names that importing finds meanwhile; None is a module that is not there. Loaded ones stay as they are."""
+    """Adds modules to sys.modules for a while, unless they are loaded already. None marks a module as missing."""
     lent = {name: module for name, module in modules.items() if name not in sys.modules}
     sys.modules.update(lent)
     try:
@@ -60,7 +61,7 @@ def _lent(modules: dict[str, Any]) -> Iterator[None]:
 
 
 def _library() -> Any:
-    """Its classes. Raises ModuleNotFoundError."""
+    """The module with the library's classes. Raises ModuleNotFoundError."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.submodule_search_locations is None:
         raise ModuleNotFoundError(f"No module named {PACKAGE!r}", name=PACKAGE)
@@ -78,12 +79,13 @@ class XGrammarMatcher:
     """A `Matcher`."""
 
     def __init__(self, backend: XGrammarBackend, matcher: Any, *, is_json: bool) -> None:
-        """is_json: the library lets control characters into strings whose length is bounded, where JSON has none."""
+        """is_json: forbid control characters, which JSON does not allow but the library does in strings of bounded
+        length."""
         self.backend: Backend = backend
         self.matcher, self._is_json = matcher, is_json
         self._vocabulary = backend.vocabulary
-        self._last: int | None = None  # the token that was accepted last
-        self._forced: list[int] | None = None  # once it has been asked for at this place
+        self._last: int | None = None  # the token accepted last
+        self._forced: list[int] | None = None  # forced tokens of this state, once computed
 
     def accept(self, token_id: int) -> bool:
         self._forced = still_forced(self._forced, token_id)
@@ -94,7 +96,7 @@ class XGrammarMatcher:
 
     @property
     def forbidden(self) -> Forbidden:
-        """What the library lets through next, and must not come."""
+        """Tokens that must not come next, although the library may allow them."""
         return self._vocabulary.forbidden(self._last, is_json=self._is_json)
 
     @property
@@ -116,7 +118,7 @@ class XGrammarMatcher:
 
     @contextlib.contextmanager
     def tried(self) -> Iterator[Tried]:
-        """What is taken meanwhile is given back at the end."""
+        """Lets the matcher accept tokens for a while, and rolls them back at the end."""
         tried, last = Tried(self), self._last
         yield tried
         self._forced, self._last = None, last
@@ -135,7 +137,7 @@ class XGrammarMatcher:
 
 
 class Tried:
-    """Tokens that a matcher takes for a while."""
+    """Accepts tokens that `XGrammarMatcher.tried` rolls back later."""
 
     def __init__(self, matcher: XGrammarMatcher) -> None:
         self._matcher = matcher
@@ -150,11 +152,11 @@ class Tried:
 class Forbidden(NamedTuple):
     token_ids: frozenset[int]
     others: np.ndarray
-    """[num_words] int32: the mask of all tokens but these"""
+    """[num_words] int32: mask of all other tokens."""
 
 
 class TokenTexts:
-    """What the tokens of a vocabulary spell."""
+    """The bytes of a vocabulary's tokens, and masks derived from them."""
 
     def __init__(self, info: Any, vocab_size: int) -> None:
         special = {int(each) for each in info.special_token_ids()} | {int(each) for each in info.stop_token_ids()}
@@ -185,11 +187,12 @@ class TokenTexts:
         return Forbidden(found, others)
 
     def forbidden(self, last: int | None, *, is_json: bool) -> Forbidden:
-        """Tokens with control characters, which no JSON needs, and those that are no text, or make none of `last`."""
+        """Tokens that are not UTF-8, alone or after `last`; with is_json also those with control characters other than
+        CR and LF, which JSON never needs."""
         return self._forbidden[is_json, b"" if last is None else self._beginnings.get(last, b"")]
 
     def spell(self, data: bytes) -> list[int]:
-        """Tokens of a text, from the left the longest each: nearly always what a tokenizer makes of it."""
+        """Divides a text into tokens, always taking the longest: nearly always the tokenizer's result."""
         at, found = 0, list[int]()
         while at < len(data) and len(found) < MOST_FORCED:
             ends = range(min(len(data), at + LONGEST_FORCED), at, -1)
@@ -201,7 +204,7 @@ class TokenTexts:
         return found
 
     def has_only_ends(self, matcher: Any) -> bool:
-        """Whether nothing but an end-of-sequence token may come next. For the loop's thread."""
+        """Whether only an end-of-sequence token may come next. Only for the loop's thread, since it uses one buffer."""
         matcher.fill_next_token_bitmask(self._mask, 0, False)
         return not np.any(self._mask[0] & ~self.ends)
 
@@ -213,7 +216,7 @@ class XGrammarBackend:
     computes_beforehand = True
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Raises ValueError for a tokenizer that it cannot read."""
+        """Raises ValueError if the library cannot read the tokenizer."""
         kind = json.loads(str(_xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer_json)))
         tokens = _tokens(json.loads(tokenizer_json), vocab_size)
         info = _xgrammar.TokenizerInfo(
@@ -224,7 +227,8 @@ class XGrammarBackend:
 
     @functools.cached_property
     def _batch(self) -> Any:
-        """Made by who fills masks: its threads have that thread's priority, and compilers a lower one."""
+        """Created lazily by the thread that fills masks: its threads inherit that thread's priority, and not the lower
+        one of compiler threads."""
         return _xgrammar.BatchGrammarMatcher(NUM_THREADS)
 
     def compile(self, wanted: StructuredOutput) -> XGrammarMatcher:
@@ -232,7 +236,7 @@ class XGrammarBackend:
             compiled = self._compiled(wanted)
         except (ValueError, AssertionError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise refusal(wanted, str(error) or type(error).__name__) from None
-        except RuntimeError as error:  # the library's own
+        except RuntimeError as error:  # raised by the library
             raise refusal(wanted, _without_place(str(error))) from None
         matcher = _xgrammar.GrammarMatcher(compiled, None, False, -1, None)
         is_json = wanted.kind in ("json", "json_object", "structural_tag") or _has_json(wanted)
@@ -242,7 +246,7 @@ class XGrammarBackend:
         self._compiler.clear_cache()
 
     def stop(self) -> None:
-        """It has started nothing."""
+        """Does nothing: it has started no process."""
 
     def fill(self, places: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray) -> None:
         plain = []
@@ -264,7 +268,7 @@ class XGrammarBackend:
                 masks[index] &= place.forbidden.others
 
     def _compiled(self, wanted: StructuredOutput) -> Any:
-        """Raises ValueError and more for what it cannot read."""
+        """Compiles a request's form. Raises ValueError and others if the library cannot read it."""
         wanted = prepared(wanted)
         match wanted.kind:
             case "json":
@@ -295,7 +299,7 @@ class XGrammarBackend:
 
 
 def _has_json(wanted: StructuredOutput) -> bool:
-    """Whether it is a grammar with values in JSON, as that of a call that was chosen is."""
+    """Whether it is a grammar that contains JSON values, such as that of a named tool call."""
     return wanted.kind == "grammar" and "%json" in wanted.text
 
 
@@ -307,7 +311,8 @@ def version() -> str:
 
 
 def _forced_text(matcher: Any) -> bytes:
-    """What must come next. The library gives it as a text, which it is not where a token ended within a character."""
+    """The bytes that must come next. The library returns them as text, which fails to decode if the last token ended
+    within a character."""
     try:
         return str(matcher.find_jump_forward_string()).encode()
     except UnicodeDecodeError as error:
@@ -319,7 +324,7 @@ def _fill_drafted(place: XGrammarMatcher, index: int, drafts: list[int], masks: 
     with place.tried() as tried:
         for nth in range(len(drafts) + 1):
             if nth > tried.count or matcher.is_terminated():
-                masks[index + nth] = -1  # what comes after the end, or after a wrong draft, is dropped
+                masks[index + nth] = -1  # tokens after the end, or after a draft that is not allowed, are dropped
                 continue
             matcher.fill_next_token_bitmask(masks, index + nth, False)
             masks[index + nth] &= place.forbidden.others
@@ -328,7 +333,7 @@ def _fill_drafted(place: XGrammarMatcher, index: int, drafts: list[int], masks: 
 
 
 def _tokens(tokenizer: Any, vocab_size: int) -> list[str]:
-    """By id, as the tokenizer's file spells them; "" for ids without one."""
+    """The tokens' texts by id, as in the tokenizer's file; "" for ids without a token."""
     vocab = tokenizer["model"]["vocab"]
     by_id = {index: piece for index, (piece, _) in enumerate(vocab)} if isinstance(vocab, list) else {}
     if isinstance(vocab, dict):
@@ -338,5 +343,5 @@ def _tokens(tokenizer: Any, vocab_size: int) -> list[str]:
 
 
 def _without_place(said: str) -> str:
-    """Without the time and the line of the library's source."""
+    """The library's message without its time and source location."""
     return re.sub(r"^\[[\d:]+\] \S+: ", "", said)

@@ -1,10 +1,13 @@
-"""JSON schemas as xgrammar follows them whole. It passes over what it does not know, which answers might then break.
+"""Rewrites JSON schemas so that xgrammar applies them fully, and refuses keywords that it would ignore.
 
-Some things are changed, none of which admits more than before. Keywords that hold for one type only, such as
-`minLength`, it reads beside that `type` alone: a part without `type` gets the one that its first such keyword is for.
-Beside `enum` and `const` it reads nothing: their values are kept as far as `type` admits them. What `required` names is
-among the `properties`, without which it is not required. A text of bounded length becomes one with a pattern: of that
-the library computes masks before the first token, and of a bounded length it looks at most tokens near the text's end.
+Rewritten schemas never allow more than the original:
+
+- The library reads keywords for one type, such as `minLength`, only together with that `type`. A part without `type`
+  gets the type of its first such keyword.
+- It reads no keyword beside `enum` and `const`. Only the values that `type` allows are kept.
+- It requires a name in `required` only if it is among the `properties`, so missing names are added there.
+- A text of bounded length gets a pattern instead. For a pattern the library computes masks before the first token; for
+  a bounded length it checks most tokens near the text's end.
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ FOLLOWED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
     }
 )
-"""Keywords that hold for values of one type."""
+"""Keywords that apply to values of one type."""
 _TYPE_OF = {keyword: kind for kind, keywords in FOLLOWED.items() for keyword in keywords}
 _ALONE = ("$ref", "enum", "const", "anyOf", "allOf")
-"""Keywords beside which no other is read."""
+"""Keywords beside which the library reads no others."""
 _IGNORED = frozenset(
     {
         *("not", "if", "then", "else", "oneOf", "contains", "minContains", "maxContains", "uniqueItems", "multipleOf"),
@@ -48,12 +51,13 @@ _SHAPES: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
 _NOT_EMPTY = ("anyOf", "allOf", "enum", "type")
 _LENGTHS = ("minLength", "maxLength")
 _CHARACTER = r'[^"\\\r\n]'
-"""As the library has them in texts of bounded length. As ranges its masks would cost more than those lengths' own."""
+"""A character as the library defines it in texts of bounded length. Written as ranges, its masks would cost more than
+those of a bounded length."""
 _BEYOND_ASCII = frozenset("DWSpP")
 _ESCAPED = (*range(0x20), ord('"'), ord("\\"))
-"""Characters that a text in JSON has escaped alone."""
+"""Characters that JSON strings contain only as escapes."""
 LONGEST_PATTERN = 128
-"""Characters whose places in a pattern the library tells apart: of more it computes no masks beforehand."""
+"""Most characters of a bounded text that becomes a pattern: for longer patterns the library computes no masks ahead."""
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {
         "object": (dict,),
@@ -68,7 +72,7 @@ _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
 
 
 def followed(schema: Any, pointer: str = "") -> Any:
-    """The schema for the library. Raises ValueError, with the place, for what it does not follow."""
+    """The schema rewritten for the library. Raises ValueError, with the place, for parts that it does not support."""
     if isinstance(schema, bool):
         if schema:
             return {}
@@ -90,7 +94,7 @@ def followed(schema: Any, pointer: str = "") -> Any:
 
 
 def _check_shapes(schema: dict[str, Any], pointer: str) -> None:
-    """That each keyword has what JSON Schema lets it have: an object, a list of one thing at least, ..."""
+    """Checks the types of keywords' values, and that lists are not empty. Raises ValueError."""
     for name, (kind, what) in _SHAPES.items():
         if name in schema and not isinstance(schema[name], kind):
             raise ValueError(f"{name} must be {what} (at {pointer or '/'})")
@@ -158,7 +162,7 @@ def _typed(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
 
 
 def followed_expression(pattern: str) -> str:
-    """In words that the library reads as `re` does. Raises ValueError for what it cannot say."""
+    """An expression in syntax that the library reads as `re` does. Raises ValueError if it cannot express it."""
     parts = parts_of(pattern)
     for part in parts:
         if part.classes & _BEYOND_ASCII or (part.is_negated and part.classes):
@@ -169,7 +173,7 @@ def followed_expression(pattern: str) -> str:
 
 
 def _followed_pattern(pattern: str, pointer: str) -> str:
-    """Of a text in JSON, where the library writes no escapes."""
+    """The pattern of a JSON string, in which the library writes no escapes. Raises ValueError, with the place."""
     try:
         pattern = followed_expression(pattern)
     except ValueError as error:
@@ -205,7 +209,7 @@ def _name_required(schema: dict[str, Any], pointer: str) -> None:
 
 
 def _is_of(value: Any, kinds: Any) -> bool:
-    """Whether `type` admits the value."""
+    """Whether `type` (one or several) allows the value."""
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind != "boolean" and isinstance(value, bool):
             continue
