@@ -71,7 +71,7 @@ class Coordinator:
         self._num_changes = 0
 
     def run(self) -> None:
-        """Until `stop`."""
+        """Serves until `stop`."""
         registry = self.registry
         while not self._stopping.is_set():
             wait_s = min(max(0.0, registry.due_s - time.monotonic()), _LONGEST_WAIT_S)

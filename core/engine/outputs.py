@@ -206,7 +206,7 @@ class OutputBuilder:
         return self._shares_of(rows[owners], sources), token_ids
 
     def _shares_of(self, row_of: np.ndarray, sources: np.ndarray | None) -> list[_Share]:
-        """row_of: the row of each token; sources: as in `_Share`. None: the tokens are exactly the step's tokens."""
+        """Divides tokens among clients. row_of: the row of each token; sources: as in `_Share`."""
         client_of, slots = self._table.client[row_of], self._table.slot[row_of]
         clients = set(client_of.tolist())
         if len(clients) == 1:

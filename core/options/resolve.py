@@ -141,7 +141,7 @@ def _kv_cache_dtype(options: Options, dtype: str, packed: bool, rounds_inputs: b
         )
     if options.kv_cache_dtype != "auto":
         return _KV_CACHE_DTYPES.get(options.kv_cache_dtype, options.kv_cache_dtype), "asked for"
-    if packed and not rounds_inputs:  # 8-bit inputs are less exact than bfloat16, whose attention is faster
+    if packed and not rounds_inputs:  # else 8-bit inputs err more than bfloat16, whose attention is faster
         return "float16", f"finer than {dtype}, as packed weights are; {dtype} where the model runs op by op"
     return dtype, "dtype"
 

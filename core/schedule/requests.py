@@ -106,7 +106,7 @@ class WaitingQueue:
         return self._size
 
     def __iter__(self) -> Iterator[Request]:
-        """In no particular order."""
+        """The waiting requests, in no particular order."""
         return (request for _, _, request in self._heap if request.state is State.WAITING)
 
     def push(self, request: Request) -> None:

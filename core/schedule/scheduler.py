@@ -498,7 +498,7 @@ class Scheduler:
         """Looks up the request's longest cached prefix.
 
         At least one token is always computed, since its logits choose the next one. Prompt log-probabilities
-        need the logits of every prompt position from prompt_logprob_start on.
+        need the logits of every prompt position from prompt_logprob_start - 1 on.
         """
         sampling, usable_tokens = request.sampling, len(request.token_ids) - 1
         if sampling.prompt_logprobs is not None:
