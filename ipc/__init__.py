@@ -1,1 +1,1 @@
-"""What crosses a process boundary: messages, codec, sockets, handshake, failures. See README.md."""
+"""Everything that crosses a process boundary: messages, codec, sockets, handshake, failures. See README.md."""

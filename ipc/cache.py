@@ -1,4 +1,4 @@
-"""Where this user's files are kept from one run to the next: the demo model, tokenizers, compiled kernels."""
+"""The folder of the files that Headrace keeps for a user between runs: demo model, tokenizers, compiled kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """HEADRACE_CACHE, else ~/.cache/headrace. May not exist yet. (kernels/cpu/build.py, which imports none of ours,
-    has the same rule.)
+    """HEADRACE_CACHE, or ~/.cache/headrace by default. It may not exist yet.
+
+    kernels/cpu/build.py imports nothing of Headrace and repeats this rule.
     """
     return Path(os.environ.get("HEADRACE_CACHE") or "~/.cache/headrace").expanduser()

@@ -1,12 +1,12 @@
-"""msgspec MessagePack with tensors beside the header: one message is a list of frames.
+"""MessagePack (by msgspec) with large tensors in frames of their own: one message is a list of frames.
 
-Frame 0 is the MessagePack header. A tensor is encoded in it as `[dtype, shape, data]`, where `data` is the raw
-little-endian bytes of a small tensor, or the index (1, 2, ...) of the frame that carries a large one, which is
-neither copied nor parsed on its way:
+Frame 0 is the MessagePack header. It encodes a tensor as `[dtype, shape, data]`, where `data` is either the raw
+little-endian bytes of a small tensor, or the index (1, 2, ...) of the frame that holds a large one. Frames of tensors
+are neither copied nor parsed on the way:
 
     frame 0: header (MessagePack)   frame 1: raw bytes   frame 2: raw bytes ...
 
-No frame is empty but the last of a message that its sender could not send whole.
+A frame is never empty, except the last frame of a message whose sender could not send it whole.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ DTYPES: dict[str, tuple[str, int]] = {
     "float64": ("d", 8),
     "bool": ("?", 1),
 }
-INLINE_BYTES = 512  # below this a frame of its own costs more than the copy it saves
-MOST_DIMENSIONS = 8  # of a tensor: the sizes of a hundred thousand take minutes to multiply
+INLINE_BYTES = 512  # below this size a separate frame costs more than the copy that it saves
+MOST_DIMENSIONS = 8  # of a tensor: multiplying a hundred thousand sizes would take minutes
 
 
 @functools.cache
 def _dtype_name(dtype: Any) -> str:
-    """numpy works the name out anew each time, which takes longer than all else that a small tensor needs."""
+    """Cached, as numpy derives the name at each access, which takes longer than the rest of encoding a small tensor."""
     name: str = dtype.name
     return name
 
 
 class CodecError(HeadraceError, ValueError):
-    """A message could not be decoded: garbage bytes, a foreign message, or one of another version."""
+    """A message could not be decoded: garbage bytes, a message of another program, or one of another version."""
 
 
 class Tensor:
@@ -72,7 +72,7 @@ class Tensor:
 
     @classmethod
     def from_numpy(cls, values: Any) -> Tensor:
-        """Shares the memory of a C-contiguous numpy array, and copies any other."""
+        """Shares the memory of a C-contiguous numpy array; copies any other array."""
         import numpy as np
 
         values = np.ascontiguousarray(values)
@@ -80,7 +80,7 @@ class Tensor:
         return cls(_dtype_name(values.dtype), values.shape, data)
 
     def numpy(self) -> Any:
-        """A read-only numpy view. bfloat16 arrives as uint16 words."""
+        """A read-only numpy view. A bfloat16 tensor is returned as uint16 words."""
         import numpy as np
 
         dtype = "uint16" if self.dtype == "bfloat16" else self.dtype
@@ -108,10 +108,10 @@ Frame = bytes | bytearray | memoryview
 
 
 class Codec(Generic[T]):
-    """Encodes any message, decodes those of one union. Not thread-safe: one codec per thread and socket."""
+    """Encodes any message; decodes the messages of one union. Not thread-safe: one codec per thread and socket."""
 
     def __init__(self, union: Any, *, most_header_bytes: int | None = None) -> None:
-        """most_header_bytes: what is longer is refused before it is read, as reading holds up the whole process."""
+        """most_header_bytes: a longer header is refused undecoded, as decoding it would block the whole process."""
         self._most_header_bytes = most_header_bytes
         self._out: list[Frame] = []
         self._in: Sequence[Frame] = ()

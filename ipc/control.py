@@ -1,11 +1,11 @@
-"""The control channel: what a running engine can be told and asked besides requests. One message type per command.
+"""The control channel: the commands that a running engine accepts besides requests. One message type per command.
 
     client --- Control(call, command) ---> core's loop --- control(command) ---> executor --- its workers
     client <-- Reply(call, result) ------- core's loop <-- WorkerAnswer of each rank --------/
 
-The loop carries commands out one after another, between steps, with none in flight; a request is never half-way
-through one. The same in one process and across several, as it is the same messages. No method of
-ours is called by name: a client can ask for what stands here, and for what a worker extension has (`CallExtension`).
+The loop carries out one command after another, between steps and with no step in flight, so a command never takes
+effect in the middle of a request's step. In-process and multi-process engines use the same messages. Clients cannot
+call Headrace's own methods by name: they can send the commands below, and call a worker extension (`CallExtension`).
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ class Command(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=Tr
 
 
 class PauseGeneration(Command, frozen=True):
-    """No step is computed from now on, until ResumeGeneration. Requests may come meanwhile, and wait.
+    """Computes no steps until ResumeGeneration. Requests that arrive in the meantime wait.
 
-    Answered, with nothing, once no request is running (`abort`, `wait`) or all stand still (`keep`).
+    The reply is empty. It is sent once no request is running (`abort`, `wait`) or all requests have halted (`keep`).
     """
 
     mode: Literal["abort", "wait", "keep"] = "abort"
-    """What happens to the requests that are here: they end with finish reason abort; they are finished first; they
-    are kept as they are and go on after the pause."""
+    """What happens to the current requests. abort: they end with the finish reason abort. wait: they are finished
+    before the pause. keep: they stay as they are and continue after the pause."""
     clear_cache: bool = True
-    """Forget cached blocks; with `keep`, requests then compute theirs again when they go on."""
+    """Drop the cached blocks; with `keep`, requests then recompute their own when they continue."""
 
 
 class ResumeGeneration(Command, frozen=True):
-    """Ends a pause; answered with nothing. Without a pause it changes nothing."""
+    """Ends a pause; does nothing without one. The reply is empty."""
 
 
 class DrainEngine(Command, frozen=True):
-    """The engine takes no new requests and ends once those that run have finished, or after `deadline_s`: frontends go
-    on elsewhere with what is left. Answered, with nothing, when it has begun."""
+    """The engine accepts no new requests, and exits once the running ones have finished or `deadline_s` has passed;
+    frontends continue the unfinished ones on other engines. The reply is empty and is sent when draining begins."""
 
     deadline_s: Annotated[float, Range(0.0, 86400.0)] = 120.0
 
 
 class ReloadWeights(Command, frozen=True):
-    """Reads the weights again, of a checkpoint with the same config. Answered with nothing.
+    """Loads the weights again, from a checkpoint with the same config. The reply is empty.
 
-    Requests that run go on with the new weights, and compute their keys and values again; the prefix cache is
-    forgotten. When it fails the old weights stay.
+    Running requests continue with the new weights and recompute their keys and values; the prefix cache is cleared.
+    If it fails, the old weights stay in use.
     """
 
     path: str = ""
-    """A folder or file as the option `model` takes it; empty for the model's own."""
+    """A folder or file, as the option `model` takes it; empty for the engine's own model."""
 
 
 class Sleep(Command, frozen=True):
-    """Pauses as PauseGeneration does, then gives the device's memory back until WakeUp. Answered with nothing.
+    """Pauses as PauseGeneration does, then frees the device's memory until WakeUp. The reply is empty.
 
-    The cache is dropped, and the weights besides: level 1 keeps them in the host's memory, level 2 nowhere, so that
-    waking up reads the model's checkpoint again. On a CPU level 1 drops the cache alone.
+    The KV cache is dropped, and the weights leave the device: level 1 keeps them in the host's memory, level 2 drops
+    them, so that waking up reads the model's checkpoint again. On a CPU level 1 drops only the cache.
     """
 
     level: Literal[1, 2] = 1
     mode: Literal["abort", "wait", "keep"] = "abort"
-    """As of PauseGeneration. Requests that are kept compute theirs again after waking up."""
+    """As in PauseGeneration. Requests that are kept recompute their keys and values after WakeUp."""
 
     @property
     def clear_cache(self) -> bool:
@@ -73,44 +73,44 @@ class Sleep(Command, frozen=True):
 
 
 class WakeUp(Command, frozen=True):
-    """Takes memory again, and ends the pause of Sleep once all is awake. Answered with nothing."""
+    """Allocates the memory again, and ends the pause of Sleep once everything is awake. The reply is empty."""
 
     tags: tuple[Literal["weights", "kv_cache"], ...] = ()
-    """What is to be awake, such as the weights alone while they are changed; empty for everything."""
+    """What to wake up, for example only the weights while they are being replaced; empty for everything."""
 
 
 ASLEEP = frozenset(("weights", "kv_cache"))
-"""What Sleep puts to sleep: the tags of WakeUp."""
+"""The parts that Sleep puts to sleep, as tags of WakeUp."""
 
 
 class StartProfile(Command, frozen=True):
-    """Records what the core and its workers do, until StopProfile. Answered with nothing."""
+    """Records the activity of the core and its workers until StopProfile. The reply is empty."""
 
     prefix: str = ""
-    """What the files' names begin with: letters, digits, - and _."""
+    """Prefix of the files' names: letters, digits, - and _."""
 
 
 class StopProfile(Command, frozen=True):
-    """Writes what was recorded into the engine's profile folder. Answered with ProfileFiles."""
+    """Writes the recorded profile into the engine's profile folder. The reply is ProfileFiles."""
 
 
 class DescribeEngine(Command, frozen=True):
-    """Answered with an EngineReport."""
+    """The reply is an EngineReport."""
 
 
 class CallExtension(Command, frozen=True):
-    """For the worker extension (option worker_extension_cls). Answered with ExtensionAnswers."""
+    """Calls the worker extension (option worker_extension_cls). The reply is ExtensionAnswers."""
 
     payload: dict[str, Any]
     method: str = ""
-    """A method of its class, called with the payload's `args` and `kwargs`, whose answer's `result` is what it gives;
-    empty for `handle`, which takes and gives a payload."""
+    """The method to call, with the payload's `args` and `kwargs`; the answer holds the returned value as `result`.
+    Empty: call `handle`, which takes a payload and returns one."""
 
 
 class ResetMMCache(Command, frozen=True):
-    """Forgets processed images and sounds, and what encoders made of them. Answered with nothing.
+    """Clears the caches of processed images and audio, and of encoder outputs. The reply is empty.
 
-    No model of this version takes any, so there is nothing to forget.
+    No model of this version takes multimodal inputs, so there is nothing to clear.
     """
 
 
@@ -119,49 +119,49 @@ Commands = PauseGeneration | ResumeGeneration | DrainEngine | ReloadWeights | Re
 
 
 class PrepareWeights(Command, frozen=True):
-    """The first half of ReloadWeights: every worker reads the new weights beside those that serve."""
+    """The first half of ReloadWeights: every worker loads the new weights beside those in use."""
 
     path: str = ""
 
 
 class UseWeights(Command, frozen=True):
-    """The second: what was prepared takes the old weights' place, or is dropped as some worker could not."""
+    """The second half: the prepared weights replace the old ones, or are dropped because some worker failed."""
 
     prepared: bool
 
 
 class CheckSampling(Command, frozen=True):
-    """Before a request is taken: whether the logits processors, whose classes workers alone load, work with these
-    parameters. Of engines that have such as look (`ModelDescription.checks_sampling`)."""
+    """Asks, before a request is admitted, whether the logits processors accept these sampling parameters. Only workers
+    load the processors' classes. Sent if some class checks parameters (`ModelDescription.checks_sampling`)."""
 
     sampling: msgspec.Raw
-    """A `messages.Sampling` in msgpack; that module imports this one."""
+    """A `messages.Sampling` in msgpack: that module imports this one, so the type cannot be named here."""
 
 
 class DoIdleWork(Command, frozen=True):
-    """A piece of work that no request waits for, on every worker alike, as they may need each other for it."""
+    """Does one piece of work that no request waits for, on every worker, as the workers may need each other for it."""
 
 
 WorkerCommand = PrepareWeights | UseWeights | ForWorkersToo | CheckSampling | DoIdleWork
-"""What an executor passes on to each of its workers."""
+"""The commands that an executor passes on to each of its workers."""
 
 
 class WorkerAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What one worker says to a WorkerCommand that went well."""
+    """The answer of one worker to a WorkerCommand that succeeded."""
 
     rank: int = 0
     files: tuple[str, ...] = ()
-    """That it wrote, for StopProfile."""
+    """For StopProfile: the files that the worker wrote."""
     facts: dict[str, Any] = {}
-    """About itself, for DescribeEngine: pid, device, threads, bytes of weights and cache, and what else it knows."""
+    """For DescribeEngine: facts about the worker, such as pid, device, threads, and bytes of weights and cache."""
     payload: dict[str, Any] = {}
-    """Of its extension, for CallExtension."""
+    """For CallExtension: the extension's answer."""
     did_something: bool = False
-    """For DoIdleWork: there may be more."""
+    """For DoIdleWork: some work was done, and there may be more."""
     refusal: str = ""
-    """For CheckSampling: why not."""
+    """For CheckSampling: why the parameters are refused; empty if they are accepted."""
     weights: str = ""
-    """For UseWeights and WakeUp: which it computes with from now on, as in ModelDescription.weights."""
+    """For UseWeights and WakeUp: the identity of the weights in use from now on, as in ModelDescription.weights."""
 
 
 class ProfileFiles(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
@@ -171,18 +171,18 @@ class ProfileFiles(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
 
 class ExtensionAnswers(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     payloads: tuple[dict[str, Any], ...]
-    """One of each worker, by rank."""
+    """One per worker, by rank."""
 
 
 class EngineReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
-    """What was asked, decided and found, as plain data."""
+    """The engine's options, decisions and run-time facts as plain data."""
 
     options: dict[str, Any]
-    """Those that differ from their defaults."""
+    """The options that differ from their defaults."""
     decisions: tuple[tuple[str, str, str], ...]
-    """Name, value and reason of everything that was decided."""
+    """Name, value and reason of each decision."""
     facts: dict[str, Any]
-    """Found at run time: number of blocks, fitted length, memory; what the cache holds (tokens, longest requests)."""
+    """Determined at run time: number of blocks, fitted length, memory, cache capacity (tokens, longest requests)."""
     workers: tuple[dict[str, Any], ...]
     """By rank; see WorkerAnswer.facts."""
 

@@ -1,11 +1,11 @@
-"""What engines and frontends say to a coordinator, and what it says to frontends.
+"""The messages between a coordinator and the engines and frontends that register with it.
 
     engine   --- Announce, once a second; Withdraw ------>  coordinator
     frontend --- Follow, every few seconds; Unfollow ---->
              <-- Members -------------------------------
 
-All of it is soft state, held for a lease by whoever hears it: a message that is lost, late or doubled changes nothing
-that the next one does not mend. Leases are lengths of time, told by the receiver's own clock.
+All state is soft: the receiver keeps it for a lease, and the next message repairs whatever a lost, late or duplicated
+one got wrong. A lease is a duration, measured by the receiver's own clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headrace.ipc.messages import Message, hash_of
 from headrace.ipc.ranges import INT32, Longest, Range
 
 LEASE_S = 5.0
-"""How long what was announced is believed, unless the announcement says else."""
+"""How long an announcement is valid, unless it says otherwise."""
 ANNOUNCE_EVERY_S = 1.0
 FOLLOW_EVERY_S = 2.0
 Text = Annotated[str, Longest(4096)]
@@ -27,11 +27,11 @@ Count = Annotated[int, Range(0, INT32)]
 
 
 class EngineEntry(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """An engine as it announces itself. Fields that tell what it serves are as in Welcome."""
+    """An engine's description of itself. Fields that also appear in `messages.Welcome` have the same meaning."""
 
     address: Text
     life: Text
-    """Drawn anew at each start."""
+    """Identifies one run of the engine: drawn at random at each start."""
     model: Text
     served_model_names: tuple[Text, ...]
     rank: Count
@@ -45,7 +45,7 @@ class EngineEntry(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Announce(Message, frozen=True):
-    """An engine is there. Of one life, what has no higher number than what was heard before it is late, and ignored."""
+    """The engine is alive. A message whose number is not above the last one received of the same life is ignored."""
 
     schema_hash: str
     entry: EngineEntry
@@ -57,23 +57,23 @@ class Announce(Message, frozen=True):
 
 
 class Withdraw(Message, frozen=True):
-    """This life of the engine at this address is over: nothing of it counts from now on, however late it comes."""
+    """This life of the engine at this address has ended: its messages are ignored from now on, however late."""
 
     address: Text
     life: Text
 
 
 class Follow(Message, frozen=True):
-    """A frontend wants to be told of engines, for a lease."""
+    """A frontend subscribes to the list of engines, for one lease."""
 
     schema_hash: str
     lease_s: Annotated[float, Range(0.1, 3600.0)] = 3 * FOLLOW_EVERY_S
     needs_all: bool = False
-    """What it knows has gaps."""
+    """The frontend has missed a message and needs the complete list."""
 
 
 class Unfollow(Message, frozen=True):
-    """It does not any more."""
+    """The frontend ends its subscription."""
 
 
 ToCoordinator = Announce | Withdraw | Follow | Unfollow
@@ -81,7 +81,7 @@ ToCoordinator = Announce | Withdraw | Follow | Unfollow
 
 class Listed(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     key: int
-    """Names this life of the engine in `Members.loads`, for as long as the coordinator lives."""
+    """Identifies this life of the engine in `Members.loads`, as long as the coordinator runs."""
     entry: EngineEntry
 
 
@@ -89,28 +89,28 @@ class Gone(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     address: str
     life: str
     withdrew: bool
-    """It said so; else its lease has run out."""
+    """True if the engine sent Withdraw, false if its lease ran out."""
 
 
 class Members(Message, frozen=True):
-    """The engines that there are, or what has changed among them."""
+    """The known engines, or the changes since the Members before."""
 
     epoch: str
-    """Of the coordinator: drawn at its start."""
+    """Identifies one run of the coordinator: drawn at random at its start."""
     number: int
-    """One more than that of the Members before."""
+    """One more than the number of the Members before."""
     is_all: bool
-    """These are all engines; what is not listed is not known."""
+    """`listed` holds all known engines, rather than only the changes."""
     lease_s: float
-    """After its start a coordinator may not have heard all engines for so long."""
+    """For this long after its start a coordinator may not have received every engine's announcement."""
     listed: tuple[Listed, ...] = ()
     gone: tuple[Gone, ...] = ()
     loads: Tensor = Tensor.of("int32", [])
-    """[4 * num_engines] int32: key, requests that run, that wait, whether it is paused"""
+    """[4 * num_engines] int32: key, number of running requests, number of waiting requests, 1 if paused"""
 
 
 class Denied(Message, frozen=True):
-    """What was sent last could not be taken. Its leading field keeps its place in every version."""
+    """The last message could not be accepted. The first field has the same position in every version."""
 
     schema_hash: str
     why: str

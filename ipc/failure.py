@@ -14,7 +14,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """What went wrong, where and during what. Fields that do not apply stay at their defaults."""
 
     message: str
-    """One or two sentences: what was wrong, with the values, and what would be right."""
+    """One or two sentences: what was wrong, with the values, and what would be accepted."""
     type: str = "Error"
     """The exception's class name, or a signal or exit status for a process that ended."""
     process: str = ""
@@ -22,17 +22,17 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     pid: int = 0
     phase: str = ""
-    """What it was doing: start, load, step, drain, ..."""
+    """What the process was doing: start, load, step, drain, ..."""
     traceback: str = ""
     log_tail: tuple[str, ...] = ()
     """The process's last log lines, oldest first."""
     hint: str = ""
     retry_after_s: float = 0.0
-    """Set when the same request may succeed after this long, as with a full queue."""
+    """Set if the same request may succeed after this time, for example when the queue was full."""
 
     @classmethod
     def of(cls, error: BaseException, *, process: str, phase: str, rank: int = 0, hint: str = "") -> Failure:
-        """The failure of this process, from an exception. A Failure that came from another process is kept whole."""
+        """The failure of this process, from an exception. A Failure received from another process is kept unchanged."""
         if isinstance(error, HeadraceError) and error.failure is not None:
             return error.failure
         return cls(
@@ -42,7 +42,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
             rank=rank,
             pid=os.getpid(),
             phase=phase,
-            # An error of ours is a sentence for the user; where it was raised would only bury it.
+            # The message of a HeadraceError is written for the user; a traceback would only bury it.
             traceback=""
             if isinstance(error, HeadraceError)
             else _sendable("".join(traceback_module.format_exception(error)).rstrip()),
@@ -50,7 +50,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def describe(self) -> str:
-        """The whole record as text: the sentence first, then where it happened, then the evidence."""
+        """The whole record as text: the message, then where it happened, then traceback and log lines."""
         where = f"{self.process}{f' rank {self.rank}' if self.rank else ''}{f' (pid {self.pid})' if self.pid else ''}"
         lines = [self.message]
         if self.hint:
@@ -78,16 +78,16 @@ class HeadraceError(Exception):
 
 
 class InvalidRequestError(HeadraceError, ValueError):
-    """A request that can never succeed as it is: the message names the field and what would be right."""
+    """A request that can never succeed as it is: the message names the field and what would be accepted."""
 
     value: Any = None
-    """What was given, where that is known here: an error of the engine has it in its text alone."""
+    """The rejected value, if it was checked in this process; an error from the engine has it only in its text."""
     passed_bound: str | None = None
-    """Where a number lies outside its range: `Range.passed_bound`."""
+    """For a number outside its range: the result of `Range.passed_bound`."""
 
     @property
     def parameter(self) -> str | None:
-        """The field that is wrong, as the message names it; None where it names none."""
+        """The wrong field, as the message names it; None if the message names none."""
         text = self.failure.message if self.failure is not None else str(self)
         text = text[:_LONGEST_BEGINNING]
         if (named := _PARAMS_NAME.search(text)) is not None:
@@ -102,50 +102,50 @@ class InvalidRequestError(HeadraceError, ValueError):
 
 
 def _sendable(text: str) -> str:
-    """Half characters, which the names of files may hold, as escapes: no message can hold them."""
+    """Escapes lone surrogates, which file names may contain and UTF-8 messages cannot."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 _PARAMS_NAME = re.compile(r"SamplingParams\.(\w+(?:\.\w+)*)")
 _PROMPT_FIELDS = re.compile(r"^(the (?:decoder )?prompt|prompt_token_ids|'prompt|prompts?\b)")
 _LONGEST_BEGINNING = 1000
-"""Of a message: what may come later quotes a request, and is not looked at."""
+"""How many characters of a message are searched: later text may quote a request."""
 
 
 class OptionError(HeadraceError, ValueError):
-    """An unknown option, a value out of range, or one that cannot apply here."""
+    """An unknown option, a value out of range, or an option that cannot apply here."""
 
 
 class ModelError(HeadraceError):
-    """The model cannot be found, read or served: a missing, foreign or truncated file, an unsupported kind."""
+    """The model cannot be found, read or served: a missing, foreign or truncated file, or an unsupported kind."""
 
 
 PEER_LOST = "PeerError"
-"""A Failure's type: what failed had waited for another process, whose own failure is the cause."""
+"""A Failure's type: the process was waiting for another one, whose own failure is the cause."""
 SHUT_DOWN = "ShutDown"
-"""A Failure's type: the engine ends in order, and does not finish or take the request."""
+"""A Failure's type: the engine is shutting down, and does not finish or accept the request."""
 
 
 class QueueFullError(HeadraceError):
-    """The engine's queue is full; `failure.retry_after_s` says when to come back."""
+    """The engine's queue is full; `failure.retry_after_s` says when to try again."""
 
 
 class EngineStartError(HeadraceError):
-    """The engine did not come up; the text carries its own cause."""
+    """The engine did not start; the text states the cause."""
 
     @classmethod
     def from_failure(cls, failure: Failure) -> EngineStartError:
-        """Of the cause's class too, where the engine found an option or the model wrong: callers catch it as that."""
+        """An OptionError or ModelError also becomes a subclass of that class, so that callers can catch it as one."""
         kinds: dict[str, type[EngineStartError]] = {"OptionError": OptionStartError, "ModelError": ModelStartError}
         return kinds.get(failure.type, cls)(failure=failure)
 
 
 class OptionStartError(EngineStartError, OptionError):
-    """An option that only the engine could find wrong, which knows the model and the machine."""
+    """An option was refused at the engine's start, by a check that needs the model or the machine."""
 
 
 class ModelStartError(EngineStartError, ModelError):
-    """The engine did not come up for its model."""
+    """The engine did not start because of its model."""
 
 
 class EngineDeadError(HeadraceError):
@@ -153,8 +153,8 @@ class EngineDeadError(HeadraceError):
 
 
 class EngineAsleepError(HeadraceError):
-    """The engine sleeps, and takes no requests until wake_up."""
+    """The engine sleeps, and accepts no requests until wake_up."""
 
 
 class RequestFailedError(HeadraceError):
-    """The engine failed this one request while it ran."""
+    """The engine failed this one request while it was running."""

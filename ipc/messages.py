@@ -1,11 +1,11 @@
-"""What a client and an engine core say to each other: one tagged union per direction.
+"""The messages between a client and an engine core: one tagged union per direction.
 
-The conversation is linear. A client says `Hello` and hears `Welcome` (or a `Failure`); then it adds and aborts
-requests and sends commands, and says `Goodbye`. The core answers a step at a time with `StepOutputs`, and each
-command with one `Reply`. Every request gets exactly one `Finish`.
+A session is linear. The client sends `Hello` and receives `Welcome` (or a `Failure`); then it adds and aborts requests
+and sends commands, and finally sends `Goodbye`. The core sends `StepOutputs` for each step, and one `Reply` to each
+command. Every request gets exactly one `Finish`.
 
-A request is named on the wire by its `slot`, an integer the client chooses and does not use twice in one
-session. The message layouts are hashed into SCHEMA_HASH, so peers of different versions never guess.
+On the wire a request is identified by its `slot`, an integer that the client chooses and uses once in a session. The
+layouts of all messages are hashed into SCHEMA_HASH, so peers of different versions refuse each other.
 """
 
 from __future__ import annotations
@@ -26,54 +26,54 @@ WIRE_VERSION = 1
 
 TokenId = Annotated[int, Range(0, INT32), VOCABULARY]
 Bias = Annotated[float, Range(-math.inf, 1e9)]
-"""What would become +inf in float32 would spoil the row."""
+"""The upper bound keeps a bias finite in float32: +inf would make the row's probabilities NaN."""
 Name = Annotated[str, Longest(4096)]
 MOST_GRAMMAR_CHARACTERS = 1 << 20
-"""Of a request's schema, regular expression or grammar."""
+"""Limit of a request's schema, regular expression or grammar."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """Base of everything on a wire: positional, tagged by class name, immutable."""
+    """Base of all messages: encoded by position, tagged by class name, immutable."""
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
-    """The form that an answer has to have. What engines may refuse is in `text` alone."""
+    """The form that an answer must have. An engine refuses a form only because of its `text`."""
 
     kind: Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
     text: Annotated[str, Longest(MOST_GRAMMAR_CHARACTERS)]
     """A JSON schema, nothing, a regular expression, a JSON list of texts, a grammar (Lark or GBNF), a tag's JSON."""
     disable_any_whitespace: bool = False
-    """JSON comes without the spaces that a schema leaves open."""
+    """JSON is generated without the whitespace that a schema leaves open."""
     disable_additional_properties: bool = False
-    """Objects of a JSON schema have no properties that it does not name."""
+    """Objects of a JSON schema may have only the properties that it names."""
     disable_fallback: bool = False
-    """What the first backend cannot do is refused."""
+    """A form that the first backend does not support is refused, rather than compiled by another backend."""
     whitespace_pattern: Annotated[str, Longest(4096)] = ""
-    """A regular expression of the white space between the parts of JSON; empty: what the backend has."""
+    """A regular expression of the whitespace between the parts of JSON; empty for the backend's default."""
     backend: Annotated[str, Longest(64)] = ""
-    """That follows it, by an option's name for it; empty: the engine's own."""
+    """The backend that compiles the form, by its name in the options; empty for the engine's default."""
 
 
 class Thinking(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
-    """How an answer's reasoning is set off, for what depends on its end: a budget, or a form that begins there."""
+    """The markers of an answer's reasoning, for features that start at its end: a token budget, or a required form."""
 
     end: Annotated[tuple[TokenId, ...], Longest(64)]
     begin: Annotated[tuple[TokenId, ...], Longest(64)] = ()
-    """Empty where only a prompt can open it."""
+    """Empty if only the prompt can begin the reasoning."""
     is_open: bool = False
-    """The prompt leaves it open."""
+    """The prompt ends inside the reasoning."""
     budget: Annotated[int, Range(0, INT32)] | None = None
-    """After so many tokens the end is forced."""
+    """After this many tokens the end is forced."""
     forced: Annotated[tuple[TokenId, ...], Longest(64)] = ()
-    """What is forced then, where that is more than `end`."""
+    """The tokens that are then forced, if they are more than `end`."""
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
-    """How to choose tokens, fully resolved by the frontend: no text, no None that means a default.
+    """Sampling parameters, fully resolved by the frontend: no text, and no None that means a default.
 
-    The ranges are what the core can compute with (see ranges.py); what the model allows is checked on admission. A
-    field's range, and whether a model may set its default, are declared here alone: SamplingParams and all that is made
-    from it (frontend/api/parameters/sampling_fields.py) read them.
+    The ranges are those that the core can compute with (see ranges.py); the model's own limits are checked on
+    admission. A field's range, and whether a model may set its default, are declared only here: SamplingParams and
+    what is derived from it read them (frontend/api/parameters/sampling_fields.py).
     """
 
     max_tokens: Annotated[int, Range(1, INT32), ModelDefault("max_new_tokens")]
@@ -85,28 +85,28 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
     """0 and -1 keep the whole vocabulary."""
     min_p: Annotated[float, Range(0, 1), ModelDefault("min_p")] = 0.0
     seed: Annotated[int, Range(-INT64 - 1, INT64)] | None = None
-    """None lets the core draw one."""
+    """None: the core draws one."""
     presence_penalty: Annotated[float, Range(-2, 2), ModelDefault(None)] = 0.0
     frequency_penalty: Annotated[float, Range(-2, 2), ModelDefault(None)] = 0.0
     repetition_penalty: Annotated[float, Range(0, FLOAT32, open_low=True), ModelDefault("repetition_penalty")] = 1.0
     stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
     logprobs: Annotated[int, Range(-1, INT32)] | None = None
-    """How many most likely tokens to report per output token, besides the sampled one; -1 is the vocabulary."""
+    """How many of the most likely tokens to report per output token, besides the sampled one; -1: all."""
     prompt_logprobs: Annotated[int, Range(-1, INT32)] | None = None
     allowed_token_ids: tuple[TokenId, ...] = ()
     """Empty allows every token."""
     bad_words: tuple[tuple[TokenId, ...], ...] = ()
-    """Runs of tokens, whose last is forbidden where the output ends in the others."""
+    """Token sequences: the last token of each is forbidden wherever the output ends in the tokens before it."""
     logit_bias: dict[TokenId, Bias] = {}
-    """Token id -> what is added to its logit; -inf forbids it."""
+    """Token id -> value added to its logit; -inf forbids it."""
     logprob_token_ids: Annotated[tuple[TokenId, ...], Longest(1024)] = ()
-    """Tokens whose log-probabilities are reported per output token, in this order, in the place of the most likely
-    ones; `logprobs` is 0 then."""
+    """Tokens whose log-probabilities are reported per output token, in this order, instead of the most likely ones;
+    `logprobs` is 0 then."""
     structured_output: StructuredOutput | None = None
-    """The form of the answer; None: any."""
+    """The required form of the answer; None for any."""
     thinking: Thinking | None = None
-    """Where reasoning is no part of the form, or has a budget."""
+    """Set if the form does not cover the reasoning, or if the reasoning has a budget."""
 
     typical_p: Annotated[float, Range(0, 1, open_low=True), ModelDefault(None)] = 1.0
     top_n_sigma: Annotated[float, Range(-1, FLOAT32), ModelDefault(None)] = 0.0
@@ -118,11 +118,11 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
     dry_penalty_last_n: Annotated[int, Range(-1, INT32), ModelDefault(None)] = -1
     dry_breaker_token_ids: Annotated[tuple[TokenId, ...], Longest(1024)] = ()
     prompt_logprob_start: Annotated[int, Range(0, INT32)] = 0
-    """The first prompt token that prompt_logprobs reports of; those before may come from the prefix cache."""
+    """The first prompt token with prompt_logprobs; those before it may come from the prefix cache."""
     skip_reading_prefix_cache: bool = False
-    """Compute the whole prompt. What it computes may be found by others."""
+    """Compute the whole prompt. Its blocks are still cached for other requests."""
     extra_args: Annotated[dict[str, Any], Longest(256)] | None = None
-    """What logits processors of others read; None where nothing was given, as they know it from vLLM."""
+    """Arguments of custom logits processors; None if none were given, as such processors expect from vLLM."""
     mirostat: Annotated[int, Range(0, 2), ModelDefault(None)] = 0
     mirostat_tau: Annotated[float, Range(0, FLOAT32), ModelDefault(None)] = 5.0
     mirostat_eta: Annotated[float, Range(0, FLOAT32), ModelDefault(None)] = 0.1
@@ -135,14 +135,14 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=T
 
 
 class Pool(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """The task of a request that wants hidden states pooled: one vector, and no tokens. No model offers it yet."""
+    """The task of a request for pooled hidden states: one vector, and no tokens. No model supports it yet."""
 
 
 # --- client -> core ---------------------------------------------------------------------------------------------
 
 
 class Hello(Message):
-    """The first message of a session. Its leading fields keep their place in every version."""
+    """The first message of a session. Its first fields have the same position in every version."""
 
     schema_hash: str
     version: str
@@ -154,21 +154,21 @@ class AddRequest(Message):
     request_id: Name
     """The user's name for the request, for logs."""
     prompt_token_ids: Tensor
-    """[num_prompt_tokens + num_resumed_tokens] int32, of the prompt at least one."""
+    """[num_prompt_tokens + num_resumed_tokens] int32; the prompt has at least one token."""
     task: Generate | Pool
     priority: Annotated[int, Range(-INT64 - 1, INT64)] = 0
-    """Smaller is served earlier under the `priority` policy."""
+    """A smaller value is scheduled earlier under the `priority` policy."""
     cache_salt: Name = ""
     """Prefix-cache blocks are shared only among requests with the same salt."""
     output_interval: Annotated[int, Range(1, 1 << 20)] = 1
-    """How many new tokens may wait for each other before they are told. The first is told at once, and the end with all
-    that is left. With log-probabilities each is told at once."""
+    """How many new tokens to collect before they are sent. The first is sent at once, and the last ones with the end
+    of the request. With log-probabilities each is sent at once."""
     num_resumed_tokens: Annotated[int, Range(0, INT32)] = 0
-    """The last so many of prompt_token_ids are the output so far: the request goes on where another engine left it."""
+    """How many of the last prompt_token_ids are output of another engine, from which the request continues."""
 
 
 class Abort(Message):
-    """The client no longer wants these; each still gets its `Finish`, unless it already had one."""
+    """The client no longer wants these requests; each still gets its `Finish`, unless it already had one."""
 
     slots: tuple[int, ...]
 
@@ -192,18 +192,18 @@ class ResetPrefixCache(Message):
 
 
 class FollowPrefixes(Message):
-    """From now on the client is told which beginnings of prompts the cache holds (PrefixEvents), all at first."""
+    """Subscribes to the prefixes of prompts that the cache holds (PrefixEvents); the first event lists all of them."""
 
 
 class Control(Message):
-    """Answered by a Reply with what the command's own page says (see control.py)."""
+    """A control command. The reply is described at the command's class in control.py."""
 
     call: int
     command: Commands
 
 
 class Goodbye(Message):
-    """The client leaves; its unfinished requests are freed without an answer."""
+    """The client leaves; its unfinished requests are freed without a reply."""
 
 
 ClientMessage = (
@@ -220,7 +220,7 @@ class FinishReason(enum.IntEnum):
     LENGTH = 1
     """max_tokens or max_model_len."""
     ABORT = 2
-    """The client asked, or the engine is shutting down."""
+    """The client aborted it, or the engine is shutting down."""
     REJECTED = 3
     """Never started; `Finish.failure` says why."""
     FAILED = 4
@@ -228,14 +228,14 @@ class FinishReason(enum.IntEnum):
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
-    """The one terminal answer of a request."""
+    """The final message about a request."""
 
     slot: int
     reason: FinishReason
     stop_token: int | None = None
-    """The stop_token_ids entry that ended it; None for an end-of-sequence token."""
+    """The entry of stop_token_ids that ended it; None for an end-of-sequence token."""
     with_last_token: bool = False
-    """The last token is no mark of the end but part of the answer: with it, the form that was asked for is complete."""
+    """The last token belongs to the answer, unlike an end-of-sequence token: it completes the required form."""
     failure: Failure | None = None
     queued_s: float = 0.0
     """From arrival at the core to its first scheduling."""
@@ -260,7 +260,7 @@ class LogprobRows(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """[num_rows] int32: 1 + how many tokens are likelier than the one in column 0"""
 
     def select(self, chosen: Any) -> LogprobRows:
-        """Those that a numpy mask, indices or a slice choose."""
+        """The rows that a numpy mask, index array or slice selects."""
         return LogprobRows(
             token_ids=Tensor.from_numpy(self.token_ids.numpy()[chosen]),
             logprobs=Tensor.from_numpy(self.logprobs.numpy()[chosen]),
@@ -269,7 +269,7 @@ class LogprobRows(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A run of one request's prompt positions, complete over its messages and in order."""
+    """Log-probabilities of a run of one request's prompt positions. Its messages cover all positions, in order."""
 
     slot: int
     start: int
@@ -278,17 +278,17 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
-    """A request's first scheduling."""
+    """A request was scheduled for the first time."""
 
     slot: int
     num_cached_tokens: int
     """Prompt tokens that came from the prefix cache."""
     seed: int | None = None
-    """The one that the core drew for a request that brought none: with it another engine can go on."""
+    """The seed that the core drew, if the request had none: another engine can continue with it."""
 
 
 class StepOutputs(Message):
-    """One step's news for one client. A request with several new tokens has them adjacent and in order."""
+    """Everything one step produced for one client. Several new tokens of a request are adjacent and in order."""
 
     step: int
     slots: Tensor
@@ -304,7 +304,7 @@ class StepOutputs(Message):
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Enough to know whether a cached copy of the tokeniser is the right one."""
+    """Identifies the engine's tokeniser, so that a client can tell whether its cached copy is the same."""
 
     content_hash: str
     """sha256 of the encoded TokenizerBundle, in hexadecimal."""
@@ -312,65 +312,65 @@ class TokenizerInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class TokenizerBundle(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
-    """A tokeniser in the `tokenizers` library's JSON, with what chat templates need besides."""
+    """A tokeniser in the JSON of the `tokenizers` library, and what chat templates need in addition."""
 
     tokenizer_json: bytes
     chat_templates: dict[str, str] = {}
-    """By name; the usual one is `default`. Empty for a base model."""
+    """By name; the standard one is `default`. Empty for a base model."""
     special_tokens: dict[str, str] = {}
-    """bos_token, eos_token, unk_token, pad_token, ... as the template sees them."""
+    """bos_token, eos_token, unk_token, pad_token, ... as chat templates refer to them."""
 
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class EngineTimes(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Sums and counts from the engine's start. The difference of two, divided, is the mean of the time between."""
+    """Sums and counts since the engine's start. Differences between two snapshots give the mean over that interval."""
 
     num_first_tokens: int = 0
     first_token_s: float = 0.0
-    """From requests' arrivals at the loop, which takes them up between steps, to their first tokens."""
+    """Sum of times from a request's arrival at the loop, which receives messages between steps, to its first token."""
     num_later_tokens: int = 0
     later_token_s: float = 0.0
-    """From each token of a request to its next."""
+    """Sum of times from each token of a request to its next."""
     request_s: float = 0.0
-    """From arrivals to ends, of the `num_finished` requests."""
+    """Sum of times from arrival to end, over the `num_finished` requests."""
     num_gc_pauses: int = 0
     gc_pause_s: float = 0.0
-    """Garbage collections of the process that the core runs in."""
+    """Total time of garbage collections in the core's process."""
     step_tokens: tuple[int, ...] = ()
-    """Steps by their tokens: up to each of STEP_TOKEN_BOUNDS, and above."""
+    """Histogram of steps by their number of tokens: one bucket up to each of STEP_TOKEN_BOUNDS, and one above."""
     step_tokens_sum: int = 0
 
 
 class ExpertBalance(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """How evenly the ranks of a stage shared the work of the experts when it was last measured.
+    """How evenly the experts' work was spread over the ranks of a stage when it was last measured.
 
-    A layer's balancedness is the mean of what its ranks computed by the most that one did: 1 where all did as much.
+    A layer's balancedness is the mean work of its ranks divided by the maximum: 1 if all did the same.
     """
 
     min: float
-    """Of all layers."""
+    """Lowest balancedness of any layer."""
     p50: float
     p90: float
-    """What 90% of the layers have at least."""
+    """90% of the layers have at least this balancedness."""
     avg: float
     rearrangements: int
-    """Times that experts have changed ranks, since the weights were read."""
+    """How often experts were moved between ranks since the weights were loaded."""
     rearrangement_s: float
-    """How long the last time took, in which no step ran."""
+    """Duration of the last move, during which no step ran."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
-    """A snapshot of the core. Counters run from its start."""
+    """A snapshot of the core. Counters start at zero when it starts."""
 
     num_running: int
     num_waiting: int
-    """In the queue, or held back by a gate."""
+    """In the queue, or held by a gate."""
     num_clients: int
     num_blocks: int
     num_free_blocks: int
-    """Free or reclaimable: cached blocks that no request holds count as free."""
+    """Free or reclaimable: cached blocks that no request uses count as free."""
     num_cached_blocks: int
     steps: int
     num_finished: int
@@ -379,30 +379,30 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     num_cached_prompt_tokens: int
     num_generated_tokens: int
     num_step_gaps: int = 0
-    """Steps that had work to follow on: whose forward pass could have begun when the one before ended."""
+    """Steps that had work ready when the step before ended, so that their forward pass could have begun at once."""
     step_gap_s: float = 0.0
-    """Sum of the times between those passes, in which the model stood still."""
+    """Sum of the idle times between those forward passes."""
     forward_s: float = 0.0
-    """Sum of the times of all forward passes, sampling within them included."""
+    """Sum of the durations of all forward passes, including sampling that is part of them."""
     paused: bool = False
     sleep_level: int = 0
-    """Sleep's, while weights or cache have given their memory back; 0 once WakeUp has taken all of it again."""
+    """The level of Sleep while weights or cache are released; 0 once WakeUp has restored all of them."""
     times: EngineTimes = EngineTimes()
     num_drafts: int = 0
-    """Times that a request got draft tokens in a step."""
+    """How often a request got draft tokens in a step."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Draft tokens that were right."""
+    """Draft tokens that were accepted."""
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
-    """The same by their place in the draft, up to num_speculative_tokens; empty without speculation."""
+    """Accepted tokens by position in the draft, up to num_speculative_tokens; empty without speculation."""
     num_waiting_by_reason: dict[str, int] = {}
-    """`capacity` for the queue, and the reason of each gate that is waited for (core/engine/gates.py)."""
+    """`capacity` for requests in the queue, and the reason of each gate that holds some (core/engine/gates.py)."""
     expert_balance: ExpertBalance | None = None
-    """Of the last stage, with enable_eplb, once it was measured."""
+    """Of the last pipeline stage, with enable_eplb, once it has been measured."""
 
 
 class Welcome(Message):
-    """Everything a frontend needs: attaching takes an address and nothing else."""
+    """Everything that a frontend needs to know about the engine: to attach, it needs only an address."""
 
     version: str
     pid: int
@@ -417,30 +417,30 @@ class Welcome(Message):
     max_logprobs: int
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerInfo | None
-    """None when the core runs without a tokeniser: prompts must be token ids."""
+    """None if the core runs without a tokeniser: prompts must be token ids."""
     generation_defaults: dict[str, float | int | list[int]]
-    """Sampling fields that the model's generation_config sets, under SamplingParams' names."""
+    """Sampling fields that the model's generation_config sets, by their names in SamplingParams."""
     startup_s: dict[str, float]
     """Seconds of each start-up phase, in order."""
     most_new_tokens: int | None = None
-    """A server gives no output more, whatever max_tokens a request asks for."""
+    """Upper limit of max_tokens for requests over HTTP; None for no limit."""
     stream_interval: int = 1
-    """Tokens of an output that its reader gets together; the first comes at once, and the end with all that is left."""
+    """How many tokens of an output are sent together; the first is sent at once, and the last ones with the end."""
     reasoning_parser: str = ""
-    """The format of reasoning where neither a request nor a server names one."""
+    """The format of reasoning to use when neither the request nor the server names one."""
     reasoning_begin: str = ""
-    """Begins reasoning in the place of what the format has."""
+    """Replaces the format's marker that begins reasoning."""
     reasoning_end: str = ""
-    """Forced when a budget is spent, in the place of the format's end, which it holds."""
+    """The text that is forced when a budget is spent, instead of the format's end marker, which it contains."""
     max_waiting_requests: int = 1 << 30
-    """Requests that may wait besides those that run."""
+    """Limit of waiting requests, in addition to the running ones."""
     grammars_hold_in_reasoning: bool = False
-    """Grammars of answers hold from the first token on."""
+    """Grammars apply to the reasoning too, from the first token on."""
     enable_prefix_caching: bool = False
     max_num_batched_tokens: int = 0
     model_version: str = ""
-    """Engines of the same give the same tokens for the same request. When it changes, with weights that were read anew,
-    a Welcome comes again."""
+    """Engines with the same version generate the same tokens for the same request. It changes when weights are
+    reloaded; the core then sends Welcome again."""
 
 
 class Reply(Message):
@@ -450,30 +450,30 @@ class Reply(Message):
 
 
 class Load(Message):
-    """Sent about once a second to a client that has requests here: soft state, and proof that the core lives."""
+    """Sent about once a second to a client with requests at this core: soft state, and proof that the core lives."""
 
     num_running: int
     num_waiting: int
     is_paused: bool = False
-    """No tokens come because somebody asked for that."""
+    """The engine was paused on request, so no tokens arrive."""
 
 
 class PrefixEvents(Message):
-    """Sent at most a few times a second to clients that follow them: soft state, of which some may be left out.
+    """Changes of the prefix cache, sent a few times a second at most to the clients that subscribed (FollowPrefixes).
 
-    The names are those of ipc/prefix_names.py.
+    Soft state: some may be left out. Prefixes are named as in ipc/prefix_names.py.
     """
 
     stored: Tensor
-    """[n] int64: the cache has come to hold these"""
+    """[n] int64: prefixes that the cache now holds"""
     evicted: Tensor
-    """[n] int64: it holds these no more"""
+    """[n] int64: prefixes that it no longer holds"""
 
 
 class Refused(Message):
-    """What the client last sent could not be taken: a wrong version, garbage, a message out of order.
+    """The client's last message could not be accepted: a wrong version, garbage, or a message out of order.
 
-    The client's other requests are not affected. Its leading field keeps its place in every version.
+    The client's other requests are not affected. The first field has the same position in every version.
     """
 
     failure: Failure
@@ -482,19 +482,19 @@ class Refused(Message):
 
 
 class Dismissed(Message):
-    """This client is served no more: its requests ended, with this cause, and nothing follows. It may attach anew."""
+    """The core ends this client's session: its requests end with this cause, and nothing follows. It may reconnect."""
 
     failure: Failure
 
 
 class Draining(Message):
-    """The core takes no new requests and ends within `deadline_s`; running ones go on until then."""
+    """The core accepts no new requests and exits within `deadline_s`; running requests continue until then."""
 
     deadline_s: float
 
 
 class EngineFailed(Message):
-    """The core is ending because of this; nothing follows."""
+    """The core is ending because of this failure; nothing follows."""
 
     failure: Failure
 
@@ -506,33 +506,33 @@ CoreMessage = Welcome | StepOutputs | Reply | Load | PrefixEvents | Refused | Di
 
 
 class Start(Message):
-    """The first message to a child: everything it is told. Options travel as the user gave them."""
+    """The first message to a child, with everything it needs. Options are sent as the user gave them."""
 
     schema_hash: str
     options: dict[str, Any]
     bind: str
-    """Address to listen on; empty lets the child choose an ipc:// path in the runtime directory."""
+    """Address to listen on; empty: the child chooses an ipc:// path in the runtime directory."""
 
 
 class Progress(Message):
-    """The child entered a phase; `seconds` is what the phase before it took."""
+    """The child entered a phase; `seconds` is the duration of the phase before it."""
 
     phase: str
     seconds: float
     read_bytes: int = 0
-    """Of the weights, while they are read: the phase is the same then."""
+    """Bytes of the weights loaded so far; reported repeatedly within the same phase."""
     total_bytes: int = 0
 
 
 class Ready(Message):
-    """The child serves at `address`."""
+    """The child accepts connections at `address`."""
 
     address: str
     startup_s: dict[str, float]
     ranks_startup_s: tuple[dict[str, float], ...] = ()
-    """Of each worker process of an engine; see Facts."""
+    """One dict per worker process of an engine; see Facts."""
     peer_timeout_s: float | None = None
-    """How long it and its clients may be silent; None for what is usual."""
+    """How long the child and its clients may be silent; None for the default."""
 
 
 class ChildFailed(Message):
@@ -552,7 +552,7 @@ ChildMessage = Progress | Ready | ChildFailed
 
 
 def hash_of(*unions: Any) -> str:
-    """Of every field's name and type in these unions, so that any change of layout changes it."""
+    """A hash of the names and types of all fields in these unions, so that it changes with any change of layout."""
     seen: dict[str, list[str]] = {}
 
     def visit(info: Any) -> None:

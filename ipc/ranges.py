@@ -1,8 +1,8 @@
-"""The range of a message's field, declared where the field is: `min_tokens: Annotated[int, Range(0, INT32)]`.
+"""The range of a message's field, declared at the field: `min_tokens: Annotated[int, Range(0, INT32)]`.
 
-From this one declaration the core refuses what its arrays cannot hold (`out_of_range`), and tests and the fuzzer of
-the wire pick edge values (`ranges_of`). A decoder does not enforce it: a request outside its
-range is still a request, which gets its one terminal answer.
+From this declaration the core refuses values that its arrays cannot hold (`out_of_range`), and tests and the wire
+fuzzer choose edge values (`ranges_of`). Decoding does not enforce it, since a request with a value out of range must
+still get its one terminal answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 FLOAT32 = 3.4e38
-"""No larger number is computed with."""
+"""The largest number that is used in computations."""
 
 
 class Range(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Range(msgspec.Struct, frozen=True):
         return f"{'(' if self.open_low else '['}{_text(self.low)}, {_text(self.high)}]"
 
     def passed_bound(self, value: float) -> str | None:
-        """The rule that the value breaks, by pydantic's name for it; None of a NaN, and of a value that lies within."""
+        """The violated rule, by pydantic's name for it; None for a NaN, and for a value within the range."""
         if value > self.high:
             return "less_than_equal"
         if value < self.low or (self.open_low and value == self.low):
@@ -43,29 +43,29 @@ class Range(msgspec.Struct, frozen=True):
         return None
 
     def words(self) -> str:
-        """`over 0 and at most 1`"""
+        """The range in words, such as `over 0 and at most 1`."""
         low = f"{'over' if self.open_low else 'at least'} {_text(self.low)}"
         return low if self.high >= FLOAT32 else f"{low} and at most {_text(self.high)}"
 
 
 class ModelDefault(msgspec.Struct, frozen=True):
-    """Marks a field whose default may be set by a model's generation_config.json and by override_generation_config."""
+    """Marks a field whose default generation_config.json and override_generation_config may set."""
 
     stored_as: str | None
-    """The field's name in that file; None where only the option sets it."""
+    """The field's name in generation_config.json; None if only the option sets it."""
 
 
 class Longest(msgspec.Struct, frozen=True):
-    """The most characters of a text, or entries of a tuple or dict."""
+    """Maximum number of characters of a text, or of entries of a tuple or dict."""
 
     count: int
 
 
 VOCABULARY = "a token id"
-"""Marks a number that must also be a token of the model: `names_marked` finds the fields with such numbers."""
+"""Marks a number that must also be a token id of the model: `names_marked` finds the fields with such numbers."""
 
 Check = Callable[[str, Any], str | None]
-"""Takes a field's name and value; gives the sentence that refuses it, or None."""
+"""Takes a field's name and value; returns a sentence that says why it is refused, or None."""
 
 
 def out_of_range(message: msgspec.Struct) -> str | None:
@@ -92,7 +92,7 @@ def ranges_of(kind: type[msgspec.Struct]) -> Mapping[str, Range]:
 
 @functools.cache
 def model_defaults(kind: type[msgspec.Struct]) -> Mapping[str, tuple[ModelDefault, type, Range]]:
-    """The struct's own fields that are marked with a ModelDefault: the mark, int or float, and the range."""
+    """The struct's own fields that are marked with a ModelDefault, as (mark, int or float, range) by name."""
     found: dict[str, tuple[ModelDefault, type, Range]] = {}
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         mark = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, ModelDefault)), None)
@@ -103,7 +103,7 @@ def model_defaults(kind: type[msgspec.Struct]) -> Mapping[str, tuple[ModelDefaul
 
 @functools.cache
 def names_marked(kind: type[msgspec.Struct], mark: object) -> tuple[str, ...]:
-    """The struct's own fields of which some part is annotated with the mark."""
+    """The struct's own fields whose annotation contains the mark at any depth."""
 
     def has_mark(hint: Any) -> bool:
         return mark in getattr(hint, "__metadata__", ()) or any(has_mark(part) for part in typing.get_args(hint))
@@ -118,7 +118,7 @@ def _checks_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, Check], ...]:
 
 
 def _check_of(hint: Any) -> Check | None:
-    """None for what has nothing to check."""
+    """None if there is nothing to check."""
     marks = getattr(hint, "__metadata__", ())
     checks = [_check_of_mark(mark) for mark in marks if isinstance(mark, Range | Longest)]
     if marks:

@@ -1,4 +1,4 @@
-"""Bounded waits: a deadline, and the processes whose death ends the wait early."""
+"""Bounded waits: each has a deadline, and may end early when a watched process dies."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class WaitTimeoutError(HeadraceError, TimeoutError):
-    """What was waited for did not come in time; the message says what and how long."""
+    """The awaited event did not happen in time; the message names it and the time limit."""
 
 
 class Deadline:
-    """A point in time that several waits share. `None` seconds never comes."""
+    """A point in time shared by several waits. With `None` seconds it never passes."""
 
     __slots__ = ("_end_s", "total_s")
 
@@ -40,9 +40,9 @@ class Deadline:
 
 
 def wait_readable(fd: int, deadline: Deadline, *, what: str, watch_pidfds: Iterable[int] = ()) -> bool:
-    """Waits until `fd` can be read: True; or until a watched process ended: False.
+    """Waits until `fd` is readable (returns True) or a watched process has ended (returns False).
 
-    Raises WaitTimeoutError at the deadline. `fd` wins when both are ready, so a last message is not lost.
+    Raises WaitTimeoutError at the deadline. If both are ready it returns True, so that a last message is not lost.
     """
     poller = select.poll()
     for each in (fd, *watch_pidfds):
@@ -60,10 +60,10 @@ def open_pidfd(pid: int) -> int:
 
 
 class BoundedCalls:
-    """Calls of what may hang, such as files on a dead network mount or a user's code, with a deadline. For one caller.
+    """Runs calls that may hang, such as file access on a dead network mount or user code, with a deadline.
 
-    A call that exceeds it goes on in a thread of its own, where nothing can end it; its result is dropped, and further
-    calls are refused until it has ended.
+    Used by one caller at a time. A call that exceeds the deadline continues in its own thread, where nothing can end
+    it; its result is dropped, and further calls are refused until it has ended.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -71,7 +71,7 @@ class BoundedCalls:
         self._hanging: tuple[str, threading.Thread] | None = None
 
     def run(self, what: str, call: Callable[..., T], *arguments: Any) -> T:
-        """Its result. Raises what it raises, and WaitTimeoutError. `what` begins a sentence."""
+        """Returns the call's result. Raises what the call raises, and WaitTimeoutError. `what` begins a sentence."""
         if self._hanging is not None and self._hanging[1].is_alive():
             raise HeadraceError(f"{self._hanging[0]} of before still hangs; try again when it has ended")
         results: list[T] = []
