@@ -1,15 +1,15 @@
-"""What other packages put beside or in place of ours: entry points of the group `headrace.plugins`, and named classes.
+"""Extensions from other packages: entry points of the group `headrace.plugins`, and classes that options name.
 
     [project.entry-points."headrace.plugins"]          # in the other package's pyproject.toml
     tiny = "tiny_family:FAMILY"                         # a Family: models of its architectures are served
     gentle = "gentle.scheduler:GentleScheduler"         # a class: scheduler_cls=gentle
     lab = "lab.executor:LabExecutor"                    # a class: distributed_executor_backend=lab
 
-    [project.entry-points."headrace.logits_processors"] # a class that every engine makes (executor/sampling);
-    calm = "calm.processor:Calm"                        # so it does of the group "vllm.logits_processors"
+    [project.entry-points."headrace.logits_processors"] # a class that every engine creates (executor/sampling);
+    calm = "calm.processor:Calm"                        # the group "vllm.logits_processors" has the same effect
 
-A plugin is loaded when it is asked for by name, families when a model is of no architecture of ours. What is wrong with
-one is said where it is missed; the others are served.
+A plugin is loaded when an option names it; plugins that are families are loaded when Headrace has no family for a
+model's architecture. A broken plugin is reported where it is needed, and does not affect the others.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from headrace.ipc.failure import OptionError
 GROUP = "headrace.plugins"
 VLLM_GROUP = "vllm.general_plugins"
 LOGITS_PROCESSORS_GROUPS = ("headrace.logits_processors", "vllm.logits_processors")
-"""Ours, and that of packages made for vLLM, whose interface is the same."""
+"""Headrace's own group, and the one of packages made for vLLM, whose interface is the same."""
 logger = logging.getLogger(__name__)
 
 
 def plugins() -> dict[str, EntryPoint]:
-    """Those installed, by name. Raises OptionError where two packages use one name."""
+    """Installed plugins by name. Raises OptionError if two packages use the same name."""
     found: dict[str, EntryPoint] = {}
     for entry in sorted(_installed(GROUP), key=lambda entry: entry.name):
         other = found.setdefault(entry.name, entry)
@@ -46,12 +46,12 @@ def plugins() -> dict[str, EntryPoint]:
 
 
 def has_logits_processors(named: Sequence[str]) -> bool:
-    """Whether an engine that names these classes has any."""
+    """Whether an engine with these classes in its options has any logits processors, installed ones included."""
     return bool(named or logits_processor_entries())
 
 
 def logits_processor_entries() -> list[EntryPoint]:
-    """Those installed, by name; a class that a package registers in both groups once."""
+    """Installed logits processors, sorted by name. A class that is registered in both groups is listed once."""
     found: dict[str, EntryPoint] = {}
     for group in LOGITS_PROCESSORS_GROUPS:
         for entry in _installed(group):
@@ -65,19 +65,19 @@ def _installed(group: str) -> list[EntryPoint]:
 
 @functools.lru_cache(maxsize=1)
 def _installed_on(path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
-    """Of all groups, by one look for each `sys.path`: it reads a file of every package that is installed.
+    """Entry points of all groups, cached per `sys.path`: the search reads a file of every installed package.
 
-    An engine asks several times as it starts, and so does each of its ranks.
+    An engine asks for them several times at its start, and so does each of its ranks.
     """
     installed = entry_points()
     return {group: list(installed.select(group=group)) for group in (GROUP, VLLM_GROUP, *LOGITS_PROCESSORS_GROUPS)}
 
 
 def load_plugin(entry: EntryPoint) -> Any:
-    """What it names. Raises OptionError, naming plugin and package, when that cannot be had."""
+    """Imports the object that the entry names. Raises OptionError, naming plugin and package, if that fails."""
     try:
         return entry.load()
-    except Exception as error:  # whatever the module does when it is imported
+    except Exception as error:  # importing the module may raise anything
         raise OptionError(
             f"the plugin {entry.name} of {_package(entry)} ({entry.value}) cannot be loaded: "
             f"{type(error).__name__}: {error}"
@@ -85,7 +85,7 @@ def load_plugin(entry: EntryPoint) -> Any:
 
 
 def load_plugins(kind: type) -> tuple[list[Any], list[str]]:
-    """Every plugin that is a `kind`, and a sentence for each that cannot be loaded, or is neither that nor a class."""
+    """All plugins of type `kind`, and a message for each that cannot be loaded or is neither a `kind` nor a class."""
     found, problems = [], []
     for entry in plugins().values():
         try:
@@ -104,7 +104,7 @@ def load_plugins(kind: type) -> tuple[list[Any], list[str]]:
 
 
 def warn_of_vllm_plugins() -> None:
-    """Says why vLLM's plugins that are installed do nothing here."""
+    """Logs why installed plugins of vLLM have no effect."""
     for entry in _installed(VLLM_GROUP):
         logger.warning(
             "the plugin %s of %s is registered for vLLM (%s): it changes vLLM's own modules, which are not in use "
@@ -117,9 +117,9 @@ def warn_of_vllm_plugins() -> None:
 
 
 def load_class(option: str, name: str, base: type | None = None) -> Any:
-    """The class that `option` names as module:Class, as module.Class, or by a plugin's name.
+    """The class that `option` names as module:Class, as module.Class, or by the name of a plugin.
 
-    Raises OptionError, in one sentence, when there is none or when it is not derived from `base`.
+    Raises OptionError if there is no such class, or if it is not derived from `base`.
     """
     module, colon, attribute = name.partition(":")
     if not colon:
@@ -145,7 +145,7 @@ def _named(option: str, name: str, module: str, attribute: str) -> Any:
     try:
         loaded = _script(module) if module.endswith(".py") else importlib.import_module(module)
         return getattr(loaded, attribute)
-    except Exception as error:  # whatever the module does when it is imported
+    except Exception as error:  # importing the module may raise anything
         hint = "; the engine is a process of its own: put the class into a module that it can import"
         raise OptionError(
             f"{option}={name} cannot be loaded: {type(error).__name__}: {error}{hint if module == '__main__' else ''}"
@@ -153,8 +153,8 @@ def _named(option: str, name: str, module: str, attribute: str) -> Any:
 
 
 SCRIPT = "__mp_main__"
-"""A script's name where it is loaded for its classes. multiprocessing uses it too: what a script does under
-`if __name__ == "__main__"` is not done."""
+"""Module name of a user's script that is imported for its classes. As with multiprocessing, which uses the same name,
+code under `if __name__ == "__main__"` does not run."""
 
 
 def _script(file: str) -> types.ModuleType:
@@ -179,7 +179,7 @@ _LOADING = "__headrace_loading__"
 
 
 def is_loading_script() -> bool:
-    """Whether a script is being loaded for its classes, and is not to start engines of its own."""
+    """Whether a script is being imported for its classes, and so must not start engines itself."""
     return bool(getattr(sys.modules.get(SCRIPT), _LOADING, False))
 
 

@@ -1,1 +1,1 @@
-"""What each of our programs does as a process: its start and end, its log, its pauses."""
+"""Common to all of Headrace's programs: their start and end, log, and pauses by garbage collection."""

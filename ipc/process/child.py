@@ -1,4 +1,4 @@
-"""What every program that Headrace starts as a child does at its start and at its end."""
+"""The start and end of every program that Headrace starts as a child."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from headrace.ipc.process.log import drain_stderr
 
 _PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Each of them asks for an orderly end."""
+"""Each of them asks for an orderly shutdown."""
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends, should the orderly ways fail."""
+    """Makes the kernel kill this process when the thread that started it ends, in case orderly shutdown fails."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def leave_signals_to_parent() -> None:
-    """A signal to all processes at once (systemd's, `docker stop`'s, a closed terminal's) is the parent's to obey.
+    """Ignores the signals that reach all processes at once (systemd's, `docker stop`'s, a closed terminal's).
 
-    It ends its children in order, once what they do for it is done.
+    The parent obeys them: it ends its children in order, once their work for it is done.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def show_stacks_when_asked() -> None:
-    """On SIGUSR1, and before a crash, this process writes to its stderr where its threads are."""
+    """On SIGUSR1, and before a crash, this process writes the stacks of its threads to stderr."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 @contextlib.contextmanager
 def exit_when_slow(after_s: float, sentence: Callable[[], str], status: int) -> Iterator[None]:
-    """What is done within may take `after_s`; then the process says the sentence and where it hangs, and exits.
+    """Limits the block to `after_s`; then the process prints the sentence and its stacks, and exits with `status`.
 
-    For a program that no parent watches.
+    For programs that no parent watches.
     """
 
     def end() -> None:
@@ -63,9 +63,9 @@ def exit_when_slow(after_s: float, sentence: Callable[[], str], status: int) -> 
 
 
 def leave(status: int) -> NoReturn:
-    """Exits at once: everything is closed by now, and tearing the interpreter and torch down takes a second or two."""
+    """Exits at once: everything is closed by now, and tearing down the interpreter and torch takes a second or two."""
     logging.shutdown()
-    with contextlib.suppress(OSError, ValueError):  # nobody may be left to read it
+    with contextlib.suppress(OSError, ValueError):  # stdout may have no reader any more
         sys.stdout.flush()
     drain_stderr()
     os._exit(status)

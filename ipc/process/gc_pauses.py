@@ -1,4 +1,4 @@
-"""How long Python's garbage collector keeps this process from its work, and how to keep it from that."""
+"""Measures how long Python's garbage collector pauses a process, and shortens or defers those pauses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MADE_BETWEEN_WALKS = 50_000
 
 @contextlib.contextmanager
 def gc_watched(on_pause: Callable[[float], None]) -> Iterator[None]:
-    """Calls back with the seconds of each collection, in the thread that it came to, until the block ends."""
+    """Until the block ends, calls back with the seconds of each collection, in the thread that ran it."""
     began_s = 0.0
 
     def on_gc(phase: str, info: dict[str, int]) -> None:
@@ -32,14 +32,14 @@ def gc_watched(on_pause: Callable[[float], None]) -> Iterator[None]:
 
 
 class CollectorHold:
-    """Keeps the collector still within `with` blocks, in any number of threads.
+    """Disables the collector within `with` blocks, in any number of threads.
 
-    For work that makes many objects and drops them before it ends: the collector would walk through all of them again
-    and again, and every thread waits while it does.
+    For work that creates many objects and drops them before it ends: the collector would traverse them again and
+    again, while every thread waits.
     """
 
     def __init__(self, longest_s: float) -> None:
-        """longest_s: where one block follows on another for so long, young objects are collected within."""
+        """longest_s: after this time of uninterrupted (overlapping) blocks, the young generations are collected."""
         self._longest_s = longest_s
         self._lock = threading.Lock()
         self._num_held = 0
@@ -65,9 +65,11 @@ class CollectorHold:
 
 @contextlib.contextmanager
 def lasting_objects() -> Iterator[Callable[[], None]]:
-    """For a program that makes millions of objects which live to its end, and then works with them: within the block
-    the collector walks through nothing, until what the block is given is called; and from then on only through what was
-    made since, some of it at a time."""
+    """For a program that creates millions of objects that live until it ends, and then works with them.
+
+    Within the block the collector is disabled until the yielded function is called. From then on it traverses only
+    objects created since, and runs less often.
+    """
     was_enabled, thresholds = gc.isenabled(), gc.get_threshold()
     gc.disable()
 
@@ -85,29 +87,29 @@ def lasting_objects() -> Iterator[Callable[[], None]]:
 
 
 class IdleCollector:
-    """Has all objects walked through only while nothing runs: thousands of requests that are alive take 20 ms and more.
+    """Runs full collections only while no request runs: with thousands of live requests one takes 20 ms or more.
 
-    Young ones are walked often, and few at a time. What refers to itself and has grown old waits for a quiet moment, or
-    for some millions of objects.
+    Young objects are collected often, a few at a time. Old reference cycles remain until an idle moment, or until some
+    millions of objects were created.
     """
 
     IDLE_S = 1.0
     _YOUNG, _YOUNG_WALKS, _MOST_WALKS = 2_000, 2, 2_500
     _DUE_WALKS = 25
-    """Of young objects, since the last of all."""
+    """Due after this many collections of young objects since the last full one."""
 
     def __init__(self) -> None:
         self._num_busy = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """What was made so far lives for ever, and need not be looked at again."""
+        """Freezes all objects created so far: they are assumed to live until the process ends."""
         gc.collect()
         gc.freeze()
         gc.set_threshold(self._YOUNG, self._YOUNG_WALKS, self._MOST_WALKS)
 
     def busy(self, change: int) -> None:
-        """So much more runs, or less. In an event loop."""
+        """Adds `change`, which may be negative, to the number of running requests. Call in an event loop."""
         self._num_busy += change
         if self._num_busy == 0 and self._timer is None and gc.get_count()[2] >= self._DUE_WALKS:
             self._timer = asyncio.get_running_loop().call_later(self.IDLE_S, self._collect)

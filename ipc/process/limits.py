@@ -1,4 +1,4 @@
-"""Limits of a process."""
+"""Resource limits of a process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 
 
 def raise_file_limit() -> None:
-    """Each connection is a descriptor: takes as many as the system allows."""
+    """Raises the limit of open files to the highest the system allows: each connection takes a file descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         with contextlib.suppress(ValueError, OSError):

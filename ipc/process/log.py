@@ -1,10 +1,10 @@
-"""What our programs write to stderr: one form of line, nothing forged, and never a wait or an error for who writes.
+"""The stderr of Headrace's programs: uniform log lines that cannot be forged, and writes that never block or fail.
 
     logging, print, progress bars --> sys.stderr = NeverBlocking --> descriptor 2
-                                                              `--> queue --> thread --> the same, where that is full
+                                                              `--> queue --> thread --> the same, if that is full
 
-A log that nobody reads (a full pipe), that is gone (a broken one) or that has no room (a full disk) costs lines, not
-service: the thread waits or fails, and what does not fit the queue is dropped and counted.
+If nobody reads the log (a full pipe), its reader is gone (a broken pipe) or it has no room (a full disk), lines are
+lost but the program goes on: only the thread waits or fails, and what does not fit the queue is dropped and counted.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LEVEL_VARIABLE = "HEADRACE_LOG_LEVEL"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _STDERR = 2
 MOST_QUEUED = 10_000
-"""Pieces of text, of a line or so each, that may wait to be written."""
+"""Limit of queued pieces of text, of about a line each."""
 DRAIN_S = 1.0
-"""How long a program that ends waits for its last lines to be written."""
+"""How long a program waits at its end for its last lines to be written."""
 
 
 def set_up_logging(process: str, default_level: str) -> None:
-    """Lines like `INFO 12:00:00 server: message`, of HEADRACE_LOG_LEVEL and above."""
+    """Log lines look like `INFO 12:00:00 server: message`; HEADRACE_LOG_LEVEL sets the lowest level."""
     asked = os.environ.get(LEVEL_VARIABLE, "").upper()
     handler = logging.StreamHandler(_CurrentStderr())
     handler.setFormatter(LogFormatter(f"%(levelname)s %(asctime)s {process}: %(message)s", "%H:%M:%S"))
@@ -40,35 +40,35 @@ def set_up_logging(process: str, default_level: str) -> None:
 
 
 class LogFormatter(logging.Formatter):
-    """No record can look like another: further lines are indented, and control characters are spelt out."""
+    """Prevents forged records: continuation lines are indented, and control characters are escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n    ".join(printable(line) for line in super().format(record).split("\n"))
 
 
 def printable(text: str) -> str:
-    """With control characters and their like, such as line ends and those that change directions, spelt out."""
+    """The text with unprintable characters escaped, such as line ends and marks of text direction."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class _CurrentStderr:
-    """A stream for a log handler: stderr, above the progress bars that stand there, if any do."""
+    """A stream for a log handler: writes to the current sys.stderr, above any progress bars."""
 
     def write(self, text: str) -> None:
         write_beside_bars(text)
 
     def flush(self) -> None:
-        """It never keeps anything back."""
+        """Nothing to do: `write` flushes."""
 
 
 def write_beside_bars(text: str) -> None:
-    """To stderr, above the progress bars that stand there, if any do. Raises nothing."""
+    """Writes to stderr, above any progress bars. Raises nothing."""
     if sys.stderr is None:
         return
     with contextlib.suppress(ValueError, OSError):  # it may be closed
-        bars: Any = sys.modules.get("tqdm")  # this folder imports no such thing itself
+        bars: Any = sys.modules.get("tqdm")  # ipc does not import tqdm itself
         if bars is not None:
             bars.tqdm.write(text, file=sys.stderr, end="")
         else:
@@ -77,16 +77,15 @@ def write_beside_bars(text: str) -> None:
 
 
 class NeverBlocking:
-    """A text stream before another. What that takes at once is written at once, so that it is there after a crash.
-
-    Everything else is left to a thread.
+    """A text stream in front of another one. Text that the other accepts at once is written at once, so that it
+    survives a crash; the rest is left to a thread.
     """
 
     encoding, errors = "utf-8", "backslashreplace"
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._fd = stream, stream.fileno()
-        self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()  # a signal's handler may write
+        self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()  # reentrant, for signal handlers
         self._writing = threading.Lock()
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLOUT)
@@ -95,12 +94,12 @@ class NeverBlocking:
 
     def write(self, text: str) -> int:
         data = text.encode(self.encoding, self.errors)
-        # A pipe that can be written takes so much without waiting (pipe(7)).
+        # A pipe that polls as writable accepts this much without blocking (pipe(7)).
         if len(data) <= select.PIPE_BUF and self._queue.empty() and self._writing.acquire(blocking=False):
             try:
                 if self._poll.poll(0):
                     data = data[os.write(self._fd, data) :]
-            except OSError:  # nobody is there to read, or there is no room
+            except OSError:  # there is no reader, or no room
                 data = b""
             finally:
                 self._writing.release()
@@ -111,10 +110,10 @@ class NeverBlocking:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is kept back, and nobody is to wait; see `drain`."""
+        """Nothing is buffered, and callers must not wait; see `drain`."""
 
     def drain(self, timeout_s: float = DRAIN_S) -> None:
-        """Waits until everything is written, but not for long."""
+        """Waits until everything is written, at most for `timeout_s`."""
         written = threading.Event()
         self._queue.put(written)
         written.wait(timeout_s)
@@ -140,7 +139,7 @@ class NeverBlocking:
 
 
 def protect_stderr() -> None:
-    """From now on nothing that this process writes to stderr can fail or wait."""
+    """From now on nothing that this process writes to stderr can fail or block."""
     if sys.stderr is None or isinstance(sys.stderr, NeverBlocking):
         return
     try:
@@ -154,6 +153,6 @@ def protect_stderr() -> None:
 
 
 def drain_stderr() -> None:
-    """Before a process ends without further ado: its last lines get their time."""
+    """Gives the last log lines time to be written, before the process ends abruptly."""
     if isinstance(sys.stderr, NeverBlocking):
         sys.stderr.drain()

@@ -1,4 +1,4 @@
-"""What a process gives back to the system of the memory that it has freed."""
+"""Returns freed memory to the system."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import ctypes
 
 
 def give_back_freed_memory() -> None:
-    """glibc keeps what is freed between blocks in use: after a flood of messages, tens of megabytes for good. Takes
-    about 0.1 ms for each megabyte to give back; does nothing where the C library has no malloc_trim."""
+    """Calls malloc_trim: glibc keeps freed memory between blocks in use, tens of megabytes after a burst of messages.
+
+    Takes about 0.1 ms per megabyte returned. Does nothing if the C library has no malloc_trim.
+    """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

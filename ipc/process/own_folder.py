@@ -1,4 +1,4 @@
-"""Temporary folders that go with their process; what a killed one left goes when the next of its kind is made."""
+"""Temporary folders removed when their process ends; those of killed processes when the next of the kind is made."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from types import TracebackType
 from typing import Self
 
 _LEAST_AGE_S = 60.0
-"""A folder that nobody holds may have been made in this moment, by a process that is about to hold it."""
+"""A folder without a lock may be just created, by a process that is about to lock it."""
 
 
 class OwnFolder:
-    """A folder under the system's temporary one that only this user can enter, until it is closed or not in use."""
+    """A folder in the system's temporary folder that only this user can enter; removed when closed or unreferenced."""
 
     def __init__(self, kind: str) -> None:
-        """kind: what it is for; the folder is named after it. Raises OSError where none can be made."""
+        """kind: its purpose, which the folder's name contains. Raises OSError if it cannot be created."""
         prefix = f"headrace-{kind}-"
         _remove_abandoned(prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
@@ -37,12 +37,12 @@ class OwnFolder:
 
 
 def _hold(folder: Path) -> int | None:
-    """The descriptor whose lock tells that somebody uses the folder, for as long as that process lives; None where
-    another has it."""
+    """A descriptor whose lock marks the folder as in use until it is closed or the process ends; None if another
+    process has the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # also of a file system without locks, where nothing is ever held to be abandoned
+    except OSError:  # also on a file system without locks: there no folder counts as abandoned
         os.close(descriptor)
         return None
     return descriptor
@@ -55,7 +55,7 @@ def _remove_abandoned(prefix: str) -> None:
             if status.st_uid != os.getuid() or time.time() - status.st_mtime < _LEAST_AGE_S:
                 continue
             held = _hold(folder)
-        except OSError:  # gone by now, or no folder
+        except OSError:  # already removed, or not a folder
             continue
         if held is not None:
             _remove(folder, held)

@@ -1,4 +1,4 @@
-"""What Linux tells of any process of this host."""
+"""Facts about processes of this host, from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 class Status(NamedTuple):
     state: str
-    """The letter of proc(5): R runs, S sleeps, T is stopped, Z has ended and was not asked for."""
+    """The letter of proc(5): R running, S sleeping, T stopped, Z ended but not yet waited for by its parent."""
     started: int
-    """When, in clock ticks since boot: a process of the same number that started later is another."""
+    """Start time in clock ticks since boot: a process with the same pid and a later start is another process."""
 
 
 def status_of(pid: int) -> Status | None:
-    """None for a process that is not there, or where there is no /proc."""
+    """None if there is no such process, or no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
         return Status(fields[0], int(fields[19]))
@@ -24,7 +24,7 @@ def status_of(pid: int) -> Status | None:
 
 
 def oom_kill_count() -> int:
-    """How many processes the kernel has killed for memory since boot; 0 where it does not say."""
+    """How many processes the kernel has killed for lack of memory since boot; 0 if it does not report this."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -1,1 +1,1 @@
-"""How bytes get from process to process: sockets and their keys, the inherited channel, the shared-memory ring."""
+"""Transport of bytes between processes: sockets and their keys, the inherited channel, the shared-memory ring."""

@@ -1,4 +1,4 @@
-"""The inherited socket between a parent and a child program it started: the handshake, and the order to stop.
+"""The inherited socket between a parent and the child program it started: the handshake, and the request to stop.
 
     parent                         child
       Start(options, bind)   ->
@@ -7,7 +7,7 @@
       Stop(deadline_s)       ->
                              <-   ChildFailed(failure), when it fails later
 
-Each message is a 4-byte little-endian length and that many bytes. End of file is the other side's death.
+Each message is a 4-byte little-endian length and that many bytes. End of file means that the other side has ended.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from headrace.ipc.wait import Deadline, wait_readable
 
 _LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 3 << 30
-"""A worker's largest message is a step's log-probabilities over a whole vocabulary; more than this is garbage."""
+"""A worker's largest message has a step's log-probabilities over a whole vocabulary; anything longer is garbage."""
 _PART_BYTES = 1 << 20
 ORPHAN_GRACE_S = 3.0
-"""After its parent's death, how long a child's orderly end may take."""
+"""How long a child's orderly shutdown may take after its parent's death."""
 
 
 class ChannelClosedError(HeadraceError):
-    """The process at the other end is gone."""
+    """The process at the other end has ended."""
 
 
 class Channel:
-    """One end. `receives` is the union of what may arrive. Any thread may send; receiving is for one of them."""
+    """One end of the channel. `receives` is the union of its incoming messages. Any thread may send; one receives."""
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:
         self._socket = sock
         self._sending = threading.Lock()
         self._sends: Codec[Any] = Codec(receives)  # encoding is the same for every union
         self._receives: Codec[Any] = Codec(receives)
-        self._received = bytearray()  # of a message that has not come whole
+        self._received = bytearray()  # the part received so far of an incomplete message
 
     @classmethod
     def pair(cls, receives: Any) -> tuple[Channel, socket.socket]:
-        """This end, and the child's socket to pass on to it."""
+        """This end, and the child's socket, which is to be passed on to it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(ours, receives), theirs
 
@@ -60,9 +60,9 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Any, deadline: Deadline | None = None) -> None:
-        """Raises ChannelClosedError when nobody is there to receive, WaitTimeoutError when nobody does in time.
+        """Raises ChannelClosedError if the other process is gone, WaitTimeoutError if it does not receive in time.
 
-        After the latter the channel is of no more use, as half a message may have been sent.
+        After WaitTimeoutError the channel is unusable, as half a message may have been sent.
         """
         with self._sending:
             (header,) = self._sends.encode(message)
@@ -80,7 +80,7 @@ class Channel:
     def receive(self, deadline: Deadline) -> Any:
         """Raises ChannelClosedError at end of file, WaitTimeoutError at the deadline, CodecError for garbage.
 
-        What has come of a message by the deadline is kept, and the next call goes on with it.
+        If the deadline passes within a message, the next call continues with the part received so far.
         """
         self._read_until(_LENGTH.size, deadline)
         length = _LENGTH.unpack_from(self._received)[0]
@@ -91,7 +91,7 @@ class Channel:
         return self._receives.decode([data])
 
     def _read_until(self, size: int, deadline: Deadline) -> None:
-        """Until so many bytes of the message are here."""
+        """Receives until `size` bytes of the message are here."""
         received = self._received
         while len(received) < size:
             wait_readable(self.fileno(), deadline, what="a message from the other process")
@@ -113,9 +113,9 @@ def obey_parent(
     orphan_status: int,
     on_message: Callable[[Any], object] = lambda message: None,
 ) -> None:
-    """A child's thread: passes each Stop's deadline_s on to `stop` and other messages to `on_message`.
+    """Main function of a child's thread: calls `stop` with the deadline_s of each Stop, `on_message` with the others.
 
-    When the parent dies it stops at once, and exits with `orphan_status` if an orderly end takes longer than
+    When the parent dies it calls `stop` with 0, and exits with `orphan_status` if an orderly shutdown takes longer than
     ORPHAN_GRACE_S.
     """
     try:

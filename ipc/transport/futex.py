@@ -1,8 +1,8 @@
-"""Sleeping on a word of shared memory (Linux's futex), and the memory fence that goes with it.
+"""Sleeping on a word of shared memory (Linux's futex), and the memory fence that this needs.
 
-A process that waits for a word to change says so (a flag of its own), then sleeps for as long as the word keeps the
-value it has seen; the one that changes the word wakes it. Neither may miss the other, which takes a fence on both
-sides between the store and the load that follows it:
+A process that waits for a word to change sets a flag, then sleeps while the word has the value it has seen; the process
+that changes the word wakes it. Neither may miss the other, which takes a fence on both sides between the store and the
+load that follows it:
 
     waiter                               changer
       flag = 1                             word = new
@@ -19,12 +19,12 @@ import platform
 import threading
 
 _SYS_FUTEX = {"x86_64": 202, "ppc64le": 221, "s390x": 238}.get(platform.machine(), 98)
-"""98 is its number on every architecture with the kernel's generic table: aarch64, riscv64, loongarch64."""
-_FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # not the private kind: the word is shared between processes
+"""The syscall's number; 98 on architectures with the kernel's generic table: aarch64, riscv64, loongarch64."""
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # not FUTEX_PRIVATE_FLAG: the word is shared between processes
 _EVERYBODY = (1 << 31) - 1
-_wait = ctypes.CDLL(None, use_errno=True).syscall  # releases the interpreter lock meanwhile
+_wait = ctypes.CDLL(None, use_errno=True).syscall  # releases the GIL during the call
 _wait.restype = ctypes.c_long
-_wake = ctypes.PyDLL(None).syscall  # keeps it: this call never sleeps, and another thread would take the lock
+_wake = ctypes.PyDLL(None).syscall  # keeps the GIL: this call never sleeps, and another thread would take the lock
 
 
 class _Timespec(ctypes.Structure):
@@ -32,9 +32,9 @@ class _Timespec(ctypes.Structure):
 
 
 class Futex:
-    """A u32 of shared memory to sleep on; one thread at a time waits by one object.
+    """A u32 of shared memory to sleep on. Only one thread at a time may wait with one object.
 
-    The calls' arguments are made once: after a sleep, when nothing is in the caches, converting them takes longer
+    The arguments of the calls are converted once: after a sleep, with cold caches, the conversion would take longer
     than the kernel's part.
     """
 
@@ -51,8 +51,8 @@ class Futex:
     def wait(self, seen: int, timeout_s: float | None) -> None:
         """Sleeps until woken or `timeout_s` has passed; returns at once if the word is not `seen`.
 
-        May also return early, as when a signal came: the caller looks again. Raises OSError where there are no
-        futexes.
+        It may also return early, for example after a signal: the caller must check the word again. Raises OSError
+        where futexes are not supported.
         """
         self._seen.value = seen
         if timeout_s is None:
@@ -72,7 +72,7 @@ class Futex:
 class Fence:
     """`fence()` orders all memory accesses before it before all after it, for every process that shares the memory.
 
-    Python has no such primitive. Letting go of a lock and taking it again is one: a locked instruction on x86, and on
+    Python has no such primitive. Releasing a lock and acquiring it again is one: a locked instruction on x86, and on
     ARM a store-release followed by a load-acquire of the same word, which ARMv8 keeps in order.
     """
 

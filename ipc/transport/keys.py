@@ -1,18 +1,18 @@
-"""Keys of engines that other hosts reach: CURVE (RFC 26, CurveZMQ) encrypts and authenticates tcp:// connections.
+"""Keys for engines that other hosts reach: CURVE (RFC 26, CurveZMQ) encrypts and authenticates tcp:// connections.
 
-A key file is TOML. Its owner alone may read it, for whoever holds it can use the engines:
+A key file is TOML. Only its owner may read it, since whoever has it can use the engines:
 
-    [engine]                  how an engine proves that it is one of the deployment
-    public_key = "..."        40 characters each, Z85
+    [engine]                  proves that an engine belongs to the deployment
+    public_key = "..."        each 40 characters, Z85
     secret_key = "..."        absent from the file of a client that starts no engines
-    [client]                  how whoever holds this file proves who they are
+    [client]                  proves the identity of a client with this file
     public_key = "..."
     secret_key = "..."
-    [clients]                 whom engines admit, by name
+    [clients]                 the clients that engines admit, by name
     deployment = "..."
 
-The handshake proves both sides' keys with fresh keys of the connection, so what was recorded cannot be replayed, and
-what was sent stays secret when a key is lost later.
+The handshake proves both sides' keys with fresh keys per connection, so recorded traffic cannot be replayed, and past
+traffic stays secret if a key is disclosed later.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 VARIABLE = "HEADRACE_KEYS"
 INSECURE_VARIABLE = "HEADRACE_INSECURE"
 OWN_CLIENT = "deployment"
-"""Name of the client key that the deployment's own file holds."""
+"""Name of the deployment's own client key, in its key file."""
 _Z85_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class KeyFileError(HeadraceError, ValueError):
-    """A key file that is missing, open to others or damaged, with what it must be."""
+    """A key file that is missing, readable by others, or damaged; the message says what is expected."""
 
 
 class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,32 +51,32 @@ class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a key file says."""
+    """The content of a key file."""
 
     engine: KeyPair
     client: KeyPair
     clients: dict[str, str] = {}
 
     def secure_client(self, socket: zmq.Socket[bytes]) -> None:
-        """To be called before the socket connects."""
+        """Call before the socket connects."""
         socket.curve_publickey = self.client.public_key.encode()
         socket.curve_secretkey = self.client.secret_key.encode()
         socket.curve_serverkey = self.engine.public_key.encode()
 
     def secure_engine(self, socket: zmq.Socket[bytes]) -> None:
-        """To be called before the socket binds, and after `Gatekeeper` admits clients in its context."""
+        """Call before the socket binds, and after a `Gatekeeper` of its context was created."""
         socket.curve_server = True
         socket.curve_secretkey = self.engine.secret_key.encode()
 
 
 class Gatekeeper:
-    """Admits the clients whom a key file names to the sockets of a ZeroMQ context, on a thread of pyzmq's.
+    """Admits the clients of a key file to the sockets of a ZeroMQ context, on a thread of pyzmq.
 
-    The file is read at each connection: a client who was taken out of it is refused from the next one on.
+    The file is read at each connection, so a client removed from it is refused from its next connection on.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path) -> None:
-        from zmq.auth.thread import ThreadAuthenticator  # brings asyncio, which an engine without keys needs not
+        from zmq.auth.thread import ThreadAuthenticator  # imports asyncio, which an engine without keys does not need
 
         self._path = path
         self._authenticator = ThreadAuthenticator(context)
@@ -84,7 +84,7 @@ class Gatekeeper:
         self._authenticator.configure_curve_callback("*", self)
 
     def callback(self, domain: str, public_key: bytes) -> bool:
-        """Of pyzmq's credentials provider: whether the client with this key (Z85) is admitted."""
+        """Called by pyzmq (as a credentials provider): whether the client with this key (Z85) is admitted."""
         try:
             admitted = read_keys(self._path).clients
         except KeyFileError as error:
@@ -103,12 +103,12 @@ def key_file() -> Path | None:
 
 
 def is_insecure() -> bool:
-    """Whether HEADRACE_INSECURE allows connections beyond this machine that are neither encrypted nor authenticated."""
+    """Whether HEADRACE_INSECURE allows unencrypted, unauthenticated connections beyond this machine."""
     return os.environ.get(INSECURE_VARIABLE, "").lower() not in ("", "0", "false", "no")
 
 
 def use_keys(path: str | None, insecure: bool) -> None:
-    """What a command line says, for this process and the children that it starts."""
+    """Applies a command line's options to this process and the children that it starts."""
     if path is not None:
         os.environ[VARIABLE] = path
     if insecure:
@@ -140,7 +140,7 @@ def read_keys(path: Path) -> Keys:
 
 
 def read_engine_keys(path: Path) -> Keys:
-    """The same, of a file that an engine listens with. Raises KeyFileError."""
+    """Reads the key file that an engine listens with. Raises KeyFileError, also for a client's file."""
     keys = read_keys(path)
     if not keys.engine.secret_key:
         raise KeyFileError(f"{path} is a client's: an engine listens with the file that `headrace keys FILE` made")
@@ -148,14 +148,14 @@ def read_engine_keys(path: Path) -> Keys:
 
 
 def make_key_file(path: Path) -> None:
-    """New keys of a deployment. Raises KeyFileError where something is there already."""
+    """Writes new keys of a deployment. Raises KeyFileError if the path exists."""
     engine, client = _new_pair(), _new_pair()
     clients = {OWN_CLIENT: client.public_key}
     _write_new(path, {"engine": msgspec.to_builtins(engine), "client": msgspec.to_builtins(client), "clients": clients})
 
 
 def add_client(path: Path, name: str, client_path: Path) -> None:
-    """A key file for one client, whom engines with the file `path` admit from now on. Raises KeyFileError."""
+    """Writes a key file for one client, and adds it to `path`, so engines admit it from now on. Raises KeyFileError."""
     keys = read_engine_keys(path)
     if not _NAME.fullmatch(name):
         raise KeyFileError(f"{name!r} is no name of a client: use up to 64 letters, digits, _ and -")
@@ -204,7 +204,7 @@ def _write_new(path: Path, content: dict[str, Any] | str) -> None:
 
 
 def _toml(tables: dict[str, dict[str, str]]) -> str:
-    """Names and keys hold nothing that TOML would escape."""
+    """Names and keys contain nothing that TOML would escape."""
     sections = [
         "\n".join((f"[{table}]", *(f'{name} = "{text}"' for name, text in rows.items())))
         for table, rows in tables.items()

@@ -4,26 +4,26 @@ The memory is a memfd that processes inherit, so there is no name to collide and
 
     byte 0      head        u32   messages published so far, modulo 2^32; readers sleep on it
          4      writer      u32   1 while the writer sleeps on a reader's `taken`
-    64*(1+r)    taken       u32   reader r: messages it has copied out; the writer may sleep on it
+    64*(1+r)    taken       u32   reader r: messages that it has copied out; the writer may sleep on it
          +4     sleeping    u32   reader r: 1 while it sleeps on `head`
-         +8     finished    u32   reader r: messages it has done with; nobody sleeps on it
+         +8     finished    u32   reader r: messages that it has processed; nobody sleeps on it
     then        slot 0 | slot 1 | ...         num_slots of slot_bytes each
     a slot:     length      u32   of the message
-         +4     kind        u16   what the message is, for those who use the ring
-         +6     is_aside    u16   1: the message was larger than a slot and comes another way
+         +4     kind        u16   the message's type, defined by the users of the ring
+         +6     is_aside    u16   1: the message is larger than a slot and is sent another way
          +8     the message
 
-Message number n, counted from FIRST, lies in slot n % num_slots. Each word has one process that writes it.
+Message number n, counted from FIRST, lies in slot n % num_slots. Each word is written by one process.
 
     writer: wait until n - taken[r] < num_slots for every r > fill slot > fence > head = n + 1 > fence > wake sleepers
     reader: wait until head != n > copy the slot out > fence > taken[r] = n + 1 > fence > wake the writer if it sleeps
 
-A reader's slot is free as soon as it has copied the message, before it acts on it; so a writer that never has more
-than num_slots messages under way never waits.
+A reader's slot is free as soon as it has copied the message, before it processes it; so a writer that never has more
+than num_slots messages in flight never waits.
 
-A wait spins for a few microseconds, and sleeps after that. How long it spins adapts: a spin that saw the change
-doubles the next one, a spin in vain halves it, between MIN_SPIN_S and MAX_SPIN_S. Deaths are noticed elsewhere
-(pidfd, end of file), and whoever notices calls `interrupt`, which ends the wait.
+A wait spins for a few microseconds, then sleeps. The spin time adapts between MIN_SPIN_S and MAX_SPIN_S: a spin that
+saw the change doubles it, a spin in vain halves it. The ring does not detect deaths: whoever does (by pidfd or end of
+file) calls `interrupt`, which ends the wait.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from headrace.ipc.transport.futex import Fence, Futex
 from headrace.ipc.wait import Deadline
 
 FIRST = (1 << 32) - 1000
-"""The first message's number: it wraps after a thousand, so that a mistake shows in tests and not after weeks."""
+"""The first message's number: it wraps after a thousand messages, so that a mistake shows in tests, not after weeks."""
 MIN_SPIN_S, MAX_SPIN_S = 2e-6, 50e-6
 _MASK = (1 << 32) - 1
 _LINE_BYTES, _LINE_WORDS = 64, 16  # a cache line for each process that writes
@@ -51,23 +51,23 @@ _HEAD, _WRITER = 0, 1
 _TAKEN, _SLEEPING, _FINISHED = 0, 1, 2
 _SLOT = struct.Struct("=IHH")
 Aside = Callable[[int, bytes], None]
-"""Carries message `number` to every reader's Mailbox by another way."""
+"""Sends message `number` to every reader's Mailbox another way."""
 
 
 class RingInterruptedError(HeadraceError):
-    """Somebody called `interrupt`: the other side is gone, or it is time to end."""
+    """`interrupt` was called: the other side is gone, or the process is ending."""
 
 
 class RingLayout(msgspec.Struct, frozen=True, array_like=True):
     num_slots: int
-    """A power of two, so that slots stay in order where the numbers wrap."""
+    """A power of two, so that slots stay in order when message numbers wrap."""
     slot_bytes: int
-    """A slot with its header; a multiple of 64."""
+    """Size of a slot with its header; a multiple of 64."""
     num_readers: int
 
     @classmethod
     def holding(cls, message_bytes: int, num_slots: int, num_readers: int) -> RingLayout:
-        """Slots for messages of up to `message_bytes`, and at least `num_slots` of them."""
+        """A layout of at least `num_slots` slots for messages of up to `message_bytes`."""
         lines = -(-(message_bytes + _SLOT.size) // _LINE_BYTES)
         return cls(1 << (num_slots - 1).bit_length(), lines * _LINE_BYTES, num_readers)
 
@@ -86,7 +86,7 @@ class RingLayout(msgspec.Struct, frozen=True, array_like=True):
 
 
 def lay_out_ring(fd: int, layout: RingLayout) -> None:
-    """Sizes an empty memfd and writes the header; before any end of the ring is opened. Raises OSError."""
+    """Sizes an empty memfd and writes the header, before any end of the ring is opened. Raises OSError."""
     os.ftruncate(fd, layout.total_bytes)
     for line in range(layout.num_readers + 1):
         os.pwrite(fd, struct.pack("=I", FIRST), line * _LINE_BYTES)
@@ -95,7 +95,7 @@ def lay_out_ring(fd: int, layout: RingLayout) -> None:
 
 
 class Mailbox:
-    """Where messages that are too large for a slot arrive, from another thread."""
+    """Receives the messages that are too large for a slot, from another thread."""
 
     def __init__(self) -> None:
         self._arrived: dict[int, bytes] = {}
@@ -124,19 +124,19 @@ class Mailbox:
 
 
 class _End:
-    """What both kinds of end do: map the memory, wait for a word to change, be interrupted."""
+    """Common to writer and reader: mapping the memory, waiting for a word to change, interruption."""
 
     def __init__(self, fd: int, layout: RingLayout) -> None:
         self.layout = layout
         self._memory = mmap.mmap(fd, layout.total_bytes)
         self._view = memoryview(self._memory)
-        # Assigning one item of this view is one store of four aligned bytes, and reading one is one load.
+        # Assigning an item of this view is one store of four aligned bytes, and reading one is one load.
         self._words = self._view[: layout.header_bytes].cast("I")
         anchor = ctypes.c_char.from_buffer(self._memory)
         self._address = ctypes.addressof(anchor)
-        del anchor  # else the memory could not be unmapped
+        del anchor  # otherwise the memory could not be unmapped
         self._fence = Fence()
-        # Worked out once: a message's way is a few microseconds.
+        # Computed once: a message takes only a few microseconds.
         self._num_slots, self._slot_bytes = layout.num_slots, layout.slot_bytes
         self._slots_at, self._message_bytes = layout.header_bytes, layout.message_bytes
         self._spin_s = MAX_SPIN_S
@@ -147,27 +147,27 @@ class _End:
         return Futex(self._address + 4 * word)
 
     def interrupt(self) -> None:
-        """From another thread: ends the wait of now and every later one with RingInterruptedError."""
+        """From another thread: ends the current wait and every later one with RingInterruptedError."""
         self._interrupted = True
-        while (futex := self._sleeps_on) is not None:  # it may be between its last look and its sleep
+        while (futex := self._sleeps_on) is not None:  # it may be between its last check and its sleep
             futex.wake()
             time.sleep(1e-3)
 
     def close(self) -> None:
-        """Unmaps the memory; no wait may be under way. Safe to call twice."""
+        """Unmaps the memory; no wait may be in progress. Safe to call twice."""
         self._words.release()
         self._view.release()
         self._memory.close()
 
     def _await_change(self, word: int, futex: Futex, seen: int, flag: int, deadline: Deadline, what: str) -> None:
-        """Returns once words[word], `futex`'s word, is not `seen`; words[flag] says meanwhile that somebody sleeps."""
+        """Returns once words[word], `futex`'s word, is not `seen`. words[flag] is 1 while this process sleeps on it."""
         words = self._words
         end_s = time.perf_counter() + self._spin_s
         while words[word] == seen:
             if time.perf_counter() >= end_s:
                 self._spin_s = max(MIN_SPIN_S, self._spin_s / 2)
                 break
-            os.sched_yield()  # the one that is waited for may need this very core
+            os.sched_yield()  # the awaited process may need this core
         else:
             self._spin_s = min(MAX_SPIN_S, self._spin_s * 2)
             return
@@ -188,7 +188,7 @@ class _End:
 
 
 class RingWriter(_End):
-    """The one writer. `aside` is needed only where messages may be larger than a slot."""
+    """The only writer. `aside` is needed only if messages may be larger than a slot."""
 
     def __init__(self, fd: int, layout: RingLayout, aside: Aside | None = None) -> None:
         super().__init__(fd, layout)
@@ -197,10 +197,10 @@ class RingWriter(_End):
         self._readers = [_LINE_WORDS * (1 + reader) for reader in range(layout.num_readers)]
         self._head = self._futex(_HEAD)
         self._taken = {reader: self._futex(reader + _TAKEN) for reader in self._readers}
-        self._room = 0  # messages that can be put before anybody needs to be asked for what it has taken
+        self._room = 0  # messages that can be put before `taken` has to be read again
 
     def put(self, data: bytes, deadline: Deadline, kind: int = 0) -> int:
-        """Publishes one message and returns its number. Waits only while num_slots are not taken by all.
+        """Publishes one message and returns its number. Waits only while a reader has not taken num_slots messages.
 
         Raises WaitTimeoutError, or RingInterruptedError.
         """
@@ -220,13 +220,13 @@ class RingWriter(_End):
         self._fence()
         for reader in self._readers:
             if words[reader + _SLEEPING]:
-                self._head.wake()  # all that sleep on the head, at once
+                self._head.wake()  # wakes all readers that sleep on the head
                 break
         self._room -= 1
         return number
 
     def _await_room(self, deadline: Deadline) -> int:
-        """How many messages there is room for, once there is room for one."""
+        """Waits until a slot is free; returns the number of free slots."""
         words, number, room = self._words, self._number, self._num_slots
         for reader in self._readers:
             word = reader + _TAKEN
@@ -238,18 +238,18 @@ class RingWriter(_End):
 
     @property
     def last(self) -> int:
-        """The number of the message that was put last."""
+        """The number of the last message put."""
         return (self._number - 1) & _MASK
 
     @property
     def blocking(self) -> list[int]:
-        """The readers that have not taken the oldest message in the ring, so that nothing can be put."""
+        """The readers that have not taken the oldest message of a full ring, and so prevent the next one."""
         slots = self.layout.num_slots
         lines = enumerate(self._readers)
         return [reader for reader, line in lines if (self._number - self._words[line + _TAKEN]) & _MASK >= slots]
 
     def behind(self, number: int) -> list[int]:
-        """The readers that have not finished message `number`."""
+        """The readers that have not processed message `number`."""
         return [
             reader
             for reader, line in enumerate(self._readers)
@@ -258,7 +258,7 @@ class RingWriter(_End):
 
 
 class RingReader(_End):
-    """One of the readers. Messages are given as copies, so that the slot is free at once."""
+    """One of the readers. Messages are returned as copies, so that their slot is free at once."""
 
     def __init__(self, fd: int, layout: RingLayout, reader: int, mailbox: Mailbox | None = None) -> None:
         super().__init__(fd, layout)
@@ -287,7 +287,7 @@ class RingReader(_End):
         return kind, self._mailbox.take(number, deadline)
 
     def finished(self, under_way: int = 0) -> None:
-        """Says that every message taken so far has been dealt with, but for the last `under_way` of them."""
+        """Marks every message taken so far as processed, except the last `under_way` ones."""
         self._words[self._line + _FINISHED] = (self._number - under_way) & _MASK
 
     def interrupt(self) -> None:

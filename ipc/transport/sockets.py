@@ -1,7 +1,7 @@
 """ZeroMQ sockets as Headrace uses them: addresses, options, the runtime directory.
 
-A core binds one ROUTER, a client connects one DEALER. Queues are bounded, peers that vanish without closing
-(a cut network, a stopped process) are found by ZMTP heartbeats, and nothing lingers at exit.
+A core binds one ROUTER, a client connects one DEALER. Queues are bounded, peers that vanish without closing the
+connection (a cut network, a stopped process) are detected by ZMTP heartbeats, and closed sockets linger only briefly.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from headrace.ipc.transport.keys import is_insecure, key_file, read_engine_keys,
 
 HEARTBEAT_INTERVAL_MS = 1_000
 PEER_TIMEOUT_S = 60.0
-"""How long a peer may be silent whose connection is open, unless an option or HEADRACE_PEER_TIMEOUT says else.
+"""How long a connected peer may be silent, unless an option or HEADRACE_PEER_TIMEOUT sets another time.
 
-One that is stopped (by a signal, a debugger, its virtual machine) goes on later where it was.
+A peer may only be stopped (by a signal, a debugger, its virtual machine), and continue later where it was.
 """
 MAX_MESSAGE_BYTES = 1 << 30
 MOST_HEADER_BYTES = 16 << 20
-"""Of a message to a core or coordinator, beside its tensors. To read so many takes a second or two, in which nobody
-else is served."""
+"""Limit of a message's header, without tensors, to a core or coordinator. Decoding this much takes a second or two, in
+which nobody else is served."""
 MOST_FRAMES = 16
-"""Of such a message. Of one with a million, each took the loop's thread its turn to send."""
+"""Limit of such a message's frames. A message of a million frames would keep the loop's thread from sending."""
 QUEUE_MESSAGES = 100_000
-"""Bound of each direction's queue. A core must never block on one slow client, so past it messages are refused."""
+"""Bound of the queue in each direction. A core must never block on a slow client, so beyond it messages are refused."""
 CLIENT_SENDS_MESSAGES = 1_000
-"""Bound of what a client has on its way to the core; what it sends besides, it keeps where it is counted."""
+"""Bound of a client's messages in ZeroMQ's queue to the core; the client keeps further ones itself, counted."""
 LINGER_MS = 500
 NEVER_MS = 7 * 24 * 3600 * 1000
 _UNIX_PATH_BYTES = 107
 _NO_WAIT, _MORE_FOLLOWS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _DROPPED_AT_ONCE = 256
 _LEAST_ASKED_S = 60.0
-"""A socket that is younger may have been bound and not listen yet."""
+"""A younger socket may have been bound but not listen yet."""
 
 
 class AddressError(HeadraceError, ValueError):
-    """An address that cannot be used, with the forms that can."""
+    """An address that cannot be used; the message names the accepted forms."""
 
 
 class CutShortError(HeadraceError):
-    """A message could not be sent whole. Its receiver can tell, and the connection is of no more use."""
+    """A message could not be sent whole. Its receiver can tell, and the connection is unusable."""
 
 
 def runtime_directory() -> Path:
     """The user's 0700 directory for sockets: HEADRACE_RUNTIME_DIR, or one under XDG_RUNTIME_DIR or the temp folder.
 
-    Raises AddressError when it belongs to someone else or others may enter it.
+    Raises AddressError if it belongs to someone else or others may enter it.
     """
     named = os.environ.get("HEADRACE_RUNTIME_DIR")
     if named:
@@ -80,9 +80,10 @@ def runtime_directory() -> Path:
 
 
 def sweep_sockets() -> Path:
-    """Removes sockets that nobody listens on from the runtime directory, which it returns.
+    """Removes sockets that nobody listens on from the runtime directory, and returns the directory.
 
-    That is told by the process that a socket's name holds, and where another has that number by now, by asking.
+    A socket is unused if the process whose pid its name contains is gone. As the pid may have been reused, a socket
+    older than _LEAST_ASKED_S is also removed if it refuses a connection.
     """
     directory = runtime_directory()
     for leftover in directory.glob("*.sock"):
@@ -99,7 +100,7 @@ def sweep_sockets() -> Path:
 
 
 def new_ipc_address(name: str) -> str:
-    """A fresh ipc:// address in the runtime directory; sweeps away sockets whose process is gone."""
+    """A new ipc:// address in the runtime directory; removes unused sockets from it."""
     directory = sweep_sockets()
     path = directory / f"{name}-{os.getpid()}-{secrets.token_hex(4)}.sock"
     if len(os.fsencode(path)) > _UNIX_PATH_BYTES:
@@ -111,10 +112,10 @@ def new_ipc_address(name: str) -> str:
 
 
 def check_address(address: str, keys: Path | None = None) -> str:
-    """The address as it is, when it is ipc:// or tcp://. Raises AddressError otherwise.
+    """Returns an ipc:// or tcp:// address unchanged. Raises AddressError for any other.
 
-    Also for a tcp:// address that is no loopback interface's, unless there are keys (by default those that
-    `headrace.ipc.transport.keys.key_file` finds) or insecure connections are allowed.
+    Also raises it for a tcp:// address beyond the loopback interface, unless there are keys (by default those of
+    `headrace.ipc.transport.keys.key_file`) or insecure connections are allowed.
     """
     scheme, _, rest = address.partition("://")
     if scheme == "ipc" and rest:
@@ -145,7 +146,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def peer_timeout_s() -> float:
-    """Raises AddressError for a HEADRACE_PEER_TIMEOUT that is no time."""
+    """The limit of a peer's silence. Raises AddressError for an invalid HEADRACE_PEER_TIMEOUT."""
     named = os.environ.get("HEADRACE_PEER_TIMEOUT")
     if not named:
         return PEER_TIMEOUT_S
@@ -159,7 +160,7 @@ def peer_timeout_s() -> float:
 
 
 def configure(socket: zmq.Socket[bytes], address: str, timeout_s: float | None) -> None:
-    """Bounded queues, heartbeats, no lingering; IPv6 for an address that is."""
+    """Sets bounded queues, heartbeats and a short linger time, and IPv6 for an IPv6 address."""
     socket.set_hwm(QUEUE_MESSAGES)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -175,12 +176,12 @@ def bind_router(
     timeout_s: float | None = None,
     unread_messages: int | None = None,
 ) -> tuple[zmq.Socket[bytes], str]:
-    """A ROUTER bound at `address` (or, when empty, at a new ipc:// one) and the address that was bound.
+    """A ROUTER bound at `address` (or, if empty, at a new ipc:// address), and the bound address.
 
-    timeout_s: how long a client may be silent, by default `peer_timeout_s`; unread_messages: how many may wait for one.
-    Sending to a client that is gone raises EHOSTUNREACH, and to one whose queue is full EAGAIN, instead of
-    dropping silently. Over tcp:// it speaks to nobody without a key where HEADRACE_KEYS names a file; whom that admits
-    is for a `Gatekeeper` of the context. Raises AddressError when the address is taken or cannot be used, KeyFileError.
+    timeout_s: how long a client may be silent, by default `peer_timeout_s`; unread_messages: bound of the queue to one
+    client. Sending to a client that is gone raises EHOSTUNREACH, and to one whose queue is full EAGAIN, instead of
+    dropping silently. Over tcp://, if HEADRACE_KEYS names a file, only clients with keys can connect; a `Gatekeeper` of
+    the context decides which. Raises KeyFileError, and AddressError if the address is in use or cannot be used.
     """
     wanted = check_address(address) if address else new_ipc_address("engine")
     path = ipc_path(wanted)
@@ -209,9 +210,9 @@ def bind_router(
 def new_dealer(
     context: zmq.Context[zmq.Socket[bytes]], address: str, timeout_s: float | None = None, keys_path: Path | None = None
 ) -> zmq.Socket[bytes]:
-    """A DEALER for one connection to `address`, not connected yet: lost or refused, it is never tried again.
+    """A DEALER for one connection to `address`, not connected yet. A lost or refused connection is never retried.
 
-    Over tcp:// it has the keys of `keys_path`, by default of the file that HEADRACE_KEYS names.
+    Over tcp:// it uses the keys of `keys_path`, by default of the file that HEADRACE_KEYS names.
     Raises AddressError, KeyFileError.
     """
     check_address(address, keys_path)
@@ -222,7 +223,7 @@ def new_dealer(
     if keys:
         keys.secure_client(socket)
     socket.setsockopt(zmq.SNDHWM, CLIENT_SENDS_MESSAGES)
-    # Not -1, which would also drop what was received and not read yet, such as a core's last words.
+    # Not -1, which would also drop received messages that were not read yet, such as a core's last message.
     socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
     return socket
 
@@ -230,11 +231,11 @@ def new_dealer(
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-"""Of a socket's monitor: what listens there is something else, or wants other keys."""
+"""Events of a socket's monitor: the listener is another program, or requires other keys."""
 
 
 def or_keys(address: str, keys_path: Path | None) -> str:
-    """The other reason why a handshake over tcp:// fails, of which ZeroMQ tells no more."""
+    """For messages about failed tcp:// handshakes: keys as the other possible cause, as ZeroMQ reports no details."""
     if ipc_path(address) is not None:
         return ""
     if keys_path is None:
@@ -243,31 +244,32 @@ def or_keys(address: str, keys_path: Path | None) -> str:
 
 
 def send_whole(sock: zmq.Socket[bytes], first: Frame | zmq.Frame, rest: Sequence[Frame | zmq.Frame]) -> None:
-    """Sends a message without waiting. Raises CutShortError, and zmq.Again or another ZMQError, where nothing was sent.
+    """Sends a message without waiting. Raises CutShortError, or zmq.Again or another ZMQError if nothing was sent.
 
-    ZeroMQ takes it frame by frame, so one that fails between two frames, as for want of memory, would be joined with
-    the message that is sent next. An empty frame ends it then, which ours never are: `Codec.decode` names it.
+    ZeroMQ accepts a message frame by frame. If it fails between two frames, for example for lack of memory, the frames
+    sent so far would be joined with the next message. So an empty frame ends the message, which Headrace's messages
+    never contain otherwise: `Codec.decode` reports it.
     """
     if not rest:
         sock.send(first, _NO_WAIT)
         return
     sock.send(first, _MORE_FOLLOWS)
     try:
-        if len(rest) == 1:  # to copy one that is small takes less than to keep track of it
+        if len(rest) == 1:  # copying a small frame takes less time than tracking it
             sock.send(rest[0], _NO_WAIT)
             return
         for frame in rest[:-1]:
             sock.send(frame, _MORE_FOLLOWS, copy=False)
         sock.send(rest[-1], _NO_WAIT, copy=False)
     except Exception as error:
-        sock.send(b"", _NO_WAIT)  # takes no memory
+        sock.send(b"", _NO_WAIT)  # needs no memory
         raise CutShortError(f"a message could not be sent whole: {type(error).__name__}: {error}") from error
 
 
 def receive_frames(sock: zmq.Socket[bytes]) -> list[zmq.Frame]:
-    """Who sent a message, and its frames; of one with too many, `MOST_FRAMES` and one more.
+    """The sender's identity and the frames of a message; of a message with too many, `MOST_FRAMES` and one more.
 
-    `drop_frames` takes the others. Does not wait. Raises zmq.Again.
+    `drop_frames` discards the rest. Does not wait. Raises zmq.Again.
     """
     frames = [sock.recv(_NO_WAIT, copy=False)]
     while len(frames) < 2 + MOST_FRAMES and sock.getsockopt(zmq.RCVMORE):
@@ -276,7 +278,7 @@ def receive_frames(sock: zmq.Socket[bytes]) -> list[zmq.Frame]:
 
 
 def drop_frames(sock: zmq.Socket[bytes]) -> bool:
-    """Drops some of what is left of a message that was begun. Whether there is more."""
+    """Discards some of the remaining frames of a partly read message. Returns whether there are more."""
     for _ in range(_DROPPED_AT_ONCE):
         if not sock.getsockopt(zmq.RCVMORE):
             return False
@@ -285,12 +287,12 @@ def drop_frames(sock: zmq.Socket[bytes]) -> bool:
 
 
 def ipc_path(address: str) -> Path | None:
-    """The file of an ipc:// address; None for any other."""
+    """The path of an ipc:// address; None for any other address."""
     return Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
 
 
 def _refuses(path: Path) -> bool:
-    """Whether this is a leftover file of a dead process: nobody listens on it."""
+    """Whether this is a leftover socket of a dead process, on which nobody listens."""
     import socket as plain
 
     with plain.socket(plain.AF_UNIX, plain.SOCK_STREAM) as probe:
@@ -300,5 +302,5 @@ def _refuses(path: Path) -> bool:
         except (ConnectionRefusedError, FileNotFoundError):
             return True
         except OSError:
-            return False  # it takes no more connections just now, or is another's
+            return False  # its listener accepts no connections just now, or it belongs to another user
         return False
