@@ -1,1 +1,1 @@
-"""Everything that touches a device: executors, model runner, models, weight loading, sampler. See README.md."""
+"""Everything that uses a device: ranks and their placement, models, checkpoints, sampling. See README.md."""

@@ -1,4 +1,4 @@
-"""What ranks of every device have in common: the model that is found, its tokeniser, and commands."""
+"""Common to the ranks of all devices: describing the model, its tokeniser, and control commands."""
 
 from __future__ import annotations
 
@@ -57,23 +57,23 @@ CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.flo
 
 
 class ModelRank(Rank):
-    """A rank that has a part of a checkpoint's model.
+    """A rank that computes its part of a model from a checkpoint.
 
-    A device's own says how the part is loaded and run, and what becomes of its weights under the commands that
-    replace them or put them to sleep.
+    Subclasses, one per device, define how the part is loaded and run, and how commands replace its weights or put them
+    to sleep.
     """
 
     def __init__(self, options: Options, place: RankPlace, device: torch.device) -> None:
         self._options, self._place, self._device = options, place, device
         self._found: FoundModel | None = None
         self._cache_scales: tuple[kv_cache.LayerScales, ...] = ()
-        """Of each of the model's layers, where the checkpoint's are used."""
+        """Per layer of the model; empty unless the checkpoint's cache scales are used."""
         self._plan: Plan | None = None
         self._profile = WorkerProfile(options.profiler_config.get("torch_profiler_dir"), place.rank)
         self._bounded = BoundedCalls(options.control_timeout)
         self._processor_classes = processor_classes(options.logits_processors)
         self._extension = Extension(options.worker_extension_cls, self)
-        self._weights = self._weights_read_again = ""  # which they are
+        self._weights = self._weights_read_again = ""  # identities: in use; prepared by a reload
 
     @property
     def place(self) -> RankPlace:
@@ -90,7 +90,7 @@ class ModelRank(Rank):
         return self._plan
 
     def set_up(self, sampling: SamplingColumns) -> None:
-        """What rows are sampled by besides their own parameters, before the first one. Raises OptionError."""
+        """Sets how rows are sampled besides their own parameters, before the first row. Raises OptionError."""
         sampling.logprobs_mode = self.plan.options.logprobs_mode
         sampling.logits_processors = make_processors(self._processor_classes, self.plan, self._device)
 
@@ -152,14 +152,14 @@ class ModelRank(Rank):
         return meeting.link()
 
     def share_experts(self, exchange: ExpertExchange) -> None:
-        """Before `load`, where engine cores divide the experts. Raises OptionError where that cannot be computed."""
+        """Called before `load` if engine cores share the experts. Raises OptionError where that is not supported."""
         raise OptionError(
             f"enable_expert_parallel with data_parallel_size divides experts among engines on a CPU, not on "
             f"{self._device.type}: with tensor_parallel_size=2 or more they are divided among an engine's ranks"
         )
 
     def compute_for_others(self) -> None:
-        """This core's part of a step in which it has no tokens, and others that share its experts do."""
+        """Takes part in a step in which this core has no tokens, but other cores that share its experts do."""
         raise NotImplementedError
 
     def control(self, command: WorkerCommand) -> WorkerAnswer:
@@ -195,13 +195,12 @@ class ModelRank(Rank):
         return answer
 
     def _with_weights(self, answer: WorkerAnswer) -> WorkerAnswer:
-        """And those that were read again are in use from now on."""
+        """Adds the weights' identity to the answer; weights that were read again are in use from now on."""
         self._weights, self._weights_read_again = self._weights_read_again or self._weights, ""
         return msgspec.structs.replace(answer, weights=self._weights)
 
     def _in_time(self, what: str, read: Callable[..., T], *arguments: Any) -> T:
-        """Reads weights beside all else. Raises HeadraceError, whatever is wrong with what a client has named: nothing
-        has changed then."""
+        """Reads weights while the old ones stay in use. Turns any error into a HeadraceError: nothing has changed."""
         try:
             return self._bounded.run(what, read, *arguments)
         except HeadraceError:
@@ -210,7 +209,7 @@ class ModelRank(Rank):
             raise ModelError(f"{what} failed: {type(error).__name__}: {error}") from error
 
     def _sleep_in_time(self, level: int) -> None:
-        """Raises EngineDeadError where it hangs: nobody knows then what is still in memory, and nobody may touch it."""
+        """Raises EngineDeadError if it hangs: what is still in memory is unknown then, and must not be touched."""
         try:
             self._bounded.run("going to sleep", self.sleep, level)
         except WaitTimeoutError as error:
@@ -221,7 +220,7 @@ class ModelRank(Rank):
         return self._bounded.run("the call of the worker extension", self._extension.call, command)
 
     def facts(self) -> dict[str, Any]:
-        """What this worker is, for DescribeEngine."""
+        """Facts about this worker, for DescribeEngine."""
         return {
             "pid": os.getpid(),
             "device": str(self._device),
@@ -232,26 +231,26 @@ class ModelRank(Rank):
     @property
     @abstractmethod
     def weight_bytes(self) -> int:
-        """Of the weights that serve; 0 while there are none."""
+        """Size of the weights in use; 0 while there are none."""
 
     @abstractmethod
     def prepare_weights(self, path: str) -> None:
-        """Reads the checkpoint at a path, empty for the model's own, to take the weights' place.
+        """Reads the checkpoint at `path`, or the model's own if empty, to replace the weights.
 
-        Raises HeadraceError, with everything as it was before, when it does not fit or cannot be read.
+        Raises HeadraceError, with everything unchanged, if it does not fit or cannot be read.
         """
 
     @abstractmethod
     def use_weights(self, prepared: bool) -> None:
-        """From the next step on those that were prepared, or, if not `prepared`, the old ones for good."""
+        """Uses the prepared weights from the next step on; if not `prepared`, drops them and keeps the old ones."""
 
     @abstractmethod
     def sleep(self, level: int) -> None:
-        """Gives back the cache's memory, and the weights' as far as `level` says."""
+        """Frees the cache's memory, and that of the weights as `level` says (`ipc.control.Sleep`)."""
 
     @abstractmethod
     def wake_up(self, tags: frozenset[str]) -> None:
-        """Takes back what is tagged, of `weights` and `kv_cache`."""
+        """Restores the parts that `tags` names: `weights`, `kv_cache`."""
 
     def stop(self) -> None:
         for link in (self._place.collectives, self._place.exchange):
@@ -260,9 +259,9 @@ class ModelRank(Rank):
         self._found = None
 
     def _open_again(self, path: str) -> Checkpoint:
-        """The checkpoint at `path`, or the model's own where that is empty, to be read in place of the one that serves.
+        """Opens the checkpoint at `path`, or the model's own if empty, to replace the one in use.
 
-        Raises ModelError when it is missing, or another model: one whose config differs.
+        Raises ModelError if it is missing, or if its config or dtype differs.
         """
         options, spec, model = self._options, self.found.spec, self.plan.model
         if path:
@@ -285,14 +284,14 @@ class ModelRank(Rank):
 
 
 class Extension:
-    """A class of the user's own (option worker_extension_cls): made with the rank, once, and called between steps.
+    """A user's class (option worker_extension_cls): created once, with the rank, and called between steps.
 
-    Its methods are called by name, with plain data. `handle`, where it has one, takes a dict of it and gives one. As
-    vLLM's extensions, it need not take the rank.
+    Its methods are called by name, with plain data. `handle`, if it has one, takes a dict of plain data and returns
+    one. As with vLLM's extensions, its constructor need not take the rank.
     """
 
     def __init__(self, name: str, rank: Rank) -> None:
-        """`name` is empty when there is none. Raises OptionError when the class cannot be had or made."""
+        """`name` is empty if there is none. Raises OptionError if the class cannot be imported or constructed."""
         self._name = name
         self._instance: Any = None
         if name:
@@ -305,7 +304,7 @@ class Extension:
                 ) from error
 
     def call(self, command: CallExtension) -> dict[str, Any]:
-        """Raises HeadraceError when there is no extension or method, it fails, or its answer is no plain data."""
+        """Raises HeadraceError if there is no extension or method, it fails, or its answer is not plain data."""
         if self._instance is None:
             raise HeadraceError("there is no worker extension: start the engine with worker_extension_cls=module:Class")
         if not command.method and not callable(getattr(self._instance, "handle", None)):
@@ -318,7 +317,7 @@ class Extension:
             if not isinstance(answer, dict):
                 raise TypeError(f"handle gave a {type(answer).__name__}, and must give a dict")
             plain: dict[str, Any] = msgspec.to_builtins(answer, str_keys=True)
-            msgspec.msgpack.encode(plain)  # a number of more than 64 bits, half a character: what no message can hold
+            msgspec.msgpack.encode(plain)  # fails for what messages cannot hold: over 64 bits, lone surrogates
         except Exception as error:
             raise HeadraceError(f"the worker extension {self._name} failed: {type(error).__name__}: {error}") from error
         return plain
@@ -333,19 +332,19 @@ class Extension:
 
 
 class WorkerProfile:
-    """Torch's profiler for this process, with the runner's phases as ranges; one at a time.
+    """Torch's profiler for this process, with the runner's phases as ranges. Records one profile at a time.
 
-    The ranges are NVTX ranges too where there is CUDA, so that Nsight Systems shows them beside the kernels.
+    With CUDA the ranges are NVTX ranges too, so that Nsight Systems shows them beside the kernels.
     """
 
     def __init__(self, folder: str | None, rank: int, times: StepTimes | None = None) -> None:
-        """folder: profiler_config's torch_profiler_dir; times: whose phases become ranges."""
+        """folder: profiler_config's torch_profiler_dir; times: the step times whose phases become ranges."""
         self._folder, self._rank, self._times = folder, rank, times
         self._profiler: torch.profiler.profile | None = None
         self._prefix = ""
 
     def start(self, prefix: str = "") -> None:
-        """Raises HeadraceError without a folder, or when a profile is being recorded."""
+        """Raises HeadraceError without a folder, or if a profile is already being recorded."""
         if self._folder is None:
             raise HeadraceError("there is no folder for profiles: profiler_config has no torch_profiler_dir")
         if self._profiler is not None:
@@ -360,7 +359,7 @@ class WorkerProfile:
             self._times.as_ranges = True
 
     def stop(self) -> None:
-        """Raises HeadraceError when nothing is recorded. `write` comes next."""
+        """Raises HeadraceError if no profile is being recorded. `write` comes next."""
         if self._profiler is None:
             raise HeadraceError("no profile is being recorded; start one first")
         if self._times is not None:
@@ -368,7 +367,7 @@ class WorkerProfile:
         self._profiler.stop()
 
     def write(self) -> str:
-        """The file that was written, of what was stopped. Raises HeadraceError when it cannot be."""
+        """Writes the stopped profile and returns its path. Raises HeadraceError if it cannot be written."""
         assert self._profiler is not None, "stop comes first"
         assert self._folder is not None, "start comes first"
         profiler, self._profiler = self._profiler, None
@@ -382,17 +381,17 @@ class WorkerProfile:
 
 
 def own_kv(spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> tuple[int, int]:
-    """What is kept of one token in a block of this rank's: vectors, and their elements.
+    """What this rank's KV cache keeps per token: the number of vectors, and of their elements.
 
-    The ranks' sum may be more than a single rank has: where there are fewer key/value heads than ranks, and where
-    stages have a group's layers in unequal numbers.
+    Summed over the ranks this may exceed what one rank alone would keep: if there are fewer key/value heads than ranks,
+    and if pipeline stages have unequal numbers of a group's layers.
     """
     layout = kv_cache.Layout.of(spec, place, groups)
     return layout.rows, layout.elements
 
 
 def cache_dtype(plan: Plan, *, is_program: bool) -> torch.dtype:
-    """Of keys and values. The finer type that packed weights come with is for the CPU kernels' program alone."""
+    """The dtype of cached keys and values. Only the CPU program uses the finer type that packed weights imply."""
     if plan.options.kv_cache_dtype == "auto" and not is_program:
         return DTYPES[plan.dtype]
     return CACHE_DTYPES[plan.kv_cache_dtype]

@@ -1,8 +1,8 @@
-"""A rank: one device's part of a model, whoever drives it. Imports no torch.
+"""A rank: one device's part of a model, independent of what drives it. Imports no torch.
 
-A placement (in the core's process, in workers, on nodes, through Ray or torchrun) makes ranks and drives them, and
-knows nothing of devices; a rank knows nothing of how plans reach it. `cpu.rank.CpuRank` and `gpu.rank.GpuRank` are the
-two there are, and `worker_cls` names another.
+A placement (in the core's process, in workers, on nodes, through Ray or torchrun) creates ranks and drives them, and
+does not depend on the device; a rank does not depend on how plans reach it. `cpu.rank.CpuRank` and `gpu.rank.GpuRank`
+are the implementations; the option `worker_cls` names another one.
 
     describe > [join] > load > [measure] > allocate > (submit > collect | control | idle)* > stop
 """
@@ -26,63 +26,63 @@ if TYPE_CHECKING:
     from headrace.executor.parallel.rendezvous import Rendezvous
 
 Report = Callable[[str], None]
-"""Called with the name of each start-up phase as it begins. One that has a method `read`, as a Reporter has, hears of
-the weights too."""
+"""Called with the name of each start-up phase as it begins. Its method `read`, if it has one as a Reporter has, is
+called with the progress of loading the weights."""
 
 
 @dataclass(frozen=True)
 class Reporter:
-    """A Report of two functions."""
+    """A Report made of two functions."""
 
     begin: Callable[[str], None]
     read: Callable[[int, int], None]
-    """Bytes of the weights that have been read, and of how many."""
+    """Called with the number of weight bytes read so far, and the total."""
 
     def __call__(self, phase: str) -> None:
         self.begin(phase)
 
 
 def reader_of(report: Report | None) -> Callable[[int, int], None] | None:
-    """The report's callback for how much of the weights is read; None where it has none."""
+    """The report's callback for the progress of loading weights; None if it has none."""
     return getattr(report, "read", None)
 
 
 class ModelHost(ABC):
-    """What a placement and a rank have in common: a placement offers the core what a rank offers the placement."""
+    """The interface common to placements and ranks: the core drives a placement as a placement drives a rank."""
 
     max_steps_in_flight: int = 1
-    """Most steps that may be submitted and not collected. With 1, `collect` follows each `submit`. This and the next
-    two are known once the object is constructed."""
+    """How many steps may be submitted and not collected. With 1, `collect` follows each `submit`. This and the next two
+    attributes are valid once the object is constructed."""
     has_own_memory: bool = False
-    """Whether each rank has a memory of its own, as a GPU has; else all ranks of a host share its memory."""
+    """Whether each rank has its own memory, as a GPU has; otherwise all ranks of a host share its memory."""
     async_by_default: bool = False
-    """Whether the core plans ahead unless an option says otherwise: steps run elsewhere, or gain by it here."""
+    """Whether the core plans ahead by default: steps run in another process or on a device, or gain from it here."""
 
     @abstractmethod
     def describe(self, report: Report) -> ModelDescription:
-        """Finds the checkpoint that the options name (fetching it when needed) and reads its config.
+        """Finds the checkpoint that the options name (downloading it if necessary) and reads its config.
 
-        Raises ModelError when it is missing, foreign, truncated or of an unsupported kind.
+        Raises ModelError if it is missing, foreign, truncated or of an unsupported kind.
         """
 
     @abstractmethod
     def tokenizer(self) -> TokenizerBundle | None:
-        """The model's tokeniser, converted when need be; None with skip_tokenizer_init.
+        """The model's tokeniser, converted if necessary; None with skip_tokenizer_init.
 
-        May be called from another thread while `load` runs. Raises ModelError when there is none.
+        May be called from another thread while `load` runs. Raises ModelError if the model has none.
         """
 
     @abstractmethod
     def load(self, plan: Plan, report: Report) -> MemoryReading:
-        """Loads the weights. Raises ModelError when they do not match the config or do not fit the memory."""
+        """Loads the weights. Raises ModelError if they do not match the config or do not fit the memory."""
 
     def measure(self, reading: MemoryReading, report: Report) -> MemoryReading:
-        """After `load` of every rank of several: its reading, with what they can only find out together."""
+        """Called after `load`, if there are several ranks: adds what they can only measure together to the reading."""
         return reading
 
     @abstractmethod
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
-        """Makes the KV cache and all per-row state. Called once."""
+        """Allocates the KV cache and all per-row state. Called once."""
 
     @abstractmethod
     def submit(self, plan: StepPlan) -> None:
@@ -90,19 +90,19 @@ class ModelHost(ABC):
 
     @abstractmethod
     def collect(self) -> StepResult:
-        """The result of the oldest submitted step; that of a rank whose `place.replies` is false holds nothing.
+        """Returns the result of the oldest submitted step; it is empty from a rank whose `place.replies` is false.
 
-        Raises what ended the engine, if anything did.
+        Raises the error that ended the engine, if one did.
         """
 
     def has_result(self) -> bool:
-        """Whether `collect` would return without waiting for others, where a step is submitted."""
+        """Whether `collect` would return without waiting for other processes. A step must have been submitted."""
         return True
 
     def idle(self) -> bool:
-        """A piece of work of at most some 100 ms that no request waits for; False when there is none (left).
+        """Does a piece of work of about 100 ms at most that no request waits for; returns False if none is left.
 
-        Called while there is nothing to compute, until it is false or something comes.
+        Called while there is nothing to compute, until it returns False or a message arrives.
         """
         return False
 
@@ -112,23 +112,23 @@ class ModelHost(ABC):
 
 
 class Rank(ModelHost):
-    """Used from one thread, but for `tokenizer`. Every rank of a world is given every plan, in the core's order."""
+    """Used from one thread, except for `tokenizer`. All ranks of a world get every plan, in the core's order."""
 
     def join(self, meeting: Rendezvous) -> None:
-        """Connects to the other ranks, where there are others."""
+        """Connects to the other ranks, if there are any."""
 
     @abstractmethod
     def control(self, command: WorkerCommand) -> WorkerAnswer:
         """Carries out a command, with no step in flight.
 
-        Raises HeadraceError, with what is as it was before, when the command cannot be carried out.
+        Raises HeadraceError, and leaves everything unchanged, if the command cannot be carried out.
         """
 
 
 def make_rank(options: Options, place: RankPlace) -> Rank:
-    """The rank of this place: on the device that is its own, or of the class that `worker_cls` names.
+    """Creates the rank of this place: for the device assigned to it, or of the class that `worker_cls` names.
 
-    Raises OptionError for a device that cannot be used, or where there is no such class.
+    Raises OptionError if the device cannot be used, or if there is no such class.
     """
     if options.worker_cls != "auto":
         rank: Rank = load_class("worker_cls", options.worker_cls)(options, place=place)
