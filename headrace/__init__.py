@@ -3,7 +3,7 @@
     from headrace import LLM
     print(LLM().generate("Hello")[0].outputs[0].text)
 
-Names are loaded when first used, so importing this costs next to nothing.
+Names are loaded on first use, so importing this package costs almost nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _HOMES = {
     "connect": "frontend.api.llm",
 }
 
-__all__ = [  # noqa: RUF022 - the first few are what people come for
+__all__ = [  # noqa: RUF022 - the first few are the names that most users need
     "LLM",
     "AsyncLLM",
     "SamplingParams",

@@ -1,9 +1,9 @@
-"""`import headrace.as_vllm` first, and `import vllm` and `from vllm... import ...` mean Headrace from then on.
+"""After `import headrace.as_vllm`, `import vllm` and `from vllm... import ...` import Headrace instead.
 
-`python -m headrace.as_vllm SCRIPT [ARGUMENTS]` runs a script that is not to be changed. It holds for the processes that
-a script starts, too (HEADRACE_AS_VLLM in the environment). `importlib.metadata.version("vllm")` is the version of vLLM
-that Headrace follows; `vllm.__version__` is Headrace's own. A module that vLLM has and Headrace has not is told with
-the reason when it is imported. Raises ImportError where vLLM itself is imported already.
+`python -m headrace.as_vllm SCRIPT [ARGUMENTS]` runs a script unchanged. The replacement also applies to processes that
+the script starts (HEADRACE_AS_VLLM in the environment). `importlib.metadata.version("vllm")` is the version of vLLM
+whose interface Headrace follows; `vllm.__version__` is Headrace's own version. Importing a module of vLLM that Headrace
+lacks raises an error with the reason. Raises ImportError if vLLM itself has been imported already.
 """
 
 import importlib
@@ -18,11 +18,11 @@ import headrace
 from headrace.vllm_modules import MODULES
 
 VLLM_VERSION = "0.33.0"
-"""Of vLLM, whose interface this is: scripts ask the installed packages whether it is new enough for them."""
+"""The version of vLLM whose interface Headrace follows: scripts check the installed version against it."""
 
 
 class _Vllm(Distribution):
-    """What `importlib.metadata` tells of vLLM, as if it were installed."""
+    """The metadata that `importlib.metadata` returns for vLLM, as if it were installed."""
 
     def read_text(self, filename: str) -> str | None:
         return f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}\n" if filename == "METADATA" else None
@@ -35,7 +35,7 @@ _ALL = DistributionFinder.Context()
 
 
 class _Finder(DistributionFinder):
-    """Finds that distribution, and no module: those are in `sys.modules`."""
+    """Finds the distribution `vllm`, but no modules: those are in `sys.modules`."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         return None

@@ -1,8 +1,8 @@
-"""The installed programs. An interrupt (Ctrl-C) ends them quietly with status 130, whatever they do when it comes.
+"""The installed programs. An interrupt (Ctrl-C) ends them quietly with status 130 at any time.
 
-from the first line here       nothing is begun that must be ended in order: the process exits at once
-a command runs                 KeyboardInterrupt, or the command's own handler (an event loop's, an engine core's)
-the command is over            as at first
+at the start                   nothing needs an orderly end yet: the process exits at once
+while a command runs           KeyboardInterrupt, or the command's own handler (an event loop's, an engine core's)
+after the command              as at the start
 """
 
 import atexit
@@ -17,21 +17,21 @@ def _exit_at_once(*_: object) -> None:
     os._exit(INTERRUPTED)
 
 
-# Before any other import, as those take most of a start.
+# Before any other import, as imports take most of the start-up time.
 signal.signal(signal.SIGINT, _exit_at_once)
-# Registered first, so done last: while the interpreter takes itself down, no handler stands, and the status is decided.
+# Registered first, so called last: during the interpreter's shutdown SIGINT is ignored, as the status is decided.
 atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 def headrace() -> int:
-    """The `headrace` command; its exit status."""
+    """The `headrace` command; returns its exit status."""
     from headrace.frontend.cli.main import main
 
     sys.unraisablehook = _exit_on_lost_interrupt
     signal.signal(signal.SIGINT, _exit_at_once)  # a command may leave another handler when it is interrupted
     try:
         return main()
-    except KeyboardInterrupt:  # a second one, while the first was dealt with
+    except KeyboardInterrupt:  # a second interrupt, while the first one was being handled
         os._exit(INTERRUPTED)
 
 
@@ -48,14 +48,14 @@ def run_batch() -> int:
 
 
 def engine_core() -> None:
-    """The `engine-core` command, which sets a handler of its own once there is something to stop."""
+    """The `engine-core` command, which installs its own handler once there is something to stop."""
     from headrace.core.process.daemon import main
 
     main()
 
 
 def _exit_on_lost_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:
-    """An interrupt that comes while a destructor or a callback of C code runs would be printed, and forgotten."""
+    """Exits on an interrupt during a destructor or a callback of C code, which Python would only print."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
         os._exit(INTERRUPTED)
     sys.__unraisablehook__(unraisable)

@@ -1,9 +1,9 @@
-"""vLLM's module names, as one table: `from headrace.engine.arg_utils import EngineArgs` works, and so on for each row.
+"""vLLM's module names as a table: `from headrace.engine.arg_utils import EngineArgs` works, and so on for each row.
 
-The modules have no files. A finder at the end of `sys.meta_path` makes one when it is imported. Its names are those of
-`headrace` or have their home in HOMES, and are loaded when first used. A name or module that vLLM has there and
-Headrace has not is told with the reason, its own or that of the module (frontend/api/unsupported.py): a class, which
-scripts import and may not use, when one is made.
+The modules have no files: a finder at the end of `sys.meta_path` creates one when it is imported. Its names are those
+of `headrace`, or are defined where HOMES says, and are loaded on first use. For a name or module of vLLM that Headrace
+lacks, an error states the reason (frontend/api/unsupported.py): on import, or for classes, which scripts often import
+without using them, on construction.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 
 _NEAR = 0.8
-"""How alike a name must be to be one that was meant."""
+"""Minimum similarity for suggesting a name that the user may have meant."""
 PROMPTS = (
     *("EmbedsPrompt", "EngineInput", "PromptType", "SingletonPrompt", "TextPrompt", "TokensInput", "TokensPrompt"),
     "tokens_input",
@@ -27,7 +27,7 @@ OUTPUTS = (
     "ScoringRequestOutput",
 )
 OF_PACKAGE = (*OUTPUTS, "PoolingParams")
-"""What vLLM itself offers of its classes that are not here, and some that are."""
+"""Classes that vLLM's package itself exports, most of which Headrace lacks."""
 SAMPLING = (
     *("BeamSearchParams", "RepetitionDetectionParams", "RequestOutputKind", "SamplingParams", "SamplingType"),
     "StructuredOutputsParams",
@@ -76,7 +76,7 @@ CONFIG_MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
         "weight_transfer": ("WeightTransferConfig",),
     }
 )
-"""Where vLLM defines what its `config` offers."""
+"""vLLM's modules below `config`, with the names that each defines."""
 LOGPROBS = ("FlatLogprobs", "Logprob", "LogprobsOnePosition", "PromptLogprobs", "SampleLogprobs")
 TOKENIZERS = ("TokenizerLike", "cached_get_tokenizer", "cached_tokenizer_from_config", "get_tokenizer")
 PROCESSORS = (
@@ -148,7 +148,7 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
         "version": ("__version__", "__version_tuple__"),
     }
 )
-"""The names of each module. One that has no home is told with its reason."""
+"""The names of each module. A name without a home is refused with its reason."""
 
 PROGRAMS: Mapping[str, str] = types.MappingProxyType(
     {
@@ -156,7 +156,7 @@ PROGRAMS: Mapping[str, str] = types.MappingProxyType(
         "entrypoints.openai.run_batch.__main__": "run_batch",
     }
 )
-"""Of headrace/programs.py, for what `python -m` runs of a module."""
+"""What `python -m` runs for a module: a function of headrace/programs.py."""
 
 HOMES: Mapping[str, str] = types.MappingProxyType(
     {
@@ -209,11 +209,11 @@ HOMES: Mapping[str, str] = types.MappingProxyType(
         )},
     }
 )  # fmt: skip
-"""`module:name` of what `headrace` itself does not offer; a name that means two things, by its module too."""
+"""`module:name` of names that `headrace` itself does not export. A name with two meanings is keyed by module too."""
 
 
 class VllmModule(types.ModuleType):
-    """One row of the table."""
+    """The module of one row of the table."""
 
     def __getattr__(self, name: str) -> object:
         row = self.__name__.removeprefix("headrace.")
@@ -227,7 +227,7 @@ class VllmModule(types.ModuleType):
 
 
 def find(row: str, name: str) -> object:
-    """The object of that name in a row. Raises ImportError for one of vLLM's that is lacking, else AttributeError."""
+    """The object `name` of a row. Raises ImportError for a name of vLLM's that Headrace lacks, else AttributeError."""
     import headrace
     from headrace.frontend.api.unsupported import PACKAGE, no_attribute, reason_of, refused_class
 
@@ -241,7 +241,7 @@ def find(row: str, name: str) -> object:
         return offered
     if name in MODULES[row] and is_refused_class(name):
         return refused_class(name)
-    is_special = name.startswith("__")  # Python asks for such names
+    is_special = name.startswith("__")  # Python itself looks up such names
     error = no_attribute(f"headrace.{row}", name, PACKAGE, None if is_special else reason_of(row))
     if name in MODULES[row] or name in PACKAGE:
         raise ImportError(str(error))
@@ -249,20 +249,20 @@ def find(row: str, name: str) -> object:
 
 
 def is_refused_class(name: str) -> bool:
-    """Whether it is a class that vLLM has and Headrace has not."""
+    """Whether `name` is a class of vLLM that Headrace lacks."""
     from headrace.frontend.api.unsupported import PACKAGE
 
     return name in PACKAGE and name[0].isupper()
 
 
 def tell_why_not(package: str, row: str) -> None:
-    """Raises ModuleNotFoundError with the reason, for a module of vLLM's that is not here.
+    """Raises ModuleNotFoundError with the reason, for a module of vLLM that Headrace lacks.
 
-    `from headrace.config import NAME` comes here too, for a NAME that is no attribute. Python takes an error that
-    carries the module's name for one that it need not show, so this carries none.
+    This is also called for `from headrace.config import NAME` if NAME is not an attribute. Python swallows an error
+    whose `name` is that module's, so this one has none.
     """
     if row.partition(".")[0] == "frontend":
-        return  # the reasons' own home: in a clone that is not installed, this would ask for it without end
+        return  # the reasons are defined there: in an uninstalled clone this would recurse without end
     from headrace.frontend.api.unsupported import reason_of
 
     if (reason := reason_of(row)) is not None:
@@ -273,7 +273,7 @@ def tell_why_not(package: str, row: str) -> None:
 
 
 class VllmModules:
-    """Finds the modules of the table, and loads them. They are packages, for others may be below them."""
+    """Finds and loads the modules of the table. All are packages, as others may be below them."""
 
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
@@ -295,7 +295,7 @@ class VllmModules:
         ]
 
     def get_code(self, fullname: str) -> types.CodeType:
-        """For `python -m headrace.entrypoints.openai.api_server`, and the like."""
+        """The code of `python -m headrace.entrypoints.openai.api_server`, and the like."""
         program = PROGRAMS[fullname.removeprefix("headrace.")]
         run = f"import sys\nfrom headrace.programs import {program}\nsys.exit({program}())"
         return compile(run, f"<{fullname}>", "exec")
@@ -309,6 +309,6 @@ def _exists(module: str, name: str) -> bool:
 
 
 def install() -> None:
-    """Once for each interpreter; behind all other finders, so that files win."""
+    """Called once per interpreter. The finder comes last, so that modules with files take precedence."""
     if not any(isinstance(finder, VllmModules) for finder in sys.meta_path):
         sys.meta_path.append(VllmModules())
