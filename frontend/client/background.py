@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread of its own, for faces that are not asynchronous."""
+"""An asyncio loop in its own thread, for synchronous interfaces such as LLM."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ T = TypeVar("T")
 _CANCEL_WAIT_S = 5.0
 _STOP_WAIT_S = 5.0
 _LOOKS_FOR_SIGNALS_S = 0.25
-"""A signal that comes just before the main thread falls asleep, or to another thread, does not wake it, and Python
-calls its handler only once it is awake."""
+"""Interval at which waits wake up. A signal that arrives just before the main thread blocks, or on another thread, does
+not wake it, and Python calls the signal's handler only once the main thread is awake."""
 
 
 class BackgroundLoop:
-    """Runs coroutines for other threads. Works beside a loop that runs in the caller's thread, as in a notebook."""
+    """Runs coroutines for other threads. Works beside a loop in the caller's thread, as in a notebook."""
 
     def __init__(self, name: str) -> None:
         self.loop = new_event_loop()
-        # A daemon: a user's script that ends without closing must not hang.
+        # A daemon thread: a user's script that ends without closing must not hang.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result. An interruption of the waiting thread (Ctrl-C) cancels the coroutine, lets it clean up, and
-        is raised then."""
+        """Returns the coroutine's result. If the waiting thread is interrupted (Ctrl-C), the coroutine is cancelled,
+        and the interruption is raised once it has cleaned up."""
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[asyncio.Task[T]] = []
 
         def begin() -> None:
             try:
                 tasks.append(self.loop.create_task(coroutine))
-            except TypeError as error:  # it is none: whoever waits for its end would wait for ever
+            except TypeError as error:  # not a coroutine: without this the caller would wait for ever
                 result.set_exception(error)
                 return
             tasks[0].add_done_callback(lambda task: _pass_on(task, result))
@@ -64,16 +64,16 @@ class BackgroundLoop:
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller is in the loop's own thread, which must not wait for the loop."""
+        """Whether the caller runs in the loop's own thread, which must not wait for the loop."""
         return threading.current_thread() is self._thread
 
     def call_soon(self, callback: Callable[..., Any], *args: Any) -> None:
-        """Calls back in the loop's thread; does nothing once the loop is stopped."""
+        """Calls `callback` in the loop's thread; does nothing once the loop is stopped."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(callback, *args)
 
     def stop(self) -> None:
-        """Ends the loop and its thread. May be called again."""
+        """Stops the loop and its thread. May be called again."""
         self.call_soon(self.loop.stop)
         self._thread.join(_STOP_WAIT_S)
         if not self._thread.is_alive() and not self.loop.is_closed():
@@ -85,13 +85,13 @@ class BackgroundLoop:
 
 
 def take(items: queue.SimpleQueue[T]) -> T:
-    """The next one, waiting until there is one."""
+    """Returns the next item, waiting for it if necessary."""
     try:
         while True:
             with contextlib.suppress(queue.Empty):
                 return items.get(timeout=_LOOKS_FOR_SIGNALS_S)
     except BaseException as interrupt:
-        raise interrupt from None  # that the queue was empty until then is no part of its story
+        raise interrupt from None  # hides queue.Empty, which is not the cause
 
 
 def _pass_on(task: asyncio.Task[T], result: concurrent.futures.Future[T]) -> None:

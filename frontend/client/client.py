@@ -1,4 +1,4 @@
-"""`CoreClient`: one session with a core. Everything here runs in one asyncio loop."""
+"""`CoreClient`: one session with a core. All methods must be called in its asyncio loop unless they say otherwise."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class RequestClient(Protocol):
-    """What submits requests to an engine, or to several."""
+    """Submits requests to one or several engines."""
 
     @property
     def welcome(self) -> Welcome: ...
@@ -75,13 +75,13 @@ class RequestClient(Protocol):
 
 
 class CoreClient(AsyncControls):
-    """Submits requests and hands out their streams; sends commands and waits for the replies.
+    """Submits requests and returns their streams; sends commands and waits for the replies.
 
-    A core that dies ends every wait at once: streams and commands raise EngineDeadError with the cause.
+    When the core dies every wait ends at once: streams and commands raise EngineDeadError with the cause.
     """
 
     def __init__(self, transport: Transport, *, cause_grace_s: float = 0.0) -> None:
-        """With `cause_grace_s`, a lost connection counts only after so long, if `fail` was not called with the cause.
+        """cause_grace_s: after a lost connection, how long to wait for `fail` to be called with a better cause.
 
         The parent of a core sets it: its supervisor knows how the process ended, the connection only that it did.
         """
@@ -93,39 +93,39 @@ class CoreClient(AsyncControls):
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._welcome: asyncio.Future[Welcome] | None = None
         self.failure: Failure | None = None
-        """Why the session has ended; None while it goes on."""
+        """Why the session has ended; None while it is open."""
         self._closed = False
         self.draining = False
-        """The core has said that it takes no new requests."""
+        """The core has announced that it accepts no new requests."""
         self._process: EngineProcess | None = None
         self.last_heard_s = 0.0
-        """When a message last came (monotonic seconds). While requests run, one comes about every second."""
+        """When the last message arrived (monotonic seconds). While requests run, one arrives about every second."""
         self.last_step_s = 0.0
-        """When the last StepOutputs came (monotonic seconds)."""
+        """When the last StepOutputs arrived (monotonic seconds)."""
         self.load: Load | None = None
-        """The core's last Load, which it sends while requests of this client run there."""
+        """The core's last Load, which it sends while it runs requests of this client."""
         self.tokenizer: Tokenizer | None = None
         self.rescue: Callable[[list[RequestStream], Failure], None] | None = None
-        """Called when the core has died, with the requests that it had: others may go on with them."""
+        """Called with the unfinished requests when the core has died, to continue them on other engines."""
         self.on_dead: Callable[[Failure], None] | None = None
         self.on_load: Callable[[Load], None] | None = None
         """Called with each Load."""
         self.on_prefixes: Callable[[PrefixEvents], None] | None = None
         """Called with each PrefixEvents; see `follow_prefixes`."""
         self.on_draining: Callable[[], None] | None = None
-        """Called when the core has said that it takes no new requests."""
+        """Called when the core has announced that it accepts no new requests."""
         self.on_welcome: Callable[[Welcome], None] | None = None
-        """Called when the core has said what it is once more: it has read other weights."""
+        """Called when the core has sent another Welcome, as it has loaded other weights."""
 
     @classmethod
     async def connect(cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> CoreClient:
-        """A session with the core at `address`. Raises EngineDeadError, AddressError, or ModelError (its tokenizer)."""
+        """Connects to the core at `address`. Raises EngineDeadError, AddressError, or ModelError (its tokenizer)."""
         client = cls(ZmqTransport(address))
         await client.start(timeout_s)
         return client
 
     async def start(self, timeout_s: float = CONNECT_TIMEOUT_S, *, with_tokenizer: bool = True) -> None:
-        """Says hello, and gets the tokenizer ready unless none is needed. Closes the session when that fails."""
+        """Opens the session, and fetches the tokenizer if `with_tokenizer`. Closes the session if that fails."""
         self._loop = asyncio.get_running_loop()
         self._welcome = self._loop.create_future()
         self._transport.open(self._on_message, self._on_closed)
@@ -163,7 +163,7 @@ class CoreClient(AsyncControls):
     ) -> RequestStream:
         """Checks and sends a request whose prompt is tokenised. `params` must not be changed afterwards.
 
-        max_tokens: what `check_request` gave, where the caller has checked the request already.
+        max_tokens: the result of `check_request`, if the caller has already called it.
         Raises InvalidRequestError and QueueFullError before anything is sent, and EngineDeadError.
         """
         self.check_alive()
@@ -199,19 +199,19 @@ class CoreClient(AsyncControls):
         self.requests.abort((request_ids,) if isinstance(request_ids, str) else request_ids)
 
     def abort_stream(self, stream: RequestStream) -> None:
-        """The same for one stream; does nothing once it has ended."""
+        """Ends one request with finish_reason `abort`; does nothing once it has ended."""
         if stream.table is not None:
             stream.table.abort_stream(stream)
 
     def check_alive(self) -> None:
-        """Raises EngineDeadError when the session has ended or is about to."""
+        """Raises EngineDeadError if the session has ended or the core is draining."""
         if self.failure is not None:
             raise EngineDeadError.from_failure(self.failure)
         if self.draining:
             raise EngineDeadError("the engine is shutting down and takes no new requests")
 
     def fail(self, failure: Failure) -> None:
-        """The core is dead, because of this: ends every stream and wait. The first cause counts."""
+        """Marks the core as dead, with the cause: ends every stream and wait. Only the first call has an effect."""
         if self.failure is not None:
             return
         self.failure = failure
@@ -226,16 +226,16 @@ class CoreClient(AsyncControls):
             self.on_dead(failure)
 
     def fail_threadsafe(self, failure: Failure) -> None:
-        """`fail`, from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
+        """Calls `fail` from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits
             self._loop.call_soon_threadsafe(self.fail, failure)
 
     async def close(self) -> None:
-        """`leave`, in the client's loop for callers in another thread."""
+        """`leave`, as a coroutine: callers in another thread run it in the client's loop."""
         self.leave()
 
     def leave(self) -> None:
-        """Ends the session: unfinished requests are aborted, and the core forgets them. May be called again."""
+        """Ends the session: unfinished requests are aborted, here and in the core. May be called again."""
         if self._closed:
             return
         self._closed = True
@@ -246,7 +246,7 @@ class CoreClient(AsyncControls):
         self.fail(Failure(message="this client is closed", type="Closed", process="client", phase="close"))
 
     def follow_prefixes(self) -> None:
-        """The core tells from now on what its prefix cache holds, `on_prefixes`."""
+        """Asks the core to report the content of its prefix cache from now on, to `on_prefixes`."""
         self._transport.send(FollowPrefixes())
 
     async def engine(self) -> Welcome:
@@ -303,7 +303,7 @@ class CoreClient(AsyncControls):
             self._transport.close()
 
     def _on_welcome(self, message: Welcome) -> None:
-        """The first answers Hello; another tells what has changed."""
+        """The first Welcome replies to Hello; a later one reports changes."""
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_result(message)
             return

@@ -1,7 +1,7 @@
-"""The control channel (ipc/control.py) as methods, under vLLM's names where it has them.
+"""The control channel (ipc/control.py) as methods, with vLLM's names where vLLM has them.
 
-`AsyncControls` has them to be awaited, for CoreClient and AsyncLLM; `Controls` has the same for LLM, each made by
-`blocking` from the method there.
+`AsyncControls` has coroutines, for CoreClient and AsyncLLM; `Controls` has the blocking equivalents for LLM, derived
+from them by `blocking`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ Call = FetchTokenizer | GetStats | ResetPrefixCache | Control
 """Messages that the core answers with a Reply."""
 PauseMode = Literal["abort", "wait", "keep"]
 QUICK_S = 30.0
-"""For what an engine answers at once, even when it has a long step to finish first."""
+"""Time limit for calls that an engine answers promptly, after at most one long step."""
 
 
 def pause_command(mode: PauseMode, clear_cache: bool) -> PauseGeneration:
-    """Raises InvalidRequestError."""
+    """Checks the arguments. Raises InvalidRequestError."""
     if mode not in ("abort", "wait", "keep"):
         raise InvalidRequestError(f"mode is {mode!r}; it must be abort, wait or keep")
     if not isinstance(clear_cache, bool):
@@ -59,7 +59,7 @@ def pause_command(mode: PauseMode, clear_cache: bool) -> PauseGeneration:
 
 
 def extension_command(payload: Mapping[str, Any]) -> CallExtension:
-    """Raises InvalidRequestError."""
+    """Checks the payload. Raises InvalidRequestError."""
     if not isinstance(payload, Mapping) or not all(isinstance(key, str) for key in payload):
         raise InvalidRequestError(f"the payload must be a dict with texts as keys, not {payload!r:.100}")
     return CallExtension(payload=dict(payload))
@@ -68,7 +68,7 @@ def extension_command(payload: Mapping[str, Any]) -> CallExtension:
 def method_command(
     method: str | Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> CallExtension:
-    """Raises InvalidRequestError."""
+    """Checks the method's name and arguments. Raises InvalidRequestError."""
     name = method if isinstance(method, str) else getattr(method, "__name__", "")
     if not name.isidentifier():
         raise InvalidRequestError(
@@ -86,14 +86,14 @@ def method_command(
 
 
 def sleep_command(level: int, mode: PauseMode) -> Sleep:
-    """Raises InvalidRequestError."""
+    """Checks the arguments. Raises InvalidRequestError."""
     if level not in (1, 2):
         raise InvalidRequestError(f"level is {level!r}; it must be 1 or 2 (pause_generation stops computing alone)")
     return Sleep(level=2 if level == 2 else 1, mode=pause_command(mode, True).mode)
 
 
 def wake_command(tags: Sequence[str] | None) -> WakeUp:
-    """Raises InvalidRequestError."""
+    """Checks the tags. Raises InvalidRequestError."""
     asked: list[Any] = [tags] if isinstance(tags, str) else list(tags or ())
     if unknown := [tag for tag in asked if tag not in ASLEEP]:
         raise InvalidRequestError(f"there is no tag {unknown[0]!r}; tags are {' and '.join(sorted(ASLEEP))}")
@@ -101,27 +101,27 @@ def wake_command(tags: Sequence[str] | None) -> WakeUp:
 
 
 class AsyncControls:
-    """What a running engine can be told and asked besides requests.
+    """Commands and queries that a running engine accepts besides requests.
 
-    Every method raises HeadraceError with the engine's reason, and EngineDeadError when the engine has died.
+    Every method raises HeadraceError with the engine's reason, and EngineDeadError if the engine has died.
     """
 
     request_counts: RequestCounts | None = None
-    """Of the requests that this client submits; None where others meter them."""
+    """Counts of the requests that this client submits; None if they are counted elsewhere."""
 
     async def call(self, kind: type[Call], timeout_s: float | None = QUICK_S, **fields: Any) -> Any:
-        """Sends such a message, and gives its Reply's result. Without a timeout it waits while the core lives."""
+        """Sends a message and returns the result of its Reply. Without a timeout it waits while the core lives."""
         raise NotImplementedError
 
     async def control(self, command: Commands, timeout_s: float | None = QUICK_S) -> Any:
-        """Carries out a command, and gives the result that its docstring in ipc/control.py names."""
+        """Sends a command and returns the result that the command's docstring in ipc/control.py names."""
         return await self.call(Control, timeout_s, command=command)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forgets every cached block that no request is using, and says True.
+        """Drops all cached blocks that no request uses, and returns True.
 
-        reset_running_requests: also what requests that run have computed, which is computed again.
-        reset_connector: as in vLLM without a connector, there is nothing to reset by it.
+        reset_running_requests: also drop what running requests have computed; they recompute it.
+        reset_connector: has no effect, as in vLLM without a connector.
         """
         if not reset_running_requests:
             await self.call(ResetPrefixCache)
@@ -133,18 +133,18 @@ class AsyncControls:
         return True
 
     async def reset_mm_cache(self) -> None:
-        """Forgets processed images and sounds. Models of this version take none, so there is nothing to forget."""
+        """Clears the cache of processed images and audio. No model of this version uses it, so it is always empty."""
         await self.control(ResetMMCache())
 
     async def reset_encoder_cache(self) -> None:
-        """The same of what their encoders made of them."""
+        """Clears the cache of encoder outputs, which is always empty too."""
         await self.control(ResetMMCache())
 
     async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
-        """Stops computing until `resume_generation`; new requests wait meanwhile. Returns once nothing runs.
+        """Stops computing until `resume_generation`; new requests wait. Returns once no request is running.
 
-        mode: requests that are here `abort`, are finished first (`wait`), or are kept as they are (`keep`).
-        clear_cache: forget the prefix cache, and what kept requests have computed. The pause outlives this client.
+        mode: current requests are aborted (`abort`), finished first (`wait`), or kept as they are (`keep`).
+        clear_cache: drop the prefix cache, and what kept requests have computed. The pause outlives this client.
         """
         await self.control(pause_command(mode, clear_cache), None)
 
@@ -158,14 +158,14 @@ class AsyncControls:
         return stats
 
     async def get_metrics(self, prefix: str = "vllm") -> list[Metric]:
-        """vLLM's metric objects (Counter, Gauge, Vector, Histogram), named `prefix:name`.
+        """Metrics as vLLM's objects (Counter, Gauge, Vector, Histogram), named `prefix:name`.
 
-        The engine's are of all its clients, those of requests of this one.
+        Engine metrics cover all of its clients, request metrics only the requests of this client.
         """
         return engine_metrics(await self.get_stats(), await self.engine(), self.request_counts, prefix)
 
     async def do_log_stats(self) -> None:
-        """Logs throughput, requests, cache use and hit rate since the last time, as a server does every 10 s."""
+        """Logs throughput, requests, cache use and hit rate since the last call, as a server does every 10 s."""
         logger.info("%s", self._stats_log.line(await self.get_stats(), time.monotonic()))
 
     @functools.cached_property
@@ -173,18 +173,18 @@ class AsyncControls:
         return StatsLog()
 
     async def engine(self) -> Welcome:
-        """What the engine said of itself."""
+        """The engine's Welcome message, which describes it."""
         raise NotImplementedError
 
     async def is_paused(self) -> bool:
-        """Whether a pause was asked for and not ended."""
+        """Whether generation is paused, or a pause was requested."""
         return (await self.get_stats()).paused
 
     async def reload_weights(self, weights_path: str | None = None) -> None:
-        """Reads the weights again: the model's own, or those of another checkpoint with the same config.
+        """Loads the weights again: the model's own, or those of another checkpoint with the same config.
 
-        Requests that run go on with the new ones; the prefix cache is forgotten. Raises HeadraceError, and leaves
-        the old weights, when the checkpoint is missing, of another shape, or does not fit beside the old weights.
+        Running requests continue with the new ones; the prefix cache is cleared. Raises HeadraceError, and keeps the
+        old weights, if the checkpoint is missing, of another shape, or does not fit beside the old weights.
         """
         await self.control(ReloadWeights(path=weights_path or ""), None)
 
@@ -195,25 +195,25 @@ class AsyncControls:
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """Records what core and workers do, until `stop_profile`. Needs the option profiler_config.
+        """Records the activity of core and workers until `stop_profile`. Needs the option profiler_config.
 
-        Raises InvalidRequestError for a number of steps: vLLM's delay_iterations and max_iterations are not here.
+        Raises InvalidRequestError for vLLM's delay_iterations and max_iterations, which are not supported.
         """
         if delay_iterations or max_iterations:
             raise InvalidRequestError("delay_iterations and max_iterations are refused: stop_profile ends a recording")
         await self.control(StartProfile(prefix=profile_prefix or ""))
 
     async def stop_profile(self) -> list[str]:
-        """The files that were written, on the engine's host: for ui.perfetto.dev."""
+        """Stops recording and returns the paths of the files, on the engine's host: open them in ui.perfetto.dev."""
         return list((await self.control(StopProfile(), None)).paths)
 
     async def describe_engine(self) -> EngineReport:
-        """What was asked, decided and found, and what each worker says of itself."""
+        """The engine's options, decisions and run-time facts, and the facts of each worker."""
         report: EngineReport = await self.control(DescribeEngine())
         return report
 
     async def call_extension(self, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What the worker extension (option worker_extension_cls) answers to `payload`, one answer of each worker."""
+        """The answers of the worker extension (option worker_extension_cls) to `payload`, one per worker."""
         return list((await self.control(extension_command(payload), None)).payloads)
 
     async def collective_rpc(
@@ -223,40 +223,40 @@ class AsyncControls:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """What a method of the worker extension (option worker_extension_cls) gives on each worker, by rank.
+        """Calls a method of the worker extension (option worker_extension_cls); returns each worker's result, by rank.
 
-        method: its name, or the method itself; arguments and results are plain data, for nothing is pickled.
+        method: its name, or the method itself; arguments and results are plain data, as nothing is pickled.
         timeout: seconds; without one it waits while the engine lives.
         """
         command = method_command(method, args, kwargs)
         return [answer["result"] for answer in (await self.control(command, timeout)).payloads]
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Pauses as `pause_generation` does, and gives the device's memory back until `wake_up`.
+        """Pauses as `pause_generation` does, and frees the device's memory until `wake_up`.
 
-        New requests are refused meanwhile (EngineAsleepError). An engine that sleeps already stays as it is.
+        Meanwhile new requests are refused (EngineAsleepError). If the engine is already asleep nothing changes.
 
-        level: 1 keeps the weights in the host's memory, 2 keeps them nowhere; the cache is dropped. On a CPU level 1
-        drops the cache alone. Needs the option enable_sleep_mode. Raises HeadraceError when the host has no room.
+        level: 1 moves the weights to the host's memory, 2 drops them; the cache is dropped. On a CPU level 1 drops only
+        the cache. Needs the option enable_sleep_mode. Raises HeadraceError if the host lacks the memory.
         """
         await self.control(sleep_command(level, mode), None)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Takes the memory again and goes on. tags: "weights" or "kv_cache", to wake only that for now.
+        """Allocates the memory again and continues. tags: "weights" or "kv_cache", to wake only that part for now.
 
-        Raises HeadraceError, and what slept still sleeps, when the memory is taken or the checkpoint is gone.
+        Raises HeadraceError, and leaves asleep what was, if the memory is in use or the checkpoint is gone.
         """
         await self.control(wake_command(tags), None)
 
     async def is_sleeping(self) -> bool:
-        """Whether weights or cache have given their memory back."""
+        """Whether the memory of weights or cache is freed."""
         return (await self.get_stats()).sleep_level > 0
 
 
 def blocking(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Any, P], T]:
-    """The same method for LLM, whose client runs in another thread."""
+    """The blocking equivalent of a method, for LLM, whose client runs in another thread."""
 
     @functools.wraps(method)
     def call(self: Controls, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -267,7 +267,7 @@ def blocking(
 
 
 class Controls:
-    """Mixed into LLM: the methods of AsyncControls, which return when the engine has answered."""
+    """Mixed into LLM: the methods of AsyncControls, which return once the engine has replied."""
 
     _background: BackgroundLoop
     _client: AsyncControls

@@ -1,4 +1,4 @@
-"""What an engine counts, under vLLM's names, as /metrics and `LLM.get_metrics` show it; and the latter's objects."""
+"""Metrics of an engine under vLLM's names, for /metrics and `LLM.get_metrics`, and the latter's metric objects."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineStats, Welcome
 
 
 def kv_use(stats: EngineStats) -> float:
-    """The share of KV blocks that requests hold, 0 to 1."""
+    """The share of KV blocks in use by requests, 0 to 1."""
     return 1.0 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
 
 
 def hit_rate(stats: EngineStats) -> float | None:
-    """The share of prompt tokens that came from the prefix cache since the engine's start; None before the first."""
+    """The share of prompt tokens found in the prefix cache since the engine's start; None before the first."""
     return stats.num_cached_prompt_tokens / stats.num_prompt_tokens if stats.num_prompt_tokens else None
 
 
 def of_experts(name: str) -> Callable[[EngineStats], float | None]:
-    """What reads a field of their balance."""
+    """A function that reads one field of the expert balance."""
     return lambda stats: None if stats.expert_balance is None else float(getattr(stats.expert_balance, name))
 
 
@@ -75,7 +75,7 @@ ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[EngineStats], float | None]
     ("counter", "eplb_rearrangements", "Times that experts changed ranks.", of_experts("rearrangements")),
     ("gauge", "eplb_rearrangement_seconds", "How long the last time took.", of_experts("rearrangement_s")),
 )
-"""Kind, name, help, and how the value is read: None for what an engine does not have."""
+"""Kind, name, help, and a function that reads the value: None if the engine does not have the metric."""
 
 
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
@@ -106,7 +106,7 @@ METRICS_BY_LABEL: tuple[tuple[str, str, str, str, Callable[[EngineStats], Mappin
         },
     ),
 )
-"""Kind, name, help, one more label, and how the values are read, by that label's."""
+"""Kind, name, help, name of the additional label, and a function that reads the values by that label's value."""
 
 
 class Metric(msgspec.Struct, kw_only=True):
@@ -123,19 +123,19 @@ class Counter(Metric, kw_only=True):
 
 
 class Gauge(Metric, kw_only=True):
-    """What is so now."""
+    """A current value."""
 
     value: float
 
 
 class Vector(Metric, kw_only=True):
-    """A counter for each of several places."""
+    """One counter per position."""
 
     values: list[int]
 
 
 class Histogram(Metric, kw_only=True):
-    """How many observations were at most each bound."""
+    """For each bound, how many observations were at most that large."""
 
     count: int
     sum: float
@@ -143,7 +143,7 @@ class Histogram(Metric, kw_only=True):
 
 
 def engine_metrics(stats: EngineStats, welcome: Welcome, requests: RequestCounts | None, prefix: str) -> list[Metric]:
-    """All of them, named `prefix:name`; `requests` are those of a client."""
+    """All metrics, named `prefix:name`; `requests` are the counts of one client."""
     labels = {"model_name": (welcome.served_model_names or (welcome.model,))[0], "engine": "0"}
     found: list[Metric] = []
     for kind, name, _, value in ENGINE_METRICS:

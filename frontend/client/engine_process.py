@@ -1,7 +1,8 @@
-"""The process of an engine-core that somebody else runs: what this host can tell of how it ended.
+"""What this host reveals about the end of an engine-core process that another program started.
 
-Its parent knows the signal; a client that attached knows that a connection was lost, and what Linux shows anyone:
-whether the process is there, what the kernel killed for memory, and, where its stderr is a file, the end of its log.
+The process's parent knows the signal. An attached client knows only that the connection was lost, and what Linux shows
+anyone: whether the process exists, how many processes the kernel killed for lack of memory, and, if the process's
+stderr is a file, the end of its log.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from headrace.ipc.process.proc import oom_kill_count, status_of
 from headrace.ipc.transport.sockets import ipc_path
 
 END_SEEN_WITHIN_S = 1.0
-"""How long a process may take to end once its connection is lost; one that takes longer hangs, or is stopped."""
+"""How long a process may take to end after its connection is lost; after this it is considered hung or stopped."""
 END_LOOK_S = 0.02
 LOG_LINES = 10
 _LOG_BYTES = 8192
 _PROBE_S = 0.5
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: ucred of unix(7)
 _PROGRAMS = (b"engine-core", b"headrace")
-"""One of these is in an engine's command line; a process of that number without it is of another host or container."""
+"""An engine's command line contains one of these; otherwise the pid belongs to another host or container."""
 
 
 def listener_of(address: str) -> int | None:
-    """The process that listens at an ipc:// address, stopped or not; None where none does, or it cannot be seen."""
+    """The pid of the process that listens at an ipc:// address, even if stopped; None if there is none visible."""
     path = ipc_path(address)
     if path is None:
         return None
@@ -46,7 +47,7 @@ def listener_of(address: str) -> int | None:
 
 
 class EngineProcess:
-    """One process, from the time of the attachment on."""
+    """One engine process, observed from the time of the connection on."""
 
     def __init__(self, pid: int, started: int) -> None:
         self.pid, self._started = pid, started
@@ -55,7 +56,7 @@ class EngineProcess:
 
     @classmethod
     def find(cls, pid: int) -> EngineProcess | None:
-        """None where it is not to be seen from here. pid: 0 where the engine does not tell."""
+        """None if the process is not visible from here. pid: 0 if the engine does not report it."""
         status = status_of(pid) if pid else None
         if status is None:
             return None
@@ -69,11 +70,11 @@ class EngineProcess:
     @property
     def has_ended(self) -> bool:
         status = status_of(self.pid)
-        # A number may be given again; and a zombie only waits for its parent to ask how it ended.
+        # A pid may be reused; and a zombie has ended, but its parent has not waited for it yet.
         return status is None or status.started != self._started or status.state in "ZX"
 
     def explain_soon(self, lost: Failure, tell: Callable[[Failure], None]) -> None:
-        """Tells, from the running asyncio loop, as soon as the end is seen."""
+        """Calls `tell` with the explanation, in the running asyncio loop, once the process has ended or hangs."""
         self._look(lost, tell, time.monotonic() + END_SEEN_WITHIN_S)
 
     def _look(self, lost: Failure, tell: Callable[[Failure], None], deadline_s: float) -> None:
@@ -83,7 +84,7 @@ class EngineProcess:
             asyncio.get_running_loop().call_later(END_LOOK_S, self._look, lost, tell, deadline_s)
 
     def explain(self, lost: Failure) -> Failure:
-        """A lost connection with what is known of the process."""
+        """The failure of a lost connection, extended with what is known of the process."""
         if not self.has_ended:
             status = status_of(self.pid)
             is_stopped = status is not None and status.state in "Tt"
@@ -108,7 +109,7 @@ class EngineProcess:
 
 
 def _log_of(pid: int) -> Path | None:
-    """Where its stderr goes, if that is a file that we may read."""
+    """The file that its stderr is redirected to, if it is a readable file."""
     with contextlib.suppress(OSError):
         path = Path(os.readlink(f"/proc/{pid}/fd/2"))
         if path.is_file() and os.access(path, os.R_OK):
@@ -126,5 +127,5 @@ def _last_lines(path: Path | None) -> tuple[str, ...]:
             text = file.read(_LOG_BYTES).decode(errors="replace")
     except OSError:
         return ()
-    lines = text.splitlines()[1 if start else 0 :]  # the first of them may be a part of a line
+    lines = text.splitlines()[1 if start else 0 :]  # the first one may be incomplete
     return tuple(line for line in lines if line.strip())[-LOG_LINES:]

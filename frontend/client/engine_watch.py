@@ -1,6 +1,6 @@
-"""Engines of this user as `ps` and `top` see them: found by their sockets, asked for their figures and nothing else.
+"""Finds this user's engines by their sockets and reads their statistics, for `ps` and `top`.
 
-Their sessions fetch no tokenizer, so looking at an engine costs a few milliseconds.
+These sessions fetch no tokenizer, so querying an engine takes only a few milliseconds.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from headrace.ipc.transport.sockets import check_address, ipc_path, runtime_dire
 
 ANSWER_TIMEOUT_S = 2.0
 _SOCKET_NAME = re.compile(r"engine-(?:(\d+)|core-\d+)-[0-9a-f]+\.sock")
-"""With the engine's process, or, of one that a server starts again at one address, the server's."""
+"""Contains the engine's pid, or, for an engine that a server restarts at the same address, the server's pid."""
 
 
 class EngineSnapshot(msgspec.Struct, kw_only=True):
-    """What is known of one engine at one time."""
+    """The state of one engine at one time."""
 
     address: str
     at_s: float
-    """When the figures came (monotonic seconds)."""
+    """When the statistics were received (monotonic seconds)."""
     pid: int | None = None
     uptime_s: float | None = None
-    """Age of its process; None where that cannot be seen."""
+    """Age of its process; None if it is not visible."""
     welcome: Welcome | None = None
     stats: EngineStats | None = None
     problem: str = ""
-    """Why figures are missing."""
+    """Why the statistics are missing."""
 
 
 class EngineWatch:
-    """One engine that is looked at again and again, over one session. Everything runs in one asyncio loop."""
+    """Queries one engine repeatedly, over one session. Everything runs in one asyncio loop."""
 
     def __init__(self, address: str) -> None:
-        """Raises AddressError for what is no address."""
+        """Raises AddressError for an invalid address."""
         self.address = check_address(address)
         self._client: CoreClient | None = None
         self._welcome: Welcome | None = None
@@ -54,7 +54,7 @@ class EngineWatch:
         return failure is not None and failure.phase == "connection"
 
     async def look(self, timeout_s: float = ANSWER_TIMEOUT_S) -> EngineSnapshot:
-        """Its figures now; whatever goes wrong is in the result's `problem`."""
+        """Reads the statistics now; any error is reported in the result's `problem`."""
         stats, problem = None, ""
         try:
             if self._client is None or self._client.failure is not None:
@@ -76,15 +76,15 @@ class EngineWatch:
         )
 
     def close(self) -> None:
-        """Leaves. May be called again."""
+        """Ends the session. May be called again."""
         if self._client is not None:
             self._client.leave()
 
 
 def engine_addresses() -> list[str]:
-    """Every engine's socket in the runtime directory, oldest first; some may be left over from dead engines.
+    """The address of every engine's socket in the runtime directory, oldest first; some may belong to dead engines.
 
-    Raises AddressError when the directory cannot be used.
+    Raises AddressError if the directory cannot be used.
     """
     found: list[tuple[float, str]] = []
     for path in runtime_directory().glob("engine-*.sock"):
@@ -92,12 +92,12 @@ def engine_addresses() -> list[str]:
             if _SOCKET_NAME.fullmatch(path.name) and path.is_socket():
                 found.append((path.stat().st_mtime, f"ipc://{path}"))
         except OSError:
-            continue  # it went away meanwhile
+            continue  # it was removed meanwhile
     return [address for _, address in sorted(found)]
 
 
 async def look_at(addresses: Sequence[str], *, with_gone: bool = False) -> list[EngineSnapshot]:
-    """One look at each, all at once. Those where nobody listens are left out, unless `with_gone`.
+    """Queries each engine once, all concurrently. Addresses without a listener are left out, unless `with_gone`.
 
     Raises AddressError.
     """
@@ -111,7 +111,7 @@ async def look_at(addresses: Sequence[str], *, with_gone: bool = False) -> list[
 
 
 def check_seen(snapshots: Sequence[EngineSnapshot]) -> None:
-    """Raises EngineDeadError for engines that were asked for by address and gave no figures."""
+    """Raises EngineDeadError for engines whose statistics are missing."""
     told = [each.problem if each.address in each.problem else f"{each.address} {each.problem}" for each in snapshots]
     problems = [text for text, snapshot in zip(told, snapshots, strict=True) if snapshot.stats is None]
     if problems:
@@ -122,14 +122,14 @@ def check_seen(snapshots: Sequence[EngineSnapshot]) -> None:
 
 
 def pid_of(address: str) -> int | None:
-    """The process that a socket of the runtime directory belongs to, by its name."""
+    """The pid in the name of a socket of the runtime directory; None if the name has no engine's pid."""
     path = ipc_path(address)
     match = _SOCKET_NAME.fullmatch(path.name) if path is not None else None
     return int(match.group(1)) if match is not None and match.group(1) else None
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of aligned columns; the last column is as wide as it likes."""
+    """Lines of aligned columns; the last column has any width."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -138,7 +138,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def short_name(model: str, longest: int = 40) -> str:
-    """A model's name that fits a column; of a path, its end."""
+    """A model's name, shortened to fit a column; for a path, its last part."""
     name = model.rstrip("/").rpartition("/")[2] if model.startswith(("/", ".", "~")) else model
     return name if len(name) <= longest else "..." + name[-(longest - 3) :]
 

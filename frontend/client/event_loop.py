@@ -1,4 +1,4 @@
-"""Event loops as programs and the client run them: uvloop's where it can be had, with Ctrl-C in its place."""
+"""Event loops of programs and clients: uvloop's if it is installed, with a defined handling of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INTERRUPTED = 130
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's, or asyncio's where there is none."""
+    """A loop of uvloop, or of asyncio if uvloop is not installed."""
     try:
         import uvloop
     except ImportError:
@@ -23,13 +23,13 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Runs `work()` in a loop of its own, as asyncio.run does.
+    """Runs `work()` in a new loop, as asyncio.run does.
 
     The first SIGINT cancels it and is raised as KeyboardInterrupt once it has cleaned up; a second one ends the
-    process. While the loop is made and closed a signal is remembered: an exception there would leave half a loop.
-    `work` may set handlers of its own in the loop.
+    process. A signal while the loop is created or closed is remembered, as an exception would leave half a loop.
+    `work` may install its own handlers in the loop.
     """
-    if threading.current_thread() is not threading.main_thread():  # which takes no signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(work())
     received: list[int] = []

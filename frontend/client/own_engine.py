@@ -1,4 +1,4 @@
-"""An engine-core child of one's own, started from the options a user gave."""
+"""Starts an engine-core from a user's options, as a child process or in this process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 STOP_DEADLINE_S = 5.0
 CAUSE_GRACE_S = 1.0
-"""How long the supervisor may take to say how the core ended, once its connection is lost."""
+"""How long after a lost connection to wait for the supervisor to report how the core ended."""
 
 
 def run_in_process(model: str | None, options: dict[str, Any]) -> tuple[EngineThread, MemoryTransport]:
-    """The same engine on a thread of this process, and the way to it. Raises what its start raises."""
+    """Starts the engine on a thread of this process; returns it and the transport to it. Raises the start's errors."""
     from headrace.core.engine.engine import EngineThread
 
     parsed = parse_own(model, options)
@@ -36,7 +36,7 @@ def run_in_process(model: str | None, options: dict[str, Any]) -> tuple[EngineTh
 
 
 def parse_own(model: str | None, options: dict[str, Any]) -> Options:
-    """What a user gave. Raises OptionError."""
+    """Parses a user's options. Raises OptionError."""
     from headrace.core.options.parsing import parse_options
 
     if is_loading_script():
@@ -50,7 +50,7 @@ def parse_own(model: str | None, options: dict[str, Any]) -> Options:
 
 
 def check_finds(model: str | None, options: dict[str, Any]) -> None:
-    """Raises OptionError for what an engine that is found by a coordinator has been told already."""
+    """Raises OptionError for options that an engine found by a coordinator already has."""
     given = ["model"] * (model is not None) + [name for name in options if name not in ("coordinator", "peer_timeout")]
     if given:
         raise OptionError(f"coordinator finds an engine that has its options: leave out {', '.join(given)}")

@@ -1,7 +1,7 @@
-"""A request on the client's side: what the core said about it, made into outputs when somebody reads them.
+"""A request on the client's side: turns the core's messages into outputs when they are read.
 
 A step only appends to lists and wakes the reader once; text, log-probabilities and output objects are made on
-reading, so a slow reader gets fewer and larger pieces. Text is made at once only where stop strings are looked for.
+reading, so a slow reader gets fewer and larger pieces. Only stop strings require making text at each step.
 
     StepOutputs --> SequenceState (one per slot, n of them) --> RequestStream --> RequestOutput
 """
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from headrace.frontend.client.request_table import RequestTable
 
 LogprobRow = tuple[list[int], list[float], int]
-"""Token ids (the position's own first), their log-probabilities, the own token's rank."""
+"""Token ids (the position's own token first), their log-probabilities, and the rank of the own token."""
 _DROPPED_AT_ONCE = 1024
 
 
 class SequenceState:
-    """One output of a request while it grows."""
+    """One output of a request in progress."""
 
     __slots__ = (
         "_end_read",
@@ -75,11 +75,11 @@ class SequenceState:
         self.min_tokens = params.min_tokens
         self.token_ids: list[int] = []
         self.num_text_tokens = 0
-        """How many of them went through the detokeniser."""
+        """How many of the tokens the detokeniser has processed."""
         self.seed: int | None = None
-        """That the core drew, where the request brought none."""
+        """The seed that the core drew, if the request had none."""
         self.logprob_rows: list[tuple[LogprobRows, int]] = []
-        """Where each token's stand in what its step brought, where they were asked for."""
+        """For each token, its step's log-probabilities and its row in them, if they were requested."""
         self.cumulative_logprob = 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -90,7 +90,7 @@ class SequenceState:
         self._end_read = False
 
     def find_stop(self) -> bool:
-        """Looks at the newest token; True when a stop string is complete or the output repeats itself: it ends."""
+        """Checks the newest token; True if a stop string is complete or the output repeats itself, so it must end."""
         repetition = self.stream.params.repetition_detection
         repeats = repetition is not None and len(self.token_ids) > self.min_tokens and repetition.found(self.token_ids)
         if self.stops is None:
@@ -103,13 +103,13 @@ class SequenceState:
         return repeats or self.stops.matched is not None
 
     def found_stop(self) -> tuple[str, str]:
-        """The finish_reason and stop_reason of an output that `find_stop` ended."""
+        """The finish_reason and stop_reason of an output for which `find_stop` returned True."""
         if self.stops is not None and self.stops.matched is not None:
             return "stop", self.stops.matched
         return "repetition", STOP_REASON
 
     def finish(self, reason: str, stop_reason: int | str | None, *, silent_last_token: bool = False) -> None:
-        """Ends the output. A token that ended it is not part of the text when it is silent."""
+        """Ends the output. silent_last_token: leave out the text of the token that ended it."""
         self.finish_reason, self.stop_reason = reason, stop_reason
         if self.detokenizer is None:
             return
@@ -117,7 +117,7 @@ class SequenceState:
             end = len(self.token_ids) - silent_last_token
             text, rest = self.detokenizer.extend(self.token_ids[self.num_text_tokens : end]), self.detokenizer.finish()
             if self.stream.params.structured_outputs is not None and reason == "length":
-                rest = rest.rstrip(REPLACEMENT)  # with it, the text would not be the beginning of anything of the form
+                rest = rest.rstrip(REPLACEMENT)  # otherwise the text would not be a prefix of any valid answer
             text += rest
             self.num_text_tokens = end
             if self.stops is not None:
@@ -127,7 +127,7 @@ class SequenceState:
             self._new_text.append(text)
 
     def read(self, *, delta: bool, tokenizer: Tokenizer | None) -> CompletionOutput:
-        """Everything so far, or what is new since the reading before."""
+        """The whole output so far, or with `delta` only what is new since the last call."""
         if self.finish_reason is None and self.stops is None and self.detokenizer is not None:
             self._new_text.append(self.detokenizer.extend(self.token_ids[self.num_text_tokens :]))
             self.num_text_tokens = len(self.token_ids)
@@ -158,11 +158,11 @@ class SequenceState:
 
     @property
     def told_logprobs(self) -> SampleLogprobs:
-        """In the user's form, of the tokens that were read."""
+        """The log-probabilities of the tokens that were read, in the user's form."""
         return self._logprobs
 
     def has_news(self) -> bool:
-        """Enough to be told: its first token, `stream_interval` more, or its end."""
+        """Whether there is enough to return: the first token, `stream_interval` more, or the end."""
         num_new = len(self.token_ids) - self._num_read
         if num_new >= self.stream.interval or (num_new and not self._num_read):
             return True
@@ -170,7 +170,7 @@ class SequenceState:
 
 
 class RequestStream:
-    """A submitted request: an async iterator of its outputs. For one reader, in the client's loop."""
+    """A submitted request: an async iterator of its outputs, for one reader, in the client's loop."""
 
     def __init__(
         self, request_id: str, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, first_slot: int
@@ -181,33 +181,33 @@ class RequestStream:
         self.num_unfinished = params.n
         self.num_cached_tokens: int | None = None
         self._prompt_logprobs: PromptLogprobs | None = None
-        self._prompt_rows: list[LogprobRows] = []  # which have come, and are not in the user's form yet
+        self._prompt_rows: list[LogprobRows] = []  # received, and not yet converted to the user's form
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = FlatLogprobs() if params.flat_logprobs else []
             for _ in range(max(1, min(params.prompt_logprob_start, len(prompt.token_ids or ())))):
                 self._prompt_logprobs.append(None)
         self.num_prompt_logprobs = len(self._prompt_logprobs or ())
-        """Of how many positions they have come."""
+        """For how many prompt positions they have arrived."""
         self.metrics = RequestMetrics(arrival_time=time.time())
         self.on_done: Callable[[RequestStream], None] | None = None
-        """Called once when it has ended, well or not."""
+        """Called once when the request has ended, successfully or not."""
         self.on_counted: tuple[Callable[[RequestStream], None], ...] = ()
-        """The same, for who counts all requests of a client (RequestTable.on_counted, RequestCounts)."""
+        """Also called at its end, to count all requests of a client (RequestTable.on_counted, RequestCounts)."""
         self.on_step: Callable[[RequestStream, float], None] | None = None
-        """Called after each step that brought news, with the time (monotonic seconds), whatever the output kind: for
-        a reader that must not wait for a task to wake. It reads from `sequences`, and must not raise."""
+        """Called after each step with outputs of the request, with the time (monotonic seconds), whatever the output
+        kind: for readers that must not wait for a task switch. It reads `sequences`, and must not raise."""
         self.touched = False
-        """Whether the step at hand brought news."""
+        """Whether the current step has outputs of this request."""
         self.max_tokens = self.priority = 0  # as they were sent
         self.tokenized: Mapping[str, Any] = NOTHING  # the same
         self.interval = 1
-        """How many new tokens of an output its reader gets together."""
+        """How many new tokens of an output to return together."""
         self.table: RequestTable | None = None
-        """Of the engine that has it now; None between two."""
+        """The table of the engine that runs it; None while it moves between engines."""
         self.route: Any = None
-        """What the router knows of it (frontend/fleet/decisions.py:RoutedRequest), where there is one."""
+        """The router's record of it (frontend/fleet/decisions.py:RoutedRequest), if there is a router."""
         self.on_gone: Callable[[RequestStream], None] | None = None
-        """Called once when it has ended, for the router."""
+        """Called once when the request has ended, for the router."""
         self._submitted_s = time.monotonic()
         self._error: HeadraceError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -225,12 +225,12 @@ class RequestStream:
 
     @property
     def num_tokens(self) -> int:
-        """Of all its outputs, so far."""
+        """Number of tokens of all outputs so far."""
         return sum(len(each.token_ids) for each in self.sequences)
 
     @property
     def first_token_s(self) -> float | None:
-        """From its submission to its first token."""
+        """Seconds from submission to the first token."""
         return self.metrics.first_token_latency
 
     @property
@@ -239,7 +239,7 @@ class RequestStream:
 
     @property
     def error(self) -> HeadraceError | None:
-        """What ended it, when that was no proper end."""
+        """The error that ended the request; None if it ended without one."""
         return self._error
 
     def unfinished_slots(self) -> Sequence[int]:
@@ -249,7 +249,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """The next output; several steps' worth when the reader is slow. Raises what ended the request."""
+        """The next output, of several steps if the reader is slow. Raises the error that ended the request."""
         while not self._news:
             if self._final_given:
                 raise StopAsyncIteration
@@ -263,20 +263,20 @@ class RequestStream:
         return self._read()
 
     async def get(self) -> RequestOutput:
-        """The next output, by the name of vLLM's collectors."""
+        """The next output, under the name that vLLM's collectors use."""
         return await anext(self)
 
     async def final(self) -> RequestOutput:
-        """The last output. Raises what ended the request instead."""
+        """The last output. Raises the error that ended the request."""
         while not (output := await anext(self)).finished:
             pass
         return output
 
     def notify(self, now_s: float) -> None:
-        """At the end of a step that touched it: wakes the reader when there is something to read."""
+        """Called at the end of a step with outputs of this request: wakes the reader if there is something to read."""
         self.touched = False
         if self._error is not None:
-            return  # failed in this very step: what it brought is no output, and `fail` has woken the reader
+            return  # it failed in this step: its tokens are no output, and `fail` has woken the reader
         if self.metrics.first_token_latency is None and any(each.token_ids for each in self.sequences):
             self.metrics.first_token_latency = now_s - self._submitted_s
         if self.num_unfinished == 0:
@@ -287,7 +287,7 @@ class RequestStream:
             self.on_step(self, now_s)
 
     def fail(self, error: HeadraceError) -> None:
-        """Ends it with an error, unless it has ended already."""
+        """Ends the request with an error, unless it has ended already."""
         if not self._ended:
             self._error = error
             self._ended = True
@@ -296,7 +296,7 @@ class RequestStream:
             self._report_done()
 
     def note_finish(self, finish: Finish) -> None:
-        """Takes the core's times. Of several outputs the slowest counts."""
+        """Records the core's times; of several outputs the longest count."""
         metrics = self.metrics
         metrics.queued_s = max(metrics.queued_s or 0.0, finish.queued_s)
         metrics.prefill_s = max(metrics.prefill_s or 0.0, finish.prefill_s)
@@ -304,13 +304,13 @@ class RequestStream:
         metrics.num_preemptions += finish.num_preemptions
 
     def add_prompt_logprobs(self, rows: LogprobRows) -> None:
-        """Keeps them as they came: to make the user's form of a step's takes long enough to hold up other requests."""
+        """Stores them unconverted: converting a step's rows takes long enough to delay other requests."""
         self._prompt_rows.append(rows)
         self.num_prompt_logprobs += len(rows.ranks)
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """Of each prompt position so far, in the user's form; None unless they were asked for."""
+        """For each prompt position so far, in the user's form; None unless they were requested."""
         if self._prompt_logprobs is not None and self._prompt_rows:
             taken, self._prompt_rows = self._prompt_rows, []
             for rows in taken:
@@ -319,7 +319,7 @@ class RequestStream:
         return self._prompt_logprobs
 
     def drop_logprobs(self) -> None:
-        """Once they have been told. In pieces: to drop hundreds of thousands at once keeps every thread waiting."""
+        """Call once they have been read. Frees in pieces: freeing hundreds of thousands at once blocks all threads."""
         self._prompt_rows.clear()
         for told in (self._prompt_logprobs, *(each.told_logprobs for each in self.sequences)):
             while isinstance(told, list) and told:
@@ -360,7 +360,7 @@ class RequestStream:
 
 
 def nth_row(rows: LogprobRows, nth: int) -> LogprobRow:
-    """One position's own, without the padding at its end."""
+    """The row of one position, without the padding at its end."""
     width = rows.token_ids.shape[1]
     first, end = nth * width, (nth + 1) * width
     ids = rows.token_ids.data.cast("i")[first:end].tolist()
@@ -370,7 +370,7 @@ def nth_row(rows: LogprobRows, nth: int) -> LogprobRow:
 
 
 def one_row(row: LogprobRow) -> LogprobRows:
-    """As the core sends it."""
+    """One row in the form that the core sends."""
     token_ids, logprobs, rank = row
     shape = (1, len(token_ids))
     return LogprobRows(
@@ -383,7 +383,7 @@ def one_row(row: LogprobRow) -> LogprobRows:
 def logprobs_of_position(
     row: LogprobRow, tokenizer: Tokenizer | None, *, are_ranked: bool = True
 ) -> LogprobsOfPosition:
-    """The user's form: the position's own token with its rank, then the others: the likeliest, in order of rank."""
+    """The user's form: the position's own token with its rank, then the others, the most likely first."""
     token_ids, logprobs, own_rank = row
     decode: Callable[[int], str | None] = tokenizer.decode_token if tokenizer is not None else _no_text
     result = {token_ids[0]: Logprob(logprobs[0], own_rank, decode(token_ids[0]))}

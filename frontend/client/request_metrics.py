@@ -1,9 +1,9 @@
 """Times and counts requests under vLLM's names, for `LLM.get_metrics` and a server's /metrics.
 
-The numbers are float64 in a block of memory: a client's own, or one that the HTTP processes of a server share.
+The numbers are float64 in a block of memory: a client's own, or one that a server's HTTP processes share.
 
     block:  | histogram | histogram | ... | counter | counter | ...
-    histogram:  | observations in each bucket, not summed up | those above all bounds | sum of the values |
+    histogram:  | observations per bucket, not cumulative | those above all bounds | sum of the values |
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Block: TypeAlias = "memoryview[float] | list[float]"
 Histograms = Mapping[str, tuple[tuple[float, ...], str]]
-"""By name: upper bounds, in order, and help."""
+"""By name: ascending upper bounds, and help."""
 SHORT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _TOKEN = (0.0005, 0.001, 0.0025, 0.005, *SHORT)
 _FIRST = (0.001, 0.005, *SHORT, 160.0, 640.0, 2560.0)
@@ -44,12 +44,12 @@ REQUEST_HISTOGRAMS: Histograms = {
 }
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 SUCCESS = "request_success"
-"""Counts the requests that ended, by these."""
+"""Counter of ended requests, labelled with one of FINISH_REASONS."""
 REJECTIONS = "admission_rejections"
 
 
 class Layout:
-    """Where each number lies in a block, by name."""
+    """The index of each number in a block, by name."""
 
     def __init__(self, histograms: Histograms, counters: Sequence[str]) -> None:
         self.at: dict[str, int] = {}
@@ -68,13 +68,13 @@ INTER_TOKEN_SUM = INTER_TOKEN + len(_TOKEN) + 1
 
 
 def observe(block: Block, at: int, bounds: tuple[float, ...], value: float) -> None:
-    """Adds a value to the histogram that begins at this number of the block."""
+    """Adds a value to the histogram that begins at index `at` of the block."""
     block[at + bisect_left(bounds, value)] += 1.0
     block[at + len(bounds) + 1] += value
 
 
 def cumulative(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
-    """How many observations were at most each bound, from counts of each bucket and of what lies above all."""
+    """Cumulative counts by upper bound, from the counts of each bucket and of values above all bounds."""
     return list(zip((*map(str, bounds), "+Inf"), itertools.accumulate(counts), strict=True))
 
 
@@ -84,19 +84,19 @@ class RequestMeter:
     __slots__ = ("_block", "_last_s", "_num_migrations", "_num_tokens", "_on_gap")
 
     def __init__(self, block: Block, on_gap: Callable[[float], None] | None = None) -> None:
-        """on_gap: told how long the request stood still when it lost its engine (seconds)."""
+        """on_gap: called with the seconds that the request paused when it moved to another engine."""
         self._block, self._on_gap = block, on_gap
-        self._last_s: float | None = None  # when its last news came, and what it had then
+        self._last_s: float | None = None  # when its last outputs arrived
         self._num_tokens = self._num_migrations = 0
 
     def on_step(self, stream: RequestStream, now_s: float) -> None:
-        """To be called with each step's news, RequestStream.on_step."""
+        """Call at each step with outputs of the request, as RequestStream.on_step."""
         last_s, self._last_s = self._last_s, now_s
-        # Of several outputs that come together, the first stands for all.
+        # If n > 1, the first output represents all.
         num_tokens = len(stream.sequences[0].token_ids)
         if last_s is not None:
             block, interval_s = self._block, now_s - last_s
-            count = num_tokens - self._num_tokens or 1  # several may come at once
+            count = num_tokens - self._num_tokens or 1  # several tokens may arrive together
             block[INTER_TOKEN + bisect_left(_TOKEN, interval_s / count)] += count
             block[INTER_TOKEN_SUM] += interval_s
         self._num_tokens = num_tokens
@@ -106,7 +106,7 @@ class RequestMeter:
                 self._on_gap(now_s - last_s)
 
     def on_done(self, stream: RequestStream) -> None:
-        """To be called when it has ended, well or not."""
+        """Call when the request has ended, successfully or not."""
         reason = "error" if stream.error is not None else stream.sequences[0].finish_reason or "error"
         self._block[REQUEST_LAYOUT.at[reason]] += 1.0
         metrics = stream.metrics
@@ -139,19 +139,19 @@ class RequestMeter:
 
 
 class RequestCounts:
-    """The numbers of one client's requests."""
+    """The metrics of one client's requests."""
 
     def __init__(self) -> None:
         self._block = [0.0] * REQUEST_LAYOUT.size
 
     def follow(self, stream: RequestStream) -> None:
-        """Counts a request, which has just been submitted."""
+        """Counts a request that has just been submitted."""
         meter = RequestMeter(self._block)
         stream.on_step = meter.on_step
         stream.on_counted = (*stream.on_counted, meter.on_done)
 
     def histogram(self, name: str) -> tuple[list[float], float]:
-        """The observations of each bucket, and their sum."""
+        """The number of observations per bucket, and the sum of the values."""
         first = REQUEST_LAYOUT.at[name]
         *counts, total = self._block[first : first + len(REQUEST_HISTOGRAMS[name][0]) + 2]
         return counts, total

@@ -1,4 +1,4 @@
-"""Which outputs are unfinished in one session, and what each step of the core brings them."""
+"""The unfinished outputs of one session, and the distribution of each step's tokens to them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from headrace.ipc.messages import (
 logger = logging.getLogger(__name__)
 
 UNREAD_TOKENS = 32
-"""Tokens of an output that is read at its end, told at once: so many at most are missing when it is aborted."""
+"""Tokens that are sent together if only the final output is read: at most this many are missing after an abort."""
 _OTHERS_MAY_TAKE = (SHUT_DOWN, QueueFullError.__name__, EngineAsleepError.__name__)
-"""Types of failures that are the core's alone: another may take the request."""
+"""Failure types that concern only this core: another engine may accept the request."""
 _REASON_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 
 
 class RequestTable:
-    """Requests from their submission to their end. A slot that ended here is forgotten, and so is its late news."""
+    """Requests from submission to end. Once a slot has ended here, later messages about it are ignored."""
 
     def __init__(self, send: Callable[[ClientMessage], None]) -> None:
         self._send = send
@@ -54,14 +54,14 @@ class RequestTable:
         self._next_slot = 0
         self._aborted: dict[int, None] = {}  # slots whose Finish is still to come
         self.stream_interval = 1
-        """The engine's, once it has said so."""
+        """The engine's stream_interval, from its Welcome."""
         self.num_tokens_after_abort = 0
-        """Tokens that came for requests nobody wanted any more."""
+        """Tokens that arrived for requests after they were aborted."""
         self.on_refused: Callable[[RequestStream, Failure], bool] | None = None
-        """Called with a request that the core does not take, or lets go of as it ends, and that is forgotten here: True
-        where somebody else takes it over."""
+        """Called with a request that the core refuses, or gives up as it shuts down, and that was removed from this
+        table. Returns True if another engine takes it over."""
         self.on_counted: list[Callable[[RequestStream], None]] = []
-        """Called with each request added from now on when it has ended, well or not. They must not raise."""
+        """Called at the end of each request added from now on, successful or not. They must not raise."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
@@ -80,7 +80,7 @@ class RequestTable:
         tokenizer: Tokenizer | None,
         tokenized: Mapping[str, Any] = NOTHING,
     ) -> RequestStream:
-        """Sends the request, one slot for each of its `n` outputs. Everything is checked already."""
+        """Sends the request, in one slot per output (`n`). The caller has checked the arguments."""
         stream = RequestStream(request_id, prompt, params, tokenizer, self._next_slot)
         stream.max_tokens, stream.priority = max_tokens, priority
         stream.interval = params.stream_interval or self.stream_interval
@@ -95,7 +95,7 @@ class RequestTable:
         return stream
 
     def adopt(self, stream: RequestStream) -> None:
-        """Takes over a request that another table has released; the core goes on where the other's stopped."""
+        """Takes over a request that another table has released; this core continues it where the other stopped."""
         for sequence in stream.sequences:
             sequence.slot = self._next_slot + sequence.index
         try:
@@ -106,12 +106,12 @@ class RequestTable:
             stream.fail(RequestFailedError(f"no memory to move the request to another engine: {error}"))
 
     def release(self, stream: RequestStream) -> None:
-        """Forgets a request, which does not end; the core is told to."""
+        """Removes a request without ending it, and aborts it in the core."""
         self._drop(stream)
         stream.table = None
 
     def release_all(self) -> list[RequestStream]:
-        """All of them; the core is gone, and is not told."""
+        """Removes all requests without aborting them in the core, which is gone."""
         streams = list(self._streams.values())
         self._streams.clear()
         self._sequences.clear()
@@ -121,7 +121,7 @@ class RequestTable:
         return streams
 
     def _register(self, stream: RequestStream) -> list[AddRequest]:
-        """What is to be sent for it."""
+        """Adds a request; returns the messages to send for it."""
         self._next_slot += stream.params.n
         self._streams[stream.request_id] = stream
         stream.table = self
@@ -140,7 +140,7 @@ class RequestTable:
         self.abort(self._streams)
 
     def abort_stream(self, stream: RequestStream) -> None:
-        """Ends it with finish_reason `abort` and what it has so far; does nothing once it has ended."""
+        """Ends it with finish_reason `abort` and its output so far; does nothing once it has ended."""
         if stream.done:
             return
         self._drop(stream)
@@ -151,24 +151,24 @@ class RequestTable:
         stream.notify(time.monotonic())
 
     def fail_all(self, failure: Failure, error: type[HeadraceError]) -> None:
-        """Ends every request with this error; the core is not told."""
+        """Ends every request with this error; nothing is sent to the core."""
         for stream in self.release_all():
             stream.fail(error.from_failure(failure))
 
     def on_step(self, step: StepOutputs) -> None:
-        """One step's news for all requests. The loop over tokens is the hot path of a frontend."""
+        """Distributes one step's outputs to all requests. The loop over tokens is the hot path of a frontend."""
         sequences = self._sequences
         slots, token_ids = step.slots.tolist(), step.token_ids.tolist()
         touched: list[RequestStream] = []
         if step.admitted or step.prompt_logprobs or step.logprobs is not None:
             self._take_details(step, slots)
-        # A token that stops the output comes with its Finish, and is not part of the text.
+        # A token that stops an output arrives together with its Finish, and is not part of the text.
         silent = self._silent_tokens(step.finished, slots) if step.finished else ()
         for position, (slot, token_id) in enumerate(zip(slots, token_ids, strict=True)):
             sequence = sequences.get(slot)
             if sequence is None:
                 self.num_tokens_after_abort += slot in self._aborted
-                continue  # ended here already: aborted, or by a stop string
+                continue  # it has ended here already: aborted, or by a stop string
             sequence.token_ids.append(token_id)
             stream = sequence.stream
             if not stream.touched:
@@ -189,7 +189,7 @@ class RequestTable:
         for stream in touched:
             try:
                 stream.notify(now_s)
-            except Exception:  # of whoever listens: the other requests' news must not be lost with it
+            except Exception:  # raised by a listener: the other requests must still get their outputs
                 logger.exception("request %s: what a step brought could not be told", stream.request_id)
 
     def _take_details(self, step: StepOutputs, slots: list[int]) -> None:
@@ -225,7 +225,7 @@ class RequestTable:
         stream.note_finish(finish)
         reason = _REASON_NAMES.get(finish.reason)
         if reason is None:
-            del self._sequences[sequence.slot]  # the core has let go of this one; the others are aborted
+            del self._sequences[sequence.slot]  # the core has ended this slot; the others are aborted
             self._drop(stream)
             stream.touched = False
             refused = finish.failure is not None and finish.failure.type in _OTHERS_MAY_TAKE
@@ -239,7 +239,7 @@ class RequestTable:
     def _finish(
         self, sequence: SequenceState, reason: str, stop_reason: int | str | None, *, silent_last_token: bool = False
     ) -> None:
-        """Ends one output here. Its slot is forgotten, so what the core may still say of it is ignored."""
+        """Ends one output here and forgets its slot, so that later messages about it are ignored."""
         del self._sequences[sequence.slot]
         sequence.finish(reason, stop_reason, silent_last_token=silent_last_token)
         stream = sequence.stream
@@ -248,7 +248,7 @@ class RequestTable:
             del self._streams[stream.request_id]
 
     def _drop(self, stream: RequestStream) -> None:
-        """Forgets a request, and tells the core to."""
+        """Removes a request, and aborts its unfinished slots in the core."""
         slots = [slot for slot in stream.unfinished_slots() if self._sequences.pop(slot, None) is not None]
         self._streams.pop(stream.request_id, None)
         if slots:
@@ -257,12 +257,12 @@ class RequestTable:
 
 
 def _has_mark(finish: Finish) -> bool:
-    """The last token says that the answer ends, and is no part of it."""
+    """Whether the last token only marks the end, and is not part of the answer."""
     return finish.reason is FinishReason.STOP and not finish.with_last_token
 
 
 def _messages_of(stream: RequestStream) -> list[AddRequest]:
-    """One for each output of the request."""
+    """One message per unfinished output of the request."""
     prompt, params, request_id = stream.prompt, stream.params, stream.request_id
     prompt_token_ids = Tensor.of("int32", prompt.token_ids or ())
     messages = []
@@ -290,7 +290,7 @@ def _messages_of(stream: RequestStream) -> list[AddRequest]:
 
 
 def _resumed(sampling: Sampling, sequence: SequenceState) -> Sampling:
-    """With the seed that the core drew, and without the prompt's log-probabilities that have come."""
+    """Adds the seed that the core drew, and leaves out the prompt log-probabilities that have already arrived."""
     seed = sequence.seed if sampling.seed is None else sampling.seed
     sampling = msgspec.structs.replace(sampling, seed=seed)
     if sampling.prompt_logprobs is None:
@@ -302,7 +302,7 @@ def _resumed(sampling: Sampling, sequence: SequenceState) -> Sampling:
 
 
 def _output_interval(params: SamplingParams, interval: int) -> int:
-    """A reader of several tokens together, which looks for no stop strings meanwhile, need not be woken for each."""
+    """How many tokens to send together. Stop strings and repetition detection need each token at once."""
     if params.stop_strings or params.repetition_detection is not None:
         return 1
     return UNREAD_TOKENS if params.output_kind is RequestOutputKind.FINAL_ONLY else interval

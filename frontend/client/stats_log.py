@@ -1,4 +1,4 @@
-"""The lines about an engine's load that operators watch: rates since the line before, with the fields of vLLM's."""
+"""Log lines about an engine's load, with rates since the line before and the fields of vLLM's log lines."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from headrace.ipc.messages import EngineStats
 
 
 class StatsLog:
-    """Of one engine."""
+    """The statistics lines of one engine."""
 
     def __init__(self, index: int = 0) -> None:
         self._name = f"Engine {index:03d}"
         self._last: tuple[EngineStats, float] | None = None
         self.is_idle = True
-        """Whether the last line told of nothing but rest, and so did the one before."""
+        """Whether the engine was idle during the intervals of the last two lines."""
         self._was_at_rest = True
 
     def line(self, stats: EngineStats, now_s: float) -> str:
-        """What happened since the line before; `now_s` in monotonic seconds. The first one has no rates yet."""
+        """The line for the interval since the line before; `now_s` in monotonic seconds. The first has no rates yet."""
         before, before_s = self._last or (stats, now_s)
-        if stats.steps < before.steps:  # another engine by now
+        if stats.steps < before.steps:  # the engine was replaced
             before, before_s = stats, now_s
         self._last = stats, now_s
         elapsed_s = max(now_s - before_s, 1e-9)
@@ -44,7 +44,7 @@ class StatsLog:
 
 
 def cache_line(report: EngineReport, index: int = 0) -> str:
-    """How large an engine's cache is."""
+    """A line about the size of an engine's cache."""
     facts: dict[str, Any] = report.facts
     return (
         f"Engine {index:03d}: KV cache size: {facts['kv_cache_tokens']:,} tokens, Maximum concurrency for "

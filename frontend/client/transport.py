@@ -1,7 +1,7 @@
-"""How a client's messages reach a core: over ZeroMQ, or in memory to one in the same process.
+"""Transports of a client's messages to a core: over ZeroMQ, or in memory to a core in the same process.
 
-A transport lives in one asyncio loop: everything but what is said to be thread-safe is called there, and it calls
-back there. `on_closed` comes once at most, after the last message, and not after `close`.
+A transport belongs to one asyncio loop: methods that are not documented as thread-safe are called there, and so are the
+callbacks. `on_closed` is called at most once, after the last message, and not after `close`.
 """
 
 from __future__ import annotations
@@ -37,48 +37,48 @@ from headrace.ipc.transport.sockets import (
 )
 
 OnMessage = Callable[[Any], None]
-"""Called with what comes: a CoreMessage, from a core."""
+"""Called with each incoming message: from a core, a CoreMessage."""
 OnClosed = Callable[[Failure], None]
 
 CONNECTION_LOST = "ConnectionLost"
-"""A Failure's type: nothing more is known."""
+"""A Failure's type: the connection was lost, and nothing more is known."""
 MESSAGE_LOST = "MessageLost"
-"""A Failure's type: this side could not send or take a message, so the session cannot go on."""
+"""A Failure's type: this side could not send or receive a message, so the session cannot continue."""
 _MESSAGES_PER_TURN, _TURN_S = 64, 0.004
-"""How many messages to take before other work of the loop gets its turn, and for how long."""
+"""Limits, in messages and seconds, of receiving before the loop's other work gets its turn."""
 MOST_UNSENT_BYTES = 256_000_000
-"""What may wait for a core that reads nothing, as one that is stopped."""
+"""Limit of unsent messages to a core that does not read, for example because it is stopped."""
 
 
 class Transport(Protocol):
-    """One session's way to a core and back, in order and without loss until it is closed."""
+    """The connection of one session to a core and back: ordered, and lossless until it is closed."""
 
     address: str
 
     @property
     def is_full(self) -> bool:
-        """So much waits to be sent that requests are no use."""
+        """So much is waiting to be sent that further requests should be refused."""
         ...
 
     def open(self, on_message: OnMessage, on_closed: OnClosed) -> None:
-        """Begins. Raises AddressError for an address that cannot be used."""
+        """Opens the connection. Raises AddressError for an address that cannot be used."""
         ...
 
     def send(self, message: Any) -> None:
-        """Queues the message; never blocks. After the end it does nothing. Raises before it is queued:
-        MemoryError, and InvalidRequestError for one that is larger than the other side takes."""
+        """Queues the message; never blocks. Does nothing once closed. Raises MemoryError, and InvalidRequestError for a
+        message larger than the other side accepts; it is not queued then."""
         ...
 
     def close(self) -> None:
-        """Ends it, once what was sent has left or half a second has passed. May be called again."""
+        """Closes it, once the sent messages have left or half a second has passed. May be called again."""
         ...
 
 
 class MemoryTransport:
-    """To a core in this process: the same messages, not encoded. The core's side is thread-safe."""
+    """Connects to a core in this process: the same messages, not encoded. The core's methods are thread-safe."""
 
     def __init__(self, deliver: Callable[[ClientMessage], None]) -> None:
-        """`deliver` takes the client's messages, in the client's thread; `queue.SimpleQueue().put` will do."""
+        """deliver: called with the client's messages, in the client's thread, such as `queue.SimpleQueue().put`."""
         self.address = "memory"
         self.deliver = deliver
         self._inbox: collections.deque[CoreMessage | Failure] = collections.deque()
@@ -86,7 +86,7 @@ class MemoryTransport:
         self._on_message: OnMessage | None = None
         self._on_closed: OnClosed | None = None
 
-    is_full = False  # the core's inbox has a bound of its own, and answers at it
+    is_full = False  # the core's inbox has its own limit, and refuses requests beyond it
 
     def open(self, on_message: OnMessage, on_closed: OnClosed) -> None:
         self._loop = asyncio.get_running_loop()
@@ -101,11 +101,11 @@ class MemoryTransport:
         self._on_message = self._on_closed = None
 
     def push(self, message: CoreMessage) -> None:
-        """The core's side: sends to the client. Thread-safe."""
+        """Called by the core to send a message to the client. Thread-safe."""
         self._put(message)
 
     def end(self, failure: Failure) -> None:
-        """The core's side: it is no more. Thread-safe."""
+        """Called by the core when it ends. Thread-safe."""
         self._put(failure)
 
     def _put(self, item: CoreMessage | Failure) -> None:
@@ -126,10 +126,10 @@ class MemoryTransport:
 
 
 class ZmqTransport:
-    """To a core that listens at an ipc:// or tcp:// address.
+    """Connects to a core that listens at an ipc:// or tcp:// address.
 
-    One connection, never renewed: a core that comes back is another core. ZeroMQ's event descriptors are
-    edge-triggered, so the socket is read until it is empty, and looked at again after every send.
+    The connection is never renewed: a core that comes back is another core. ZeroMQ's event descriptors are
+    edge-triggered, so the socket is read until it is empty, and checked again after every send.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ class ZmqTransport:
         leaving: Any = Goodbye,
         listener: str = "engine-core",
     ) -> None:
-        """peer_timeout_s: how long the core may be silent; keys: the key file for tcp://, by default HEADRACE_KEYS'.
+        """peer_timeout_s: how long the core may be silent; keys: the key file for tcp://, by default HEADRACE_KEYS.
 
-        receives: the union of what comes; leaving: the message that is said by one that was forgotten; listener: what
-        it is that listens there, for what users read.
+        receives: the union of incoming messages; leaving: the message to send if this object is garbage-collected
+        unclosed; listener: what listens at the address, as named in error messages.
 
-        Raises AddressError when clients cannot connect to such an address.
+        Raises AddressError if clients cannot connect to such an address.
         """
         self._keys_path = key_file() if keys is None else Path(keys)
         self.address, self._peer_timeout_s = check_address(address, self._keys_path), peer_timeout_s
@@ -165,7 +165,7 @@ class ZmqTransport:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = new_dealer(context, self.address, self._peer_timeout_s, self._keys_path)
         self._context = context
-        # The monitor has to be there before the connection is tried, or its failure may go unseen.
+        # The monitor must exist before the connection is attempted, or its failure could be missed.
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
         )
@@ -174,12 +174,12 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             self.close()
             raise AddressError(f"cannot connect to {self.address}: {(error.strerror or str(error)).lower()}") from error
-        # It holds context and sockets: in one cycle with them, the collector could take the context first, whose end
-        # waits for its sockets.
+        # The finalizer holds context and sockets. If they were in a reference cycle, the collector might finalize the
+        # context first, which would wait for its sockets.
         self._forgotten = weakref.finalize(
             self, _detach, os.getpid(), self._codec.encode(self._leaving()), self._context, self._socket, self._monitor
         )
-        # When Python ends, a loop's thread may be using the sockets. Who runs such a thread closes first.
+        # At interpreter exit a loop's thread may still use the sockets. Whoever runs such a thread closes them first.
         self._forgotten.atexit = False
         self._descriptors = (int(self._socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
         self._loop.add_reader(self._descriptors[0], self._receive)
@@ -217,10 +217,10 @@ class ZmqTransport:
         _close_sockets(context, self._socket, self._monitor, LINGER_MS if self._connected else 0)
 
     def _look_again(self) -> None:
-        """One look at both sockets in the loop's next turn: sending may have used up the descriptor's edge."""
+        """Schedules a check of both sockets in the loop's next turn: sending may have used up the descriptor's edge."""
         if not self._turn_due:
             self._turn_due = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed, as while Python ends
+            with contextlib.suppress(RuntimeError):  # the loop is closed, for example at interpreter exit
                 self._loop.call_soon(self._look)
 
     def _look(self) -> None:
@@ -236,7 +236,7 @@ class ZmqTransport:
                 return
             except (CutShortError, MemoryError) as error:
                 what = f"a message to the {self._listener} at {self.address} was lost: {error!r}"
-                self._loop.call_soon(self._end, what, MESSAGE_LOST)  # not within the call that sends
+                self._loop.call_soon(self._end, what, MESSAGE_LOST)  # deferred: not within the caller's send
                 return
             self._unsent_bytes -= sum(map(len, self._unsent.popleft()))
 
@@ -252,7 +252,7 @@ class ZmqTransport:
             except zmq.Again:
                 self._flush()
                 return
-            except MemoryError:  # no request may wait for what was lost
+            except MemoryError:  # a message is lost, so end the session: no request may wait for it
                 self._end(
                     f"this client has no memory for what the {self._listener} at {self.address} sent", MESSAGE_LOST
                 )
@@ -268,7 +268,7 @@ class ZmqTransport:
         self._look_again()
 
     def _watch(self) -> None:
-        """Takes the connection's news: made, refused, lost."""
+        """Handles events of the connection: established, refused, lost."""
         from zmq.utils.monitor import parse_monitor_message
 
         while self._context is not None:
@@ -281,7 +281,7 @@ class ZmqTransport:
                 self._look_again()
                 continue
             while self._context is not None and self._socket.poll(0):
-                self._receive()  # its last words
+                self._receive()  # messages that arrived before the end
             if event & zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._end(
                     f"the {self._listener} at {self.address} admits no client with the keys of {self._keys_path}",
@@ -310,7 +310,7 @@ class ZmqTransport:
         path = ipc_path(self.address)
         try:
             return path is None or not path.exists() or os.access(path, os.W_OK)
-        except PermissionError:  # of a folder above it
+        except PermissionError:  # for a folder above it
             return False
 
     def _end(self, message: str, kind: str, hint: str = "") -> None:
@@ -321,7 +321,7 @@ class ZmqTransport:
 
 
 def _in_memory(frames: list[Frame]) -> list[zmq.Frame]:
-    """As copies of ZeroMQ's own, so that sending takes no more memory. Raises MemoryError."""
+    """Copies frames into ZeroMQ's own memory, so that sending needs no more. Raises MemoryError."""
     try:
         return [zmq.Frame(frame, copy=True) for frame in frames]
     except zmq.ZMQError as error:
@@ -329,9 +329,9 @@ def _in_memory(frames: list[Frame]) -> list[zmq.Frame]:
 
 
 def _detach(process_id: int, goodbye: list[Any], context: Any, sock: Any, monitor: Any) -> None:
-    """For a transport that was forgotten without being closed, as one is whose event loop has ended."""
+    """Finalizer of a transport that was not closed, for example because its event loop has ended."""
     if os.getpid() != process_id:
-        return  # a fork's copy: the connection is not ours
+        return  # in a forked process: the connection belongs to the parent
     warnings.warn("a client of an engine-core was not closed; it is detached now", ResourceWarning, stacklevel=1)
     with contextlib.suppress(zmq.ZMQError):
         send_whole(sock, goodbye[0], goodbye[1:])
