@@ -1,1 +1,1 @@
-"""Several engine-cores as one."""
+"""Makes several engine-cores usable as one: routing and migration of requests."""

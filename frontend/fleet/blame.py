@@ -1,6 +1,7 @@
-"""Which request is blamed for the deaths of engines, and what it is told.
+"""Decides which request to blame for the deaths of engines, and words its failure.
 
-What kills an engine does so at one place, so a request that brings tokens between two deaths caused neither.
+A request that kills engines kills each at the same point of its output, so a request that generates tokens between two
+deaths caused neither.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from headrace.frontend.fleet.decisions import RoutedRequest
 from headrace.ipc.failure import Failure
 
 QUARANTINED = "Quarantined"
-"""Type of the failure of a request that is blamed: it is that request's own, and the engines go on."""
+"""Type of the failure of a blamed request: it concerns this request only, and the engines continue."""
 
 
 def suspects_of(requests: Iterable[RoutedRequest]) -> list[RoutedRequest]:
@@ -21,8 +22,8 @@ def suspects_of(requests: Iterable[RoutedRequest]) -> list[RoutedRequest]:
 
 
 def guilty_of(on_board: list[RoutedRequest]) -> set[RoutedRequest]:
-    """Of an engine that died: the one request that was on board of two, or the one that was tried alone after two. When
-    several were on board of both, one of them may be the cause, and each is tried alone before any is blamed."""
+    """The requests to blame when an engine died that ran these: the only one that two dead engines ran, or one that was
+    then tried alone on a third. If several requests ran on both, each is tried alone before any is blamed."""
     suspects = suspects_of(on_board)
     tried = {each for each in suspects if each.deaths_without_token > 2}
     return tried or set(suspects if len(suspects) == 1 else ())
@@ -39,7 +40,7 @@ def quarantined(request: RoutedRequest, failure: Failure) -> Failure:
 
 
 def used_up(limit: int, failure: Failure) -> Failure:
-    """Of a request that has gone to another engine as often as the option max_migrations lets it."""
+    """The failure of a request that has used up the option max_migrations."""
     text = f"this request lost {limit + 1} engines without a token between (max_migrations is {limit})"
     if not limit:
         text = "this request ends with its engine (max_migrations is 0)"

@@ -1,4 +1,4 @@
-"""`FleetClient`: several engine-core children as one, with the interface of a `CoreClient`, for LLM and AsyncLLM."""
+"""`FleetClient`: several engine-cores as one, with the interface of a `CoreClient`, for LLM and AsyncLLM."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 RESTARTS = 10
-"""How often in a row a dead engine of several is started again."""
+"""How often in a row a dead engine is restarted, if there are several."""
 
 
 def with_meeting(options: Options) -> Options:
-    """With a name at which engines that share experts meet, now and whenever they are started again. For those that
-    are all of this machine."""
+    """Adds a name by which engines that share experts find each other, now and after restarts. Only for engines that
+    all run on this machine."""
     shares = options.data_parallel_size > 1 and options.enable_expert_parallel
     if not shares or options.data_parallel_meeting or options.data_parallel_backend == "ray":
         return options
@@ -46,9 +46,9 @@ def with_meeting(options: Options) -> Options:
 def start_ranks(
     options: Options, ranks: Sequence[int] | None = None, new_address: Callable[[], str] = lambda: ""
 ) -> list[EngineProcess]:
-    """The engines of data_parallel_size, or those of these ranks, which divide this machine among them.
+    """Starts all engines of data_parallel_size, or those of `ranks`; they divide this machine among them.
 
-    new_address: where each is to listen; "" for an address of its own choice.
+    new_address: returns the address for each to listen at; "" lets the engine choose.
     """
     if ranks is None and options.num_engines_here != options.data_parallel_size:
         raise OptionError(
@@ -79,14 +79,14 @@ def start_ranks(
 
 
 def of_rank(options: Options, rank: int) -> Options:
-    """One engine's own options."""
+    """The options of the engine of this rank."""
     return msgspec.structs.replace(options, data_parallel_rank=rank)
 
 
 def owned_ranks(
     options: Options, children: Sequence[EngineProcess], restarts: int, ranks: Sequence[int] | None = None
 ) -> list[Owned]:
-    """As sources, each of which starts its engine again under its rank."""
+    """The sources of started engines; each restarts its engine under the same rank."""
     from headrace.core.process.ray_engines import RayEngine
     from headrace.core.process.supervisor import start_engine
 
@@ -98,7 +98,7 @@ def owned_ranks(
 
 
 class FleetClient(AsyncControls):
-    """Everything here runs in one asyncio loop. Commands go to every engine."""
+    """Everything runs in one asyncio loop. Commands go to every engine."""
 
     def __init__(
         self,
@@ -107,15 +107,15 @@ class FleetClient(AsyncControls):
         coordinators: Sequence[str] = (),
         peer_timeout_s: float | None = None,
     ) -> None:
-        """With coordinators, of the engines that they tell of, too."""
+        """coordinators: addresses of coordinators whose engines are used in addition to those of `sources`."""
         self._sources, self._options = sources, options
         self._coordinators, self._peer_timeout_s = coordinators, peer_timeout_s
         self._pool: EnginePool | None = None
 
     async def start(self, timeout_s: float | None = None) -> None:
-        """Until all engines are ready, or the first that a coordinator tells of.
+        """Waits until all engines are ready, or, with coordinators, the first one.
 
-        Raises HeadraceError when one does not start, or none is found in time; all are ended then.
+        Raises HeadraceError if an engine does not start, or none is found in time; all engines are stopped then.
         """
         discovery = Discovery(self._coordinators, self._peer_timeout_s) if self._coordinators else None
         self._pool = pool = EnginePool(self._sources, self._options, discovery=discovery)
@@ -153,7 +153,7 @@ class FleetClient(AsyncControls):
 
     @property
     def welcome(self) -> Welcome:
-        """Of the first engine that is there; in what a request may be, all are alike."""
+        """Of the first available engine; all accept the same requests."""
         return self._clients[0].welcome
 
     @property
@@ -162,7 +162,7 @@ class FleetClient(AsyncControls):
 
     @property
     def failure(self) -> Failure | None:
-        """Why no engine is left and none will come back; None while there is one, or will be."""
+        """Why no engine is left and none will return; None while there is one, or one may return."""
         return self._pool.failure if self._pool is not None else None
 
     def submit(
@@ -175,7 +175,7 @@ class FleetClient(AsyncControls):
         max_tokens: int | None = None,
         rank: int | None = None,
     ) -> RequestStream:
-        """As CoreClient.submit, at the engine of this data_parallel_rank, or at any."""
+        """As CoreClient.submit, to the engine of this data_parallel_rank, or to any."""
         affinity = ANYWHERE if rank is None else Affinity(rank=rank)
         stream = self.pool.submit(
             request_id, prompt, params, priority, model=self.pool.names[0], max_tokens=max_tokens, affinity=affinity
@@ -192,14 +192,14 @@ class FleetClient(AsyncControls):
         self.pool.abort_stream(stream)
 
     def check_alive(self) -> None:
-        """Raises EngineDeadError when no engine takes requests."""
+        """Raises EngineDeadError if no engine accepts requests."""
         self._clients[0].check_alive()
 
     async def engine(self) -> Welcome:
         return self.welcome
 
     async def call(self, kind: type[Call], timeout_s: float | None = QUICK_S, **fields: Any) -> Any:
-        """Of every engine; what they answer, as one answer: counts are summed, lists are joined by rank."""
+        """Calls every engine and combines the answers: counts are summed, and workers' lists joined by rank."""
         answers = await asyncio.gather(*(client.call(kind, timeout_s, **fields) for client in self._clients))
         if kind is GetStats:
             return _summed(answers)
@@ -209,7 +209,7 @@ class FleetClient(AsyncControls):
         return answers[0]
 
     async def close(self) -> None:
-        """Aborts what runs, and stops the engines. May be called again."""
+        """Aborts running requests, and stops the engines. May be called again."""
         if self._pool is not None:
             await self._pool.close(STOP_DEADLINE_S)
 
@@ -233,7 +233,7 @@ def _sum(values: Sequence[Any]) -> Any:
         return None
     first = values[0]
     if isinstance(first, ExpertBalance):
-        return min(values, key=lambda balance: balance.avg)  # of the engine whose ranks are the least even
+        return min(values, key=lambda balance: balance.avg)  # the engine whose ranks are least balanced
     if isinstance(first, bool):
         return any(values)
     if isinstance(first, msgspec.Struct):

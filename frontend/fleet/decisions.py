@@ -1,4 +1,4 @@
-"""What the router is given and what it answers: requests, and what is to be done with them."""
+"""The router's inputs and outputs: requests, and decisions about them."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from headrace.ipc.failure import Failure
 
 
 class Affinity(msgspec.Struct, frozen=True):
-    """Which engine a request wants."""
+    """A request's preference for an engine."""
 
     session: str = ""
-    """Requests of one name prefer one engine."""
+    """Requests with the same session name prefer the same engine."""
     rank: int | None = None
-    """data_parallel_rank of the engine that alone may begin it."""
+    """data_parallel_rank of the only engine that may start the request; None for any."""
 
 
 ANYWHERE = Affinity()
 
 
 class Work(Protocol):
-    """What the router reads of a request that runs."""
+    """The progress of a request, as the router reads it."""
 
     @property
     def num_tokens(self) -> int:
-        """That it has brought so far."""
+        """Number of tokens generated so far."""
         ...
 
     @property
     def first_token_s(self) -> float | None:
-        """From its submission to its first token."""
+        """Seconds from submission to the first token."""
         ...
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """Of its prompt, once the engine has said so."""
+        """Prompt tokens that came from the prefix cache, once the engine has reported it."""
         ...
 
 
 class Losses:
-    """What happened to a request in a row: a token that it brings between two makes them count anew."""
+    """Counts events of a request in a row: a token generated between two events resets the count."""
 
     __slots__ = ("_num_tokens", "_times")
 
@@ -58,7 +58,7 @@ class Losses:
 
 
 class RoutedRequest:
-    """A request as the router sees it."""
+    """The router's record of a request."""
 
     __slots__ = (
         "_arrival",
@@ -97,21 +97,21 @@ class RoutedRequest:
         priority: int = 0,
         affinity: Affinity = ANYWHERE,
     ) -> None:
-        """tokens: the prompt, little-endian int32; without it no prefix is looked for."""
+        """tokens: the prompt, little-endian int32; if empty, prefixes are not used for routing."""
         self.model, self.work, self.tokens, self.cache_salt = model, work, tokens, cache_salt
         self.num_prompt_tokens, self.num_outputs = num_prompt_tokens, num_outputs
         self.priority, self.session, self.rank = priority, affinity.session, affinity.rank
-        self.keys: list[int] | None = None  # of the prompt's prefixes, once they were asked for
+        self.keys: list[int] | None = None  # names of the prompt's prefixes, once computed
         self.member: Member | None = None
-        self.version: str | None = None  # of the engine that began it; what goes on elsewhere does so at this version
+        self.version: str | None = None  # model version of the engine that began it, on which it must continue
         self.num_migrations = 0
         self._moves, self._deaths = Losses(), Losses()
         self.placed_s = 0.0
-        self.tokens_seen = 0  # by the last tick
-        self.seen_s: float | None = None  # when it last was; None before its first token, infinite after a move
-        self.pending_tokens = 0  # that its engine has to compute before its first token
+        self.tokens_seen = 0  # num_tokens at the last tick
+        self.seen_s: float | None = None  # time of its last new tokens; None before the first, infinite after a move
+        self.pending_tokens = 0  # tokens that its engine has to compute before its first token
         self.expected_cached_tokens = 0
-        self.refusals: set[Member] = set()  # engines that would not have it
+        self.refusals: set[Member] = set()  # engines that have refused it
         self._arrival = 0
 
     @property
@@ -120,18 +120,18 @@ class RoutedRequest:
 
     @property
     def moves_without_token(self) -> int:
-        """How often it was moved since it last brought a token: a stream that goes on at each engine may lose any
-        number of them."""
+        """How often it was moved since its last token. A stream that continues on each engine may be moved any number
+        of times."""
         return self._moves.in_a_row(self.work.num_tokens)
 
     @property
     def deaths_without_token(self) -> int:
-        """Of engines with it on board: what kills an engine does so at one place."""
+        """How many engines died while running it, since its last token: a request kills each at the same point."""
         return self._deaths.in_a_row(self.work.num_tokens)
 
     @property
     def is_suspect(self) -> bool:
-        """It may be what kills the engines: it is on board of none with another suspect."""
+        """Whether it may be what kills engines. Two suspects are never assigned to the same engine."""
         return self.deaths_without_token >= 2
 
     def note_move(self) -> None:
@@ -143,7 +143,7 @@ class RoutedRequest:
 
 
 class Move(msgspec.Struct, frozen=True):
-    """The request goes on at `target`; `source` is to forget it, where that is still there."""
+    """The request continues at `target`; remove it from `source`, if that still exists."""
 
     request: RoutedRequest
     source: Member | None
@@ -152,7 +152,7 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """The request waits for an engine; a Move or a Fail will follow."""
+    """The request waits for an engine; a Move or a Fail follows."""
 
     request: RoutedRequest
     source: Member | None
@@ -160,7 +160,7 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """The request ends with this."""
+    """The request ends with this failure."""
 
     request: RoutedRequest
     source: Member | None
@@ -171,7 +171,7 @@ Decision = Move | Wait | Fail
 
 
 class NoEngineError(Exception):
-    """No engine of this model takes requests now; `failure` is why the last of them does not, where that is known."""
+    """No engine of this model accepts requests now; `failure` is the last engine's, if known."""
 
     def __init__(self, why: str, failure: Failure | None = None) -> None:
         super().__init__(why)
@@ -179,7 +179,7 @@ class NoEngineError(Exception):
 
 
 class AllFullError(Exception):
-    """Each engine has as much as it takes."""
+    """Every engine has reached its limit of requests."""
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__(f"the queues of all engines are full; try again in about {retry_after_s:.0f} s")

@@ -1,11 +1,10 @@
-"""Which engines coordinators have told of: a state machine without I/O.
+"""The engines that coordinators have reported: a state machine without I/O.
 
-Coordinators know engines for a lease; a frontend keeps what it knows for as long as no coordinator that has been there
-for long enough says otherwise. So nothing is forgotten when the only coordinator dies, or when one starts anew and has
-not heard all engines yet; and of two, one that hears an engine is enough.
-
+Coordinators know an engine for a lease; a frontend keeps it until a coordinator that has run for long enough no longer
+lists it. So nothing is forgotten when the only coordinator dies, or when one restarts and has not received all
+announcements yet; and with two coordinators, it is enough that one of them knows the engine.
     Members of coordinator A --+                           Found, Changed: an engine to connect to
-                                > listed by any? --------> Left: it said so; Forgotten: nobody has listed it of late
+                                > listed by any? --------> Left: it withdrew, or nobody has listed it recently
     Members of coordinator B --+
 """
 
@@ -18,66 +17,66 @@ import msgspec
 from headrace.ipc.coordination import FOLLOW_EVERY_S, SCHEMA_HASH, EngineEntry, Follow, Gone, Members
 
 FORGET_AFTER_S = 10.0
-"""How long an engine may be listed by no coordinator before it is forgotten: two leases."""
+"""How long an engine may be missing from all coordinators' lists before it is forgotten: two leases."""
 _MOST_FORMER = 16
-"""Epochs of a coordinator that are remembered, as late messages of theirs may come."""
+"""How many former epochs of a coordinator are remembered, as their messages may arrive late."""
 QUIET_AFTER_S = 5.0
-"""A coordinator that has said nothing for so long counts for nothing; it speaks each second."""
+"""A coordinator that has been silent for this long is disregarded; it sends a message each second."""
 
 
 class Found(msgspec.Struct, frozen=True):
-    """An engine that was not known, or another life of one that was, or a change of one."""
+    """A new engine, a new life of a known one, or a change of its entry."""
 
     entry: EngineEntry
 
 
 class Left(msgspec.Struct, frozen=True):
-    """It has said that it leaves, or nobody has listed it for FORGET_AFTER_S."""
+    """The engine has withdrawn, or no coordinator has listed it for FORGET_AFTER_S."""
 
     entry: EngineEntry
     withdrew: bool
 
 
 class Loads(msgspec.Struct, frozen=True):
-    """What engines have, all that one message tells."""
+    """The loads of engines, as one message reports them."""
 
     of: list[tuple[str, int, int, bool]]
-    """An engine's address, requests that run and that wait, and whether it is paused."""
+    """Per engine: its address, number of running requests, number of waiting requests, and whether it is paused."""
 
 
 Change = Found | Left | Loads
 
 
 class _Coordinator:
-    """What one coordinator has said."""
+    """The state received from one coordinator."""
 
     def __init__(self) -> None:
         self.epoch, self.former = "", tuple[str, ...]()
         self.number = -1
         self.needs_all = True
         self.heard_s = self.since_s = float("-inf")
-        """When anything of it was heard last, and of its epoch first."""
+        """Times of the last message, and of the first one of the current epoch."""
         self.next_follow_s = float("-inf")
         self.lease_s = 0.0
         self.listed: dict[str, EngineEntry] = {}
         self.address_of: dict[int, str] = {}
 
     def forget(self, epoch: str, now_s: float) -> None:
-        """It is another, or the same started anew: nothing that it said counts any more."""
+        """Starts a new epoch: the coordinator is another one or was restarted, so its former state is discarded."""
         self.former = (*self.former[-_MOST_FORMER:], self.epoch)
         self.epoch, self.number, self.needs_all, self.since_s = epoch, -1, True, now_s
         self.listed, self.address_of = {}, {}
 
     def knows_all(self, now_s: float) -> bool:
-        """It is there, and has been for long enough to have heard all engines."""
+        """It is reachable, and has run for long enough to have received all announcements."""
         return not self.needs_all and now_s - self.heard_s < QUIET_AFTER_S and now_s - self.since_s > self.lease_s
 
 
 class Directory:
-    """All engines that are known, of all coordinators that are followed."""
+    """All known engines, of all coordinators that the frontend subscribes to."""
 
     def __init__(self, coordinators: Sequence[str]) -> None:
-        """Their addresses."""
+        """coordinators: their addresses."""
         self._coordinators = {address: _Coordinator() for address in coordinators}
         self._known: dict[str, EngineEntry] = {}  # by address
         self._unlisted_since_s: dict[str, float] = {}
@@ -87,15 +86,15 @@ class Directory:
         return list(self._known.values())
 
     def is_listed(self, address: str) -> bool:
-        """Whether it is known, and was listed within FORGET_AFTER_S."""
+        """Whether the engine at this address is known."""
         return address in self._known
 
     def heard_all(self, now_s: float) -> bool:
-        """Whether some coordinator has told of all engines that it knows."""
+        """Whether a reachable coordinator has sent its complete list."""
         return any(not each.needs_all and now_s - each.heard_s < QUIET_AFTER_S for each in self._coordinators.values())
 
     def take(self, coordinator: str, members: Members, now_s: float) -> Iterator[Change]:
-        """What a coordinator says. Doubled and late messages change nothing, lost ones are asked for again."""
+        """Handles a coordinator's message. Late and duplicate ones are ignored; after a gap it requests all again."""
         said = self._coordinators[coordinator]
         if members.epoch != said.epoch:
             if members.epoch in said.former:
@@ -119,10 +118,10 @@ class Directory:
             yield Loads(self._loads(said, members.loads.tolist()))
 
     def tick(self, now_s: float) -> Iterator[Change]:
-        """Comes about once a second."""
+        """Call about once a second."""
         speaking = [each for each in self._coordinators.values() if now_s - each.heard_s < QUIET_AFTER_S]
         if not any(each.knows_all(now_s) for each in speaking):
-            self._unlisted_since_s.clear()  # nobody can tell that an engine is gone
+            self._unlisted_since_s.clear()  # no coordinator can tell that an engine is gone
             return
         unlisted: Set[str] = self._known.keys()
         for each in speaking:
@@ -134,14 +133,14 @@ class Directory:
                 yield self._forget(address, withdrew=False)
 
     def follow(self, now_s: float) -> Iterator[tuple[str, Follow]]:
-        """What is to be sent now, to which coordinator: to be asked about once a second, and after `take`."""
+        """The messages to send now, with the coordinators' addresses. Call about once a second, and after `take`."""
         for address, said in self._coordinators.items():
             if now_s >= said.next_follow_s:
                 said.next_follow_s = now_s + FOLLOW_EVERY_S
                 yield address, Follow(schema_hash=SCHEMA_HASH, needs_all=said.needs_all)
 
     def lost(self, coordinator: str) -> None:
-        """The connection to it is lost: what it says next may have a gap."""
+        """The connection to a coordinator is lost, so messages may be missing."""
         said = self._coordinators[coordinator]
         said.needs_all, said.next_follow_s = True, float("-inf")
 
@@ -151,7 +150,7 @@ class Directory:
         said.listed[entry.address], said.address_of[key] = entry, entry.address
         known = self._known.get(entry.address)
         if known == entry or (known is not None and known.life == entry.life and known.is_draining):
-            return  # it drains: another coordinator may not have heard that
+            return  # it is draining, and this coordinator may not know that yet
         self._known[entry.address] = entry
         yield Found(entry)
 

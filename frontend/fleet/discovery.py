@@ -1,7 +1,7 @@
-"""Engines that coordinators tell of, for a pool: connected to when they are found, let go when they leave.
+"""Adds the engines that coordinators report to a pool, and removes those that leave.
 
-The data plane stays between frontend and engine. A coordinator that dies is connected to again and again, and missed by
-nobody meanwhile.
+Requests go directly from frontend to engine. A frontend reconnects to a coordinator that dies; in the meantime requests
+are served as before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOOK_EVERY_S = 1.0
 
 
 class Fleet(Protocol):
-    """The part of an EnginePool that engines join and leave."""
+    """The part of EnginePool that Discovery uses."""
 
     def add(self, source: Source, rank: int | None = None) -> object: ...
     def let_go(self, address: str) -> None: ...
@@ -32,7 +32,7 @@ class Fleet(Protocol):
 
 
 class Discovery:
-    """Follows coordinators, in a frontend's asyncio loop."""
+    """Subscribes to coordinators, in a frontend's asyncio loop."""
 
     def __init__(
         self,
@@ -42,16 +42,16 @@ class Discovery:
         connect: Callable[[str], Transport] | None = None,
         source_of: Callable[[str], Source] | None = None,
     ) -> None:
-        """peer_timeout_s: how long engines and coordinators may be silent; connect, source_of: how a coordinator and an
-        engine are reached whose address is known, by ZeroMQ unless they say else."""
+        """peer_timeout_s: how long engines and coordinators may be silent. connect, source_of: make the transport to a
+        coordinator and the source of an engine from an address; by default both use ZeroMQ."""
         self.directory = Directory(coordinators)
         self._connect_to = connect or functools.partial(_zmq_transport, peer_timeout_s=peer_timeout_s)
         self._source_of = source_of or functools.partial(Discovered, peer_timeout_s=peer_timeout_s)
         self._transports: dict[str, Transport] = {}
         self._fleet: Fleet | None = None
         self._task: asyncio.Task[None] | None = None
-        self._denied: set[str] = set()  # what they have said
-        self._missed: set[str] = set()  # those that are not there
+        self._denied: set[str] = set()  # reasons already logged
+        self._missed: set[str] = set()  # addresses of coordinators that are unreachable
 
     def start(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -66,13 +66,13 @@ class Discovery:
             transport.close()
 
     def carry_out(self, change: Change) -> None:
-        """What the directory has found out."""
+        """Applies a change of the directory to the pool."""
         fleet = self._fleet
         assert fleet is not None, "it has started"
         match change:
             case Found(entry):
                 fleet.add(self._source_of(entry.address), entry.rank)
-                # One that drains says so to its clients; here it might be news of a life that is over.
+                # A draining engine tells its clients itself; an entry's is_draining might be of a life that is over.
             case Left(entry):
                 fleet.let_go(entry.address)
             case Loads():
@@ -114,7 +114,7 @@ class Discovery:
         self._follow()
 
     def _on_closed(self, address: str, failure: Failure) -> None:
-        """It is tried again at the next look."""
+        """The next `_follow` reconnects."""
         del self._transports[address]
         self.directory.lost(address)
         if address not in self._missed:

@@ -1,4 +1,4 @@
-"""What the log says of an EnginePool: which requests moved where, and which engines have fallen silent."""
+"""Log lines of an EnginePool: which requests moved where, and which engines became unhealthy."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _AILMENTS = {
 
 
 class HealthLog:
-    """A line when an engine falls ill, and one when it is well again."""
+    """Logs when an engine becomes unhealthy, and when it recovers."""
 
     def __init__(self) -> None:
         self._ill: dict[str, str] = {}  # by name
 
     def note(self, engine: str, address: str, ailment: str) -> None:
-        """`ailment`: the router's word, "" for none."""
+        """ailment: the router's term for the problem (a key of _AILMENTS); "" for none."""
         had = self._ill.get(engine, "")
         if ailment == had:
             return
@@ -36,12 +36,15 @@ class HealthLog:
             logger.info("%s at %s is well again: it was %s", engine, address, had)
 
     def forget(self, engine: str) -> None:
-        """It has ended."""
+        """Call when the engine has ended."""
         self._ill.pop(engine, None)
 
 
 def tell_namesakes_apart(engine: str, new: Welcome, others: Iterator[Welcome]) -> None:
-    """Engines of one served name are versions of one model. `others` are there already; the first is compared."""
+    """Logs if `new` differs from the engines with the same served name, which are versions of one model.
+
+    others: the engines that are there already; the first one is compared.
+    """
     first = next(others, new)
     if new.tokenizer != first.tokenizer:
         logger.warning(
@@ -54,7 +57,7 @@ def tell_namesakes_apart(engine: str, new: Welcome, others: Iterator[Welcome]) -
 
 
 def summary(decisions: Sequence[Decision]) -> str:
-    """`requests: 5 moved from engine 0 to engine 1 (died), 1 waiting for an engine`"""
+    """A line such as `requests: 5 moved from engine 0 to engine 1 (died), 1 waiting for an engine`."""
     counts: dict[str, int] = {}
     for decision in decisions:
         source = f" from {decision.source.facts.name}" if decision.source is not None else ""

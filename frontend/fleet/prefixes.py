@@ -1,4 +1,4 @@
-"""Which engines hold the keys and values of which prefixes (ipc/prefix_names.py): a bounded index of hints."""
+"""Which engines cache which prompt prefixes (ipc/prefix_names.py): a bounded index that may be out of date."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Iterable
 
 MOST_PREFIXES = 1 << 17
 _SWEPT_PER_ENGINE = 1024
-"""Prefixes that are gone through for each engine that leaves."""
+"""Number of prefixes that may be scanned per engine that left."""
 
 
 class PrefixIndex:
-    """By name, the engines that are thought to hold the prefix: a bit for each engine.
+    """Maps a prefix's name to the engines that probably cache it, as a mask with one bit per engine.
 
-    Two generations bound it: what nobody asks for in the time that the younger one takes to fill is forgotten.
+    Two generations bound its size: a prefix not looked up during the time that the younger one takes to fill is
+    forgotten.
     """
 
     def __init__(self, most_prefixes: int = MOST_PREFIXES) -> None:
@@ -21,14 +22,14 @@ class PrefixIndex:
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
         self._retired = 0
-        """Bits of engines that are gone and still stand in masks: nobody who looks for holders asks for them."""
+        """Bits of removed engines that masks may still contain. Lookups ignore them, as they are not in `alive`."""
 
     def __len__(self) -> int:
         return len(self._young) + sum(key not in self._young for key in self._old)
 
     def holders(self, keys: Iterable[int], alive: int) -> list[int]:
-        """Of each prefix, shortest first, the engines that hold it and all before it, as bits; up to the first that
-        none of the `alive` holds."""
+        """For each prefix, shortest first, the mask of engines that cache it and all before it; ends before the first
+        that none of the `alive` engines caches."""
         young, old, masks = self._young, self._old, list[int]()
         for key in keys:
             mask = young.get(key)
@@ -44,13 +45,13 @@ class PrefixIndex:
         return masks
 
     def add(self, keys: Iterable[int], engine: int) -> None:
-        """The engine with this bit holds these."""
+        """The engine with this bit caches these prefixes."""
         for key in keys:
             known = self._find(key)
-            self._put(key, known | engine if known else engine)  # one number for all that it holds alone
+            self._put(key, known | engine if known else engine)  # shares one int object among all its own prefixes
 
     def discard(self, keys: Iterable[int], engine: int) -> None:
-        """It does not any more."""
+        """The engine with this bit no longer caches these prefixes."""
         for key in keys:
             left = self._find(key) & ~engine
             if left:
@@ -60,12 +61,12 @@ class PrefixIndex:
                 self._old.pop(key, None)
 
     def forget(self, engine: int) -> None:
-        """The engine holds nothing."""
+        """The engine caches nothing any more."""
         self._clear(engine)
 
     def retire(self, engine: int) -> list[int]:
-        """The engine is gone for good. Bits that may be given to others: those of engines whose traces are removed,
-        which happens to many at once in a large index."""
+        """Removes an engine for good. Returns the bits that may be reused: those of engines that were cleared from all
+        masks. If the index is large, this is done for many engines at once."""
         self._retired |= engine
         if self._retired.bit_count() * _SWEPT_PER_ENGINE < len(self._young) + len(self._old):
             return []
@@ -91,7 +92,7 @@ class PrefixIndex:
 
 
 class EngineBits:
-    """Numbers of members as bits of masks; those of members that left are used again, or masks would only grow."""
+    """Assigns the members' bits in masks. Bits of members that left are reused, so that masks do not keep growing."""
 
     def __init__(self) -> None:
         self._free: list[int] = []

@@ -1,5 +1,5 @@
-"""More or fewer engines of one's own, while they serve: those that come take requests as soon as they are ready, those
-that leave finish what they have, or hand it on to others."""
+"""Changes the number of a server's own engines while they serve. New engines get requests as soon as they are ready;
+removed ones finish their requests, or hand them over to others."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 MOST_ENGINES = 1024
 DRAIN_GRACE_S = 30.0
-"""How much longer than they have to finish their requests engines may take to leave."""
+"""Additional time for engines to exit, after their time to finish requests."""
 _LOOK_S = 0.05
 
 
 class Scaler(Protocol):
     pool: EnginePool | None
-    """Set before it is used."""
+    """Set before the scaler is used."""
 
     async def scale(self, size: int, drain_timeout_s: float) -> None:
-        """Until there are so many engines. Raises HeadraceError with the reason where there are not."""
+        """Waits until there are `size` engines. Raises HeadraceError with the reason if that fails."""
         ...
 
 
 class OwnScaler:
-    """Of engines that are children of this process."""
+    """Scales engines that are child processes of this process."""
 
     def __init__(self, options: Options, restarts: int) -> None:
-        """As the engines that it began with were started."""
+        """The arguments with which the first engines were started."""
         self._options, self._restarts = options, restarts
         self.pool: EnginePool | None = None
         self._scaling = asyncio.Lock()
@@ -53,7 +53,7 @@ class OwnScaler:
                 await self._shrink(pool, own[size:], drain_timeout_s)
 
     async def _grow(self, pool: EnginePool, own: list[Engine], size: int) -> None:
-        """Engines are added one after another: they share the machine's disk and cores while they start."""
+        """Adds engines one after another, as starting engines share the machine's disk and cores."""
         taken = {engine.index for engine in own}
         for rank in [each for each in range(size) if each not in taken]:
             options = of_rank(msgspec.structs.replace(self._options, data_parallel_size=size), rank)
@@ -78,7 +78,7 @@ class OwnScaler:
 
 
 def check_size(size: int) -> None:
-    """Raises OptionError."""
+    """Raises OptionError if the number of engines is out of range."""
     if not 1 <= size <= MOST_ENGINES:
         raise OptionError(f"new_data_parallel_size is {size}; it must be 1 to {MOST_ENGINES}")
 

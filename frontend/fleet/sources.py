@@ -1,4 +1,4 @@
-"""Where engines come from: children of this process, or addresses at which somebody else runs one."""
+"""Sources of engines: child processes, or addresses of engines that others run."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from headrace.core.process.supervisor import OnExit, OnProgress
 
 STABLE_AFTER_S = 60.0
-"""An engine that served for so long and then died is started again without delay."""
+"""An engine that served for this long before it died is restarted without delay."""
 
 
 class Source:
-    """Where an engine comes from."""
+    """Provides connections to one engine, over all its lives."""
 
     address = ""
     rank: int | None = None
-    """data_parallel_rank of the engine; None: its place among those that the frontend began with."""
+    """data_parallel_rank of the engine; None: its index among the frontend's first engines."""
     is_own = False
-    """It is started by this program."""
+    """Whether this program starts the engine."""
     is_gone = False
-    """The engine was let go, or has left: it is not missed, and not opened again."""
+    """The engine was removed or has left: it is not reported as missing, and `open` is not called again."""
 
     @property
     def comes_back(self) -> bool:
@@ -41,30 +41,30 @@ class Source:
 
     @property
     def is_awaited(self) -> bool:
-        """Its model's name stays meanwhile, and requests that no other engine can have wait for it."""
-        return False  # nobody knows whether it will be there again
+        """Whether requests that no other engine can run wait for its return, and its model's name stays listed."""
+        return False  # it is unknown whether it will return
 
     async def open(self) -> CoreClient:
-        """Waits until the engine is ready. Raises HeadraceError when it will not be."""
+        """Connects to the engine, waiting until it is ready. Raises HeadraceError if it cannot become ready."""
         raise NotImplementedError
 
     async def close(self, deadline_s: float) -> None:
-        """It goes on without us, unless it is ours."""
+        """Ends the engine if it is this program's own; others keep running."""
 
     def let_go(self) -> None:
-        """It will not be there again."""
+        """Removes the engine: it will not return."""
         self.is_gone = True
 
     def stay(self) -> None:
-        """It will, after all."""
+        """Reverses `let_go`: the engine was reported again."""
         self.is_gone = False
 
     def left(self) -> None:
-        """It has ended in order, as somebody asked it to."""
+        """Call when the engine has shut down in order, as requested."""
 
 
 class Attached(Source):
-    """An engine that somebody else runs, who may start another at its address, or let one go on that was stopped."""
+    """An engine that someone else runs, who may restart it at its address, or resume it if it was stopped."""
 
     def __init__(self, address: str, peer_timeout_s: float | None = None, *, comes_back: bool = True) -> None:
         self.address, self._comes_back = address, comes_back
@@ -81,7 +81,7 @@ class Attached(Source):
 
 
 class Discovered(Attached):
-    """An engine of which a coordinator has told. Where none answers, it is tried until it is let go."""
+    """An engine that a coordinator reported. If it does not answer, it is retried until it is removed."""
 
     @property
     def is_awaited(self) -> bool:
@@ -89,7 +89,7 @@ class Discovered(Attached):
 
 
 class EngineProcess(Protocol):
-    """A `Child`, or what is used as one."""
+    """A `Child`, or an object with the same interface."""
 
     @property
     def pid(self) -> int: ...
@@ -99,7 +99,7 @@ class EngineProcess(Protocol):
     def ready(self) -> Ready | None: ...
     @property
     def keys(self) -> Path | None:
-        """The key file for its address, where that is not the one that HEADRACE_KEYS names."""
+        """The key file for its address, if it is not the one that HEADRACE_KEYS names."""
         ...
 
     def wait_ready(self, timeout_s: float | None = None, on_progress: OnProgress | None = None) -> Ready: ...
@@ -108,20 +108,20 @@ class EngineProcess(Protocol):
     def stop(self, deadline_s: float = 5.0) -> None: ...
     def kill(self) -> None: ...
     def make_way(self) -> None:
-        """As `kill`, for another that will take its place."""
+        """As `kill`, to make room for a replacement."""
         ...
 
 
 class Owned(Source):
-    """An engine-core that is started for this process, and ends with it. One that was drained has left: it is not
-    started again."""
+    """An engine-core that this process starts, and that ends with it. After it was drained it has left, and is not
+    restarted."""
 
     is_own = True
 
     def __init__(
         self, start: Callable[[], EngineProcess], first: EngineProcess, *, restarts: int, rank: int | None = None
     ) -> None:
-        """`first` runs already; `start` starts another at the same address, up to `restarts` times in a row."""
+        """`first` is running already; `start` starts a replacement, up to `restarts` times in a row."""
         self.rank = rank
         self._start, self._child = start, first
         self._used = False
@@ -131,7 +131,7 @@ class Owned(Source):
         self.on_progress: Callable[[str], None] | None = None
         self.on_ready: Callable[[Ready], None] = lambda ready: None
         self.on_restart: Callable[[], None] = lambda: None
-        """Comes before it is started again."""
+        """Called before each restart."""
 
     @property
     def pid(self) -> int:
@@ -156,7 +156,7 @@ class Owned(Source):
         if self._used:
             self._restarts_left = (self._restarts if self._was_stable else self._restarts_left) - 1
             self._ready_s = math.inf
-            # A lost connection is no death: what still lives would keep its weights and its cache.
+            # A lost connection does not mean that it died: a process that lives would keep its weights and cache.
             await asyncio.to_thread(self._child.make_way)
             if self._child.alive:
                 raise EngineStartError(f"engine-core (pid {self._child.pid}) does not end, so no other is started")
@@ -182,13 +182,13 @@ class Owned(Source):
         await asyncio.to_thread(self.stop, deadline_s)
 
     def drain(self, deadline_s: float) -> None:
-        """It takes no new requests, finishes those it has, ends, and is not started again."""
+        """Makes the engine refuse new requests, finish the current ones and exit. It is not restarted."""
         self._restarts = self._restarts_left = 0
         self._child.ask_to_stop(deadline_s)
 
     def stop(self, deadline_s: float) -> None:
-        """`close`, for callers outside of a loop."""
-        if self._child.ready is None:  # while it loads a model it cannot be asked, and has nothing to lose
+        """`close`, for callers outside the loop."""
+        if self._child.ready is None:  # while it loads a model it cannot receive requests to stop, nor lose any
             self._child.kill()
         else:
             self._child.stop(deadline_s)
