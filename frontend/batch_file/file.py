@@ -1,12 +1,12 @@
-"""OpenAI's batch files: a line for each request, and one for each result.
+"""OpenAI's batch files: one line per request, and one per result.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
     {"id": "batch_req_...", "custom_id": "a", "response": {"status_code": 200, "request_id": ..., "body": ...},
      "error": null}
 
-A failed request has its status and the API's error in `response` (null for a line that is no request), and in `error`
-the same with the line's number. A result is one write to a file opened for appending, so a file that was interrupted
-holds whole lines, but for the last one, which is cut off when the file is opened again.
+A failed request has its status and the API's error in `response` (null if the line is not a valid request), and the
+same error with the line's number in `error`. Each result is one write to a file opened for appending, so an interrupted
+file consists of whole lines, except perhaps the last, which is removed when the file is opened again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
 ANY_ENDPOINT = ", ".join(ENDPOINTS[:-1]) + f" or {ENDPOINTS[-1]}"
 
 MOST_ERRORS = 50
-"""Of a file of which no line is a request, that are told."""
+"""How many errors to report for a file without a valid request."""
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
-    """One line of the input. Its body is decoded by the server's own rules."""
+    """One line of the input. Its body is decoded by the server's code."""
 
     custom_id: str
     method: str
@@ -45,7 +45,7 @@ class BatchResponse(msgspec.Struct, kw_only=True):
     status_code: int
     request_id: str
     body: Any
-    """Raw JSON, as the server would have answered."""
+    """Raw JSON, as the server would have responded."""
 
 
 class BatchError(msgspec.Struct, kw_only=True):
@@ -54,7 +54,7 @@ class BatchError(msgspec.Struct, kw_only=True):
     param: str | None
     """The field that was wrong."""
     line: int | None
-    """Of the input, counted from 1; None where it is not of one."""
+    """The line of the input, counted from 1; None if the error is not about one line."""
 
 
 class BatchResult(msgspec.Struct, kw_only=True):
@@ -62,14 +62,14 @@ class BatchResult(msgspec.Struct, kw_only=True):
 
     id: str
     custom_id: str | None
-    """None for a line that has none that can be read."""
+    """None if the line has no readable custom_id."""
     response: BatchResponse | None
     error: BatchError | None
 
 
 def decode_line(line: bytes) -> BatchRequest:
-    """Raises ApiError, which names the field."""
-    # The decoder names what is wrong but gives plain data, in which no Raw can be: the body is read again below.
+    """Decodes and checks a line. Raises ApiError, which names the field."""
+    # RequestDecoder gives precise errors but decodes to plain data, not msgspec.Raw: the line is decoded again below.
     try:
         request = RequestDecoder(strict=True).decode(line, _Envelope)
     except ApiError as error:
@@ -92,7 +92,7 @@ class _Envelope(msgspec.Struct, kw_only=True):
 
 
 def custom_id_of(line: bytes) -> str | None:
-    """A bad line's custom_id, where it can be made out."""
+    """The custom_id of an invalid line, if it can be read."""
     try:
         found = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -107,7 +107,7 @@ def answered(custom_id: str, request_id: str, body: bytes) -> BatchResult:
 
 
 def failed(custom_id: str | None, request_id: str | None, line: int, error: ApiError) -> BatchResult:
-    """`request_id` is None for a line that is no request."""
+    """`request_id` is None if the line is not a valid request."""
     response = None
     if request_id is not None:
         response = BatchResponse(status_code=error.status, request_id=request_id, body=msgspec.Raw(error.json()))
@@ -118,7 +118,7 @@ def failed(custom_id: str | None, request_id: str | None, line: int, error: ApiE
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Each line that is not blank, with its number from 1. Raises OptionError."""
+    """Yields each line that is not blank, with its number from 1. Raises OptionError."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -129,13 +129,13 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def check_url(request: BatchRequest, url: str | None) -> None:
-    """url: the only one that lines may name. Raises ApiError."""
+    """url: the only endpoint that lines may name, or None for any. Raises ApiError."""
     if url not in (None, request.url):
         raise bad_field("url", f"url is {request.url!r:.100}; the batch is for {url}")
 
 
 def why_none(path: Path, url: str) -> list[BatchError]:
-    """What is wrong with the first lines of a file of which none is a request; [] where one is. Raises OptionError."""
+    """The errors of the first lines, if no line of the file is a valid request; else []. Raises OptionError."""
     errors: list[BatchError] = []
     for number, line in read_lines(path):
         try:
@@ -152,16 +152,17 @@ class Results:
     """The output file, opened for appending."""
 
     def __init__(self, path: Path, *, resume: bool, overwrite: bool = False) -> None:
-        """With `resume` it goes on with what is there, with `overwrite` it forgets that. Raises OptionError for a file
-        that is not one of ours, or is there without either.
+        """With `resume` results are added to an existing file, with `overwrite` it is emptied.
+
+        Raises OptionError if the file is not a batch result file, or exists without either option.
         """
         self._path = path
         self.done_ids: set[str] = set()
-        """Of the requests that have a result already."""
+        """custom_ids of the requests that already have a result."""
         self.done_lines: set[int] = set()
-        """Numbers of the lines without a custom_id that have one."""
+        """Numbers of the lines without a custom_id that already have a result."""
         self.num_errors = 0
-        """Of those results, how many are errors."""
+        """How many of the existing results are errors."""
         try:
             if not (resume or overwrite) and path.exists() and path.stat().st_size:
                 raise OptionError(
@@ -180,7 +181,7 @@ class Results:
             raise
 
     def append(self, result: BatchResult) -> None:
-        """Raises HeadraceError, as on a full disk; the file then ends with the line before."""
+        """Writes one result. Raises HeadraceError, for example on a full disk; the partial line is removed then."""
         line = msgspec.json.encode(result) + b"\n"
         whole_bytes = os.fstat(self._descriptor).st_size
         try:
@@ -202,7 +203,7 @@ class Results:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
-                    break  # it was being written when the run before ended
+                    break  # an incomplete line: the run before ended while writing it
                 whole_bytes += len(line)
                 try:
                     result = msgspec.json.decode(line, type=BatchResult)

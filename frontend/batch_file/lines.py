@@ -1,6 +1,6 @@
-"""Answers the lines of a batch, within a bound on how many are in flight.
+"""Answers the lines of a batch, with a limit on requests in flight.
 
-A line is read, planned and answered by the server's own code, so a batch gives what the server would have given.
+Lines are decoded, checked and answered by the server's own code, so a batch gives the same answers as the server.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def _at_once(body: bytes, make: Callable[[bytes], T]) -> T:
 
 
 class LineAnswers:
-    """Of one batch."""
+    """Answers the lines of one batch."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class LineAnswers:
         decode: Prepare = _at_once,
         prepare: Prepare = _at_once,
     ) -> None:
-        """engine_for: that serves a model; raises EngineDeadError to end the run, as an engine's end does. url: the
-        only one that lines may name. done: results that there are already. decode, prepare: where lines are decoded,
-        and their bodies."""
+        """engine_for: returns an engine that serves a model; an EngineDeadError from it ends the run. url: the only
+        endpoint that lines may name. done: existing results. decode, prepare: run the decoding of lines and of their
+        bodies, for example on another thread."""
         self._parts, self._decoder, self._tenant, self._url = parts, decoder, tenant, url
         self._engine_for, self._decode, self._prepare_body = engine_for, decode, prepare
         self._done_ids = set[str]().union(*(results.done_ids for results in done))
@@ -81,8 +81,8 @@ class LineAnswers:
         slots: asyncio.Semaphore,
         record: Callable[[int, BatchResult | None], None],
     ) -> None:
-        """record: gets each line's place and its result, None for one that has it already. Raises an ExceptionGroup
-        with EngineDeadError in it, or what `record` raises."""
+        """record: called with each line's position and its result, or None if it already has one. Raises an
+        ExceptionGroup that contains EngineDeadError or what `record` raised."""
 
         async def run_one(place: int, number: int, line: bytes) -> None:
             try:
@@ -96,7 +96,7 @@ class LineAnswers:
                 tasks.create_task(run_one(place, number, line))
 
     async def _result_of(self, number: int, line: bytes) -> BatchResult | None:
-        """None for a line that has its result already. Raises EngineDeadError."""
+        """None if the line already has a result. Raises EngineDeadError."""
         request_id = None
         try:
             request = await self._decode(line, decode_line)
@@ -125,12 +125,12 @@ class LineAnswers:
         while True:
             try:
                 return await answer()
-            except QueueFullError as error:  # others use the engine too
+            except QueueFullError as error:  # other clients use the engine too
                 retry_after_s = error.failure.retry_after_s if error.failure is not None else 0.0
                 await asyncio.sleep(max(retry_after_s, _RETRY_AFTER_S))
 
     async def _prepared_answer(self, request: BatchRequest, request_id: str) -> Callable[[], Awaitable[bytes]]:
-        """What gives the response's JSON, and may be called again where there was no room."""
+        """A function that returns the response's JSON, and may be called again after a QueueFullError."""
         body = bytes(request.body)
         if request.url == RESPONSES:
             response = await self._prepare_body(body, self._response_request)
@@ -160,12 +160,12 @@ class LineAnswers:
 
 
 def _is_its_own(error: EngineDeadError) -> bool:
-    """The line killed engines: were it kept for later, it would kill the next ones."""
+    """Whether this line itself killed engines: retried later, it would kill the next ones."""
     return error.failure is not None and error.failure.type == QUARANTINED
 
 
 def _check_whole(request: SharedFields, names: Sequence[str]) -> None:
-    """Raises ApiError for fields that ask for another answer than a whole one."""
+    """Raises ApiError for fields that ask for a streamed or background response."""
     for name in names:
         value = getattr(request, name)
         if value not in (None, False):

@@ -1,6 +1,6 @@
-"""Runs a batch file on an engine, within a bound on how many requests are in flight.
+"""Runs a batch file on an engine, with a limit on requests in flight.
 
-A request is read, planned and answered by the server's own code, so a batch gives what the server would have given.
+Requests are decoded, checked and answered by the server's own code, so a batch gives the same answers as the server.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def engines_of(arguments: argparse.Namespace) -> FleetClient:
-    """The engines that the arguments name. Raises OptionError for options that contradict each other."""
+    """The engines that the arguments describe. Raises OptionError for options that contradict each other."""
     options = options_from_arguments(arguments)
     given = [flag(name) for name in option_specs(Options) if name in vars(arguments)]
     if arguments.engine is not None:
@@ -60,15 +60,15 @@ def engines_of(arguments: argparse.Namespace) -> FleetClient:
 
 
 class BatchRun:
-    """One run over an input file."""
+    """One run of an input file."""
 
     def __init__(
         self, path: Path, results: Results, max_concurrency: int | None, *, as_completed: bool = False
     ) -> None:
-        """Results are written in the input's order, or `as_completed`."""
+        """Results are written in the order of the input, or, with `as_completed`, when they are ready."""
         self._path, self._results, self._max_concurrency = path, results, max_concurrency
         self._as_completed = as_completed
-        self._waiting: dict[int, BatchResult | None] = {}  # for those of earlier requests, by place
+        self._waiting: dict[int, BatchResult | None] = {}  # results, by position, that wait for earlier ones
         self._num_written = 0
         self._options = ServeOptions()
         self._num_answered = self._num_failed = self._num_skipped = 0
@@ -76,8 +76,8 @@ class BatchRun:
         self._on_result: Callable[[], None] = _nothing
 
     async def run(self, engines: FleetClient) -> int:
-        """The exit status. Raises HeadraceError when the engines do not start, or the last one dies: what has a result
-        then keeps it, and the rest can be resumed."""
+        """Returns the exit status. Raises HeadraceError if the engines do not start, or the last one dies: the results
+        so far are kept, and the rest can be resumed."""
         try:
             await engines.start(CONNECT_TIMEOUT_S)
             pool = engines.pool
@@ -90,7 +90,7 @@ class BatchRun:
         return 1 if self._num_failed or self._results.num_errors else 0
 
     async def _run_lines(self, pool: EnginePool, bound: int) -> None:
-        # Templates run in a sandbox, and whoever runs a batch has chosen its lines.
+        # The user who runs a batch has chosen its lines, so templates in them are trusted; they run in a sandbox.
         options, bodies = self._options, LargeBodies(self._options.max_body_bytes)
         chat = ChatParts.of(options, ChatPrompts(None, trusts_requests=True))
         generator = Generator(
@@ -109,7 +109,7 @@ class BatchRun:
         except* (HeadraceError, OSError) as group:
             raise _first_error(group) from None
         finally:
-            for place in sorted(self._waiting):  # of a run that is cut short: they need not be run again
+            for place in sorted(self._waiting):  # after an interruption, so that they need not be run again
                 self._write(self._waiting.pop(place))
             await responses.close()
             bodies.close()
@@ -119,7 +119,7 @@ class BatchRun:
         return engine_for(pool, model)
 
     async def _prepare(self, pool: EnginePool, body: bytes, make: Callable[[bytes], T]) -> T:
-        """Once an engine is there: while the last one is started again, a line waits as those do that run."""
+        """Prepares a line once an engine is there: while the last one restarts, new lines wait as running ones do."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HELD_S):
                 while not any(each.usable for each in pool.engines) and self._may_return(pool):
@@ -132,7 +132,7 @@ class BatchRun:
 
     @staticmethod
     def _check_alive(pool: EnginePool) -> None:
-        """The last one's death ends the run, where a server would answer 503."""
+        """Ends the run when the last engine has died, where a server would respond with 503."""
         if any(each.usable for each in pool.engines):
             return
         for each in pool.engines:
@@ -142,7 +142,7 @@ class BatchRun:
         raise EngineDeadError.from_failure(next(filter(None, failures), Failure(message="no engine is there")))
 
     def _record(self, place: int, result: BatchResult | None) -> None:
-        """`place` is the line's among those of the input."""
+        """place: the line's position in the input."""
         if result is None:
             self._num_skipped += 1
         else:
@@ -163,7 +163,7 @@ class BatchRun:
 
     @contextlib.contextmanager
     def _progress(self) -> Iterator[None]:
-        """A bar on stderr, where that is a terminal."""
+        """Shows a progress bar on stderr, if that is a terminal."""
         from tqdm import tqdm
 
         total = sum(1 for _ in read_lines(self._path))
@@ -189,11 +189,11 @@ class BatchRun:
 
 
 def _nothing() -> None:
-    """Before the progress bar is there."""
+    """Used before the progress bar exists."""
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Of several requests that one death ended, one says it."""
+    """One of the errors: several requests may have failed because of the same death."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
