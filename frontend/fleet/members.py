@@ -1,4 +1,4 @@
-"""Engines as the router sees them, and the groups between whose engines requests may move."""
+"""The router's view of engines, and groups of engines between which requests may move."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 
 _STALL_WEIGHT, _MOST_STALLED = 0.1, 0.75
 _LEARNT_SHARE = 1 / 16
-"""Of the engines that were measured, how many have to be measured again before their common pace is learnt anew."""
+"""Share of a group's measured engines that must have new measurements before the group's pace is estimated again."""
 _WEIGHING_S = 1e-3
-"""For each engine, between two times that all are weighed: about a hundred times what its weighing takes."""
+"""Minimum time between two cost updates of all engines, per engine: about a hundred times what one update takes."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change while an engine lives."""
+    """Properties of an engine that rarely change."""
 
     name: str
-    """Its address, or another name of its own."""
+    """Its address, or another unique name."""
     models: tuple[str, ...]
-    """Under which it is asked for."""
+    """The names under which requests may ask for its model."""
     version: str
-    """Engines of the same give the same tokens for the same request."""
+    """Engines with the same version generate the same tokens for the same request."""
     block_size: int = 16
     capacity: int = 256
-    """Requests that run at once."""
+    """How many requests may run at once."""
     max_waiting: int = 1 << 30
-    """Requests that may wait besides."""
+    """How many requests may wait in addition."""
     rank: int = 0
     """data_parallel_rank"""
     caches_prefixes: bool = True
-    """Of prompts that it has computed it need not compute the same beginning again."""
+    """Whether it has a prefix cache, so that known prefixes of prompts are not recomputed."""
 
 
 class Member:
-    """One engine from its joining to its end."""
+    """One engine, from when it joins to when it leaves."""
 
     __slots__ = (
         "_brought",
@@ -87,13 +87,13 @@ class Member:
         self.facts, self.bit = facts, 1 << number
         self.requests: dict[RoutedRequest, None] = {}
         self.num_outputs = 0
-        """Of those requests: what runs there of this frontend's."""
+        """Number of outputs of `requests`: this frontend's load on the engine."""
         self.pending_tokens = 0
-        """To be computed before the first tokens of those that have none yet."""
+        """Tokens to compute before the first tokens of requests that have none yet."""
         self.requests_elsewhere = 0
-        """Of other frontends, as far as it has said how many it has."""
+        """Requests of other frontends, according to the last report."""
         self.elsewhere_until_s = 0.0
-        """How long that is believed."""
+        """Until when that report is valid."""
         self.heard_s = self.busy_since_s = self.progress_s = now_s
         self.full_until_s = 0.0
         self.is_draining = self.is_paused = self.is_gone = False
@@ -101,28 +101,28 @@ class Member:
         self.ailing_since_s = 0.0
         self.speed = Speed()
         self.stalled_share = 0.0
-        """Of time, in which tokens wait for prompts to be computed."""
+        """Share of time in which decoding waits for prefill."""
         self._computed, self._measured_s = 0, now_s
-        self._brought, self._seconds, self._rows_seconds = 0, 0.0, 0.0  # tokens, and what they took; since the tick
+        self._brought, self._seconds, self._rows_seconds = 0, 0.0, 0.0  # since the tick: tokens, and their time
         self.per_row = self.token_s = self.prompt_token_s = 0.0
-        """As it is weighed: share of a token's time that each row adds, seconds that a token would take if nothing else
-        ran, and that a token of a prompt takes. Its group sets them."""
+        """Used for its cost and set by its group: the share of a token's time that each running row adds, the seconds
+        per token if nothing else ran, and the seconds per computed prompt token."""
         self.cost_s = 0.0
-        """Of a request of an empty prompt: how long it would take, and how much longer others."""
+        """Cost of a request with an empty prompt: its own time, and by how much it delays other requests."""
         self.cost_per_token_s = 0.0
-        """The same of each token of its prompt that has to be computed."""
+        """Additional cost per prompt token that has to be computed."""
         self.wait_s = 0.0
-        """How long one would wait for its turn."""
+        """Expected waiting time of a new request."""
         self.order = self.entry_order = -1
-        """By which its group finds it: of its last weighing as one that takes requests, and of its entry among them; -1
-        without."""
+        """For the group's heap: the number of the last cost update while usable, and the number of the current heap
+        entry; -1 if there is none."""
         self.entry_cost_s = 0.0
         self.counted = 0
-        """What its group has counted of `num_active`."""
+        """The `num_active` that is included in the group's sum."""
 
     @property
     def ailment(self) -> str:
-        """Why it should have no requests now: silent, stalled or slow; "" while it may."""
+        """Why it should get no requests now: silent, stalled or slow; "" if it may."""
         return self.ailment_
 
     @ailment.setter
@@ -133,24 +133,24 @@ class Member:
 
     @property
     def num_active(self) -> int:
-        """Outputs that run or wait there, as far as is known."""
+        """Outputs that run or wait on the engine, as far as known."""
         return self.num_outputs + self.requests_elsewhere
 
     def note_load(self, num_requests: int, until_s: float) -> None:
-        """It has so many, those of this frontend among them."""
+        """The engine has this many requests, including those of this frontend."""
         self.requests_elsewhere = max(0, num_requests - self.num_outputs)
         self.elsewhere_until_s = until_s
 
     def is_full(self, now_s: float) -> bool:
-        """Whether it would refuse a request, by what is known here: it has said so a moment ago, or has this frontend's
-        own up to its bound. What others have there is older than it, and may have ended: the engine judges that."""
+        """Whether the engine would probably refuse a request: it has just refused one, or this frontend's own requests
+        reach its limit. Requests of other frontends are left to the engine to judge, as reports of them are older."""
         return now_s < self.full_until_s or self.num_outputs >= self.facts.capacity + self.facts.max_waiting
 
     def is_usable(self, now_s: float) -> bool:
         return not (self.is_gone or self.is_draining or self.ailment_) and not self.is_full(now_s)
 
     def measure(self, now_s: float) -> bool:
-        """What its requests have brought since the last tick. Whether that says something of its speed."""
+        """Measures the progress of its requests since the last tick. Returns whether its speed was measured."""
         has_brought, is_decoding, computing = False, False, self.pending_tokens
         for request in self.requests:
             num_tokens = request.work.num_tokens
@@ -175,8 +175,8 @@ class Member:
         return True
 
     def _note_stall(self, now_s: float) -> None:
-        """For what share of the time since the last measure tokens waited for prompts: those of this frontend, and of
-        others as many for each of their requests."""
+        """Updates the share of time in which decoding waited for prefill. Other frontends' requests are assumed to have
+        as many prompt tokens each as this frontend's."""
         since_s, self._measured_s = now_s - self._measured_s, now_s
         computed_s = self._computed * self.prompt_token_s * self.num_active / max(1, self.num_outputs)
         self._computed = 0
@@ -184,7 +184,7 @@ class Member:
             self.stalled_share += _STALL_WEIGHT * (min(_MOST_STALLED, computed_s / since_s) - self.stalled_share)
 
     def _note_first_token(self, request: RoutedRequest, computing: int) -> None:
-        """computing: tokens that were to be computed for first tokens, of all requests."""
+        """computing: pending tokens of all requests on the engine at this tick."""
         work = request.work
         num_computed = request.num_prompt_tokens - (work.num_cached_tokens or 0)
         self._computed += num_computed
@@ -194,7 +194,7 @@ class Member:
         request.pending_tokens = 0
 
     def _note_tokens(self, request: RoutedRequest, num_tokens: int, now_s: float) -> None:
-        """It has brought some. They may come many at once, so what counts is the time since those before them."""
+        """Counts a request's new tokens. Many may arrive at once, so the time is measured from the ones before."""
         since_s, before = request.seen_s, request.tokens_seen
         if since_s is None and (first_s := request.work.first_token_s) is not None:
             since_s, before = request.placed_s + first_s, request.num_outputs
@@ -206,12 +206,12 @@ class Member:
         request.seen_s, request.tokens_seen = now_s, num_tokens
 
     def note_end(self, request: RoutedRequest, now_s: float) -> None:
-        """Comes before it is no longer on board."""
+        """Call before the request is removed from the engine."""
         if (num_tokens := request.work.num_tokens) > request.tokens_seen:
             self._note_tokens(request, num_tokens, now_s)
 
     def keep_pace(self, pace: Pace) -> None:
-        """As the engines of its group are."""
+        """Adopts the pace of its group, scaled to its own speed."""
         self.per_row, self.token_s = pace.per_row, self.speed.believed(pace)
         self.prompt_token_s = pace.prompt_token_s * (self.token_s / pace.token_s if pace.token_s else 1.0)
 
@@ -219,21 +219,21 @@ class Member:
         self.speed = Speed()
 
     def weigh(self, mean_output_tokens: float) -> None:
-        """One request more takes its own time, and makes the tokens of those that run take longer."""
+        """Computes the cost of one more request: its own time, and the delay of the tokens of running requests."""
         num_active, capacity = self.num_active, self.facts.capacity
         rows = min(num_active, capacity)
         answer_s = mean_output_tokens * self.token_s * (1.0 + self.per_row * rows)
         self.wait_s = answer_s * (num_active - capacity) / max(1, capacity) if num_active > capacity else 0.0
         others_s = mean_output_tokens * self.token_s * self.per_row * rows
         self.cost_s = self.pending_tokens * self.prompt_token_s + answer_s + self.wait_s + others_s
-        self.cost_per_token_s = self.prompt_token_s * (1 + rows)  # they stand still meanwhile
+        self.cost_per_token_s = self.prompt_token_s * (1 + rows)  # the running rows wait during prefill
 
 
 class Group:
-    """Engines of one version. The cheapest, of equal ones the one weighed first, is found in a heap of their costs.
+    """Engines of one version. A heap finds the one with the lowest cost; of equal ones the one updated first.
 
-    A member that became dearer keeps its entry, which then stands too early and is put right once it is the first: most
-    changes of loads cost no work in the heap. One that became cheaper gets another entry, and the former is skipped.
+    A member whose cost rose keeps its heap entry, which is corrected when it reaches the top, so most load changes cost
+    no heap operation. A member whose cost fell gets another entry, and the former one is skipped.
     """
 
     def __init__(self, version: str) -> None:
@@ -241,16 +241,16 @@ class Group:
         self.members: dict[Member, None] = {}
         self.by_bit: dict[int, Member] = {}
         self.usable = 0
-        """Bits of those that take requests."""
+        """Mask of the members that accept requests."""
         self.awaited: set[str] = set()
-        """Names of those that died and are being started anew."""
+        """Names of members that died and are being restarted."""
         self.failure: Failure | None = None
-        """Of the one that died last."""
+        """The failure of the member that died last; of members that failed together, of the first."""
         self._models: tuple[str, ...] = ()
         self.pace = Pace()
         self._num_active = 0
         self._measured: dict[Member, None] = {}
-        self._num_news = 0  # of those since the pace was learnt
+        self._num_news = 0  # measurements since the pace was last estimated
         self._keeps_pace_until_s = -math.inf
         self._heap: list[tuple[float, int, Member]] = []  # cost, a running number, member
         self._order = itertools.count()
@@ -263,7 +263,7 @@ class Group:
         return self._models
 
     def load(self) -> float:
-        """Outputs for each member that run or wait there."""
+        """Outputs that run or wait, per member."""
         return self._num_active / max(1, len(self.members))
 
     def add(self, member: Member) -> None:
@@ -283,7 +283,7 @@ class Group:
         member.counted = 0
 
     def update(self, member: Member, now_s: float) -> None:
-        """Its cost has changed, or whether it takes requests."""
+        """Call when its cost has changed, or whether it accepts requests."""
         num_active = member.num_active
         self._num_active += num_active - member.counted
         member.counted = num_active
@@ -306,7 +306,7 @@ class Group:
             heapq.heapify(self._heap)
 
     def least_suspected(self, now_s: float, refused_by: set[Member]) -> Member | None:
-        """The cheapest of those that are suspected, for requests that have no other."""
+        """The unhealthy member with the lowest cost, for requests that no healthy one can run; None if none can."""
         ailing = (
             each
             for each in self.members
@@ -315,12 +315,12 @@ class Group:
         return min(ailing, key=lambda each: each.cost_s, default=None)
 
     def least_loaded(self, now_s: float, refused_by: set[Member]) -> Member | None:
-        """None where all are full, drained or ailing, or have refused."""
+        """The member with the lowest cost; None if all are full, draining, unhealthy or have refused."""
         heap, refused = self._heap, []
         while heap:
             _, order, member = heap[0]
             if order != member.entry_order or member not in self.members:
-                heapq.heappop(heap)  # it has another one
+                heapq.heappop(heap)  # outdated: the member has another entry
             elif member.order < 0 or not member.is_usable(now_s):
                 heapq.heappop(heap)
                 member.entry_order = -1
@@ -337,16 +337,17 @@ class Group:
         return best
 
     def look_again(self, now_s: float) -> None:
-        """Those that were full for a while take requests again once that is over, whenever the next tick is."""
+        """Makes members usable again whose time of being full has passed, without waiting for the next tick."""
         for member in self.members:
             if not self.usable & member.bit and member.is_usable(now_s):
                 self.update(member, now_s)
 
     def learn(self, news: Sequence[Member], now_s: float) -> Iterable[Member]:
-        """Its pace, from these that were measured again. Those that are to be weighed anew.
+        """Estimates the group's pace after new measurements of `news`. Returns the members whose cost must be updated.
 
-        All that were measured are gone through only once a share of them is news: a thousand engines of which a few
-        have requests cost what those few cost. A pace that changes at every look weighs a thousand once a second.
+        All measured members are read only once a certain share of them has new measurements, so that with a thousand
+        engines of which a few have requests the work is proportional to those few. If the pace changes all the time,
+        a thousand engines are updated once a second.
         """
         self._measured |= dict.fromkeys(news)
         self._num_news += len(news)
@@ -361,7 +362,7 @@ class Group:
         return weighed
 
     def is_slow(self, member: Member, factor: float) -> bool:
-        """So many times slower than its kind, of which three or more were measured."""
+        """Whether it is more than `factor` times slower than its group, of which at least three were measured."""
         pace = self.pace
         if pace.num_measured < 3 or pace.token_s is None or not member.speed.is_measured:
             return False

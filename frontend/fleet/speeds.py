@@ -1,11 +1,11 @@
-"""How fast engines are: what each was measured to take, what of that is noise, and what a larger batch costs them.
+"""Estimates how fast engines are: their measured times, the noise in those, and the cost of larger batches.
 
     seconds per token of a row  = base of the engine x (1 + per_row x rows that run there)
-    seconds to a first token    = what a step takes + prompt_token_s x tokens of the prompt that are computed
+    seconds to a first token    = time of a step + prompt_token_s x tokens of the prompt that are computed
 
-`per_row` and `prompt_token_s` are of a group of engines (`Pace`), by decayed least squares: they are learnt from how
-each engine's own times vary with its own load and with its prompts, so engines of different speed do not blur them. The
-base is of each engine; one that was not measured, or differs from the group's usual within noise, has the usual.
+`per_row` and `prompt_token_s` belong to a group of engines (`Pace`) and are estimated by decayed least squares from how
+each engine's times vary with its own load and prompts, so engines of different speed do not distort them. Each engine
+has its own base; an engine not measured yet, or within noise of the group's median, has the median.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from collections.abc import Iterable
 _FIRST_TOKEN_S = 0.02
 _FIRST_PROMPT_TOKEN_S = 1 / 4000
 _WEIGHT = 0.2
-"""Of the newest in a running mean."""
+"""Weight of the newest value in a running mean."""
 _OLDER = 0.98
-"""What remains of the sums of least squares with each new point."""
+"""Factor by which the least-squares sums decay with each new point."""
 _PRIOR_ROWS_2, _PRIOR_TOKENS_2 = 16.0, 256.0**2
-"""How much variation of the load, and of prompts' lengths, weighs as much as the assumption from before any."""
+"""Weight of the initial assumption, as variation of the number of rows and of prompt lengths that equals it."""
 _LEAST_NOISE, _FIRST_NOISE = 0.1, 0.5
 _OUTLIER = 4.0
-"""A time so many times off what was expected is no news of the batch's size: the engine itself has changed."""
+"""If a time is off by more than this factor, the engine itself has changed, and its former points are dropped."""
 _NEWS = 0.05
-"""By so much the pace has to change before all engines of a group are weighed anew."""
+"""Relative change of the pace from which the costs of all engines of a group are updated."""
 
 
 class _Line:
-    """Decayed sums of points, from which the slope of a line through them follows."""
+    """Decayed sums over points, which give the slope of a line through them."""
 
     __slots__ = ("_n", "_x", "_xx", "_xy", "_y", "covariance", "variance")
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self.covariance = self.variance = 0.0
-        """Of y with x, and of x: sums, not means."""
+        """Covariance of y with x, and variance of x: as sums, not means."""
 
     def add(self, x: float, y: float) -> None:
         n, of_x, of_y = _OLDER * self._n + 1.0, _OLDER * self._x + x, _OLDER * self._y + y
@@ -46,28 +46,28 @@ class _Line:
 
 
 class Pace:
-    """What the engines of a group have in common."""
+    """The estimates that the engines of a group share."""
 
     def __init__(self) -> None:
         self.token_s: float | None = None
-        """The usual base: the median of those that were measured, of two the less."""
+        """Median base of the measured engines; with an even number, the lower middle one."""
         self.per_row = 0.0
-        """Share of a token's time that each row adds."""
+        """Share of a token's time that each running row adds."""
         self.prompt_token_s = _FIRST_PROMPT_TOKEN_S
         self.num_measured = 0
         self._prior = 0.0
         self._told: tuple[float, ...] = ()
 
     def expect(self, capacity: int) -> None:
-        """An engine of this capacity is there. Until more is known its tokens take twice as long at an eighth of it: a
-        batch costs little more than one row while reading the weights takes longest."""
+        """An engine of this capacity has joined. Until measured, a token is assumed to take twice as long at an eighth
+        of the capacity: while reading the weights dominates, a batch takes little more time than one row."""
         prior = 1.0 / max(1.0, capacity / 8)
         self._prior = min(self._prior, prior) if self._prior else prior
         if not self.num_measured:
             self.per_row = self._prior
 
     def learn(self, speeds: Iterable[Speed]) -> bool:
-        """From all that were measured. Whether it has changed by so much that all are to be weighed anew."""
+        """Updates the estimates from all measured engines. Returns whether all their costs must be updated."""
         measured = [each for each in speeds if each.is_measured]
         bases_s = [each.base_s(self.per_row) for each in measured]
         if not measured:
@@ -92,25 +92,25 @@ class Pace:
 
 
 class Speed:
-    """What one engine was measured to take."""
+    """The measured times of one engine."""
 
     __slots__ = ("noise", "num_times", "prompts", "rows", "times", "token_s")
 
     def __init__(self) -> None:
         self.token_s = self.rows = 0.0
-        """Running means of the last: seconds per token of a row, and rows that ran meanwhile."""
+        """Running means: seconds per token of a row, and the number of rows that ran meanwhile."""
         self.noise = _FIRST_NOISE
-        """By what share times differ from what was expected."""
+        """Mean relative deviation of measured from expected times."""
         self.num_times = 0
         self.times, self.prompts = _Line(), _Line()
-        """Of times per token over rows, and of times to a first token over what was computed for it."""
+        """Times per token over rows, and times to a first token over the tokens computed for it."""
 
     @property
     def is_measured(self) -> bool:
         return self.num_times > 0
 
     def base_s(self, per_row: float) -> float:
-        """Seconds that a token would take if nothing ran."""
+        """Seconds per token if no other row ran."""
         return self.token_s / (1.0 + per_row * self.rows)
 
     def note_token_time(self, token_s: float, rows: float, per_row: float) -> None:
@@ -127,11 +127,11 @@ class Speed:
         self.times.add(rows, token_s)
 
     def note_prompt(self, num_tokens: int, seconds: float) -> None:
-        """Computed so many, and then brought the first token, in so long."""
+        """A request's `num_tokens` prompt tokens were computed and its first token generated in `seconds`."""
         self.prompts.add(num_tokens, seconds)
 
     def believed(self, pace: Pace) -> float:
-        """Its base seconds per token: the usual, but for what its own differs from that by more than noise."""
+        """Its base seconds per token: the group's median, corrected by as much as its own differs beyond noise."""
         usual_s = pace.token_s
         if usual_s is None:
             return _FIRST_TOKEN_S
