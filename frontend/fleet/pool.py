@@ -1,8 +1,7 @@
-"""All engines of one frontend: connected, watched, connected again when they come back; and their requests, which go
-on elsewhere when their engine is lost.
+"""All engines of one frontend, kept connected, and their requests, which move to another engine when theirs is lost.
 
-The router (router.py) decides; what it decides is carried out here, in the frontend's one asyncio loop. Tokens do not
-pass by: they go from an engine's client straight into the request's lists.
+The router (router.py) decides; the pool carries its decisions out, in the frontend's asyncio loop. Tokens bypass the
+pool: an engine's client appends them directly to the request's lists.
 
     submit --> Router.place --> CoreClient.submit                     Router.tick <-- a few times a second
                                     | dies, refuses, is silent
@@ -58,11 +57,11 @@ logger = logging.getLogger(__name__)
 
 _RETRY_LONGEST_S = 30.0
 _ATTACH_RETRY_LONGEST_S = 2.0
-"""To an engine that somebody else runs: to look for it costs little."""
+"""For an engine that someone else runs: trying to connect to it costs little."""
 HELD_S = 30.0
-"""So long requests wait for one of several engines that somebody else runs, when none is left."""
+"""How long requests wait when no engine is left, for one of several that someone else runs to return."""
 SILENT_AFTER_S = 5.0
-"""Health tells of an engine that says nothing for so long."""
+"""An engine with requests that sends nothing for this long is reported as silent by health checks."""
 STATS_TIMEOUT_S = 2.0
 TICK_S = 0.25
 _ERRORS: dict[str, type[HeadraceError]] = {
@@ -72,25 +71,25 @@ _ERRORS: dict[str, type[HeadraceError]] = {
 
 
 class Engine:
-    """One engine as the frontend sees it over time."""
+    """The frontend's record of one engine, over all its lives."""
 
     def __init__(self, index: int, source: Source, *, is_needed: bool) -> None:
-        """is_needed: that it does not start is an error."""
+        """is_needed: whether it is an error if the engine does not start."""
         self.index, self.source, self.is_needed = index, source, is_needed
         self.name = f"engine {index}"
         self.client: CoreClient | None = None
         self.names: tuple[str, ...] = ()
         self.failure: Failure | None = None
-        """Why it is not there; None before its first start."""
+        """Why it is not connected; None before its first connection."""
         self.follows_prefixes = False
-        """Whether it was asked what its cache holds, since it is there."""
+        """Whether its current connection subscribes to the content of its prefix cache."""
         self.busy_since_s = 0.0
-        """When this process last gave it work while it had none of ours (monotonic seconds)."""
+        """When this process last gave it a request while it had none of this process (monotonic seconds)."""
         self.hold: asyncio.TimerHandle | None = None
-        """Ends the wait of requests for it."""
+        """Timer that ends the wait of requests for this engine."""
         self._late_tokens_before = 0
         self.task: asyncio.Task[None] | None = None
-        """Keeps it connected."""
+        """The task that keeps it connected."""
 
     @property
     def usable(self) -> bool:
@@ -104,7 +103,7 @@ class Engine:
 
     @property
     def is_foreign(self) -> bool:
-        """Somebody else runs it: nobody here knows whether it will be there, but it may."""
+        """Someone else runs it: it may return, but this process cannot know."""
         return self.source.comes_back and not self.source.is_awaited
 
     @property
@@ -113,18 +112,18 @@ class Engine:
 
     @property
     def is_silent(self) -> bool:
-        """It has requests of ours and says nothing: it may be dead, or stopped and go on later."""
+        """It has requests of this process and sends nothing: it may be dead, or stopped and continue later."""
         if self.client is None or not len(self.client.requests):
             return False
         return time.monotonic() - max(self.client.last_heard_s, self.busy_since_s) > SILENT_AFTER_S
 
     def note_work(self) -> None:
-        """Comes before each submission."""
+        """Call before each submission."""
         if self.client is not None and not len(self.client.requests):
             self.busy_since_s = time.monotonic()
 
     def num_late_tokens(self) -> int:
-        """Tokens that came for requests which had been aborted, over all of its lives."""
+        """Tokens that arrived for requests after they were aborted, over all its lives."""
         now = self.client.requests.num_tokens_after_abort if self.client is not None else 0
         return self._late_tokens_before + now
 
@@ -133,7 +132,7 @@ class Engine:
         self.client, self.failure, self.follows_prefixes = None, failure, False
 
     async def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> EngineStats | None:
-        """The core's own figures; None when it does not answer in time."""
+        """The core's statistics; None if it does not reply in time."""
         if self.client is None:
             return None
         with contextlib.suppress(HeadraceError, TimeoutError):
@@ -152,32 +151,32 @@ class EnginePool:
         chance: random.Random | None = None,
         discovery: Discovery | None = None,
     ) -> None:
-        """Of these sources, and of those that are discovered or added later."""
+        """The engines of `sources`, and those that are discovered or added later."""
         self.engines = [
             Engine(index if source.rank is None else source.rank, source, is_needed=True)
             for index, source in enumerate(sources)
         ]
-        """In the order of their indices, which are data_parallel_ranks."""
+        """Sorted by index, which is the data_parallel_rank."""
         self._discovery = discovery
         self.router = Router(options or RouterOptions(), chance or random.Random())
         self.started = asyncio.Event()
-        """Set when every engine is ready for the first time; of several that others run, when one is, and the others
-        have been looked for."""
+        """Set when all engines are ready for the first time; of engines that others run, when one is connected and the
+        others have been tried."""
         self.dead = asyncio.Event()
-        """Set when no engine is left and none will come back; `failure` says why."""
+        """Set when no engine is left and none will return; `failure` says why."""
         self.failure: Failure | None = None
         self.on_death: Callable[[Failure], None] | None = None
-        """Told of each engine that ends after the start, and of each of ours that does not start again."""
+        """Called for each engine that ends after the start, and for each own engine that does not restart."""
         self.on_return: Callable[[str], None] | None = None
-        """Told the address of each that is there again."""
+        """Called with the address of each engine that has returned."""
         self._by_name = {engine.name: engine for engine in self.engines}
-        self._by_address: dict[str, Engine] = {}  # of those that were added
+        self._by_address: dict[str, Engine] = {}  # only engines that were added
         self._late_tokens_of_former = 0
-        self._names: list[str] | None = None  # None: to be found out anew
+        self._names: list[str] | None = None  # None: outdated
         self._serving: dict[str, list[Engine]] = {}
         self._streams: dict[str, RequestStream] = {}
         self._waiting = RequestTable(lambda message: None)
-        """Has the requests that wait for an engine."""
+        """Holds the requests that wait for an engine."""
         self._timer: asyncio.TimerHandle | None = None
         self._health = HealthLog()
 
@@ -203,11 +202,11 @@ class EnginePool:
         self._waiting.fail_all(Failure(message="this client is closed", type="Closed"), EngineDeadError)
         await asyncio.gather(*(engine.source.close(deadline_s) for engine in self.engines))
 
-    # --- what there is ------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------
 
     @property
     def names(self) -> list[str]:
-        """Every model that is served: those of engines that run first, none of engines that are gone for good."""
+        """All served models: those of connected engines first, none of engines that are gone for good."""
         if self._names is None:
             self._names = self._find_names()
         return self._names
@@ -224,23 +223,23 @@ class EnginePool:
 
     @property
     def answers(self) -> bool:
-        """Whether an engine is usable that is not silent."""
+        """Whether some engine is usable and not silent."""
         return any(engine.usable and not engine.is_silent for engine in self.engines)
 
     @property
     def addresses(self) -> KeysView[str]:
-        """Of the engines that were added."""
+        """Addresses of the engines that were added."""
         return self._by_address.keys()
 
     def num_in_flight(self) -> int:
         return len(self._streams)
 
     def num_late_tokens(self) -> int:
-        """Tokens that came for requests which had been aborted, of all engines that there are and were."""
+        """Tokens that arrived for requests after they were aborted, of all current and former engines."""
         return self._late_tokens_of_former + sum(engine.num_late_tokens() for engine in self.engines)
 
     def serving(self, model: str) -> Engine | None:
-        """A usable engine of this model, one that speaks if there is any."""
+        """A usable engine of this model, preferably one that is not silent."""
         if model not in self._serving:
             self._serving[model] = [engine for engine in self.engines if model in engine.names]
         usable = (engine for engine in self._serving[model] if engine.usable)
@@ -250,17 +249,17 @@ class EnginePool:
         return next((engine for engine in usable if not engine.is_silent), first)
 
     def _forget_names(self) -> None:
-        """An engine has come, gone or changed."""
+        """Call when an engine has joined, left or changed."""
         self._names = None
         self._serving.clear()
 
     def engine_of(self, stream: RequestStream) -> Engine | None:
-        """That has the request now."""
+        """The engine that runs the request now; None if it waits for one."""
         member = stream.route.member if stream.route is not None else None
         return self._by_name.get(member.facts.name) if member is not None else None
 
     def route_of(self, request_id: str) -> RoutedRequest:
-        """What the router knows of a request that runs. Raises KeyError."""
+        """The router's record of a running request. Raises KeyError."""
         return self._streams[request_id].route
 
     def __contains__(self, request_id: str) -> bool:
@@ -282,9 +281,9 @@ class EnginePool:
         max_tokens: int | None = None,
         affinity: Affinity = ANYWHERE,
     ) -> RequestStream:
-        """`CoreClient.submit` at the engine that the router chooses, which may be another before the request ends.
+        """Submits the request to the engine that the router chooses; it may move to others later.
 
-        Raises what that raises; QueueFullError when all engines are full; EngineDeadError when none takes requests.
+        Raises what CoreClient.submit raises; QueueFullError if all are full; EngineDeadError if none accepts it.
         """
         if request_id in self._streams:
             raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
@@ -353,7 +352,7 @@ class EnginePool:
         self.router.end(stream.route, time.monotonic())
 
     def _on_refused(self, stream: RequestStream, failure: Failure) -> bool:
-        """Whether another engine takes it."""
+        """Returns whether another engine takes the request."""
         decision = self.router.refused(stream.route, failure, time.monotonic())
         if isinstance(decision, Fail):
             return False
@@ -362,16 +361,16 @@ class EnginePool:
         return True
 
     def _rescue(self, engine: Engine, streams: Sequence[RequestStream], failure: Failure) -> None:
-        """The engine has died with these requests."""
+        """Handles the death of an engine that ran these requests."""
         is_awaited = engine.is_awaited
         if engine.is_foreign and len(self.engines) > 1:
-            is_awaited = True  # for a while
+            is_awaited = True  # until `hold` expires
             loop = asyncio.get_running_loop()
             engine.hold = loop.call_later(HELD_S, lambda: self._carry_out(self.router.give_up(engine.name, failure)))
         decisions = self.router.leave(engine.name, failure, time.monotonic(), is_awaited=is_awaited)
         self._carry_out(decisions)
         for stream in streams:
-            if stream.route is None:  # of somebody who uses the client alone
+            if stream.route is None:  # submitted directly through the client
                 stream.fail(EngineDeadError.from_failure(failure))
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
@@ -394,7 +393,7 @@ class EnginePool:
             logger.info("%s", summary(decisions))
 
     def _tick(self) -> None:
-        """While there are requests."""
+        """Runs every TICK_S while there are requests."""
         self._timer = None
         now_s = time.monotonic()
         watched = list(self.router.watched)
@@ -413,7 +412,7 @@ class EnginePool:
     # --- engines ------------------------------------------------------------------------------------------------
 
     def add(self, source: Source, rank: int | None = None) -> Engine:
-        """From now on there is this engine too. One at an address that is known is that engine."""
+        """Adds an engine. If the address is known, it is the same engine."""
         known = self._by_address.get(source.address)
         if known is not None:
             known.source.stay()
@@ -432,7 +431,7 @@ class EnginePool:
         return engine
 
     def let_go(self, address: str) -> None:
-        """The engine there will not come back. While it is connected its requests go on."""
+        """Removes the engine at this address for good. While it is connected, its requests continue."""
         engine = self._by_address.get(address)
         if engine is None:
             return
@@ -442,14 +441,14 @@ class EnginePool:
             self._forget(engine, engine.failure or Failure(message="it has left", phase="serve"))
 
     def note_loads(self, loads: Loads) -> None:
-        """What engines have, as others have heard. Where requests of ours run, they tell us themselves."""
+        """Records loads that coordinators report. Engines that run requests of this process report theirs directly."""
         now_s, by_address, note = time.monotonic(), self._by_address, self.router.load_elsewhere
         for address, num_running, num_waiting, is_paused in loads.of:
             if (engine := by_address.get(address)) is not None:
                 note(engine.name, num_running, num_waiting, now_s, is_paused=is_paused)
 
     async def _keep(self, engine: Engine) -> None:
-        """Keeps one engine connected for as long as its source gives one."""
+        """Keeps one engine connected for as long as its source provides it."""
         delay_s = 0.0
         while True:
             began_s = time.monotonic()
@@ -457,7 +456,7 @@ class EnginePool:
                 failure = await self._serve(engine)
             except HeadraceError as error:
                 failure = Failure.of(error, process="server", phase="connect")
-            # An engine of somebody else that is not there yet is no news, one of ours that did not start is.
+            # A foreign engine that is not there yet need not be reported; an own one that did not start must be.
             is_news = engine.client is not None or engine.source.is_own
             news = failure
             if engine.client is not None and engine.client.draining:
@@ -476,7 +475,7 @@ class EnginePool:
             longest_s = _ATTACH_RETRY_LONGEST_S if engine.is_foreign else _RETRY_LONGEST_S
             delay_s = 0.0 if stable else min(max(1.0, 2 * delay_s), longest_s) if delay_s else 0.1
             await asyncio.sleep(delay_s)
-        # One engine that does not come up fails the start; later, the last one that dies ends the server.
+        # At the start, one engine that fails is fatal; later, only the death of the last one is.
         if fails_start or (self._discovery is None and not any(each.client is not None for each in self.engines)):
             self.failure = failure
             self.dead.set()
@@ -486,7 +485,7 @@ class EnginePool:
             self._carry_out(self.router.give_up(engine.name, failure))
 
     def _forget(self, engine: Engine, failure: Failure) -> None:
-        """It is no engine of this pool any more."""
+        """Removes an engine from the pool."""
         self._late_tokens_of_former += engine.num_late_tokens()
         self.engines.remove(engine)
         del self._by_name[engine.name]
@@ -496,7 +495,7 @@ class EnginePool:
         self._carry_out(self.router.give_up(engine.name, failure))
 
     def _note_start(self) -> None:
-        """Of several engines that others run, some may come later."""
+        """Sets `started` once it applies: of several engines that others run, some may be missing."""
         if self.started.is_set():
             return
         is_settled = all(
@@ -508,12 +507,12 @@ class EnginePool:
             self.started.set()
 
     def _may_start_without(self, engine: Engine) -> bool:
-        """Another engine is there, or has not been looked for to the end."""
+        """Whether another engine is connected, or has not been tried yet."""
         others = [each for each in self.engines if each is not engine]
         return engine.is_foreign and any(each.client is not None or each.failure is None for each in others)
 
     async def _serve(self, engine: Engine) -> Failure:
-        """From one connection to its death, which is returned."""
+        """Connects to the engine and waits until the connection ends; returns the failure."""
         client = await engine.source.open()
         death: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
         client.on_dead = lambda failure: None if death.done() else death.set_result(failure)
@@ -533,14 +532,14 @@ class EnginePool:
         others = (each for each in self.engines if each is not engine and {*each.names} & {*engine.names})
         tell_namesakes_apart(engine.name, client.welcome, (each.client.welcome for each in others if each.client))
         self._carry_out(self.router.join(_facts(engine, client.welcome), time.monotonic()))
-        if client.draining:  # said before anybody listened
+        if client.draining:  # announced before on_draining was set
             self._on_draining(engine)
         client.on_prefixes = lambda events: self._on_prefixes(engine, events)
         self._follow_prefixes(engine)
         self._forget_names()
         self._note_start()
         failure = await death
-        await client.close()  # an engine that told of its failure leaves the connection open
+        await client.close()  # an engine that reported its failure leaves the connection open
         return failure
 
     def _on_draining(self, engine: Engine) -> None:
@@ -549,15 +548,15 @@ class EnginePool:
             self._carry_out(self.router.drain(engine.name, time.monotonic()))
 
     def _on_welcome(self, engine: Engine, welcome: Welcome) -> None:
-        """It has read other weights."""
+        """The engine has loaded other weights."""
         if engine.name in self.router.members:
             facts = _facts(engine, welcome)
             logger.info("%s at %s has other weights now: %s", engine.name, engine.source.address, facts.version)
             self._carry_out(self.router.change_version(engine.name, facts.version, time.monotonic()))
 
     def _follow_prefixes(self, new: Engine) -> None:
-        """Between several engines one chooses by what their caches hold. Of more than two, all but the new one are
-        followed already."""
+        """Subscribes to the engines' prefix caches, which matter for a choice between several. With the second engine
+        to both; with later ones only to the new one."""
         num_engines = len(self.router.members)
         if num_engines < 2:
             return
@@ -575,7 +574,7 @@ class EnginePool:
 
 
 class _Unsent:
-    """A request before its engine has it."""
+    """Stands for a request's progress until it is sent to an engine."""
 
     num_tokens = 0
     first_token_s = num_cached_tokens = None

@@ -1,18 +1,18 @@
-"""Which engine gets a request, and where it goes on when that engine is lost: a state machine without I/O.
+"""Chooses the engine for each request, and where it continues if that engine is lost: a state machine without I/O.
 
-It owns no socket, clock or thread: time comes with each call (seconds of any one clock), randomness with the
-constructor, and what is to be done is returned. `EnginePool` (pool.py) carries it out; a simulation may as well.
+It has no socket, clock or thread: time is passed with each call (seconds of any one clock), randomness with the
+constructor, and decisions are returned. `EnginePool` (pool.py) carries them out; so can a simulation.
 
            place                      first token              end
-    new ----------> on board of a member ------------ ... ------------> forgotten
+    new ----------> assigned to a member ------------ ... ------------> forgotten
      |                ^        | lost, suspected, slow, refused, drained
      |     placed     |        v
      +------------> held     Move to another member, Wait (held), or Fail
        no member now
 
-The cost of a member for a request is the time that the request would take there: what is to be computed before it,
-its own prompt without what the member's prefix cache holds of it, and its tokens at the speed that the member has with
-one request more. All times are of measured rates, so members of different speed are weighed.
+The cost of a member for a request is the time that the request would take there: the prompt tokens queued before it,
+its own prompt without what the member's prefix cache has of it, and its tokens at the member's speed with one more
+request. All times derive from measured rates, so members of different speed can be compared.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ from headrace.ipc.prefix_names import chunk_tokens, prefix_keys
 
 MOST_SESSIONS = 1 << 14
 _LOAD_HOLDS_S, _LOAD_ELSEWHERE_HOLDS_S = 3.0, 60.0
-"""How long is believed what an engine has of others: it says so each second while requests of ours are there, and those
-who hear it elsewhere tell of changes alone."""
+"""How long a report of an engine's requests of other frontends is valid. An engine that runs requests of this frontend
+reports each second; coordinators report only changes."""
 _HOLDERS_LOOKED_AT = 3
-"""Of each length of a prefix, how many of its holders are weighed on each side of a random one."""
+"""For each prefix length, how many engines that cache it are considered on each side of a random one."""
 
 
 CHOICES = ("only", "rank", "session", "prefix", "load")
-"""Why an engine was chosen: there is one; the request names it; a conversation, or a prompt's beginning, is there; it
-is the least loaded."""
+"""Why an engine was chosen: it is the only one; the request names its rank; it ran the session's last request; it has a
+prefix of the prompt; it has the lowest cost."""
 MIGRATIONS = ("died", "silent", "stalled", "slow", "drained", "refused", "held")
 PROMPT_TOKENS = ("all", "expected", "cached")
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How patient it is. Times are in seconds."""
+    """Thresholds and limits. Times are in seconds."""
 
     max_migrations: int = 3
-    """How often a request may lose its engine and go on, without a token between; 0: never."""
+    """How often a request may move after losing its engine, without a token in between; 0: never."""
     suspect_after_s: float = 2.0
-    """An engine with requests that says nothing for so long (it speaks each second) is suspected, and they move."""
+    """An engine with requests that is silent for this long (it reports each second) is suspected: its requests move."""
     stalled_after_s: float = 20.0
-    """The same for one that speaks and brings no token of requests that have begun."""
+    """The same for one that reports, but generates no token for requests in decode."""
     slow_factor: float = 10.0
-    """An engine whose tokens take so many times longer than those of its kind is given no requests for a while."""
+    """An engine whose tokens take this many times longer than the group's median gets no requests for a while."""
     slow_for_s: float = 30.0
     own_pause_s: float = 1.0
-    """Ticks further apart than this show that this process stood still itself: nobody is suspected for that."""
+    """Ticks further apart than this mean that this process itself was stopped: no engine is suspected for it."""
     migrations_per_capacity_s: float = 0.5
-    """How many of the requests that all engines can run at once may move per second, over a burst of four seconds."""
+    """Rate of moves, as a share of the requests that all engines can run at once; the burst is four seconds' worth."""
     mean_output_tokens: float = 128.0
-    """What an answer is thought to have before any has ended."""
+    """Assumed length of an answer before any has ended."""
     most_prefixes: int = MOST_PREFIXES
-    """Beginnings of prompts of which is known who holds them."""
+    """Limit of the prefix index."""
 
 
 class Router:
@@ -80,24 +80,24 @@ class Router:
         self._groups: dict[str, Group] = {}  # by version: engines between which a request may move
         self.held: dict[RoutedRequest, None] = {}
         self.watched: dict[Member, None] = {}
-        """Those that a tick looks at: with requests, ailing, or full for a while."""
+        """The members that a tick checks: with requests, unhealthy, or temporarily full."""
         self._capacity = 0  # of all members
         self._bits = EngineBits()
         self._arrivals = itertools.count()
-        self._sessions: OrderedDict[str, tuple[str, int]] = OrderedDict()  # the engine, and tokens of the last prompt
+        self._sessions: OrderedDict[str, tuple[str, int]] = OrderedDict()  # engine, and tokens of the last prompt
         self.prefixes = PrefixIndex(options.most_prefixes)
         self._mean_output_tokens = options.mean_output_tokens
         self._allowance = MigrationAllowance(options.migrations_per_capacity_s)
         self._last_tick_s: float | None = None
         self.choices: Counter[str] = Counter()
-        """By reason, of CHOICES."""
+        """By reason (CHOICES)."""
         self.migrations: Counter[str] = Counter()
-        """By reason, of MIGRATIONS."""
+        """By reason (MIGRATIONS)."""
         self.num_quarantined = 0
         self.num_expected_cached_tokens = self.num_cached_tokens = self.num_prompt_tokens = 0
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """All that it has counted, by kind and reason."""
+        """All counters, by kind and reason."""
         return {
             "choices": {reason: self.choices[reason] for reason in CHOICES},
             "migrations": {reason: self.migrations[reason] for reason in MIGRATIONS},
@@ -112,7 +112,7 @@ class Router:
     # --- membership ---------------------------------------------------------------------------------------------
 
     def join(self, facts: EngineFacts, now_s: float) -> list[Decision]:
-        """An engine is there, or is there again; what waited for one may go to it."""
+        """Adds an engine that is new or has returned; requests that wait may be assigned to it."""
         if facts.name in self.members:
             self.leave(facts.name, Failure(message="it came back"), now_s, is_awaited=True)
         member = Member(facts, self._bits.take(), now_s)
@@ -125,12 +125,12 @@ class Router:
         for each in self._groups.values():
             if facts.name in each.awaited:
                 each.awaited.discard(facts.name)
-                hopeless += self._fail_hopeless(each)  # where it came back with other weights
+                hopeless += self._fail_hopeless(each)  # if it returned with other weights
         self._update(member, now_s)
         return hopeless + self._place_held(now_s)
 
     def leave(self, name: str, failure: Failure, now_s: float, *, is_awaited: bool = False) -> list[Decision]:
-        """The engine is lost: what is to become of the requests on board. is_awaited: it is being started anew."""
+        """Removes a lost engine, and decides about its requests. is_awaited: it is being restarted."""
         member = self.members.pop(name)
         member.is_gone = True
         self._capacity -= member.facts.capacity
@@ -145,7 +145,7 @@ class Router:
             self._bits.give_back(bit)
         on_board = list(member.requests)
         guilty: set[RoutedRequest] = set()
-        # Of engines that fail together, the first alone counts: what was on board of the others caused nothing.
+        # Of engines that fail together only the first counts: requests of the others caused nothing.
         if failure.type != PEER_LOST:
             for request in on_board:
                 request.note_death()
@@ -160,7 +160,7 @@ class Router:
         return decisions + self._fail_hopeless(group)
 
     def give_up(self, name: str, failure: Failure) -> list[Decision]:
-        """An engine that was awaited will not come back: what waits for it alone fails."""
+        """An awaited engine will not return: requests that no other can run fail."""
         decisions: list[Decision] = []
         for group in self._groups.values():
             if name in group.awaited:
@@ -172,7 +172,7 @@ class Router:
     def _fail_hopeless(self, group: Group) -> list[Decision]:
         if group.members or group.awaited or group.failure is None:
             return []
-        # What has brought no token may begin at another version.
+        # Requests without tokens may start on another version.
         others = {model for each in self._groups.values() if each.members or each.awaited for model in each.models}
         waiting = [
             each for each in self.held if each.version == group.version and (each.has_begun or each.model not in others)
@@ -180,16 +180,16 @@ class Router:
         return [self._fail(each, None, group.failure) for each in waiting]
 
     def drain(self, name: str, now_s: float, *, at_once: bool = False) -> list[Decision]:
-        """The engine takes no new requests. Those on board finish there, or with `at_once` go on elsewhere now, where
-        another engine can have them."""
+        """The engine accepts no new requests. Its requests finish there, or with `at_once` move now if another engine
+        can take them."""
         member = self.members[name]
         member.is_draining = True
         self._update(member, now_s)
         return self._move_off(member, "drained", now_s) if at_once else []
 
     def change_version(self, name: str, version: str, now_s: float) -> list[Decision]:
-        """The engine has read other weights, as somebody asked it to: what it runs goes on with them, there and at
-        engines that have them too."""
+        """The engine has loaded other weights on request: its requests continue with them, there and on engines of the
+        same version."""
         member = self.members[name]
         former = self._groups[member.facts.version]
         former.remove(member)
@@ -202,13 +202,13 @@ class Router:
         return self._fail_hopeless(former) + self._place_held(now_s)
 
     def heard(self, name: str, now_s: float) -> None:
-        """Something came from the engine at this time."""
+        """A message arrived from the engine at this time."""
         member = self.members.get(name)
         if member is not None:
             member.heard_s = max(member.heard_s, now_s)
 
     def load(self, name: str, num_running: int, num_waiting: int, now_s: float, *, is_paused: bool = False) -> None:
-        """What the engine says that it has, of all its clients."""
+        """The engine reports the number of its requests, of all its clients."""
         member = self.members.get(name)
         if member is not None:
             member.note_load(num_running + num_waiting, now_s + _LOAD_HOLDS_S)
@@ -220,19 +220,19 @@ class Router:
     def load_elsewhere(
         self, name: str, num_running: int, num_waiting: int, now_s: float, *, is_paused: bool = False
     ) -> None:
-        """The same as somebody else has heard it, which is no sign that the engine can be reached from here."""
+        """The same as reported by a coordinator, which does not show that the engine can be reached from here."""
         member = self.members.get(name)
         if member is None or member.requests:
             return
         had, member.is_paused = member.requests_elsewhere, is_paused
         member.note_load(num_running + num_waiting, now_s + _LOAD_ELSEWHERE_HOLDS_S)
-        if member.requests_elsewhere != had:  # of two coordinators, the second tells what the first has told
+        if member.requests_elsewhere != had:  # a second coordinator repeats the reports of the first
             self._update(member, now_s)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     def place(self, request: RoutedRequest, now_s: float) -> Member:
-        """The engine for a new request, which is on board from now on.
+        """Assigns a new request to an engine, which is returned.
 
         Raises NoEngineError and AllFullError.
         """
@@ -243,7 +243,7 @@ class Router:
         return member
 
     def end(self, request: RoutedRequest, now_s: float) -> None:
-        """It has ended, in whatever way."""
+        """The request has ended, successfully or not."""
         self.held.pop(request, None)
         member, work = request.member, request.work
         if member is not None:
@@ -256,8 +256,8 @@ class Router:
         self.num_cached_tokens += work.num_cached_tokens or 0
 
     def refused(self, request: RoutedRequest, failure: Failure, now_s: float) -> Decision:
-        """Its engine does not take it: another may. It waits where the engine is about to end and others come back or
-        are full, as it would if it had been on board a moment earlier."""
+        """Its engine refuses the request, so another may take it. If the engine is shutting down, and others are
+        awaited or full, the request waits, as it would if it had been running there."""
         member = request.member
         assert member is not None, "a request is refused by the engine that it was sent to"
         request.refusals.add(member)
@@ -283,7 +283,7 @@ class Router:
         return Move(request, member, target, "refused")
 
     def stored(self, name: str, keys: Iterable[int]) -> None:
-        """The engine says that it holds the prefixes of these names (prefixes.py)."""
+        """The engine reports that it caches the prefixes of these names (ipc/prefix_names.py)."""
         if (member := self.members.get(name)) is not None:
             self.prefixes.add(keys, member.bit)
 
@@ -294,7 +294,7 @@ class Router:
     # --- time ---------------------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[Decision]:
-        """Comes a few times a second while there are requests: measures, finds silent engines, places what waits."""
+        """Call a few times a second while there are requests: measures, checks engines, assigns waiting requests."""
         since_s = now_s - (self._last_tick_s if self._last_tick_s is not None else now_s)
         self._last_tick_s = now_s
         if since_s > self.options.own_pause_s:
@@ -323,7 +323,7 @@ class Router:
         return decisions + self._place_held(now_s)
 
     def _measure(self, now_s: float) -> None:
-        """What those that are watched have brought, and what it says of them and of their kind."""
+        """Measures the progress of the watched members, and updates their speeds, paces and costs."""
         measured: dict[Group, list[Member]] = {}
         for member in self.watched:
             if member.measure(now_s):
@@ -333,7 +333,7 @@ class Router:
             self._update(member, now_s)
 
     def _what_ails(self, member: Member, now_s: float) -> str:
-        """Why the engine should have no requests now, "" where it may."""
+        """Why the engine should get no requests now; "" if it may."""
         options = self.options
         if member.requests:
             if now_s - max(member.heard_s, member.busy_since_s) > options.suspect_after_s:
@@ -373,7 +373,7 @@ class Router:
                 each.look_again(now_s)
             group = self._group_of(request)
             best = group.least_loaded(now_s, request.refusals)
-        if best is None and is_new:  # it waits there rather than nowhere: who is suspected is not dead
+        if best is None and is_new:  # better than failing: a suspected engine may be alive
             best = group.least_suspected(now_s, request.refusals)
         if best is None:
             raise self._why_none(group, now_s)
@@ -396,8 +396,8 @@ class Router:
         return best, reason
 
     def _alone(self, group: Group, request: RoutedRequest, now_s: float) -> Member:
-        """The engine for a request that may be what kills engines: one with no other such, so that the next death tells
-        which it is. Raises NoEngineError."""
+        """The engine for a request that may be what kills engines: one without another such request, so that the next
+        death shows which it was. Raises NoEngineError."""
         usable = [
             each
             for each in group.members
@@ -417,16 +417,16 @@ class Router:
             raise NoEngineError(f"no engine serves {request.model!r:.200}")
         if len(serving) == 1:
             return serving[0]
-        # Of several versions one that takes requests, the less loaded first.
+        # Of several versions one that accepts requests, preferably the one with the lower load.
         return min(serving, key=lambda group: (not group.usable, group.load()))
 
     def _candidates(
         self, request: RoutedRequest, group: Group, masks: list[int], chunk: int
     ) -> Iterator[tuple[Member, int]]:
-        """Members that may hold some of the prompt, with how many tokens of it."""
+        """Members that may cache a prefix of the prompt, with its number of tokens."""
         known = self._sessions.get(request.session) if request.session else None
         if known is not None and (member := self.members.get(known[0])) is not None and member in group.members:
-            # A conversation goes on: what it had said last time is thought to be there, where there is a cache.
+            # A session continues: its last prompt is assumed to be cached, if the engine has a prefix cache.
             said = min(known[1], request.num_prompt_tokens) if member.facts.caches_prefixes else 0
             held = max(_cached_chunks(masks, member.bit) * chunk, said)
             yield member, held
@@ -436,7 +436,7 @@ class Router:
             if not mask:
                 continue
             seen |= mask
-            start = self._chance.randrange(mask.bit_length())  # any of many holders may be the first
+            start = self._chance.randrange(mask.bit_length())  # a random start spreads requests over many holders
             for part, shift in ((mask >> start, start), (mask & ((1 << start) - 1), 0)):
                 for _ in range(_HOLDERS_LOOKED_AT):
                     if not part:
@@ -445,7 +445,7 @@ class Router:
                     part ^= lowest
                     yield group.by_bit[lowest << shift], length * chunk
 
-    def _of_rank(self, rank: int, request: RoutedRequest) -> Member:  # of whatever version
+    def _of_rank(self, rank: int, request: RoutedRequest) -> Member:  # of any version
         serving = [each for each in self.members.values() if request.model in each.facts.models]
         for member in serving:
             if member.facts.rank == rank and member not in request.refusals:
@@ -463,7 +463,7 @@ class Router:
     # --- moves --------------------------------------------------------------------------------------------------
 
     def _part(self, request: RoutedRequest, member: Member, reason: str, now_s: float, failure: Failure) -> Decision:
-        """What becomes of a request that has lost its engine."""
+        """Decides about a request that has lost its engine."""
         limit = self.options.max_migrations
         counts = failure.type != PEER_LOST
         if not limit or (counts and request.moves_without_token >= limit):
@@ -492,7 +492,7 @@ class Router:
         return Wait(request, source, reason)
 
     def _place_held(self, now_s: float) -> list[Decision]:
-        """The most urgent first, then the oldest."""
+        """Assigns waiting requests: by priority, then the oldest first."""
         decisions: list[Decision] = []
         for request in sorted(self.held, key=lambda each: (each.priority, each._arrival)):
             if not self._allowance.take(self._capacity):
@@ -508,7 +508,7 @@ class Router:
         return decisions
 
     def _move_off(self, member: Member, reason: str, now_s: float) -> list[Decision]:
-        """Requests of an engine that is still there: those stay for which there is no other, or no migration left."""
+        """Moves requests off a live engine. Those without another engine, or without migrations left, stay."""
         decisions: list[Decision] = []
         planned = reason == "drained"
         for request in list(member.requests):
@@ -535,7 +535,7 @@ class Router:
         return decisions
 
     def _can_leave(self, request: RoutedRequest, member: Member) -> bool:
-        """Whether another engine may have it: of any version, where it has brought no token."""
+        """Whether another engine may take it: of any version if it has no token yet."""
         if self._groups[member.facts.version].usable & ~member.bit:
             return True
         return not request.has_begun and any(
@@ -548,7 +548,7 @@ class Router:
         self.held.pop(request, None)
         return Fail(request, source, failure)
 
-    # --- what is on board ---------------------------------------------------------------------------------------
+    # --- assignment to members ----------------------------------------------------------------------------------
 
     def _board(self, request: RoutedRequest, member: Member, now_s: float) -> None:
         if not member.requests:
@@ -560,9 +560,9 @@ class Router:
         computed = request.num_prompt_tokens + request.work.num_tokens - request.expected_cached_tokens
         request.pending_tokens = max(1, computed)
         request.tokens_seen = request.work.num_tokens
-        request.seen_s = math.inf if request.has_begun else None  # it has to be computed again first
+        request.seen_s = math.inf if request.has_begun else None  # its tokens have to be recomputed first
         member.pending_tokens += request.pending_tokens
-        if request.keys:  # it will hold what it computes
+        if request.keys:  # the engine will cache what it computes
             self.prefixes.add(request.keys, member.bit)
         if request.session:
             self._sessions[request.session] = (member.facts.name, request.num_prompt_tokens)
@@ -584,14 +584,14 @@ class Router:
         self._update(self._leave_board(request), now_s)
 
     def _update(self, member: Member, now_s: float) -> None:
-        """Its cost has changed, or whether it takes requests."""
+        """Call when a member's cost has changed, or whether it accepts requests."""
         if not member.is_gone:
             member.weigh(self._mean_output_tokens)
             self._groups[member.facts.version].update(member, now_s)
 
 
 def _cached_chunks(masks: list[int], bit: int) -> int:
-    """Of how many chunks the engine with this bit is among the holders."""
+    """How many chunks of the prompt the engine with this bit caches."""
     length = len(masks)
     while length and not masks[length - 1] & bit:
         length -= 1
