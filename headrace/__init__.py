@@ -77,7 +77,7 @@ _HOMES = {
     "connect": "frontend.api.llm",
 }
 
-__all__ = [  # noqa: RUF022 - the first few are the names that most users need
+__all__ = [  # noqa: RUF022 - the first few are what people come for
     "LLM",
     "AsyncLLM",
     "SamplingParams",

@@ -37,7 +37,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=Tr
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
-    """The form that an answer must have. An engine refuses a form only because of its `text`."""
+    """The form that an answer must have."""
 
     kind: Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
     text: Annotated[str, Longest(MOST_GRAMMAR_CHARACTERS)]

@@ -1,4 +1,4 @@
-"""Starts an engine-core from a user's options, as a child process or in this process."""
+"""For an engine that a frontend starts itself: its options, and running it on a thread of this process."""
 
 from __future__ import annotations
 
