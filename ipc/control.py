@@ -182,7 +182,7 @@ class EngineReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
     decisions: tuple[tuple[str, str, str], ...]
     """Name, value and reason of each decision."""
     facts: dict[str, Any]
-    """Determined at run time: number of blocks, fitted length, memory, cache capacity (tokens, longest requests)."""
+    """Determined at run time: blocks, fitted length, memory, cache capacity (in tokens and full-length requests)."""
     workers: tuple[dict[str, Any], ...]
     """By rank; see WorkerAnswer.facts."""
 
