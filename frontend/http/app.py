@@ -1,7 +1,7 @@
-"""The ASGI application: routing, keys, cross-origin rules, and errors as JSON.
+"""The ASGI application: routing, API keys, CORS, and errors as JSON.
 
-Routes of vLLM, OpenAI and their like that are not served are answered by name, with what there is instead: as 404,
-which OpenAI's client raises as NotFoundError; it would try a 501 again.
+Known routes of vLLM, OpenAI and similar servers that this server lacks are answered with 404 and a message that names
+the alternative. OpenAI's client raises NotFoundError for a 404; it would retry a 501.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NOTHING_STORED = "this server keeps files, batches and responses, and nothing e
 _RENDER = "POST /tokenize gives the tokens of a prompt, or of a conversation as the template renders it"
 
 _OF_MODELS = ("pull", "push", "create", "copy", "delete", "blobs")
-"""Routes by which Ollama fetches and keeps models."""
+"""Routes by which Ollama downloads and manages models."""
 _LONGEST_PATH = 200
 
 REASONS: Mapping[str, str] = types.MappingProxyType(
@@ -66,7 +66,7 @@ _DEVELOPMENT = frozenset(route.path for route in DEVELOPMENT_ROUTES)
 
 
 def not_found(path: str, served: Iterable[str]) -> ApiError:
-    """`served` are the paths of this server's routes."""
+    """The error for a path without a route. served: the paths of this server's routes; it may suggest one of them."""
     path = shortened(path, _LONGEST_PATH)
     return ApiError(404, f"there is no {path} here{_why(path, tuple(served))}", code="not_found")
 
@@ -78,7 +78,7 @@ def _why(path: str, served: tuple[str, ...]) -> str:
             return f": {reason}"
     if plain in _DEVELOPMENT:
         return ": it is one of the development routes, which --server-dev-mode serves"
-    # Clients put their paths after a base address that should end in /v1, and does so never or twice.
+    # Clients append paths to a base address that should end in /v1; it may lack /v1, or the path may repeat it.
     bare = plain
     while bare.startswith("/v1/"):
         bare = bare.removeprefix("/v1")
@@ -91,7 +91,7 @@ def _why(path: str, served: tuple[str, ...]) -> str:
 
 
 _ERRORS_OF = types.MappingProxyType({"/api/": ollama.error_body, "/v1/messages/": messages.error_body})
-"""How errors are written under these paths, where there is no route."""
+"""Encoders of errors for paths under these prefixes that have no route."""
 logger = logging.getLogger(__name__)
 EXCHANGE = "headrace.exchange"
 
@@ -112,7 +112,7 @@ def make_app(state: ServerState) -> Any:
 
 
 class App:
-    """Checks the key, finds the route, runs its handler, and turns what it raises into an answer."""
+    """Checks the key, finds the route, runs its handler, and converts what it raises to an error response."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -132,9 +132,9 @@ class App:
         exchange = Exchange(scope, receive, send, options, self._state.bodies)
         self._set_form(exchange, scope["path"].removeprefix(options.root_path))
         scope[EXCHANGE] = exchange
-        # Here and not in uvicorn, which would put it before the path: proxies take it off, others may leave it on.
+        # Set here, not by uvicorn, which would prepend it to the path: some proxies strip the prefix, others keep it.
         scope["root_path"] = options.root_path
-        scope["app"] = self  # without it, Starlette answers a wrong method by itself
+        scope["app"] = self  # without it, Starlette answers a wrong method itself, in plain text
         began_s = time.monotonic()
         outcome = "done"
         self._state.pages.in_flight(1)
@@ -168,7 +168,7 @@ class App:
                 )
 
     def _set_form(self, exchange: Exchange, path: str) -> None:
-        """In which form bodies and errors come under a path, also where no route is."""
+        """Sets how errors are encoded and which content types are accepted for a path, also for one without a route."""
         if (spec := self._specs.get(path)) is not None:
             exchange.error_body, exchange.takes_any_type = spec.error_body, spec.takes_any_type
         elif (api := next((api for api in _ERRORS_OF if path.startswith(api)), None)) is not None:
@@ -195,7 +195,7 @@ class App:
 
 
 class _Endpoint:
-    """A handler as the ASGI application that Starlette routes to."""
+    """Wraps a handler as the ASGI application that Starlette routes to."""
 
     def __init__(self, spec: RouteSpec, state: ServerState) -> None:
         self._handler, self._state = spec.handler, state

@@ -1,11 +1,11 @@
 """uvicorn's HTTP connection, with limits on time and size, and a way for streams to write without a task.
 
-A stream's events come from the client's callback, thousands a second. Each as an ASGI `send` would cost a task
-switch and a dictionary; `write_chunk` costs one write. It is only used between the response's start and its end,
-which both go through ASGI.
+The events of streams are written from the engine client's callback, thousands per second. An ASGI `send` for each would
+cost a task switch and a dictionary; `write_chunk` costs one write. It is used only between the start and the end of a
+response, which both go through ASGI.
 
-Every byte that no body takes is counted: headers, trailers, chunk extensions. What a client sends while its request
-is being answered waits unparsed, and past MAX_HEADER_BYTES nothing more is read.
+All bytes outside bodies are counted: headers, trailers, chunk extensions. Data that arrives while a request is being
+answered is buffered unparsed; past MAX_HEADER_BYTES of it, reading pauses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace.frontend.http.errors import ApiError
 EXTENSION = "headrace.connection"
 MAX_HEADER_BYTES = 64 << 10
 MAX_PIPELINED = 16
-"""Requests of one connection that may wait for their turn."""
+"""Most pipelined requests of one connection that may wait while an earlier one is answered."""
 _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 
 
@@ -34,15 +34,15 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.on_writable: Callable[[], None] | None = None
-        self._num_unframed_bytes = 0  # of headers, trailers and the like, since a body last took some
+        self._num_unframed_bytes = 0  # of headers, trailers and the like, since the last body data
         self._is_in_headers = self._is_in_body = False
-        self._ahead = bytearray()  # came before the request in progress was answered
+        self._ahead = bytearray()  # received while a request was being answered
         self._header_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
         """The request whose handler began last; `cycle` is the one that was parsed last, which may be a later one."""
         self.refusal: ApiError | None = None
-        """Why no more is read here."""
+        """The error because of which nothing more is read from this connection."""
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -56,14 +56,14 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> None:
-        """The client has sent its last; one that has only closed its own side still reads what was wrong."""
+        """The client has closed its sending side. If its request is incomplete, it can still read the error."""
         is_in_headers = self._header_timer is not None and self._num_unframed_bytes > 0
         if is_in_headers or self._is_in_body:
             self._refuse(ApiError(400, "the connection was closed before the request was complete"))
 
     def data_received(self, data: bytes) -> None:
         if self.refusal is not None:
-            return  # it waits for its turn to be written
+            return  # it is written after the responses before it
         self._unset_keepalive_if_required()
         if not self._ahead and not self._is_answering:
             self._parse(data)
@@ -74,7 +74,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        """A request is here to its end, and its response is not yet."""
+        """A request has arrived in full, and its response is not complete."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def _parse(self, data: bytes) -> None:
@@ -95,13 +95,13 @@ class Connection(HttpToolsProtocol):
 
     def _parse_error(self, error: httptools.HttpParserError) -> ApiError:
         what = "the end of the request's body cannot be told" if self._is_in_body else "this is not an HTTP request"
-        is_ours = isinstance(error, httptools.HttpParserCallbackError)  # of which the text tells nothing to a client
+        is_ours = isinstance(error, httptools.HttpParserCallbackError)  # its text means nothing to a client
         return ApiError(400, what if is_ours else f"{what}: {error}")
 
     def _parse_without_upgrade(self, rest: bytes) -> None:
-        """A server may ignore the wish for another protocol (RFC 9110, 7.8); the parser cannot, and skips the body.
+        """Parses a request for a protocol upgrade again, without its upgrade headers. rest: its body.
 
-        So the request is parsed again without that wish.
+        A server may ignore Upgrade (RFC 9110, 7.8), but the parser cannot: it would skip the body.
         """
         method, url, headers = self.scope["method"], self.url, self.headers
         self.parser = httptools.HttpRequestParser(self)
@@ -115,7 +115,7 @@ class Connection(HttpToolsProtocol):
         self._is_in_headers = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_in_headers:  # trailers mean nothing to any route
+        if self._is_in_headers:  # no route reads trailers
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -137,7 +137,7 @@ class Connection(HttpToolsProtocol):
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
             self._stop_parsing(400, "a request has one Host header")
-        # One way to tell where a body ends: what two programs read differently hides a request from one of them.
+        # Request smuggling: a proxy that delimits a body differently would miss a request, so only one way is accepted.
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         if codings and version == "1.0":
             self._stop_parsing(400, "HTTP/1.0 has no Transfer-Encoding")
@@ -202,7 +202,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def congested(self) -> bool:
-        """The client does not read: more would pile up in memory. `on_writable` is called when that is over."""
+        """The client reads too slowly: more data would pile up in memory. `on_writable` is called when that ends."""
         return bool(self.flow.write_paused)
 
     def _await_reader(self) -> None:
@@ -211,7 +211,7 @@ class Connection(HttpToolsProtocol):
         )
 
     def _look_at_reader(self, num_bytes_before: int) -> None:
-        """Lets a client go that reads nothing of what was written, be it a stream or a whole answer."""
+        """Aborts the connection of a client that has read nothing since the last look."""
         if self.transport.get_write_buffer_size() < num_bytes_before:
             self._await_reader()
         else:
@@ -236,25 +236,25 @@ class Connection(HttpToolsProtocol):
         self._header_timer = None
         if self.transport.is_closing():
             return
-        if self._num_unframed_bytes == 0:  # connected, and said nothing
+        if self._num_unframed_bytes == 0:  # the client has sent nothing
             self.transport.close()
         else:
             self._refuse(ApiError(408, f"the headers of the request took longer than {self.read_timeout_s:g} s"))
 
     def _refuse(self, refusal: ApiError) -> None:
-        """Answers what is no request, or none to its end, and closes. Requests before it are answered first."""
+        """Answers an invalid or incomplete request with an error, after the requests before it, and closes."""
         self._headers_are_here()
         if self.transport.is_closing():
             return
         self.refusal = refusal
         broken = self.cycle if self._is_in_body else None
-        if broken is not None and broken.response_started:  # with what its handler found wrong before
+        if broken is not None and broken.response_started:  # its handler has begun to answer already
             self.transport.close()
             return
         if broken is not None:
             _disconnect(broken)
             if self._answering is not broken:
-                self.pipeline.popleft()  # the latest
+                self.pipeline.popleft()  # the last one received
         answering = self._answering
         if answering is None or answering is broken or answering.response_complete:
             self._write_refusal(refusal)
@@ -269,7 +269,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:
-    """What its handler still writes goes nowhere, and what it waits for is over."""
+    """Marks the client as gone: what the handler still writes is discarded, and its waits for data end."""
     if not cycle.response_complete:
         cycle.disconnected = True
     cycle.message_event.set()

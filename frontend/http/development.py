@@ -1,7 +1,7 @@
-"""vLLM's development routes: what the control channel can do to the engines, over HTTP. Only with --server-dev-mode.
+"""vLLM's development routes: the control channel's commands over HTTP. Served only with --server-dev-mode.
 
-A command goes to every engine of the server, all at once, and is answered when all have carried it out. Any of
-several HTTP processes can take it, for it is the engines that remember.
+A command goes to all engines of the server at once, and is answered when all have carried it out. Any of several HTTP
+processes can accept it, since the engines keep the state.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PauseQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 _LONGEST_LOOK = 64
-"""Bytes of a body that should be empty."""
+"""Most bytes that are read of a body that should be empty."""
 
 
 class SleepQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -89,7 +89,7 @@ class ReloadQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class NoQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Nothing can be asked for."""
+    """No query parameters."""
 
 
 class RpcRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -103,7 +103,7 @@ class RpcRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class RpcResponse(msgspec.Struct):
     results: list[Any]
-    """What the method gave on each worker, in the order of engines and ranks."""
+    """The method's return value on each worker, in the order of engines and ranks."""
 
 
 class StatusResponse(msgspec.Struct):
@@ -120,7 +120,7 @@ class SleepingResponse(msgspec.Struct):
 
 class ProfileResponse(msgspec.Struct):
     files: list[str]
-    """On the engines' hosts; for ui.perfetto.dev."""
+    """Paths on the engines' hosts, of files for ui.perfetto.dev."""
 
 
 class WorldSizeResponse(msgspec.Struct):
@@ -130,7 +130,7 @@ class WorldSizeResponse(msgspec.Struct):
 class EngineInfo(msgspec.Struct):
     options: dict[str, Any]
     decisions: dict[str, dict[str, str]]
-    """By name: the value, and the reason."""
+    """By the name of the decision: its value and its reason."""
     facts: dict[str, Any]
     workers: list[dict[str, Any]]
 
@@ -141,7 +141,7 @@ class ServerInfoResponse(msgspec.Struct):
 
 
 async def pause(state: ServerState, exchange: Exchange) -> None:
-    """200 once nothing runs. The pause outlives this server where the engine does."""
+    """Answers 200 once no request runs. If an engine outlives this server, so does the pause."""
     query = decode_query(exchange.query(), PauseQuery)
     mode: Any = "wait" if query.wait_for_inflight_requests else query.mode
     await _command(state, exchange, pause_command(mode, query.clear_cache), None)
@@ -155,12 +155,12 @@ async def resume(state: ServerState, exchange: Exchange) -> None:
 
 
 async def is_paused(state: ServerState, exchange: Exchange) -> None:
-    """Whether any engine is."""
+    """Whether any engine is paused."""
     await exchange.answer(PausedResponse(any(each.paused for each in await _stats(state))))
 
 
 async def sleep(state: ServerState, exchange: Exchange) -> None:
-    """200 once the engines have given their memory back."""
+    """Answers 200 once the engines have freed their memory."""
     query = decode_query(exchange.query(), SleepQuery)
     await _command(state, exchange, sleep_command(query.level, query.mode), None)
     await exchange.answer(StatusResponse("sleeping"))
@@ -173,7 +173,7 @@ async def wake_up(state: ServerState, exchange: Exchange) -> None:
 
 
 async def is_sleeping(state: ServerState, exchange: Exchange) -> None:
-    """Whether any engine is, or a part of one."""
+    """Whether any engine, or a part of one, is asleep."""
     await exchange.answer(SleepingResponse(any(each.sleep_level for each in await _stats(state))))
 
 
@@ -192,7 +192,7 @@ async def reset_mm_cache(state: ServerState, exchange: Exchange) -> None:
 
 
 async def reload_weights(state: ServerState, exchange: Exchange) -> None:
-    """Requests that run go on with the new weights. An engine that cannot read them keeps its own, and says why."""
+    """Running requests continue with the new weights. An engine that cannot read them keeps its own and says why."""
     asked = decode_query(exchange.query(), ReloadQuery)
     await _command(state, exchange, ReloadWeights(path=asked.weights_path), None)
     await exchange.answer(StatusResponse("ok"))
@@ -215,7 +215,7 @@ async def collective_rpc(state: ServerState, exchange: Exchange) -> None:
     request = await exchange.prepare(lambda body: state.decoder.decode(body, RpcRequest))
     command = method_command(request.method, request.args, request.kwargs)
     try:
-        async with asyncio.timeout(request.timeout):  # the caller's: an engine that takes longer is not dead
+        async with asyncio.timeout(request.timeout):  # the caller's limit; an engine that exceeds it is not dead
             answers = await _command(state, exchange, command, None)
     except TimeoutError:
         text = f"{request.method} did not answer within the request's timeout of {request.timeout:g} s, and goes on"
@@ -224,7 +224,7 @@ async def collective_rpc(state: ServerState, exchange: Exchange) -> None:
 
 
 async def world_size(state: ServerState, exchange: Exchange) -> None:
-    """Workers, over all engines."""
+    """The number of workers of all engines."""
     await exchange.answer(WorldSizeResponse(sum(len(report.workers) for report in await _reports(state, exchange))))
 
 
@@ -246,7 +246,7 @@ async def server_info(state: ServerState, exchange: Exchange) -> None:
 async def _command(
     state: ServerState, exchange: Exchange, command: Commands, timeout_s: float | None = QUICK_S
 ) -> list[Any]:
-    """Every engine's answer. Raises ApiError with an engine's reason not to."""
+    """Returns the answer of each engine. Raises ApiError (400) with an engine's reason if it refuses."""
     _refuse_foreign_pages(state, exchange)
     try:
         return await asyncio.gather(*(client.control(command, timeout_s) for client in _clients(state)))
@@ -272,7 +272,7 @@ def _clients(state: ServerState) -> list[CoreClient]:
 
 
 def _refuse_foreign_pages(state: ServerState, exchange: Exchange) -> None:
-    """A POST without a body needs no consent of ours when another site's page sends it; browsers name that site."""
+    """Raises ApiError (403) for pages of other sites: browsers let them send a POST, but name the site."""
     origin = exchange.header(b"origin")
     allowed = state.options.allowed_origins
     if origin is not None and origin not in allowed and "*" not in allowed:
@@ -296,7 +296,7 @@ def _post(path: str, handler: Handler, summary: str, response: Any, query: Any =
 
 
 def _without_body(handler: Handler, names: Sequence[str]) -> Handler:
-    """What would be left unread in a body is refused: who sends it believes that it counts."""
+    """Wraps a handler to refuse requests with a body, since a client that sends one expects it to have an effect."""
     known = f"its parameters stand in the query: {', '.join(names)}" if names else "and has no parameters"
 
     async def checked(state: ServerState, exchange: Exchange) -> None:

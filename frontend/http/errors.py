@@ -1,4 +1,4 @@
-"""What goes wrong with a request, as a status and as JSON in OpenAI's shape."""
+"""Errors of requests, as an HTTP status and JSON in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from headrace.ipc.failure import (
 )
 
 LONGEST_MESSAGE = 800
-"""Characters of an error's message; what it quotes of a request may be of any length."""
+"""Most characters of an error message, since text that it quotes from a request may have any length."""
 LONGEST_PARAM = 200
 RETRY_AFTER_S = 5.0
-"""When to come back to a server whose engine is not there: about what a restart takes."""
+"""Retry-After of a server whose engine is down: about the time that a restart takes."""
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
     message: str
-    """What was wrong, and what would be right."""
+    """What was wrong, and what is accepted instead."""
     type: str
     param: str | None = None
-    """The field that was wrong."""
+    """The field with the error."""
     code: str | None = None
 
 
@@ -41,7 +41,7 @@ class ErrorResponse(msgspec.Struct):
 
 
 class ApiError(Exception):
-    """Ends a request with this answer."""
+    """An error response; raising it ends the request."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ApiError(Exception):
         return msgspec.json.encode(ErrorResponse(self.body))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What the answer carries besides its content type."""
+        """Response headers besides the content type: WWW-Authenticate or Retry-After."""
         if self.status == HTTPStatus.UNAUTHORIZED:
             return [(b"www-authenticate", b"Bearer")]
         if self.retry_after_s > 0:
@@ -72,7 +72,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> ApiError:
-        """Any exception as an answer. What is not ours gives nothing away but its type."""
+        """The response for any exception. Of one that is not Headrace's own, only the type is revealed."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, QueueFullError):
@@ -101,8 +101,8 @@ class ApiError(Exception):
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """For an API that another's code answers: what is wrong with a field is said under the name that the body has for
-    it."""
+    """For an API served by another API's code: renames the fields in errors that are raised inside. `names` maps that
+    API's field names to those of the request body."""
     try:
         yield
     except (ApiError, InvalidRequestError) as error:
@@ -121,7 +121,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _with_own_names(message: str, names: Mapping[str, str]) -> str:
-    """What has an underscore is a field's name wherever it stands; another may be a word."""
+    """Renames fields in a message, but only names with an underscore: others may be ordinary words."""
     for name, own_name in names.items():
         if "_" in name:
             message = re.sub(rf"\b{name}\b", own_name, message)
@@ -148,18 +148,18 @@ def _bad_request(error: InvalidRequestError) -> ApiError:
     if param is not None:
         text = text.replace("SamplingParams.", "")
     if error.passed_bound is not None:
-        text += f" ({error.passed_bound})"  # what clients of vLLM's look for
+        text += f" ({error.passed_bound})"  # clients written for vLLM search the message for it
     return ApiError(HTTPStatus.BAD_REQUEST, text, param=param, code="invalid_value")
 
 
 def _first_line(error: HeadraceError) -> str:
-    """The sentence for the user. Tracebacks and log lines are for the server's log."""
+    """The error's sentence for the user; tracebacks and log lines belong in the server's log."""
     if error.failure is not None:
         return error.failure.message
     return str(error).split("\n", 1)[0] or type(error).__name__
 
 
 def error_event(error: BaseException) -> dict[str, Any]:
-    """The same as the content of an event, for a stream that has begun."""
+    """The content of an error event, for a stream that has begun."""
     answer = ApiError.of(error)
     return {"error": msgspec.to_builtins(answer.body)}

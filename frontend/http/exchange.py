@@ -1,10 +1,10 @@
 """One HTTP request and its response: the body read within its limits, answers and errors written as JSON.
 
-Bodies that would hold the event loop up (large ones, and those with a chat template of their own) are decoded and
-tokenised in threads of their own. What is read of bodies and not decoded yet has a bound over all connections, and so
-has the number of values in one body, counted before any object is made: msgspec and Python keep the interpreter to
-themselves while they make them. So does the garbage collector while it walks through them: it keeps still while these
-threads work.
+Bodies that would block the event loop (large ones, and those with a chat template of their own) are decoded and
+tokenised in worker threads. The bytes of bodies that are being read or decoded are bounded over all connections. The
+number of values in one body is bounded too, and counted before any object is created: msgspec and Python hold the GIL
+while they create objects. The garbage collector holds it while it traverses them, so it is paused while these threads
+work.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ T = TypeVar("T")
 
 INLINE_BYTES = 16 << 10
 INLINE_CONTAINERS = 256
-"""Bodies of fewer bytes, and of fewer texts, lists and objects, are decoded, and their texts tokenised, at once."""
+"""A body of at most this many bytes, and this many strings, lists and objects, is processed in the event loop."""
 MOST_SEPARATORS = 1 << 20
-"""Commas in a body: about a value each, token ids most likely, and those of texts count too."""
+"""Most commas in a body, about one per value (mostly token ids); commas within strings count too."""
 MOST_CONTAINERS = 1 << 16
-"""Quotes, brackets and braces that open: texts, lists and objects take more time and memory than numbers."""
+"""Most strings, lists and objects in a body: they take more time and memory than numbers."""
 _NUM_THREADS = 2
 _BODIES_IN_MEMORY = 8
-"""Bodies of the largest size that may be read and wait at a time."""
+"""How many bodies of the largest allowed size may be in memory at a time, over all connections."""
 _COUNT_BYTES = 1 << 20
 _TRIM_BYTES = 1 << 20
 _OF_PAGES = (b"origin", b"referer")
 _LONGEST_HOLD_S = 10.0
-"""How long the collector keeps still at most while large bodies follow on one another."""
+"""Longest time without a garbage collection while large bodies follow one another."""
 
 
 class _LargeWork(ThreadPoolExecutor):
-    """Threads for what makes many objects at once."""
+    """Threads for work that creates many objects at once; the garbage collector is paused while they work."""
 
     def __init__(self) -> None:
         super().__init__(_NUM_THREADS, thread_name_prefix="large-body")
@@ -62,11 +62,11 @@ class _LargeWork(ThreadPoolExecutor):
 
 
 class LargeBodies:
-    """One for all connections of a process. Everything but `run`'s function happens in the event loop."""
+    """Limits and worker threads for the bodies of all connections of a process. Called only in the event loop."""
 
     def __init__(self, max_body_bytes: int, *, may_hold_templates: bool = False) -> None:
-        """may_hold_templates: chat templates of requests are run, which are programs: such a body is large work,
-        however short it is."""
+        """may_hold_templates: requests may bring chat templates. These are programs, so such a body is processed in a
+        thread, however short it is."""
         self._most_bytes = _BODIES_IN_MEMORY * max_body_bytes
         self._may_hold_templates = may_hold_templates
         self._num_bytes = 0
@@ -74,7 +74,7 @@ class LargeBodies:
         self._is_trim_due = False
 
     def reserve(self, num_bytes: int) -> None:
-        """So much more of a body is in memory, until `release`. Raises ApiError where that is too much of all."""
+        """Counts bytes of a body as in memory until `release`. Raises ApiError (429) if that is too much in total."""
         if self._num_bytes + num_bytes > self._most_bytes:
             raise ApiError(
                 HTTPStatus.TOO_MANY_REQUESTS,
@@ -89,23 +89,23 @@ class LargeBodies:
         self._num_bytes -= num_bytes
 
     async def run(self, body: bytes, make: Callable[[bytes], T]) -> T:
-        """What `make` makes of a body, in another thread unless it is small. Raises what it raises, and ApiError."""
+        """Returns make(body), run in a thread unless the body is small. Raises ApiError, and what `make` raises."""
         is_small = len(body) <= INLINE_BYTES and num_containers(body) <= INLINE_CONTAINERS
         if is_small and not (self._may_hold_templates and _TEMPLATE_FIELD.search(body)):
             return make(body)
         only = [body]
-        del body  # what is raised refers to this frame, and would keep the body until the next collection
+        del body  # an exception's traceback refers to this frame, and would keep the body alive
         return await asyncio.get_running_loop().run_in_executor(self.threads, _make, only, make)
 
     async def work(self, num_bytes: int, make: Callable[[], T]) -> T:
-        """What `make` makes of so many bytes that were decoded: in another thread, if that is much."""
+        """Returns make(), run in a thread if it works on more than INLINE_BYTES of decoded data."""
         if num_bytes <= INLINE_BYTES:
             return make()
         return await asyncio.get_running_loop().run_in_executor(self.threads, make)
 
     def give_back(self, num_bytes: int) -> None:
-        """A request whose body or answer had so many bytes has ended: its memory goes back to the system, if it was
-        much."""
+        """Called when a request ends whose body or answer had this many bytes: returns freed memory to the system, if
+        that was more than _TRIM_BYTES."""
         if num_bytes > _TRIM_BYTES and not self._is_trim_due:
             self._is_trim_due = True
             asyncio.get_running_loop().run_in_executor(self.threads, self._trim)
@@ -124,11 +124,11 @@ def _make(only: list[bytes], make: Callable[[bytes], T]) -> T:
         return make(only.pop())
     except (ApiError, HeadraceError) as error:
         only.clear()
-        raise error.with_traceback(None) from None  # its frames hold what was decoded
+        raise error.with_traceback(None) from None  # the frames of its traceback refer to the decoded body
 
 
 def check_shape(body: bytes) -> None:
-    """Raises ApiError for a body of too many values. Counted by parts, between which other threads have their turn."""
+    """Raises ApiError (413) for a body with too many values. Counts in slices, so that other threads run in between."""
     separators = containers = 0
     for start in range(0, len(body), _COUNT_BYTES):
         part = body[start : start + _COUNT_BYTES]
@@ -144,45 +144,45 @@ def check_shape(body: bytes) -> None:
 
 
 def num_containers(part: bytes) -> int:
-    """About how many texts, lists and objects begin there."""
+    """Approximate number of strings, lists and objects that begin in this part of a body."""
     return (part.count(b'"') - part.count(b'\\"')) // 2 + part.count(b"[") + part.count(b"{")
 
 
 DISCARD_S = 5.0
-"""How long a body that is not wanted is read on, so that its sender gets to see why."""
+"""How long the rest of a refused body is read and discarded, so that its sender reads the error first."""
 _TEMPLATE_FIELD = re.compile(rb'"chat_template"|\\u00')
-"""A field's name may also be written with escapes."""
+"""Finds a body that may have a chat_template field, whose name may also be written with JSON escapes."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class ClientGoneError(Exception):
-    """The client left before its request was complete. Nobody is there to answer."""
+    """The client disconnected before its request was complete, so no response can be sent."""
 
 
 class Exchange:
-    """Handlers take one of these, and answer it once."""
+    """One request and its response. A handler receives it and must answer it exactly once."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, options: ServeOptions, bodies: LargeBodies) -> None:
         self.scope, self.receive = scope, receive
         self._bodies = bodies
         self._send = send
-        # Taken out of the scope, which the connection refers to: a circle would outlive both.
+        # Removed from the scope, to which the connection refers: a reference cycle would keep both alive.
         self.connection: Connection = scope["extensions"].pop(EXTENSION)["connection"]
         self._tells_id = options.enable_request_id_headers
         self.headers_at_start: Callable[[], Awaitable[list[tuple[bytes, bytes]]]] | None = None
-        """Asked for what the response's headers tell besides, when it begins."""
+        """Called when the response begins; returns headers to add to it."""
         self._name: str | None = None
         self._max_body_bytes, self._read_timeout_s = options.max_body_bytes, options.read_timeout
         self._num_body_bytes = self._num_answer_bytes = 0
         self._body_is_read = scope["method"] in ("GET", "HEAD", "OPTIONS")
         self.status = 0
-        """Of the response, once it has begun."""
+        """HTTP status of the response; 0 until it has begun."""
         self.error_body: Callable[[ApiError], bytes] = ApiError.json
-        """How this route's errors are written."""
+        """Encodes the errors of this route."""
         self.takes_any_type = False
-        """See RouteSpec."""
+        """`RouteSpec.takes_any_type` of this route."""
         self.tenant = ""
-        """Whose key the request came with, as text that gives nothing away."""
+        """Identifies the request's API key without revealing it; empty without a key."""
 
     @property
     def started(self) -> bool:
@@ -194,7 +194,7 @@ class Exchange:
         if self.headers_at_start is not None and message["type"] == "http.response.start":
             message = {**message, "headers": [*message["headers"], *await self.headers_at_start()]}
         if self._tells_id and message["type"] == "http.response.start":
-            with contextlib.suppress(ApiError):  # a name that cannot be was refused, and is not repeated
+            with contextlib.suppress(ApiError):  # an invalid id has been refused, and is not sent back
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", self.request_id().encode())]}
         self._num_answer_bytes += len(message.get("body", b""))
         await self._send(message)
@@ -215,14 +215,14 @@ class Exchange:
         return text
 
     async def prepare(self, make: Callable[[bytes], T]) -> T:
-        """What `make` makes of the JSON body: in another thread, if that is large. Raises ApiError, ClientGoneError."""
+        """Returns make(JSON body), run in a thread if the body is large. Raises ApiError and ClientGoneError."""
         try:
             return await self._bodies.run(await self._json_body(), make)
         finally:
             self._bodies.release(self._num_body_bytes)
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """A body of any size, for a handler that bounds and keeps it elsewhere. Raises ApiError, ClientGoneError."""
+        """Yields a body of any size, for a handler that bounds and stores it. Raises ApiError and ClientGoneError."""
         while True:
             try:
                 async with asyncio.timeout(self._read_timeout_s):
@@ -236,13 +236,13 @@ class Exchange:
             yield part
 
     def close(self) -> None:
-        """The response is written, or nobody is there to read it."""
+        """Frees memory, once the response is written or the client has left."""
         self._bodies.give_back(max(self._num_body_bytes, self._num_answer_bytes))
 
     async def _json_body(self) -> bytes:
         content_type = (self.header(b"content-type") or "").partition(";")[0].strip().lower()
         is_json = content_type == "application/json" or content_type.endswith("+json")
-        # Anything else could come from a foreign web page's form, which browsers send without asking.
+        # Any other type could come from a form of a foreign web page, which browsers send without a CORS preflight.
         if not is_json and not (self.takes_any_type and not self._is_of_a_page()):
             raise ApiError(  # the status that OpenAI's clients and vLLM's know
                 HTTPStatus.BAD_REQUEST,
@@ -252,12 +252,15 @@ class Exchange:
         return await self._read_body()
 
     def _is_of_a_page(self) -> bool:
-        """Whether a browser sends it for a page. Browsers name the page's origin in every POST, and say `null` for one
-        that hides it; a page can leave out neither that header nor those that begin with sec-fetch-."""
+        """Whether a browser sent the request for a web page. Browsers add Origin to every POST (`null` if the origin is
+        hidden), and a page can suppress neither that header nor those that begin with Sec-Fetch-."""
         return any(name in _OF_PAGES or name.startswith(b"sec-fetch-") for name, _ in self.scope["headers"])
 
     def request_id(self, named: str | None = None) -> str:
-        """The client's name for the request, or a new one: the same at each call. Raises ApiError."""
+        """The request's id: the client's, else a new one; the same at each call. Raises ApiError for an invalid id.
+
+        named: the id in the body, if any, which takes precedence over the header.
+        """
         name = named or self._name or self.header(b"x-request-id")
         if name is None:
             import uuid
@@ -275,7 +278,7 @@ class Exchange:
         return name
 
     async def answer(self, body: Any, status: int = 200) -> None:
-        """A response struct, or bytes that are JSON already."""
+        """Sends a response: a struct, or bytes that already are JSON."""
         await send_json(self.send, status, body if isinstance(body, bytes) else msgspec.json.encode(body))
 
     async def answer_text(self, body: bytes, content_type: str) -> None:
@@ -284,13 +287,13 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def refuse(self, error: ApiError) -> None:
-        """Answers with an error. What is still coming of the body is thrown away, and the connection closed."""
+        """Answers with an error. If the body is not read to its end, discards the rest and closes the connection."""
         if self._body_is_read:
             await send_json(self.send, error.status, self.error_body(error), error.headers())
             return
         headers = [*error.headers(), (b"connection", b"close")]
         await send_json(self.send, error.status, self.error_body(error), headers, more_body=True)
-        if error.status != HTTPStatus.REQUEST_TIMEOUT:  # who was too slow has had the time
+        if error.status != HTTPStatus.REQUEST_TIMEOUT:  # a client that timed out gets no more time
             with contextlib.suppress(TimeoutError, ClientGoneError):
                 async with asyncio.timeout(DISCARD_S):
                     while await self._part() is not None:

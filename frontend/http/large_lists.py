@@ -1,11 +1,10 @@
 """JSON objects with long lists of numbers, decoded in slices.
 
-msgspec keeps the interpreter to itself from a text's beginning to its end, and a million numbers take it so long that
-other streams are seen waiting. So a list of numbers, or of lists of them, is cut at commas; between two slices other
-threads have their turn:
+msgspec holds the GIL while it decodes a text, and a million numbers take so long that other streams visibly stall. So
+a list of numbers, or of lists of numbers, is cut at commas, and other threads can run between two slices:
 
     [[1,2,3],[4,5,|6],[7],[8,|9,10]]     slices: [[1,2,3],[4,5]]  [[6],[7],[8]]  [[9,10]]
-                                         of which each goes on with the last list of the one before
+                                         each continues the last list of the slice before
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ import msgspec
 
 SLICE_BYTES = 128 << 10
 BREATH_S = 0.002
-"""Between two values that each keep the interpreter for long: to read, decode and write one event takes another thread
-several turns with it, and each of them would have to wait for a value."""
+"""Pause between two values that each hold the GIL for long. Another thread needs the GIL several times to read, decode
+and write one event, and without the pause would wait for a value each time."""
 _OF_NUMBERS = b"0123456789-+.eE[], \t\r\n"
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def decode_json(text: bytes) -> Any:
-    """What msgspec.json.decode gives, and raises."""
+    """Returns and raises what msgspec.json.decode does."""
     if len(text) <= SLICE_BYTES:
         return msgspec.json.decode(text)
     try:
         values = _OBJECT.decode(text)
         return {name: _decode_value(value) for name, value in values.items()}
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return msgspec.json.decode(text)  # no object; or one with a fault, whose place this tells
+        return msgspec.json.decode(text)  # not an object, or invalid; this error gives the position
 
 
 def _decode_value(raw: msgspec.Raw) -> Any:
@@ -45,9 +44,9 @@ def _decode_value(raw: msgspec.Raw) -> Any:
 
 
 def _decode_numbers(inside: bytes) -> list[Any]:
-    """inside: what stands between the brackets of a list."""
+    """inside: the text between the brackets of a list."""
     values: list[Any] = []
-    is_open = False  # the last value is a list that the next slice goes on with
+    is_open = False  # the last value is a list that the next slice continues
     for part in _slices(inside):
         depth = is_open + part.count(b"[") - part.count(b"]")
         if depth not in (0, 1):
@@ -69,5 +68,5 @@ def _slices(inside: bytes) -> Iterator[bytes]:
 
 
 def _closed(part: bytes, *, was_open: bool, is_open: bool) -> Any:
-    """The values of a slice that begins within a list (was_open) and ends within one (is_open)."""
+    """Decodes a slice that begins within an inner list if was_open, and ends within one if is_open."""
     return msgspec.json.decode(b"%b%b%b" % (b"[[" if was_open else b"[", part, b"]]" if is_open else b"]"))

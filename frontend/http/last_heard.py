@@ -1,7 +1,7 @@
-"""When the process that makes a response or runs a batch was last heard of, in a store that processes share.
+"""Heartbeats in a store that processes share: is the process that generates a response or runs a batch still alive?
 
-By the system's monotonic clock, which is one for all processes of a machine: the clock of the day may be set, and a
-process is not dead because it was.
+Times are those of the system's monotonic clock, which all processes of a machine share. The wall clock may be set,
+which must not make a process look dead.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import time
 
 SILENT_S = 30.0
-"""What is in progress, and whose process has not been heard of for so long, has failed."""
+"""Work in progress has failed if its process has sent no heartbeat for this long."""
 
 NEVER_S = -1e9
-"""For what its process has left in good order: it need not be waited for."""
+"""The heartbeat of work that its process has given up in good order: others may take it over at once."""
 
 
 def now_s() -> float:
-    """To be kept as the time of a sign of life."""
+    """The time to store as a heartbeat."""
     return time.monotonic()
 
 
 def is_silent(heard_s: float) -> bool:
-    """A time ahead of now is of another boot, and its process is gone."""
+    """Whether the process is gone. A time in the future was stored before the machine booted, so its process is too."""
     return not 0.0 <= time.monotonic() - heard_s <= SILENT_S

@@ -1,7 +1,7 @@
-"""The engine's load in the header of an answer, for load balancers that read ORCA's reports.
+"""The engine's load in a response header, for load balancers that read ORCA reports.
 
-ORCA (Open Request Cost Aggregation) is of the xDS project, which Envoy reads. A request that
-names a format gets the report in it; the names are vLLM's.
+ORCA (Open Request Cost Aggregation) is a format of the xDS project, which Envoy reads. A request that names a format in
+a header gets the report; the metrics have vLLM's names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TIMEOUT_S = 0.5
 
 
 async def load_headers(engine: Engine, form: str) -> list[tuple[bytes, bytes]]:
-    """None for a format that is neither TEXT nor JSON, and for an engine that does not answer in time."""
+    """The header; none for a format other than TEXT and JSON, or if the engine does not answer in time."""
     stats = await engine.stats(_TIMEOUT_S) if form.upper() in ("TEXT", "JSON") else None
     if stats is None:
         return []

@@ -1,6 +1,6 @@
-"""POST /v1/messages: Anthropic's API, answered by the chat's own code.
+"""POST /v1/messages: Anthropic's API, served by the code of chat completions.
 
-A request becomes a chat completion (`as_chat`); the answer is written as content blocks, whole or as events:
+A request is converted to a chat completion (`as_chat`); the answer is written as content blocks, whole or as events:
 
     message_start, (content_block_start, content_block_delta ..., content_block_stop) for each block, message_delta,
     message_stop
@@ -43,9 +43,9 @@ _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 _OWN_NAMES: Mapping[str, str] = types.MappingProxyType(
     {"stop": "stop_sequences", "reasoning_effort": "output_config.effort"}
 )
-"""Of chat completions' fields."""
+"""Anthropic's names of chat completions' fields."""
 _SIGNATURE = "headrace:"
-"""Begins the signature of thinking that was written here."""
+"""Prefix of the signatures of thinking blocks that this server wrote."""
 
 # --- the request ------------------------------------------------------------------------------------------------------
 
@@ -56,8 +56,8 @@ class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class MessagesTool(msgspec.Struct, kw_only=True):
-    """What else Anthropic's tools have (cache_control, defer_loading, eager_input_streaming) is taken and not read: the
-    model sees all tools, and calls are streamed as they come."""
+    """Anthropic's other fields of tools (cache_control, defer_loading, eager_input_streaming) are accepted and ignored:
+    the model sees all tools, and calls are streamed as they are generated."""
 
     name: str
     input_schema: dict[str, Any] = {}
@@ -102,7 +102,7 @@ _HERE_ALONE = "requests are answered by this server alone"
 _FIELDS: Mapping[str, Neutral] = types.MappingProxyType(
     {
         "cache_control": Neutral("equal prefixes are cached without being asked to", is_harmless=True),
-        # Claude Code sends it always: an edit may save tokens, and what is not edited is read as it stands.
+        # Claude Code always sends it. An edit would only save tokens: an unedited conversation is read as it is.
         "context_management": Neutral("conversations are read as they stand", is_harmless=True),
         "diagnostics": Neutral("there are none", is_harmless=True),
         "inference_geo": Neutral(_HERE_ALONE, is_harmless=True),
@@ -129,7 +129,7 @@ class CountTokensResponse(msgspec.Struct):
 
 
 class ClaudeModel(msgspec.Struct, tag_field="type", tag="model"):
-    """A model as Anthropic's clients have it."""
+    """A model in Anthropic's format."""
 
     id: str
     display_name: str
@@ -145,7 +145,7 @@ class ClaudeModel(msgspec.Struct, tag_field="type", tag="model"):
 
 
 class ClaudeModels(msgspec.Struct):
-    """All in one page."""
+    """All models, on one page."""
 
     data: list[ClaudeModel]
     first_id: str | None
@@ -159,7 +159,7 @@ class ClaudeModels(msgspec.Struct):
 
 
 def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
-    """The same conversation as OpenAI has it. Raises ApiError, which names the field."""
+    """The same request as a chat completion. Raises ApiError, which names the field."""
     messages: list[ChatMessage] = []
     if request.system:
         messages.append(ChatMessage(role="system", content=_texts(request.system, "system")))
@@ -190,7 +190,7 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
 
 
 def _messages_of(message: InputMessage, where: str) -> list[ChatMessage]:
-    """A message's blocks: results of tools become messages of their own, before what the user says."""
+    """Converts a message's blocks. Tool results become separate messages, before the user's text."""
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
     results, thoughts, calls = [], [], []
@@ -211,7 +211,7 @@ def _messages_of(message: InputMessage, where: str) -> list[ChatMessage]:
             case "thinking":
                 thoughts.append(_field(block, "thinking", at) or _omitted(block, at))
             case "redacted_thinking":
-                pass  # nobody but its writer can read it
+                pass  # encrypted by its writer, so it cannot be read here
             case kind:
                 raise bad_field(at, f"{at}: content of type {str(kind)[:80]!r} is not supported: the model reads text")
     if not (texts or thoughts or calls):
@@ -228,8 +228,8 @@ def _messages_of(message: InputMessage, where: str) -> list[ChatMessage]:
 
 
 def _omitted(block: dict[str, Any], where: str) -> str:
-    """The thinking that an answer left out, which the client brings back. What others have signed, nobody else can
-    read. Raises ApiError."""
+    """The thinking that an answer omitted, decoded from the signature that the client sends back; empty for other
+    servers' signatures, which cannot be read. Raises ApiError for a damaged one."""
     signature = block.get("signature")
     if not isinstance(signature, str) or not signature.startswith(_SIGNATURE):
         return ""
@@ -268,7 +268,7 @@ def _tool_of(tool: MessagesTool, where: str) -> dict[str, Any]:
 
 
 def _choice_of(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
-    """OpenAI's tool_choice and parallel_tool_calls."""
+    """Anthropic's tool_choice as OpenAI's tool_choice and parallel_tool_calls. Raises ApiError."""
     if choice is None:
         return None, None
     several = False if choice.get("disable_parallel_tool_use") else None
@@ -287,17 +287,17 @@ def _choice_of(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | No
 
 
 class Thinking(NamedTuple):
-    """What a request says of it."""
+    """A request's settings of thinking."""
 
     is_enabled: bool | None = None
     """None: the chat template decides."""
     budget_tokens: int | None = None
     is_omitted: bool = False
-    """Its blocks come without their text."""
+    """Thinking blocks are returned without their text."""
 
 
 def thinking_of(request: CountTokensRequest) -> Thinking:
-    """Raises ApiError, which names the field."""
+    """Checks the field `thinking`. Raises ApiError, which names the field."""
     if request.thinking is None:
         return Thinking()
     kind, display = request.thinking.get("type"), request.thinking.get("display")
@@ -314,7 +314,7 @@ def thinking_of(request: CountTokensRequest) -> Thinking:
 def prepare_messages(
     request: MessagesRequest, engine: Engine, parts: ChatParts, name: str, tenant: str
 ) -> PreparedRequest:
-    """What to submit and how to answer. Raises ApiError and InvalidRequestError."""
+    """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
     thinking, chat = thinking_of(request), as_chat(request)
     make_answer = functools.partial(MessagesAnswer, omits_thinking=thinking.is_omitted)
     with renamed(_OWN_NAMES):
@@ -323,14 +323,14 @@ def prepare_messages(
         prepared.form_field = "output_config.format"
     (job,) = prepared.jobs
     assert engine.client is not None
-    # Where no reasoning is told from the answer there are no thinking blocks, which a budget could bound.
+    # Unless reasoning is parsed from the answer, there are no thinking blocks whose tokens a budget could limit.
     if thinking.budget_tokens is not None and reads_reasoning(job.prompt, engine.client.welcome):
         job.params.thinking_token_budget = thinking.budget_tokens
     return prepared
 
 
 def _output_config_of(config: dict[str, Any] | None) -> tuple[Effort | None, dict[str, Any] | None]:
-    """OpenAI's reasoning_effort and response_format."""
+    """Anthropic's output_config as OpenAI's reasoning_effort and response_format. Raises ApiError."""
     config = config or {}
     effort, form = one_of(Effort, "output_config.effort", config.get("effort")), config.get("format")
     if form is None:
@@ -367,7 +367,7 @@ class MessagesResponse(msgspec.Struct):
 
 
 class MessagesAnswer:
-    """Both forms of the response (see `generation.ResponseText`). There is one output."""
+    """Writes the response, whole or streamed (a `generation.ResponseText`), of a request with one output."""
 
     def __init__(
         self,
@@ -380,11 +380,11 @@ class MessagesAnswer:
     ) -> None:
         self._request, self._answer, self._omits_thinking = request, answer, omits_thinking
         self._thoughts: list[str] = []
-        self._num_closed = 0  # thoughts in blocks that are closed
+        self._num_closed = 0  # entries of _thoughts that are in closed blocks
         self._reader = OutputParser(None, None) if make_reader is None else make_reader()
         self._streams: Sequence[RequestStream] = ()
         self._began = False
-        self._num_blocks, self._open = 0, ("", -1)  # the kind of the block that is open, and which call it is
+        self._num_blocks, self._open = 0, ("", -1)  # of the open block: its kind, and the index of its tool call
         self._sequence: SequenceState | None = None
 
     def attach(self, streams: Sequence[RequestStream]) -> None:
@@ -502,11 +502,11 @@ class MessagesAnswer:
         return ("stop_sequence", stop_reason) if isinstance(stop_reason, str) else ("end_turn", None)
 
     def _signature(self, thinking: str) -> str:
-        """Clients bring blocks back only with one. It holds the thinking where the block does not."""
+        """Clients send back only signed thinking blocks. The signature holds the text if the block omits it."""
         return _SIGNATURE + (as_encrypted(thinking) if self._omits_thinking else "")
 
     def _usage(self, num_output: int, *, ends: bool = False) -> MessagesUsage:
-        """As Anthropic counts: what came from the cache is not part of input_tokens."""
+        """Anthropic's counts: input_tokens excludes tokens from the prefix cache."""
         (stream,) = self._streams
         cached = stream.num_cached_tokens or 0
         usage = MessagesUsage(len(stream.prompt.token_ids or ()) - cached, num_output, cached)
@@ -517,12 +517,12 @@ class MessagesAnswer:
 
 
 def call_input(text: str) -> Any:
-    """A call's input; what the model wrote where that is no JSON."""
+    """The arguments of a tool call as JSON; {"": text} if what the model wrote is not JSON."""
     try:
         msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):
         return {"": text}
-    return msgspec.Raw((text or "{}").encode())  # as the model wrote it, whatever a number's size
+    return msgspec.Raw((text or "{}").encode())  # unchanged, so that numbers of any size stay exact
 
 
 def _event(type: str, **fields: Any) -> bytes:
@@ -542,6 +542,6 @@ _ERROR_TYPES = {
 
 
 def error_body(error: ApiError) -> bytes:
-    """In Anthropic's shape."""
+    """An error in Anthropic's format."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.body.message}})

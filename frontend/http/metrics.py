@@ -1,11 +1,11 @@
-"""Metrics under vLLM's names, right with several HTTP processes and several engines.
+"""Prometheus metrics under vLLM's names, correct with several HTTP processes and several engines.
 
-What an engine counts (load, cache, tokens) is asked of it at each scrape. What requests went through is counted
-by `RequestMeter`s, in a page of float64 numbers for each HTTP process:
+Each engine's own statistics (load, cache, tokens) are requested from it at each scrape. Request metrics are counted by
+`RequestMeter`s, in one page of float64 numbers per HTTP process:
 
     file:  | page of process 0 | page of process 1 | ...           page:  | process | engine 0 | engine 1 | ...
 
-One process writes each page, by plain stores; any process answers a scrape with the sum over all pages.
+Only one process writes a page, by plain stores; any process answers a scrape with the sum over all pages.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineStats
 _ITEM_BYTES = 8
 _PAUSES = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
 _ALSO_KNOWN_AS = {"inter_token_latency_seconds": "time_per_output_token_seconds"}
-"""Names of earlier versions of vLLM, which dashboards made for them ask for."""
+"""Names of the same metrics in earlier versions of vLLM, which older dashboards query."""
 _FULL = "max_num_queued_reqs"
-"""The one reason for rejections that there is: queues are bounded by requests (max_waiting_requests), under vLLM's name
-for it."""
+"""The only reason for rejections, under vLLM's name: queues are bounded by their number of requests
+(max_waiting_requests)."""
 _PROCESS_HISTOGRAMS: Histograms = {
     "gc_pause_seconds": (_PAUSES, "Garbage collections in the HTTP processes."),
     "router_gap_seconds": (SHORT, "Of requests that lost their engine: from their last token before to the next."),
@@ -54,7 +54,7 @@ ROUTER_COUNTERS = {
     "router_quarantined": ("Requests that ended because two engines had died with them.", ("died",)),
     "router_prompt_tokens": ("Prompt tokens: all, expected in a prefix cache, and found there.", PROMPT_TOKENS),
 }
-"""By name: text, and the values of the label `reason`."""
+"""By name: help text, and the values of the label `reason`."""
 _IN_FLIGHT = "requests_in_flight"
 HANDLERS = {
     "/v1/completions": "POST",
@@ -67,7 +67,7 @@ HANDLERS = {
     "/metrics": "GET",
     "none": "",
 }
-"""Paths that HTTP requests are counted by, and their methods; all others are counted together."""
+"""Paths whose HTTP requests are counted separately, and their methods; all others are counted as "none"."""
 _STATUSES = ("2xx", "3xx", "4xx", "5xx")
 _DURATIONS = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _HTTP_DURATION, _HTTP_REQUESTS = "http_request_duration_seconds", "http_requests_total"
@@ -83,12 +83,12 @@ _PROCESS_LAYOUT = Layout(
 
 
 MOST_ENGINES = 1024
-"""Of whose requests the times are told apart; those of more are counted with the last one's."""
+"""Engines whose requests are counted separately; those of further engines are counted with the last one's."""
 _PAGE_SIZE = _PROCESS_LAYOUT.size + MOST_ENGINES * REQUEST_LAYOUT.size
 
 
 def pages_bytes(num_processes: int) -> int:
-    """Of which those take memory that something was counted in."""
+    """The size of all processes' pages. Memory is taken only where something was counted."""
     return num_processes * _PAGE_SIZE * _ITEM_BYTES
 
 
@@ -97,10 +97,10 @@ def _engine_offset(index: int) -> int:
 
 
 class Pages:
-    """All pages, of which one is this process's to write."""
+    """The pages of all processes, of which this process writes one."""
 
     def __init__(self, *, file: Path | None = None, num_processes: int = 1, index: int = 0) -> None:
-        """Without a file the one page is private; with one, all processes of a server name the same."""
+        """file: shared by all processes of a server; None for a single, private page. index: of this process's page."""
         size = pages_bytes(num_processes)
         if file is None:
             memory = mmap.mmap(-1, size)
@@ -111,15 +111,15 @@ class Pages:
         self._num_processes = num_processes
         self._start = index * _PAGE_SIZE
         self.process = self._numbers[self._start : self._start + _PROCESS_LAYOUT.size]
-        self.set(_IN_FLIGHT, 0.0)  # of a process that had this page before
+        self.set(_IN_FLIGHT, 0.0)  # the page may be that of a process which died
 
     def engine(self, index: int) -> memoryview[float]:
-        """The numbers of one engine's requests."""
+        """This process's counts of one engine's requests, to be written by a `RequestMeter`."""
         first = self._start + _engine_offset(index)
         return self._numbers[first : first + REQUEST_LAYOUT.size]
 
     def num_generated(self) -> int:
-        """Tokens of requests that have ended, of all engines."""
+        """Tokens generated for requests of this process that have ended, over all engines."""
         bounds, _ = REQUEST_HISTOGRAMS["request_generation_tokens"]
         at = REQUEST_LAYOUT.at["request_generation_tokens"] + len(bounds) + 1
         return int(sum(self.engine(index)[at] for index in range(MOST_ENGINES)))
@@ -128,7 +128,7 @@ class Pages:
         self.process[_PROCESS_LAYOUT.at[name]] += amount
 
     def count_rejection(self, index: int) -> None:
-        """An engine's queue had no room for a request."""
+        """Counts a request that was rejected because the queue of the engine `index` was full."""
         self.engine(index)[REQUEST_LAYOUT.at[REJECTIONS]] += 1.0
 
     def set(self, name: str, value: float) -> None:
@@ -138,7 +138,7 @@ class Pages:
         self.count(_IN_FLIGHT, change)
 
     def http_request(self, path: str, status: int, seconds: float) -> None:
-        """One has been answered with this status, or would have been."""
+        """Counts a request and its duration. A status of 0, without a response, counts as 2xx."""
         path = path if path in HANDLERS else "none"
         self.count(f"{min(max(status // 100, 2), 5)}xx{path}")
         observe(self.process, _PROCESS_LAYOUT.at[f"{_HTTP_DURATION}{path}"], _DURATIONS, seconds)
@@ -147,16 +147,16 @@ class Pages:
         return int(self.total(_PROCESS_LAYOUT.at[_IN_FLIGHT], 1)[0])
 
     def total(self, offset: int, count: int) -> list[float]:
-        """The sum over all processes of some numbers of the page."""
+        """The sums over all processes of `count` adjacent numbers at `offset` of the page."""
         starts = [page * _PAGE_SIZE + offset for page in range(self._num_processes)]
         return [sum(self._numbers[start + i] for start in starts) for i in range(count)]
 
     def gc_pause(self, seconds: float) -> None:
-        """A garbage collection in this process took so long."""
+        """Records the duration of a garbage collection in this process."""
         observe(self.process, _PROCESS_LAYOUT.at["gc_pause_seconds"], _PAUSES, seconds)
 
     def gap(self, seconds: float) -> None:
-        """A stream stood still for so long, as its request went on at another engine."""
+        """Records how long a stream paused because its request moved to another engine."""
         observe(self.process, _PROCESS_LAYOUT.at["router_gap_seconds"], SHORT, seconds)
 
 
@@ -178,11 +178,11 @@ class Exposition:
         return generate_latest(registry)
 
     def describe(self) -> list[Any]:
-        """Nothing: prometheus_client would collect to find out what there is."""
+        """No descriptions, so that registering does not call `collect` to find the names."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """prometheus_client's families."""
+        """All metric families, as prometheus_client reads them."""
         yield from self._engine_families()
         yield from self._request_families()
         yield from self._process_families()
@@ -296,7 +296,7 @@ class Exposition:
         yield from self._http_families()
 
     def _http_families(self) -> Iterator[Any]:
-        """Under the names of prometheus_fastapi_instrumentator, which vLLM counts with: no prefix."""
+        """Metrics that vLLM gets from prometheus_fastapi_instrumentator: under its names, without a prefix."""
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
         durations = HistogramMetricFamily(

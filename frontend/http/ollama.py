@@ -1,7 +1,7 @@
-"""Ollama's API, as far as it says what ours can do: /api/chat, generate, tags, show, ps and version.
+"""The part of Ollama's API that this server can serve: /api/chat, generate, tags, show, ps and version.
 
-A request becomes a chat completion, or with `raw` a completion (`ollama_requests.py`), and is answered by their code.
-The answer is one JSON object, or lines of JSON, of which the last has the counts:
+A request is converted to a chat completion, or with `raw` to a completion (`ollama_requests.py`), and runs as one. The
+answer is one JSON object, or lines of JSON objects, of which the last has the counts:
 
     {"message": {"content": "Yes"}, "done": false} ... {"message": {"content": ""}, "done": true, "eval_count": 7}
 """
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from headrace.frontend.http.routes import ServerState
 
 API_VERSION = "0.12.11"
-"""Of Ollama, whose API this is: clients look whether it is new enough for them."""
+"""The version of Ollama whose API this is: clients check that it is new enough for them."""
 LINES = StreamForm([(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")], keep_alive=b"")
 _ANY_TOOL = {"type": "function", "function": {"name": "any"}}
 
 _STAYS = datetime.timedelta(days=100 * 365)
-"""After which Ollama's clients call a loaded model's time for ever."""
+"""The reported time until a model is unloaded: so long that Ollama's clients show it as "forever"."""
 
 # --- answers ----------------------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class OllamaAnswerMessage(msgspec.Struct, omit_defaults=True):
 
 
 class OllamaLine(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """The whole answer, or a piece of it; counts and times, in nanoseconds, come with the last."""
+    """The whole answer, or a part of it; the last one also has counts, and durations in nanoseconds."""
 
     model: str
     created_at: str
@@ -103,7 +103,7 @@ class OllamaGenerateLine(OllamaLine):
 
 
 class OllamaDetails(msgspec.Struct):
-    """What is not known stays empty."""
+    """Unknown values stay empty."""
 
     parent_model: str = ""
     format: str = ""
@@ -117,7 +117,7 @@ class OllamaModel(msgspec.Struct, kw_only=True):
     name: str
     model: str
     digest: str
-    """Another one with other weights."""
+    """SHA-256 of the model's name and version: it changes with the weights."""
     details: OllamaDetails
     size: int = 0
 
@@ -152,9 +152,9 @@ class ShowResponse(msgspec.Struct):
 
 
 class OllamaAnswer:
-    """Both forms of the response (see `generation.ResponseText`). There is one output.
+    """Writes the response, whole or streamed (a `generation.ResponseText`), of a request with one output.
 
-    A call is told once it is complete: its arguments are an object.
+    A tool call is written once it is complete, since Ollama sends its arguments as an object.
     """
 
     def __init__(
@@ -165,14 +165,14 @@ class OllamaAnswer:
         is_chat: bool,
         num_top_logprobs: int | None = None,
     ) -> None:
-        """is_chat: texts are in a message. num_top_logprobs: None where no log-probabilities are asked for."""
+        """is_chat: write text within a message. num_top_logprobs: None if no log-probabilities were requested."""
         self._answer, self._is_chat, self._num_top = answer, is_chat, num_top_logprobs
         self._reader = OutputParser(None, None) if make_reader is None else make_reader()
         self._streams: Sequence[RequestStream] = ()
         self._call: tuple[Event, list[str]] | None = None
-        """One whose arguments still come."""
+        """The tool call whose arguments are incomplete, and the parts of its arguments so far."""
         self._logprobs: list[TokenLogprob] = []
-        """Of tokens that no line has told of."""
+        """Log-probabilities of tokens that have not been written yet."""
 
     def attach(self, streams: Sequence[RequestStream]) -> None:
         self._streams = streams
@@ -202,7 +202,7 @@ class OllamaAnswer:
         return error_body(ApiError.of(error)) + b"\n"
 
     def _read(self, output: CompletionOutput) -> list[OllamaAnswerMessage]:
-        """What is new, in pieces of one kind."""
+        """The new output, each part of one kind: text, thinking or a tool call."""
         if output.logprobs is not None and self._num_top is not None:
             told = chat_logprobs(output.token_ids, output.logprobs, self._answer.spell, self._num_top)
             self._logprobs += told.content
@@ -233,7 +233,7 @@ class OllamaAnswer:
         output: CompletionOutput | None = None,
         sequence: SequenceState | None = None,
     ) -> OllamaLine:
-        """output and sequence: of the last line."""
+        """output and sequence: only for the last line, which has the counts."""
         line = _line(self._answer.model, part, is_chat=self._is_chat)
         line.logprobs, self._logprobs = self._logprobs or None, []
         if output is not None and sequence is not None:
@@ -272,7 +272,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def error_body(error: ApiError) -> bytes:
-    """In Ollama's shape."""
+    """An error in Ollama's format."""
     return msgspec.json.encode({"error": error.body.message})
 
 
@@ -315,7 +315,7 @@ def _engine(state: ServerState, model: str) -> Engine:
 
 
 def _loaded(request: OllamaRequest, *, is_chat: bool) -> OllamaLine:
-    """Ollama's clients ask for nothing to have the model loaded, which it is, or put away, which it is not."""
+    """Answers a request without a prompt, by which clients load the model (no effect) or unload it (refused)."""
     if request.keep_alive in (0, "0", "0s"):
         raise bad_field("keep_alive", "keep_alive is 0; the model of this server stays loaded", "unsupported_parameter")
     line = _line(request.model, OllamaAnswerMessage("assistant", ""), is_chat=is_chat)
@@ -346,7 +346,7 @@ def _prepare(
         model, tokenizer = asked.model or engine.names[0], engine.client.tokenizer
         answer = Answer(asked, f"ollama-{name}", model, tokenizer, tells_times=False)
         prepared.answer = OllamaAnswer(answer, None, is_chat=False, num_top_logprobs=num_top)
-        if asked.max_tokens is None:  # OpenAI's completions are short unless they are told to be long
+        if asked.max_tokens is None:  # OpenAI's default is 16 tokens; Ollama has no limit
             prepared.jobs[0].params.max_tokens = None
     prepared.form = LINES
     if prepared.form_field == "response_format":
@@ -402,7 +402,7 @@ async def show(state: ServerState, exchange: Exchange) -> None:
 
 
 def _capabilities(state: ServerState, engine: Engine) -> list[str]:
-    """As far as answers are read for it."""
+    """What the model can do: tools and thinking only if this server parses its output for them."""
     assert engine.client is not None
     tokenizer = engine.client.tokenizer
     template = None if tokenizer is None else state.chat.prompts.template(tokenizer, tools=[_ANY_TOOL])
@@ -421,7 +421,7 @@ async def version(state: ServerState, exchange: Exchange) -> None:
 
 
 async def root(state: ServerState, exchange: Exchange) -> None:
-    """What Ollama's own command asks before all else."""
+    """GET /, by which Ollama's own command checks that the server runs."""
     await exchange.answer_text(b"Headrace is running", "text/plain; charset=utf-8")
 
 

@@ -1,4 +1,4 @@
-"""What requests of Ollama's API have, and what they are as chat completions or, with `raw`, as completions."""
+"""Request bodies of Ollama's API, and their conversion to chat completions or, with `raw`, to completions."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ _OF_LOADING = (
     *("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock", "num_thread"),
     *("num_keep", "penalize_newline", "logits_all"),
 )
-"""How Ollama loads a model, what it keeps of a context that overflows, which none does here, and what its examples have
-though it reads it no more: no answer depends on them."""
+"""Options that no answer depends on: how Ollama loads a model, what it keeps of a context that overflows (none does
+here), and retired options that its examples still have."""
 _NEUTRAL: Mapping[str, Any] = types.MappingProxyType({"tfs_z": 1, "vocab_only": False, "embedding_only": False})
-"""Retired options, at the value that asks for nothing."""
+"""Retired options, and the value at which they have no effect: others are refused."""
 _PENALTIES: Mapping[str, tuple[str, float]] = types.MappingProxyType(
     {
         "repeat_penalty": ("repetition_penalty", 1),
@@ -81,11 +81,12 @@ _PENALTIES: Mapping[str, tuple[str, float]] = types.MappingProxyType(
         "frequency_penalty": ("frequency_penalty", 0),
     }
 )
-"""Ours, and the value that asks for nothing. All of them look at the last `repeat_last_n` tokens."""
+"""By Ollama's name: Headrace's field, and the value without effect. In Ollama, they apply to the last `repeat_last_n`
+tokens."""
 
 
 def _sampling(options: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
-    """Fields of a completion. Raises ApiError, which names the option."""
+    """Ollama's options as fields of a completion. Raises ApiError, which names the option."""
     fields: dict[str, Any] = {}
     given = {name: value for name, value in (options or {}).items() if value is not None}
     for name, value in given.items():
@@ -122,7 +123,7 @@ def _sampling(options: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
 
 
 def _penalty_in(options: Mapping[str, Any]) -> str | None:
-    """One that asks for something."""
+    """The name of a penalty that is set to have an effect, if any."""
     return next((name for name, (_, nothing) in _PENALTIES.items() if options.get(name, nothing) != nothing), None)
 
 
@@ -133,7 +134,7 @@ def _integer(value: Any, where: str) -> int:
 
 
 def _shared(request: OllamaRequest, engine: Engine) -> dict[str, Any]:
-    """Fields that a chat and a completion have both. Raises ApiError."""
+    """The fields that chat completions and completions have in common. Raises ApiError."""
     form: dict[str, Any] | None = None
     if isinstance(request.format, dict):
         form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": request.format}}
@@ -152,7 +153,7 @@ def _shared(request: OllamaRequest, engine: Engine) -> dict[str, Any]:
 def as_chat(
     request: OllamaRequest, messages: Sequence[OllamaMessage], tools: Any, engine: Engine
 ) -> ChatCompletionRequest:
-    """Raises ApiError, which names the field."""
+    """The request as a chat completion. Raises ApiError, which names the field."""
     thinks = request.think
     try:
         return msgspec.convert(
@@ -202,6 +203,6 @@ def _message(message: OllamaMessage, where: str) -> ChatMessage:
 
 
 def served_name(asked: str, names: Sequence[str]) -> str:
-    """Ollama's clients add a tag to names without one."""
+    """The served model that is meant: Ollama's clients add the tag :latest to names without one."""
     plain = asked.removesuffix(":latest")
     return plain if asked not in names and plain in names else asked

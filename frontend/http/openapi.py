@@ -1,4 +1,4 @@
-"""The OpenAPI document and the page to read, both made from the table of routes and the structs it names."""
+"""The OpenAPI document and the HTML page of /docs, both generated from the table of routes and its structs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PATH_PARAMETER = re.compile(r"\{(\w+)(:\w+)?\}")
 
 
 def document(routes: Sequence[RouteSpec], root_path: str, *, guarded: bool) -> bytes:
-    """OpenAPI 3.1, as JSON. `guarded` says that a key is needed."""
+    """The OpenAPI 3.1 document as JSON. guarded: the server requires an API key."""
     structs = {each for route in routes for each in (route.request, route.response) if each is not None}
     _, components = msgspec.json.schema_components(
         [*sorted(structs, key=lambda each: each.__name__), ErrorResponse, ChatChunk], ref_template=_REF
@@ -97,7 +97,7 @@ def _ref(struct: Any) -> dict[str, str]:
 
 
 def _without_titles(schema: Any) -> Any:
-    """Titles repeat the names."""
+    """Removes titles, since they repeat the names."""
     if isinstance(schema, dict):
         return {
             key: _without_titles(value) for key, value in schema.items() if key != "title" or isinstance(value, dict)
@@ -162,7 +162,7 @@ def _section(method: str, path: str, operation: dict[str, Any], schemas: dict[st
 
 
 def _table(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
-    """Of a schema, or of a reference to one."""
+    """An HTML table of the fields of a schema, or of a reference to one."""
     if "$ref" in schema:
         schema = schemas[schema["$ref"].rpartition("/")[2]]
     rows = [

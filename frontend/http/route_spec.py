@@ -1,4 +1,4 @@
-"""How a route is declared: what the server routes by, and what the OpenAPI document is made from."""
+"""The declaration of a route, from which the server routes requests and the OpenAPI document is generated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Handler = Callable[["ServerState", Exchange], Awaitable[None]]
 
 
 class RouteSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One route, as it is served and as it is described."""
+    """One route: its handler, and its description for the OpenAPI document."""
 
     method: str
     path: str
@@ -25,21 +25,21 @@ class RouteSpec(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
     request: Any = None
     form: Mapping[str, Any] | None = None
-    """The JSON schema of a body that is multipart/form-data."""
+    """The JSON schema of a multipart/form-data body; None for other bodies."""
     query: Any = None
-    """A struct of what may follow the ? of the address."""
+    """The struct of the query parameters."""
     response: Any = None
-    """A struct; None for what is no JSON."""
+    """The struct of the JSON response; None if the response is not JSON."""
     public: bool = False
-    """Answers without a key."""
+    """The route needs no API key."""
     tells_of_use: bool = False
-    """A public one that wants the key too with the option guard_metrics."""
+    """The response reveals how the server is used: with the option guard_metrics, the route is not public."""
     error_body: Callable[[ApiError], bytes] = ApiError.json
-    """How its errors are written."""
+    """Encodes the route's errors as a response body."""
     refusals: tuple[int, ...] = ()
-    """Statuses of errors that it may answer with."""
+    """HTTP statuses of the errors that the route may answer with, besides 401."""
     takes_any_type: bool = False
-    """JSON without its content type is taken from clients that are no web pages."""
+    """A JSON body is accepted without its content type, unless a web page sends it."""
 
 
 def get(path: str, handler: Handler, summary: str, response: Any = None, **more: Any) -> RouteSpec:

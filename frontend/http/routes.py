@@ -1,6 +1,6 @@
-"""What each route does, and what the handlers of one HTTP process share.
+"""The handlers of the routes, and the state that the handlers of one HTTP process share.
 
-The table at the end is what the server routes by and the OpenAPI document is made from.
+The server's routing and the OpenAPI document derive from ROUTES, the table at the end.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ from headrace.ipc.process.gc_pauses import IdleCollector
 
 
 class ServerState:
-    """Made once by the process, before it serves."""
+    """State that all handlers of one HTTP process share. The process creates it once, before it serves."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class ServerState:
         keys: Sequence[str],
         template: str | None,
     ) -> None:
-        """`keys` guard every route but health; `template` is the server's own chat template."""
+        """keys: API keys, required on every route that is not public. template: the option chat_template's, if set."""
         self.options, self.pool, self.pages = options, pool, pages
         self.keys = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
         self.decoder = RequestDecoder(
@@ -134,30 +134,30 @@ class ServerState:
             own.store, own.tool_servers, own.left_out, self.chat, self.generator, self.bodies
         )
         self.routes: Sequence[RouteSpec] = ()
-        """What is served; the application sets it."""
+        """The routes that are served; set by the application."""
         self.draining = False
-        """Set once the server has begun to stop: what runs goes on, nothing new is taken."""
+        """Set when the server begins to stop: running requests continue, new ones are refused."""
         self.scaler: Scaler | None = None
-        """Changes the number of engines, where they are the server's own."""
+        """Changes the number of engines; None if it is fixed or the engines are not the server's own."""
         self.num_scaling = 0
         self.started_at = int(time.time())
 
     def check_accepting(self) -> None:
-        """Raises ApiError when no new requests are taken."""
+        """Raises ApiError (503) if the server accepts no new requests."""
         if self.draining and self.pool.dead.is_set():
             raise why_unavailable(self.pool)
         if self.draining:
             raise unavailable("the server is shutting down and takes no new requests", code="shutting_down")
 
     def publish_counts(self) -> None:
-        """Brings this process's page up to date with what is counted elsewhere."""
+        """Copies the counts of the engine pool and the router to this process's page of metrics."""
         self.pages.set("tokens_after_disconnect", self.pool.num_late_tokens())
         for kind, counts in self.pool.router.counts().items():
             for reason, count in counts.items():
                 self.pages.set(f"router_{kind}/{reason}", count)
 
     def tenant_of(self, key: bytes) -> str | None:
-        """A name for the key's owner; None for a wrong key. Every key is compared, each in constant time."""
+        """An id of the key's owner; None for a wrong key. Compares with every key, each in constant time."""
         digest = hashlib.sha256(key).digest()
         matches = [hmac.compare_digest(digest, known) for known in self.keys]
         return digest[:8].hex() if any(matches) else None
@@ -188,7 +188,7 @@ async def chat_batch(state: ServerState, exchange: Exchange) -> None:
 
 
 async def messages(state: ServerState, exchange: Exchange) -> None:
-    """Anthropic's API."""
+    """POST /v1/messages: Anthropic's API."""
 
     def prepare(body: bytes) -> PreparedRequest:
         request = state.decoder.decode(body, MessagesRequest)
@@ -210,7 +210,7 @@ async def count_tokens(state: ServerState, exchange: Exchange) -> None:
 
 
 async def invocations(state: ServerState, exchange: Exchange) -> None:
-    """SageMaker's one route for whatever a model does."""
+    """SageMaker's only route: a chat completion if the body has messages, a completion if it has a prompt."""
     kinds: dict[str, type[Any]] = {"messages": ChatCompletionRequest, "prompt": CompletionRequest}
     await _generate(state, exchange, lambda body: state.decoder.decode_one_of(body, kinds))
 
@@ -242,7 +242,7 @@ async def models(state: ServerState, exchange: Exchange) -> None:
 
 
 def _is_claudes(exchange: Exchange) -> bool:
-    """Two APIs have routes of one path for models; clients of Anthropic's always say its version."""
+    """Whether Anthropic's API is meant: it shares the paths of models with OpenAI's, but its clients send a version."""
     return exchange.header_bytes(b"anthropic-version") is not None
 
 
@@ -327,7 +327,7 @@ async def version(state: ServerState, exchange: Exchange) -> None:
 
 
 async def load(state: ServerState, exchange: Exchange) -> None:
-    # This very request is none that weighs on anything.
+    # This request itself is not counted: it puts no load on the engine.
     await exchange.answer(LoadResponse(state.pages.total_in_flight() - 1))
 
 
@@ -337,21 +337,21 @@ async def metrics(state: ServerState, exchange: Exchange) -> None:
 
 
 async def health(state: ServerState, exchange: Exchange) -> None:
-    """200 while an engine serves, and is heard."""
+    """200 while at least one engine is connected and not silent."""
     if not state.pool.answers:
         raise why_unavailable(state.pool)
     await exchange.answer(HealthResponse("ok"))
 
 
 async def live(state: ServerState, exchange: Exchange) -> None:
-    """200 unless a restart is the only way on: this process answers, and its engines' hearts beat or are awaited."""
+    """200 unless only a restart of the server helps: 503 once every engine is lost and none will come back."""
     if state.pool.dead.is_set():
         raise why_unavailable(state.pool)
     await exchange.answer(HealthResponse("ok"))
 
 
 async def ready(state: ServerState, exchange: Exchange) -> None:
-    """200 while new requests are taken."""
+    """200 while the server accepts new requests."""
     state.check_accepting()
     if not state.pool.answers:
         raise why_unavailable(state.pool)
@@ -359,7 +359,8 @@ async def ready(state: ServerState, exchange: Exchange) -> None:
 
 
 async def progress(state: ServerState, exchange: Exchange) -> None:
-    """200 while tokens come, or nothing is queued. 503 for an engine whose loop is frozen."""
+    """200 while tokens arrive or no requests are queued. 503 if an engine with requests gives no token for
+    progress_timeout (and is not paused), or an idle one does not answer."""
     limit_s = state.options.progress_timeout
     for engine in state.pool.engines:
         if engine.client is None:

@@ -1,4 +1,4 @@
-"""vLLM's routes that change how many engines there are, while they serve."""
+"""vLLM's routes that change the number of engines while the server runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ScalingResponse(msgspec.Struct):
 
 
 async def scale(state: ServerState, exchange: Exchange) -> None:
-    """200 once there are so many. Requests are served meanwhile."""
+    """Answers 200 once there are that many engines. Requests are served meanwhile."""
     request = await exchange.prepare(lambda body: state.decoder.decode(body, ScaleRequest))
     if state.scaler is None:
         why = "this server's engines are somebody else's, or divide experts among them: here their number is fixed"
@@ -50,7 +50,7 @@ async def scale(state: ServerState, exchange: Exchange) -> None:
 
 
 async def is_scaling(state: ServerState, exchange: Exchange) -> None:
-    """Whether this process of the server is about to."""
+    """Whether this HTTP process is changing the number of engines now."""
     await exchange.answer(ScalingResponse(state.num_scaling > 0))
 
 
