@@ -1,1 +1,1 @@
-"""`headrace serve` as processes: one that serves, or several and their parent."""
+"""The processes of `headrace serve`: one HTTP process, or several and their parent."""

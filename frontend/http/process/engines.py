@@ -1,4 +1,4 @@
-"""The engines behind the server, in HTTP's words: which serves a model, why none does, and their load in the log."""
+"""The engines as HTTP handlers see them: which one serves a model, why none does, and their load in the log."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 def engine_for(pool: EnginePool, model: str | None) -> Engine:
-    """One that serves the model: its tokenizer and limits are those of all that do. The router chooses where a request
-    runs. Raises ApiError: 404 for no such model, 503 for no engine."""
+    """An engine that serves the model, for its tokenizer and limits, which all engines of the model share. The router
+    chooses where a request runs. Raises ApiError: 404 for an unknown model, 503 if no engine is available."""
     known = pool.names
     if model is None and known:
         model = known[0]
@@ -49,12 +49,12 @@ def why_unavailable(pool: EnginePool) -> ApiError:
 
 
 def _failure_of(engine: Engine) -> Failure | None:
-    """Why it is not there, also in the moment before that has been dealt with."""
+    """Why the engine is down, also while the pool has not handled its end yet."""
     return engine.failure or (engine.client.failure if engine.client is not None else None)
 
 
 async def log_load(pool: EnginePool, interval_s: float) -> None:
-    """A line for each engine at the start about its cache, and one each `interval_s` about its load, for ever."""
+    """Logs a line about each engine's cache at its start, and one about its load every `interval_s`. Never returns."""
     logs: dict[Engine, StatsLog] = {}
     while True:
         logs = {engine: log for engine, log in logs.items() if engine in pool.engines}

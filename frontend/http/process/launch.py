@@ -1,4 +1,4 @@
-"""`headrace serve`: starts the engine if it is to be ours, and one HTTP process or several.
+"""`headrace serve`: starts the engine, unless it attaches to a running one, and one HTTP process or several.
 
 one:      this process speaks HTTP itself        --> engine-core child
 several:  this process --> HTTP children (http/process/worker.py), which share the port and the engines
@@ -36,7 +36,7 @@ from headrace.ipc.process.log import LEVEL_VARIABLE, protect_stderr, set_up_logg
 
 
 class PhaseLog:
-    """Thread-safe."""
+    """Prints a line with the duration of each phase of the start. Thread-safe."""
 
     def __init__(self, first: str, began_s: float) -> None:
         """`began_s` is when the program began, in seconds since the epoch."""
@@ -46,19 +46,19 @@ class PhaseLog:
         self._is_over = False
 
     def enter(self, phase: str) -> None:
-        """The phase before has ended: its line is printed."""
+        """Ends the current phase, whose line is printed, and begins another."""
         with self._lock:
             self._end()
             self._phase = phase
 
     def end(self, then: str) -> None:
-        """The phase has ended; `then` follows unless the user waits no more, as where an engine starts again."""
+        """Ends the current phase. `then` begins, unless the start is over, as it is when an engine is restarted."""
         with self._lock:
             self._end()
             self._phase = None if self._is_over else then
 
     def finish(self, text: str) -> None:
-        """The last phase has ended, and this is what the user waited for."""
+        """Ends the last phase, and prints the text for which the user has waited, with the total time."""
         with self._lock:
             self._end()
             self._is_over = True
@@ -72,13 +72,13 @@ class PhaseLog:
 
 
 def say_workers(ready: Ready) -> None:
-    """Where the time of an engine's start went, process by process, if it has several."""
+    """Prints how long each process of an engine took to start, if it has several."""
     if ready.ranks_startup_s:
         say(f"the engine's start by process\n{startup_table(ready.startup_s, ready.ranks_startup_s)}")
 
 
 def say(text: str) -> None:
-    """A line for the person who started the server."""
+    """Prints a line to stderr, for the person who started the server."""
     print(f"headrace: {text}", file=sys.stderr, flush=True)
 
 
@@ -94,7 +94,7 @@ def process_began_s() -> float:
 
 
 def launch(engine_options: Options, options: ServeOptions) -> int:
-    """Serves until it is told to stop; the exit status. Raises HeadraceError when the start fails."""
+    """Serves until it is asked to stop, and returns the exit status. Raises HeadraceError if the start fails."""
     warning = take_vllm_variables(os.environ)
     options = with_environment(options, os.environ)
     if options.log_level is not None:
@@ -117,7 +117,7 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
         if engine_options.data_parallel_backend == "ray" and options.api_server_count > 1:
             raise OptionError("data_parallel_backend=ray places engines for one HTTP process: leave api_server_count")
         if ranks.has_coordinator or (several and options.api_server_count > 1 and not ranks.coordinator):
-            # The HTTP processes find engines by it, also those that are started later, here or elsewhere.
+            # Through it, the HTTP processes find engines, also those that are started later, here or on other hosts.
             coordinator = start_coordinator(ranks.coordinator)
         if coordinator is not None or ranks.coordinator:
             address = ranks.coordinator if coordinator is None else _ready_at(coordinator, ranks)
@@ -142,7 +142,7 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
 
 
 def _ready_at(coordinator: Child, ranks: Ranks) -> str:
-    """Its address. Raises EngineStartError."""
+    """The coordinator's address, once it is ready. Raises EngineStartError."""
     try:
         return coordinator.wait_ready().address
     except HeadraceError as error:
@@ -158,7 +158,7 @@ def _serve_here(
     phases: PhaseLog,
     ranks: Ranks,
 ) -> int:
-    """In this process, which is all that is needed for most."""
+    """Serves HTTP in this process, which is enough for most uses. Returns the exit status."""
     # Imported while the engine loads.
     from headrace.frontend.fleet.scaling import OwnScaler
     from headrace.frontend.fleet.sources import Attached, Source
@@ -199,7 +199,7 @@ def _serve_here(
 
 
 def _stop_on_signals(stop: Callable[[float], None], shutdown_timeout_s: float) -> None:
-    """The first drains, the second does not wait, a third ends this process as it stands."""
+    """The first signal drains, the second stops at once, a third ends this process without any cleanup."""
     received: list[int] = []
 
     def handle(number: int) -> None:
@@ -230,13 +230,13 @@ def ready_text(url: str, options: ServeOptions) -> str:
 
 
 _OF_TOOL_SERVERS = ("mcp", "httpx", "httpx2")
-"""Loggers of the client of MCP servers, which has a line for each HTTP request of a call."""
+"""Loggers of the MCP client, which logs a line for each HTTP request of a call."""
 
 
 def set_up_server_logging() -> None:
     protect_stderr()
     set_up_logging("server", "INFO")
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # its chatter about starting is said better by the phases
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # the phases make its messages about the start redundant
     if not logging.getLogger().isEnabledFor(logging.DEBUG):
         for library in _OF_TOOL_SERVERS:
             logging.getLogger(library).setLevel(logging.WARNING)

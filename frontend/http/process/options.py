@@ -25,7 +25,7 @@ ADDRESS, ENGINES, SECURITY, LIMITS, CHAT, STORED, OBSERVED = (
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was asked of the server, besides the engine's options."""
+    """The options of `headrace serve`, besides the engine's."""
 
     host: Annotated[
         str | None,
@@ -359,7 +359,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
 
     def num_restarts(self, num_engines: int) -> int:
-        """How often each of these engines of the server's own is started again."""
+        """How often each of the server's own engines is restarted. num_engines: how many there are."""
         return (10 if num_engines > 1 else 0) if self.restart_engine is None else self.restart_engine
 
 
@@ -369,7 +369,7 @@ _VARIABLES = {"host": "HEADRACE_HOST", "log_level": LEVEL_VARIABLE, "log_stats_i
 
 
 def with_environment(options: ServeOptions, environment: Mapping[str, str]) -> ServeOptions:
-    """With what variables set and no option gives. Raises OptionError."""
+    """The options, with environment variables in the place of those that are not given. Raises OptionError."""
     named = {name: variable for name, variable in _VARIABLES.items() if getattr(options, name) is None}
     given = {name: environment[variable] for name, variable in named.items() if environment.get(variable)}
     given = {name: text.lower() if name == "log_level" else text for name, text in given.items()}
@@ -382,7 +382,7 @@ _OF_ROUTER = ("max_migrations", "progress_timeout")
 
 
 def _given_of_http(options: ServeOptions) -> list[str]:
-    """Options that say something, and are of what answers requests."""
+    """Names of the options of HTTP serving that differ from their defaults."""
     return [
         name
         for name, spec in option_specs(ServeOptions).items()

@@ -1,10 +1,10 @@
 """Which of data_parallel_size engines a server starts, and how it finds the others.
 
 internal    all of them here, or some: those of other hosts are started there by `headrace serve --headless`, and
-            found by a coordinator at data_parallel_address
+            found through a coordinator at data_parallel_address
 headless    the engines of such a host, without HTTP
-hybrid      the engines of this host alone; something else balances between hosts
-external    one engine alone; something else balances between them all
+hybrid      only the engines of this host; an external load balancer distributes requests to the hosts
+external    only one engine; an external load balancer distributes requests to the engines
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ _ANY_HOST = "tcp://0.0.0.0:*"
 
 
 class Ranks(msgspec.Struct, frozen=True):
-    """Of the engines that this host starts."""
+    """The engines that this host starts."""
 
     here: range
+    """Their data_parallel_ranks."""
     coordinator: str = ""
-    """Where engines announce themselves that are of several hosts."""
+    """The coordinator's address, where engines of several hosts announce themselves; empty for those of one host."""
     has_coordinator: bool = False
-    """It is to be started here."""
+    """The coordinator is to be started on this host."""
     unused: tuple[str, ...] = ()
-    """Options that were given and are not needed."""
+    """Options that were given but have no effect."""
 
     def new_address(self) -> str:
-        """Where one of these engines is to listen. An address of this machine has this process's number, so another
-        engine may be started there."""
+        """An address for one of these engines to listen at. A Unix socket's has this process's id, so it is not swept
+        away as unused while this process lives, and a restarted engine can listen there again."""
         return reachable(_ANY_HOST, self.coordinator) if self.coordinator else new_ipc_address("engine-core")
 
 

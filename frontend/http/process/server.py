@@ -1,4 +1,4 @@
-"""One HTTP process: listens, serves until it is told to stop or its engines are gone, drains, and says how it ended."""
+"""One HTTP process: listens, serves until it is asked to stop or its engines are gone, drains, returns a status."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from headrace.ipc.process.limits import raise_file_limit
 
 EXIT_DONE, EXIT_ERROR, EXIT_ENGINE_FAILED = 0, 1, 70
 KEY_VARIABLES = ("HEADRACE_API_KEY", "VLLM_API_KEY")
-"""Where a key is looked for that no option gives; the first that is set counts."""
+"""Environment variables of the API key, if no option gives one; the first that is set counts."""
 _BACKLOG = 2048
 _SWITCH_S = 5e-4
 _LAST_WORDS_S = 1.0
-"""How long clients have to read their last event once the server ends."""
+"""How long clients have to read their last event when the server ends."""
 _IDLE_LOOK_S = 0.02
 
 
 def listen(options: ServeOptions, *, shared: bool = False) -> socket.socket:
     """The bound socket, not listening yet. `shared` lets other processes bind the same port.
 
-    Raises OptionError when the address cannot be had.
+    Raises OptionError if the address cannot be bound.
     """
     host = options.host or LOOPBACK
     where = options.uds or f"{host}:{options.port}"
@@ -100,7 +100,7 @@ def _answers(path: Path) -> bool:
 
 
 def url_of(options: ServeOptions, sock: socket.socket) -> str:
-    """What to open in a browser, or to give to a client."""
+    """The server's address for a browser or a client."""
     if options.uds is not None:
         return f"unix:{options.uds}"
     scheme = "https" if options.ssl_certfile else "http"
@@ -139,7 +139,7 @@ def check_files(options: ServeOptions) -> None:
 
 
 class HttpServer:
-    """Everything here runs in one asyncio loop, but for `stop_threadsafe`."""
+    """The server of one HTTP process. Everything but `stop_threadsafe` runs in one asyncio loop."""
 
     def __init__(self, options: ServeOptions, sock: socket.socket, pages: Pages) -> None:
         """Raises OptionError for keys, templates or certificates that cannot be read."""
@@ -149,26 +149,26 @@ class HttpServer:
         self._stop_at_s: float | None = None
         self._stop_asked: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._beginning = threading.Lock()  # what asks to stop, and whether there is a loop to tell
+        self._beginning = threading.Lock()  # guards _stop_at_s and _loop until `run` has set the loop
         self.on_ready: Callable[[], None] | None = None
         self.on_engine_end: Callable[[Failure], None] | None = None
-        """Told of each engine that ends after the start."""
+        """Called with the cause when an engine ends after the start."""
         self.on_engine_return: Callable[[str], None] | None = None
-        """Told the address of each that is there again."""
+        """Called with the address of each engine that has come back."""
         self.scaler: Scaler | None = None
-        """Changes the number of engines, where they are this server's own."""
+        """Changes the number of engines; None if it is fixed or the engines are not the server's own."""
         self.logs_stats = False
-        """Whether this process tells of the engines' load; one of several does."""
+        """Whether this process logs the engines' load; one of several does."""
 
     def stop(self, deadline_s: float) -> None:
-        """Takes nothing new, and ends once all that runs is done or `deadline_s` has passed. The shortest counts."""
+        """Refuses new requests, and ends when no request runs, or after `deadline_s`. The shortest deadline counts."""
         at_s = time.monotonic() + deadline_s
         self._stop_at_s = at_s if self._stop_at_s is None else min(at_s, self._stop_at_s)
         if self._stop_asked is not None:
             self._stop_asked.set()
 
     def stop_threadsafe(self, deadline_s: float) -> None:
-        """`stop` from another thread. Before `run` has begun too, which then ends at once."""
+        """`stop` from another thread. May come before `run` has begun, which then ends at once."""
         with self._beginning:
             if self._loop is None:
                 self.stop(deadline_s)
@@ -179,16 +179,16 @@ class HttpServer:
     async def run(
         self, sources: Sequence[Source], coordinators: Sequence[str] = (), peer_timeout_s: float | None = None
     ) -> int:
-        """Serves until the end; the exit status. Raises HeadraceError when an engine does not start.
+        """Serves until the end, and returns the exit status. Raises HeadraceError if an engine does not start.
 
-        coordinators: who tells of further engines; peer_timeout_s: how long those may be silent.
+        coordinators: addresses of those that announce further engines; peer_timeout_s: how long those may be silent.
         """
         with self._beginning:
             self._loop, self._stop_asked = asyncio.get_running_loop(), asyncio.Event()
             if self._stop_at_s is not None:
                 self._stop_asked.set()
-        # Prompts are tokenised in two threads of their own: more would leave the loop's no core, and a long turn of one
-        # with the interpreter would be every stream's pause.
+        # Prompts are tokenised in two threads (exchange.py). More would leave no core for the loop's thread, and while
+        # one of them holds the GIL, every stream pauses: so the interpreter switches threads often.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         sys.setswitchinterval(_SWITCH_S)
         discovery = Discovery(coordinators, peer_timeout_s) if coordinators else None
@@ -222,7 +222,7 @@ class HttpServer:
         return EXIT_ENGINE_FAILED
 
     async def _serve(self, state: ServerState, server: _UvicornServer, serving: asyncio.Task[None]) -> Failure | None:
-        """Until it is time to end; why the engines ended, if they did."""
+        """Serves until it is time to end. Returns why the engines ended, if they did."""
         assert self._stop_asked is not None
         pool = state.pool
         stop, dead, started = (
@@ -253,13 +253,13 @@ class HttpServer:
                 task.cancel()
 
     async def _settle(self, state: ServerState) -> None:
-        """Once ready."""
+        """Called once all engines are ready."""
         state.collector.start()
         if self.on_ready is not None:
             self.on_ready()
 
     async def _drain(self, state: ServerState, dead: asyncio.Task[Any]) -> None:
-        """Lets what runs finish, until the deadline (which a second signal brings forward) or the engines' end."""
+        """Waits for running requests, until the deadline (which a second signal brings forward) or the engines' end."""
         while state.generator.num_running and not dead.done() and time.monotonic() < (self._stop_at_s or 0.0):
             await asyncio.sleep(_IDLE_LOOK_S)
 
@@ -282,7 +282,7 @@ class HttpServer:
 class _UvicornServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are for the program that made this server."""
+        """Installs no handlers: signals belong to the program that created this server."""
         yield
 
 
@@ -294,7 +294,7 @@ async def _until_idle(state: ServerState, deadline_s: float) -> None:
 def _tls_arguments(options: ServeOptions) -> dict[str, Any]:
     if options.ssl_certfile is None:
         return {}
-    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):  # OpenSSL would not say which
+    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):  # OpenSSL's error would not name it
         file = getattr(options, name)
         if file is not None and not Path(file).is_file():
             raise OptionError(f"{name}={file}: there is no such file")

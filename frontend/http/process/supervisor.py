@@ -1,6 +1,6 @@
-"""Several HTTP processes before the same engines. This process speaks no HTTP: it starts, watches and stops them.
+"""The parent of several HTTP processes with the same engines. It serves no HTTP: it starts, watches and stops them.
 
-Everything that happens comes through one queue, from the start on: signals, and what children say and how they end.
+From the start on, all events pass through one queue: signals, messages of children, and how children end.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _TELL_S = 1.0
 _LAST_EVENTS_S = 2.0
 """How long the HTTP processes have to tell their clients why the engine ended."""
 _LONG_LIFE_S = 60.0
-"""What served for so long and then died is started again as if it were the first time."""
+"""A process that dies after it has served this long is restarted as if for the first time."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
 _MOST_PROCESS_STARTS = 5
-"""Starts of one HTTP process in a row, after each of which it died before it had served for long."""
+"""Most starts in a row of one HTTP process that dies each time before it has served for _LONG_LIFE_S."""
 _LOOK_S = 5.0
-"""How often to see whether an HTTP process is stopped: the connections that it was given wait meanwhile."""
+"""How often to check whether an HTTP process is stopped by a signal, since its connections wait meanwhile."""
 
 
 class EngineReady(msgspec.Struct, frozen=True):
@@ -93,7 +93,7 @@ class ProcessStartDue(msgspec.Struct, frozen=True):
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """All HTTP processes have done what they were told at the end."""
+    """All HTTP processes have ended after they were asked to stop."""
 
 
 class Signal(msgspec.Struct, frozen=True):
@@ -124,17 +124,16 @@ def serve_with_processes(
     coordinator: Child | None,
     ranks: Ranks,
 ) -> int:
-    """Serves until it is told to stop, or the engines end for good; the exit status. `engines` are starting already,
-    those of these ranks.
+    """Serves until it is asked to stop or the engines end for good. Returns the exit status.
 
-    The HTTP processes find several engines by the coordinator; of one, this process tells them. Raises HeadraceError
-    when the start fails.
+    engines: the children of these ranks, which are starting already. The HTTP processes find several engines through
+    the coordinator; this process reports a single one to them. Raises HeadraceError if the start fails.
     """
     sock: socket.socket | None = None
     if not options.headless:
         check_files(options)
-        # Bound and never listening: it holds the port, and no connection waits at it.
-        listen(options).close()  # processes that share a port would share it with another server's just as well
+        # Bound but never listening: it reserves the port, and no connection is queued at it.
+        listen(options).close()  # fails if another server has the port, which shared sockets would share
         sock = listen(options, shared=True)
         if options.port == 0:
             options = msgspec.structs.replace(options, port=sock.getsockname()[1])
@@ -171,7 +170,7 @@ def serve_with_processes(
 
 @contextlib.contextmanager
 def _shared_stores(options: ServeOptions) -> Iterator[ServeOptions]:
-    """What one process stored is asked of any of them: without a place of the user's, they share this one."""
+    """Any HTTP process may be asked for what another one stored: stores without a path of the user's share a folder."""
     with OwnFolder("stores") as folder:
         places = {"response_store": "responses.sqlite", "file_store": "files"}
         missing = {name: f"{folder.path}/{place}" for name, place in places.items() if getattr(options, name) is None}
@@ -179,12 +178,12 @@ def _shared_stores(options: ServeOptions) -> Iterator[ServeOptions]:
 
 
 class _EngineKeeper:
-    """An engine-core child, started again where that was asked for."""
+    """An engine-core child, which is restarted up to `restarts` times."""
 
     def __init__(self, options: Options, restarts: int, child: Child, events: Events) -> None:
         self._options, self._events = options, events
         self._address = ""
-        """Where it listened, and another is to be found where frontends know its rank: with a coordinator."""
+        """With a coordinator, the address at which a restarted engine must listen too: frontends know it by rank."""
         self.rank = options.data_parallel_rank
         self.is_ready = self.is_leaving = False
         self.stopped_since_s: float | None = None
@@ -194,7 +193,7 @@ class _EngineKeeper:
         self.child = child
 
     def watch_start(self, on_phase: Callable[[str], None] = lambda phase: None) -> None:
-        """EngineReady will come, or EngineEnded; and after the one, some day, the other."""
+        """Later puts EngineReady into the queue and, when the engine ends or its start fails, EngineEnded."""
 
         def on_ready(ready: Ready) -> None:
             say_workers(ready)
@@ -210,7 +209,7 @@ class _EngineKeeper:
         )
 
     def on_end(self, failure: Failure) -> bool:
-        """Whether it will be started again, which EngineStartDue announces. The pause doubles each time."""
+        """Returns whether the engine will be restarted, at EngineStartDue after a pause, which doubles each time."""
         say(f"the engine has ended: {failure.message}")
         self.is_ready, self.stopped_since_s = False, None
         if time.monotonic() - self._began_s > _LONG_LIFE_S:
@@ -226,7 +225,7 @@ class _EngineKeeper:
         return True
 
     def end_lost(self, lost: EngineLost) -> Failure | None:
-        """Ends an engine that was silent for too long; why it ended, None where it has ended or is another by now."""
+        """Kills an engine that was silent for too long. Returns why; None if it has ended or was replaced already."""
         child = self.child
         if not child.alive or child.ready is None or child.ready.address != lost.address:
             return None
@@ -236,7 +235,7 @@ class _EngineKeeper:
         return msgspec.structs.replace(lost.failure, message=message)
 
     def drain(self, deadline_s: float) -> None:
-        """It finishes what it has and ends, of which EngineEnded tells."""
+        """Lets the engine finish its requests and end, within `deadline_s`; EngineEnded follows."""
         child, self.is_leaving = self.child, True
 
         def drain() -> None:
@@ -252,12 +251,12 @@ class _EngineKeeper:
         self.watch_start()
 
     def stop(self) -> None:
-        # While it loads a model it cannot be asked, and has nothing to lose.
+        # An engine that is still loading cannot be asked to stop, and has no requests to lose.
         self.child.kill() if self.child.ready is None else self.child.stop(_ENGINE_STOP_S)
 
 
 class _HttpProcess:
-    """One place among the HTTP processes, and who has it."""
+    """One of the HTTP processes: its index, and its current child, which is replaced when it dies."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -265,13 +264,13 @@ class _HttpProcess:
         self.is_ready = False
         self.began_s = 0.0
         self.num_starts = 0
-        """In a row, each of which did not last."""
+        """In a row, without a long life in between."""
         self.stopped_since_s: float | None = None
         """When it was first seen stopped by a signal."""
 
 
 class _Service:
-    """The HTTP processes and the engine, from their start to their end."""
+    """The HTTP processes and the engines, from their start to their end."""
 
     def __init__(
         self,
@@ -287,7 +286,7 @@ class _Service:
         self._keepers = {keeper.rank: keeper for keeper in keepers}
         self._engine_options, self._coordinator, self._ranks = engine_options, coordinator, ranks
         self._are_found = bool(engine_options.coordinator)
-        """HTTP processes find engines by coordinators, and are not told of them."""
+        """HTTP processes find engines through coordinators; else this process reports its single engine to them."""
         is_whole = len(keepers) == engine_options.data_parallel_size
         self._scales = coordinator is not None and is_whole and not engine_options.data_parallel_meeting
         self._shutdown_timeout_s, self._peer_timeout_s = engine_options.shutdown_timeout, engine_options.peer_timeout
@@ -298,9 +297,9 @@ class _Service:
         self._engine_news: EngineUp | EngineDown | None = None
         self._was_ready = False
         self.on_engine: Callable[[], None] = lambda: None
-        """Called when the engine is ready for the first time."""
+        """Called when all engines are ready, before `on_ready`."""
         self.on_ready: Callable[[], None] = lambda: None
-        """Called once when all are."""
+        """Called once, when all engines and HTTP processes are ready."""
 
     def start_all(self) -> None:
         self._watch_coordinator()
@@ -308,9 +307,9 @@ class _Service:
             self._start(process)
 
     def run(self) -> int:
-        """Until the end, which is orderly: the HTTP processes first, then the engine. The exit status.
+        """Serves, then stops the HTTP processes, and the engines after them. Returns the exit status.
 
-        Raises EngineStartError when one ends before all are ready.
+        Raises EngineStartError if an engine or HTTP process ends before all are ready.
         """
         status, deadline_s = self._serve()
         stopped = self._stop_all(deadline_s)
@@ -322,7 +321,7 @@ class _Service:
         return max(status, stopped)
 
     def close(self) -> None:
-        """Leaves nothing behind."""
+        """Kills the HTTP processes and the coordinator that still run, and frees the pages of metrics."""
         for process in self._processes:
             if process.child is not None:
                 process.child.kill()
@@ -365,7 +364,7 @@ class _Service:
             self._events.put(message)
 
     def _serve(self) -> tuple[int, float]:
-        """The exit status, and how long the HTTP processes have to finish."""
+        """Handles events until the end. Returns the exit status, and how long the HTTP processes have to finish."""
         while True:
             try:
                 event = self._events.get(timeout=_LOOK_S)
@@ -396,7 +395,7 @@ class _Service:
                     self._take(event)
 
     def _take(self, event: Event) -> None:
-        """What ends nothing."""
+        """Handles an event that never ends the service."""
         match event:
             case EngineStartDue() if event.rank in self._keepers:
                 self._keepers[event.rank].restart()
@@ -421,8 +420,8 @@ class _Service:
             self.on_ready()
 
     def _on_engine_end(self, event: EngineEnded | EngineLost) -> bool:
-        """Whether any is left, or comes back."""
-        if isinstance(event, EngineLost):  # which is told of the one engine that this process tells of
+        """Returns whether an engine is left or will be restarted."""
+        if isinstance(event, EngineLost):  # comes only for the single engine that this process reports
             (keeper,) = self._keepers.values()
             if (failure := keeper.end_lost(event)) is None:
                 return True
@@ -442,7 +441,7 @@ class _Service:
         return bool(self._keepers)
 
     def _scale(self, wanted: ScaleTo) -> None:
-        """Starts engines, or has those of the highest ranks leave, whose ends are told as any other's."""
+        """Starts engines, or drains those of the highest ranks, for which EngineEnded follows."""
         say(f"there are to be {wanted.size} engines")
         options = msgspec.structs.replace(self._engine_options, data_parallel_size=wanted.size)
         for rank in [each for each in range(wanted.size) if each not in self._keepers]:
@@ -456,7 +455,7 @@ class _Service:
             self._keepers[rank].drain(wanted.drain_timeout_s)
 
     def _restart_coordinator(self, failure: Failure) -> None:
-        """At the address that engines and HTTP processes know, and go on without meanwhile."""
+        """Restarts it at its address, which engines and HTTP processes know; they work on without it meanwhile."""
         say(f"the coordinator has ended and is started again: {failure.message}")
         (address,) = self._engine_options.coordinator
         self._coordinator = start_coordinator(address)
@@ -467,7 +466,7 @@ class _Service:
             self._coordinator.on_exit(lambda failure: self._events.put(CoordinatorEnded(failure)))
 
     def _on_process_end(self, process: _HttpProcess, failure: Failure) -> int | None:
-        """Has it started anew, for the others serve on; the server's exit status where that is no use."""
+        """Restarts the process after a pause; the others serve on. Returns an exit status if the server must end."""
         assert process.child is not None
         if process.child.status == EXIT_ENGINE_FAILED:
             return EXIT_ENGINE_FAILED
@@ -485,9 +484,9 @@ class _Service:
         return None
 
     def _look_for_stopped(self) -> None:
-        """One that a signal has stopped still gets its share of the connections: it is missed, and ended in time."""
+        """Reports children that a signal has stopped, and kills them after the peer timeout: their connections wait."""
         now_s = time.monotonic()
-        engines = self._keepers.values() if self._coordinator is not None else ()  # else the processes tell of it
+        engines = self._keepers.values() if self._coordinator is not None else ()  # else processes send EngineLost
         watched: list[_HttpProcess | _EngineKeeper] = [*self._processes, *engines]
         for each in watched:
             child = each.child
@@ -498,17 +497,17 @@ class _Service:
                 waits = "its connections wait" if isinstance(each, _HttpProcess) else "others have its requests"
                 say(f"{child.name} (pid {child.pid}) is stopped by a signal or a debugger; {waits}")
             elif now_s - each.stopped_since_s > (self._peer_timeout_s or peer_timeout_s()):
-                os.kill(child.pid, signal.SIGKILL)  # its end is told as any other
+                os.kill(child.pid, signal.SIGKILL)  # ProcessEnded or EngineEnded follows
 
     def _tell(self, news: EngineUp | EngineDown, processes: Sequence[_HttpProcess] = ()) -> None:
         self._engine_news = news
         for process in processes or self._processes:
-            with contextlib.suppress(ChannelClosedError, WaitTimeoutError):  # its end is told elsewhere
+            with contextlib.suppress(ChannelClosedError, WaitTimeoutError):  # ProcessEnded follows
                 if process.child is not None:
                     process.child.send(news, Deadline(_TELL_S))
 
     def _stop_all(self, deadline_s: float) -> int:
-        """Drains them side by side; a second signal ends the waiting. The exit status: how the drain went."""
+        """Drains the HTTP processes in parallel; a second signal ends the wait. Returns the drain's exit status."""
         children = [process.child for process in self._processes if process.child is not None]
         drains = _begin_stops(children, deadline_s)
 
@@ -550,7 +549,7 @@ def _watch_start(
     on_end: Callable[[Failure], None],
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> None:
-    """Calls back from another thread, in this order, and `on_end` alone when it does not get ready."""
+    """Calls back from other threads: `on_phase`, `on_ready`, then `on_end`; if the start fails, no `on_ready`."""
 
     def watch() -> None:
         try:

@@ -1,12 +1,12 @@
-"""One of several HTTP processes, as a program: told what to do on an inherited socket, and gone with its parent.
+"""The program of one of several HTTP processes. It gets its options over an inherited socket, and ends with its parent.
 
-Its engine is the parent's, or one that somebody else runs. The parent says how its own is:
+Its engine is the parent's, or one that somebody else runs. The parent reports the state of its own:
 
 parent                                    HTTP process
   EngineUp(address)                  ->     connects, serves
   EngineDown(failure, comes_back)    ->     its streams end with the cause
-  EngineUp(address)                  ->     connects again, sends what had brought nothing
-                                     <-   EngineLost(address, failure), when it was silent for too long
+  EngineUp(address)                  ->     connects again, sends the requests that waited
+                                     <-   EngineLost(address, failure), if it was silent for too long
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_par
 from headrace.ipc.wait import Deadline
 
 START_TIMEOUT_S = 600.0
-"""How long engines that were asked for may take to start."""
+"""How long additional engines may take to start."""
 
 
 class EngineUp(Message, frozen=True):
@@ -51,7 +51,7 @@ class EngineUp(Message, frozen=True):
 
 
 class EngineDown(Message, frozen=True):
-    """The engine has ended, because of this."""
+    """The engine has ended; `failure` is the cause."""
 
     failure: Failure
     comes_back: bool
@@ -59,21 +59,21 @@ class EngineDown(Message, frozen=True):
 
 
 class EngineLost(Message, frozen=True):
-    """The connection to the engine at this address was lost, and no EngineDown has said why."""
+    """The connection to the engine at this address was lost, and no EngineDown has given the cause."""
 
     address: str
     failure: Failure
 
 
 class ScaleTo(Message, frozen=True):
-    """Somebody asked this process for so many engines, which the parent has."""
+    """A client asked this process to change the number of engines, which the parent runs."""
 
     size: int
     drain_timeout_s: float
 
 
 class ParentScaler:
-    """Asks the parent, and waits until the coordinator has told of as many."""
+    """Asks the parent to change the number of engines, and waits until the coordinator has announced that many."""
 
     def __init__(self, ask: Callable[[ScaleTo], None]) -> None:
         self._ask = ask
@@ -93,12 +93,12 @@ class ParentScaler:
 
 
 class ParentEngine(Source):
-    """A source that waits for the parent's word. Everything but `tell` happens in the server's loop."""
+    """The parent's engine, whose state the parent reports. Everything but `tell` happens in the server's loop."""
 
     is_own = True
 
     def __init__(self, on_lost: Callable[[EngineLost], None]) -> None:
-        """`on_lost` tells the parent."""
+        """on_lost: sends a message to the parent."""
         self._on_lost = on_lost
         self.address = ""
         self._comes_back = True
@@ -118,14 +118,14 @@ class ParentEngine(Source):
         return self._comes_back
 
     def tell(self, news: EngineUp | EngineDown) -> None:
-        """Takes what the parent said. Thread-safe; may come before the loop runs."""
+        """Accepts a message of the parent. Thread-safe; may be called before the loop runs."""
         self._news.append(news)
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._take_news)
 
     async def open(self) -> CoreClient:
-        """Waits for the engine. Raises EngineDeadError, with the cause, when it will not come back."""
+        """Waits for the engine and connects to it. Raises EngineDeadError with the cause if it will not come back."""
         self._loop = asyncio.get_running_loop()
         self._take_news()
         if self.address and self._client is not None and self._client.failure is not None:
@@ -135,13 +135,13 @@ class ParentEngine(Source):
                 raise EngineDeadError.from_failure(self._failure)
             self._has_news.clear()
             await self._has_news.wait()
-        # Lost connections wait for the parent's word, which has the cause.
+        # When the connection is lost, the client waits for the parent's message, which has the cause.
         self._client = CoreClient(ZmqTransport(self.address, self._peer_timeout_s), cause_grace_s=CAUSE_GRACE_S)
         await self._client.start()
         return self._client
 
     async def close(self, deadline_s: float) -> None:
-        """It is the parent's to end."""
+        """Does nothing: the parent ends its engine."""
 
     def _take_news(self) -> None:
         while self._news:
@@ -154,31 +154,32 @@ class ParentEngine(Source):
             self._comes_back = news.comes_back
             if self._client is not None:
                 self._client.fail(news.failure)
-                self._failure = self._client.failure  # the engine's own words, if it had time for any
+                self._failure = self._client.failure  # the engine's own report of its failure, if it sent one
         self._has_news.set()
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the parent tells each process in its Start."""
+    """What the parent sends each process in its Start message."""
 
     server: ServeOptions
     """With the port that the parent bound."""
     parent_has_engine: bool
-    """The parent runs the one engine and says how it is; else they are those of `server`, and those of coordinators."""
+    """The parent runs the only engine and reports its state; else they are those that `server` names or coordinators
+    announce."""
     coordinators: tuple[str, ...]
     parent_scales: bool
-    """The engines that coordinators tell of are the parent's."""
+    """The engines that coordinators announce are the parent's, which can change their number."""
     peer_timeout_s: float | None
-    """Of those of `server`; the parent's own comes with EngineUp."""
+    """For engines that `server` names or coordinators announce; that of the parent's only engine is in EngineUp."""
     pages_file: str
     num_processes: int
     index: int
     logs_stats: bool
-    """Whether this one tells of the engines' load."""
+    """Whether this process logs the engines' load."""
 
 
 def main(fd: int) -> int:
-    """The exit status: that of HttpServer.run, or 1 when the start failed."""
+    """Returns the exit status: that of HttpServer.run, or 1 if the start failed."""
     die_with_parent()
     leave_signals_to_parent()
     set_up_server_logging()
@@ -189,7 +190,7 @@ def main(fd: int) -> int:
             raise HeadraceError("the program that started this HTTP process is of another version of Headrace")
         return _serve(msgspec.convert(start.options, WorkerOptions), channel)
     except ChannelClosedError:
-        return EXIT_ERROR  # nobody is left to tell
+        return EXIT_ERROR  # the parent is gone
     except Exception as error:
         with contextlib.suppress(ChannelClosedError):
             channel.send(ChildFailed(failure=Failure.of(error, process="http", phase="start")))
@@ -220,7 +221,7 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
     server.logs_stats = options.logs_stats
     if options.parent_scales:
         server.scaler = ParentScaler(tell_parent)
-    if not options.parent_has_engine and options.index == 0:  # all of them see it; one tells
+    if not options.parent_has_engine and options.index == 0:  # all processes notice it; only one prints it
         server.on_engine_end, server.on_engine_return = say_engine_ended, say_engine_returned
     threading.Thread(
         target=obey_parent, args=(channel, server.stop_threadsafe, EXIT_ERROR, kept.tell), name="parent", daemon=True
