@@ -1,1 +1,1 @@
-"""OpenAI's completions and chat: what is asked for, how it runs, what is answered."""
+"""OpenAI's completions and chat completions: requests, how they run, and responses."""

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation in, its next message out, whole or as events."""
+"""POST /v1/chat/completions: answers a conversation with its next message, whole or as stream events."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _WHOLE, _CHUNK = "chat.completion", "chat.completion.chunk"
 
 
 class ChatParts(NamedTuple):
-    """What a server has for conversations."""
+    """The server-wide parts that chat requests need: options, templates, output formats."""
 
     options: ServeOptions
     prompts: ChatPrompts
@@ -73,7 +73,7 @@ class ChatParts(NamedTuple):
 
     @classmethod
     def of(cls, options: ServeOptions, prompts: ChatPrompts) -> ChatParts:
-        """Raises OptionError for formats that cannot be."""
+        """Raises OptionError for invalid output formats."""
         formats = OutputFormats(
             options.tool_call_parser,
             options.reasoning_parser,
@@ -92,7 +92,7 @@ MakeAnswer = Callable[[ChatCompletionRequest, Answer, str, Callable[[], OutputPa
 def render(
     request: ChatCompletionRequest, engine: Engine, parts: ChatParts
 ) -> tuple[RenderedChat, Sequence[int], ToolChoice]:
-    """The prompt, its tokens, and what the request says of tools. Raises ApiError and InvalidRequestError."""
+    """Returns the prompt, its token ids, and the request's tools. Raises ApiError and InvalidRequestError."""
     assert engine.client is not None
     client = engine.client
     choice = tool_choice_of(request.tools, request.tool_choice)
@@ -121,23 +121,23 @@ def render(
 def chat_answer(
     request: ChatCompletionRequest, engine: Engine, parts: ChatParts, id: str, tenant: str
 ) -> tuple[ChatWork, ChatAnswer]:
-    """What to run for a conversation, and what writes its answer. Raises ApiError and InvalidRequestError."""
+    """Returns what to run, and what writes the response. Raises ApiError and InvalidRequestError."""
     work = chat_work(request, engine, parts, id, tenant)
     role = parts.options.response_role
     return work, ChatAnswer(request, work.answer, role, work.make_reader, names_tool=work.names_tool)
 
 
 class ChatWork(NamedTuple):
-    """A conversation's next message: what to run, and how to read it."""
+    """What to run for a conversation's next message, and how to parse the output."""
 
     job: Job
     answer: Answer
     make_reader: Callable[[], OutputParser] | None
-    """Of one output, where it may hold reasoning or tool calls."""
+    """Creates the parser of one output; None if it cannot contain reasoning or tool calls."""
     names_tool: bool
-    """The request named the tool to call."""
+    """Whether tool_choice names the tool to call."""
     form_field: str
-    """Which field of the body the answer's form comes from."""
+    """The field of the body that asks for structured output."""
     choosing: Choosing | None
 
 
@@ -150,7 +150,7 @@ def prepare_chat(
     make_answer: MakeAnswer | None = None,
     id_prefix: str = "chatcmpl-",
 ) -> PreparedRequest:
-    """What to submit and how to answer. Raises ApiError and InvalidRequestError."""
+    """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
     work = chat_work(request, engine, parts, id_prefix + name, tenant)
     make_answer = make_answer or functools.partial(ChatAnswer, names_tool=work.names_tool)
     answer = make_answer(request, work.answer, parts.options.response_role, work.make_reader)
@@ -165,7 +165,7 @@ def prepare_chat(
 
 
 def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, id: str, tenant: str) -> ChatWork:
-    """Raises ApiError and InvalidRequestError."""
+    """Checks and tokenises a request. Raises ApiError and InvalidRequestError."""
     assert engine.client is not None
     client = engine.client
     if request.top_logprobs is not None and not request.logprobs:
@@ -199,7 +199,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
         several = request.parallel_tool_calls is not False
         form = params.structured_outputs
         formats = parts.formats.of(prompt, choice)
-        # Where nothing says when reasoning ends, the grammar has to have it.
+        # If the engine cannot tell when reasoning ends, the grammar has to include the reasoning.
         thinks_in_channels = formats.channels is not None and not client.welcome.grammars_hold_in_reasoning
         or_json = _schema_of(form) if (choice.shown or thinks_in_channels) and not choice.forced else None
         if choice.asks_for_strict and not choice.forced and not formats.can_hold_calls(client.tokenizer):
@@ -215,7 +215,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
                 raise bad_field("tool_choice", why)
             params.structured_outputs = StructuredOutputsParams(grammar=grammar)
         if reader is not None:
-            # Markers may be special tokens; the others are left out by the reader.
+            # Markers may be special tokens; the parser drops all other special tokens.
             params.skip_special_tokens = False
     tokens = Prompt(
         text=prompt.text,
@@ -228,7 +228,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
     if not tokens.token_ids:
         raise bad_field("messages", "messages: the prompt is empty; there must be at least one token")
     check_length(tokens, asked, client.welcome, "messages")
-    # A schema that cannot be is the tools'; that there is any form beside beams, the choice's.
+    # Errors name the field that is the cause: tools for a bad schema, tool_choice for a form with beams.
     form_field = "tools" if grammar is not None and choice.shown else field_of_body(request)
     choosing = choosing_of(request, params, client.welcome, "tool_choice" if choice.forced else form_field)
     name_told, tells_times = request.model or engine.names[0], parts.options.enable_per_request_metrics
@@ -238,7 +238,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
 
 
 def _schema_of(form: StructuredOutputsParams | None) -> Any:
-    """Of an answer that is to be JSON: beside tools, it is either that or calls."""
+    """The schema of an answer that has to be JSON; None for others. With tools, the answer may be calls instead."""
     if form is None or (form.json is None and not form.json_object):
         return None
     if form.json is None:
@@ -247,7 +247,7 @@ def _schema_of(form: StructuredOutputsParams | None) -> Any:
 
 
 class _Choice:
-    """What is told of one output so far."""
+    """The state of one output's stream: what has been sent, and encoded events to continue with."""
 
     __slots__ = (
         "arguments_event",
@@ -265,18 +265,18 @@ class _Choice:
         self.text_event, self.reader = text_event, reader
         self.reasoning_event: TextEvent | None = None
         self.arguments_event: TextEvent | None = None
-        """Of more arguments of the call `call`."""
+        """The event for further arguments of the tool call `call`."""
         self.call = -1
         self.going_on = text_event
-        """Of more of what was told last."""
+        """The event for more text of the kind that was sent last."""
         self.until: Callable[[str], object] | None = None
-        """What is told so until this finds something in it, or there is none; None: always asks the reader."""
+        """Text is sent as `going_on` while this finds nothing in it; None: every text goes through the parser."""
         self.began = False
         self.num_tokens = 0
 
 
 class ChatAnswer(OpenAIEvents):
-    """Both forms of the response: `whole`, and the events of a stream (see `Chunks`)."""
+    """Writes the response: `whole`, or as the events of a stream (see `Chunks`)."""
 
     def __init__(
         self,
@@ -286,9 +286,7 @@ class ChatAnswer(OpenAIEvents):
         make_reader: Callable[[], OutputParser] | None = None,
         names_tool: bool = False,
     ) -> None:
-        """make_reader: of one output, where it may hold reasoning or tool calls.
-
-        names_tool: the request chose a tool by its name."""
+        """make_reader, names_tool: see ChatWork."""
         self._names_tool = names_tool
         self._request, self._answer, self._role, self._make_reader = request, answer, role, make_reader
         self._echoed = _echoed(request, role)
@@ -296,8 +294,8 @@ class ChatAnswer(OpenAIEvents):
         self._streams: Sequence[RequestStream] = ()
         self._is_prompt_told = False
         self._thoughts: dict[int, list[str]] = {}
-        """The reasoning of each output, as it was read."""
-        # Nothing but text changes from one event to the next.
+        """The reasoning of each output, by its index."""
+        # Only text changes from one event to the next.
         self._is_plain = not (request.logprobs or answer.continuous_usage or answer.return_token_ids)
 
     def attach(self, streams: Sequence[RequestStream]) -> None:
@@ -308,7 +306,7 @@ class ChatAnswer(OpenAIEvents):
                 self._choices[sequence] = _Choice(TextEvent(self._chunk([plain])), self._reader())
 
     def whole(self) -> list[bytes]:
-        """The response, once the stream has ended."""
+        """The whole response, once the stream has ended."""
         (stream,) = self._streams
         answer = self._answer
         choices = self.choices()
@@ -327,7 +325,7 @@ class ChatAnswer(OpenAIEvents):
         )
 
     def choices(self) -> list[ChatChoice]:
-        """Once the stream has ended."""
+        """The choices, once the stream has ended."""
         (stream,) = self._streams
         outputs = [sequence.read(delta=False, tokenizer=stream.tokenizer) for sequence in stream.sequences]
         return [self._choice_of(output) for output in outputs]
@@ -379,7 +377,7 @@ class ChatAnswer(OpenAIEvents):
         return None if self._make_reader is None else self._make_reader()
 
     def _read(self, reader: OutputParser, output: CompletionOutput, *, ends: bool) -> list[Event]:
-        """What is new of an output, as far as the request wants it."""
+        """Parses the new part of an output; drops the reasoning and calls that the request excludes."""
         events = reader.feed(output.text) + (reader.finish() if ends else [])
         for each in events:
             if each.reasoning:
@@ -394,7 +392,7 @@ class ChatAnswer(OpenAIEvents):
         return call > 0 and self._request.parallel_tool_calls is False
 
     def _went_on(self, choice: _Choice, reader: OutputParser, said: str, index: int) -> bytes:
-        """The event of a piece that is all content, or reasoning, or arguments."""
+        """The event for a piece that is all content, all reasoning or all arguments."""
         if self._is_left_out(reader.call):
             return b""
         if reader.call >= 0 or not reader.is_thinking:
@@ -411,8 +409,8 @@ class ChatAnswer(OpenAIEvents):
         return choice.reasoning_event.of(said)
 
     def _finish_reason(self, reader: OutputParser, output: CompletionOutput) -> str | None:
-        """As OpenAI has it: a call of the tool that the request named is an ordinary stop. So is one that a stop
-        string has cut, which nobody is to carry out."""
+        """As OpenAI's: tool_calls if there are calls, but stop if the request named the tool, or if a stop string cut
+        the last call, which must not be carried out."""
         reason = output.finish_reason
         if reason != "stop" or not reader.num_calls or self._names_tool:
             return reason
@@ -441,7 +439,7 @@ class ChatAnswer(OpenAIEvents):
         return event(last) + self.DONE
 
     def _first(self, stream: RequestStream, sequence: SequenceState) -> bytes:
-        """An output's first event names its role; the very first also tells of the prompt."""
+        """An output's first event, with its role; that of the response also has the prompt's fields."""
         role = ChatChunkChoice(index=sequence.index, delta=Delta(role=self._role, content=""))
         chunk = self._chunk([role], usage_so_far(stream, 0) if self._answer.continuous_usage else None)
         if not self._is_prompt_told:
@@ -499,7 +497,7 @@ class ChatAnswer(OpenAIEvents):
 
 
 def _echoed(request: ChatCompletionRequest, role: str) -> str:
-    """The last message's text, where the answer begins with it."""
+    """The last message's text, if the answer is to begin with it (echo)."""
     last = request.messages[-1]
     if not request.echo or last.role != role:
         return ""

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions/batch: several conversations in one request, and a choice for each in one answer."""
+"""POST /v1/chat/completions/batch: several conversations in one request; the response has one choice for each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from headrace.frontend.http.openai.responses import (
 def prepare_chat_batch(
     request: ChatBatchRequest, engine: Engine, parts: ChatParts, name: str, tenant: str
 ) -> PreparedRequest:
-    """What to submit and how to answer. Raises ApiError and InvalidRequestError."""
+    """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
     _check(request, parts.options.max_prompts)
     fields = {each: getattr(request, each) for each in ChatCompletionRequest.__struct_fields__}
     jobs, answers = list[Job](), list[ChatAnswer]()

@@ -1,8 +1,9 @@
-"""Answers that are chosen among more outputs than are given: `use_beam_search`, and `best_of` of completions.
+"""Responses whose outputs are chosen among more: `use_beam_search`, and `best_of` of completions.
 
-best_of     the request's jobs run with n = best_of; once all have ended, the n likeliest per token are the answer
-beams       in place of the jobs a search runs, which asks for a token of each beam at a time; its n best sequences
-            are made into streams that have ended, so that an answer is written as any other
+best_of     the request's jobs run with n = best_of; once all have ended, the n outputs with the highest mean
+            log-probability per token are returned
+beams       a beam search runs in place of the jobs and requests one token per beam and step; its n best sequences
+            become streams that have ended, so that the response is written like any other
 """
 
 from __future__ import annotations
@@ -45,37 +46,37 @@ BEAMS_READ = frozenset(
         *("skip_reading_prefix_cache", "logprobs"),
     }
 )
-"""Fields that a search reads, or that nothing it finds could depend on. Others are refused."""
+"""Fields that a beam search reads, or that cannot change its result. Others are refused."""
 
 
 class Choosing(msgspec.Struct, frozen=True):
-    """How an answer's outputs are chosen."""
+    """How a response's outputs are chosen."""
 
     num_outputs: int
-    """That are given for each prompt, of those that there are."""
+    """Outputs that are returned for each prompt."""
     beams: BeamSearchParams | None = None
-    """None: the likeliest of what was sampled."""
+    """Parameters of the beam search; None: the likeliest sampled outputs are chosen."""
 
 
 _ALSO_UNREAD = types.MappingProxyType(
     {"structured_outputs": "structured_outputs", "extra_args": "vllm_xargs", "prompt_logprobs": "prompt_logprobs"}
 )
-"""Fields that bodies spell in another way, or that others of their fields ask for."""
+"""Fields of SamplingParams that a beam search refuses, and the body's fields that set them."""
 
 
 def outputs_of(request: GenerationRequest) -> int:
-    """How many outputs are given for a prompt."""
+    """How many outputs are returned for a prompt."""
     return 1 if request.n is None else request.n
 
 
 def width_of(request: GenerationRequest) -> int:
-    """How many there are to be before some are chosen."""
+    """How many outputs, or beams, are computed for a prompt."""
     best_of = request.best_of if isinstance(request, CompletionRequest) else None
     return outputs_of(request) if best_of is None else best_of
 
 
 def drop_needless_outputs(request: CompletionRequest, welcome: Welcome) -> None:
-    """Greedy outputs are all the same: the best of several is the first."""
+    """Drops best_of under greedy sampling, where all outputs are the same."""
     temperature = getattr(request, "temperature", None)
     if temperature is None:
         temperature = welcome.generation_defaults.get("temperature", FIELDS["temperature"].default)
@@ -84,7 +85,7 @@ def drop_needless_outputs(request: CompletionRequest, welcome: Welcome) -> None:
 
 
 def check_choosing(request: GenerationRequest, most: int) -> None:
-    """What the fields say of each other. Raises ApiError. most: outputs that the server gives for a prompt."""
+    """Checks n, best_of and beam search together. Raises ApiError. most: the server's limit per prompt (max_n)."""
     num_outputs, width = outputs_of(request), width_of(request)
     if num_outputs > width:
         raise bad_field("best_of", f"best_of is {width}, less than n, {num_outputs}")
@@ -104,16 +105,16 @@ def check_choosing(request: GenerationRequest, most: int) -> None:
 def choosing_of(
     request: GenerationRequest, params: SamplingParams, welcome: Welcome, form_field: str
 ) -> Choosing | None:
-    """None where outputs are given as they come. Raises ApiError, naming the field.
+    """How outputs are chosen; None if all computed outputs are returned. Raises ApiError, which names the field.
 
-    params: of the request's jobs; those of a search get the number of sequences that it gives. form_field: that asks
-    for the answer's form, if one does."""
+    params: those of the request's jobs, in which logprobs (best_of) or n (beams) may be changed. form_field: the field
+    that asks for structured output."""
     num_outputs, width = outputs_of(request), width_of(request)
     if not request.use_beam_search:
         if width == num_outputs:
             return None
         if params.logprobs is None and not params.logprob_token_ids:
-            params.logprobs = 0  # of the tokens themselves: what outputs are ranked by
+            params.logprobs = 0  # of the sampled tokens, by which outputs are ranked
         return Choosing(num_outputs)
     _refuse_unread(request, params, form_field)
     if (params.logprobs or 0) > 2 * width:
@@ -155,7 +156,7 @@ def _refuse_unread(request: GenerationRequest, params: SamplingParams, form_fiel
 
 
 def likeliest(streams: Sequence[RequestStream], num_outputs: int) -> Sequence[RequestStream]:
-    """The same, which have ended, each with its outputs of the highest log-probability per token, best first."""
+    """Keeps each ended stream's outputs of the highest mean log-probability per token, best first."""
     for stream in streams:
         stream.sequences = sorted(stream.sequences, key=_mean_logprob, reverse=True)[:num_outputs]
         for index, sequence in enumerate(stream.sequences):
@@ -164,13 +165,13 @@ def likeliest(streams: Sequence[RequestStream], num_outputs: int) -> Sequence[Re
 
 
 def _mean_logprob(sequence: SequenceState) -> float:
-    """An empty output, which no token speaks against, comes first."""
+    """The mean log-probability of the tokens; 0, the highest, for an empty output."""
     rows = sequence.logprob_rows
     return sum(nth_row(told, nth)[1][0] for told, nth in rows) / len(rows) if rows else 0.0
 
 
 class EngineOfSearch:
-    """A `RequestClient` for the steps of one request's searches: all go where their prefixes are cached."""
+    """A `RequestClient` for one request's beam searches, whose steps prefer the engine that caches their prefixes."""
 
     def __init__(self, pool: EnginePool, model: str, job: Job, welcome: Welcome, tokenizer: Tokenizer | None) -> None:
         self.welcome, self.tokenizer = welcome, tokenizer
@@ -209,7 +210,7 @@ async def search(
     welcome: Welcome,
     tokenizer: Tokenizer | None,
 ) -> list[RequestStream]:
-    """The best sequences for each job's prompt, as streams that have ended. Raises what a request's end raises."""
+    """The best sequences for each job's prompt, as streams that have ended. Raises HeadraceError if a request fails."""
     engine = EngineOfSearch(pool, model, jobs[0], welcome, tokenizer)
     for job in jobs:
         check_request(job.prompt, SamplingParams(max_tokens=1), welcome)
@@ -219,7 +220,7 @@ async def search(
 
 def _ended(job: Job, found: BeamSearchOutput, beams: BeamSearchParams, tokenizer: Tokenizer | None) -> RequestStream:
     stream = RequestStream(job.name, job.prompt, job.params, tokenizer, first_slot=0)
-    del stream.sequences[len(found.sequences) :]  # of a small vocabulary there may be fewer
+    del stream.sequences[len(found.sequences) :]  # with a small vocabulary, fewer may be found
     start = len(job.prompt.token_ids or ())
     for sequence, beam in zip(stream.sequences, found.sequences, strict=False):
         sequence.token_ids = beam.tokens[start:]

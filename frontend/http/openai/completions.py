@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts in, their continuations out, whole or as events."""
+"""POST /v1/completions: continues prompts, whole or as stream events."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _OBJECT = "text_completion"
 def prepare_completion(
     request: CompletionRequest, engine: Engine, parts: ChatParts, name: str, tenant: str
 ) -> PreparedRequest:
-    """What to submit and how to answer. Raises ApiError and InvalidRequestError."""
+    """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
     assert engine.client is not None
     client, options = engine.client, parts.options
     welcome = client.welcome
@@ -64,7 +64,7 @@ def prepare_completion(
     check_choosing(request, options.max_n)
     only_prompt = bool(request.echo) and request.max_tokens == 0
     asked = None if only_prompt else request.max_tokens
-    # What generation_config or override_generation_config sets is applied with all other defaults.
+    # If generation_config or override_generation_config sets it, sampling_params applies that default.
     default_max_tokens = None if "max_tokens" in welcome.generation_defaults else DEFAULT_MAX_TOKENS
     echoed = request.logprobs if request.echo else None
     params = sampling_params(
@@ -111,7 +111,7 @@ def prepare_completion(
 def _prompts(
     request: CompletionRequest, tokenizer: Tokenizer | None, options: ServeOptions, max_model_len: int
 ) -> list[Prompt]:
-    given, request.prompt = request.prompt, ""  # nobody reads it again, and it may be large
+    given, request.prompt = request.prompt, ""  # frees it: it may be large, and is not read again
     if isinstance(given, str):
         items: list[str | list[int]] = [given]
     elif not given:
@@ -131,12 +131,12 @@ def _prompts(
         encoded = tokenize_texts(texts, tokenizer, special=special, max_tokens=max_model_len, param="prompt")
         return [Prompt(text=text, token_ids=ids) for text, ids in zip(texts, encoded, strict=True)]
     items.reverse()
-    # The decoder took nothing but integers. One is dropped after the other: all at once would keep others waiting.
+    # The decoder accepted only integers. Lists are freed one by one: freeing all at once would block other threads.
     return [Prompt(token_ids=packed(items.pop())) for _ in range(len(items))]  # type: ignore[arg-type]
 
 
 class _Choice:
-    """What is told of one output so far."""
+    """The state of one output's stream: what has been sent so far."""
 
     __slots__ = ("began", "index", "num_tokens", "offset", "text_event")
 
@@ -148,7 +148,7 @@ class _Choice:
 
 
 class CompletionAnswer(OpenAIEvents):
-    """Both forms of the response: `whole`, and the events of a stream (see `Chunks`)."""
+    """Writes the response: `whole`, or as the events of a stream (see `Chunks`)."""
 
     def __init__(self, request: CompletionRequest, answer: Answer, n: int, *, only_prompt: bool) -> None:
         self._request, self._answer, self._n, self._only_prompt = request, answer, n, only_prompt
@@ -156,7 +156,7 @@ class CompletionAnswer(OpenAIEvents):
         self._choices: dict[SequenceState, _Choice] = {}
         self._echoed: dict[RequestStream, tuple[CompletionLogprobs, int]] = {}
         self._streams: Sequence[RequestStream] = ()
-        # Nothing but text changes from one event to the next.
+        # Only text changes from one event to the next.
         self._is_plain = request.logprobs is None and not (answer.continuous_usage or answer.return_token_ids)
         self._waits_for_prompt = self._echo or request.prompt_logprobs is not None
 
@@ -167,7 +167,7 @@ class CompletionAnswer(OpenAIEvents):
                 self._choices[sequence] = _Choice(position * self._n + sequence.index)
 
     def whole(self) -> list[bytes]:
-        """The response, once every stream has ended."""
+        """The whole response, once every stream has ended."""
         choices = []
         for stream in self._streams:
             for sequence in stream.sequences:
@@ -219,13 +219,13 @@ class CompletionAnswer(OpenAIEvents):
     def _echoed_logprobs(
         self, stream: RequestStream, token_ids: Sequence[int], positions: Sequence[LogprobsOfPosition | None]
     ) -> tuple[CompletionLogprobs, int]:
-        """Of a prompt, and its characters: made once for all its outputs, as it takes long where the prompt is."""
+        """A prompt's log-probabilities and its characters, computed once for all its outputs, since it may be long."""
         if stream not in self._echoed:
             self._echoed[stream] = completion_logprobs(token_ids, positions, self._answer.spell, 0)
         return self._echoed[stream]
 
     def _choice_of(self, stream: RequestStream, choice: _Choice, output: CompletionOutput) -> CompletionChoice:
-        """An output, or what is new of one; the first time with what is told of its prompt."""
+        """The choice of an output, or of its new part; the first one also has the prompt's fields."""
         is_first, choice.began = not choice.began, True
         prompt_ids = stream.prompt.token_ids or []
         text, token_ids, positions = output.text, output.token_ids, output.logprobs

@@ -3,7 +3,7 @@
     core's step --> RequestTable.on_step --> RequestStream.on_step --> EventStream --> connection.write_chunk
 
 All events of one step for one connection leave in one write. A client that does not read stops the writing, not the
-core: what comes meanwhile stays in the request's lists and leaves as one larger event. Silence is filled with comments.
+core: new tokens stay in the request's lists and are sent later, as one larger event. During silence, comments are sent.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from headrace.frontend.http.connection import Connection
 logger = logging.getLogger(__name__)
 
 TURN_S = 0.005
-"""How long one request may keep others waiting, while its prompts are submitted or its events written."""
+"""How long one request may block the event loop while its prompts are submitted or its events written."""
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies of nginx's kind pass events on at once
+    (b"x-accel-buffering", b"no"),  # nginx and similar proxies then forward events at once
 ]
 
 
 class StreamForm(NamedTuple):
-    """How a response that grows is sent."""
+    """The format of a streamed response: its headers and its keep-alive comment."""
 
     headers: list[tuple[bytes, bytes]]
     keep_alive: bytes
-    """What fills silence; empty: nothing does."""
+    """Sent during silence; empty: nothing is."""
 
 
 EVENTS = StreamForm(HEADERS, KEEP_ALIVE)
 
 
 class Chunks(Protocol):
-    """Writes one kind of response as events."""
+    """Encodes one kind of response as stream events."""
 
     def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
-        """The events that tell what is new of one output; nothing when that cannot be told yet."""
+        """The events with the new part of one output; empty if it cannot be sent yet."""
         ...
 
     def end(self) -> bytes:
-        """What follows the last output."""
+        """The events after the end of the last output."""
         ...
 
     def failure(self, error: BaseException) -> bytes:
@@ -57,7 +57,7 @@ class Chunks(Protocol):
 
 
 class Silent(Protocol):
-    """What a comment keeps open while it writes nothing."""
+    """A stream that keep-alive comments hold open while it writes nothing."""
 
     last_write_s: float
 
@@ -65,33 +65,33 @@ class Silent(Protocol):
 
 
 class EventStream:
-    """The events of some requests on one connection. Everything happens in the client's loop."""
+    """Writes the events of one or more requests to one connection. Everything happens in the engine client's loop."""
 
     def __init__(self, connection: Connection, chunks: Chunks, form: StreamForm = EVENTS) -> None:
         self._connection, self._chunks, self._form = connection, chunks, form
         self._streams: Sequence[RequestStream] = ()
-        self._choices: list[tuple[RequestStream, SequenceState]] = []  # whose end is not told yet
+        self._choices: list[tuple[RequestStream, SequenceState]] = []  # outputs whose end has not been sent
         self._is_open = False
         self._is_flush_due = False
         self._error: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self.last_write_s = time.monotonic()
         self.ended: asyncio.Future[None] = self._loop.create_future()
-        """Done once the last event is written."""
+        """Done once the last event has been written."""
 
     def attach(self, streams: Sequence[RequestStream]) -> None:
-        """Listens to these, which have just been submitted."""
+        """Called first, with the streams of the submitted requests."""
         self._streams = streams
         self._choices = [(stream, sequence) for stream in streams for sequence in stream.sequences]
 
     def open(self) -> None:
-        """The response has begun: writes what has come so far, and everything later as it comes."""
+        """Called when the response has begun: writes the output so far, and later output as it arrives."""
         self._is_open = True
         self._connection.on_writable = self._flush
         self._flush()
 
     def close(self) -> None:
-        """Writes nothing more."""
+        """Stops writing."""
         self._is_open = False
         self._connection.on_writable = None
 
@@ -100,7 +100,7 @@ class EventStream:
             return
         if len(self._streams) == 1:
             self._flush()
-        else:  # other requests of this connection may have news of the same step
+        else:  # other requests of this connection may have output of the same step
             self._flush_soon()
 
     def _flush_soon(self) -> None:
@@ -109,7 +109,7 @@ class EventStream:
             self._loop.call_soon(self._flush)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the stream with an event that tells why."""
+        """Ends the stream with an error event."""
         if self._error is None:
             self._error = error
             if self._is_open:
@@ -125,7 +125,7 @@ class EventStream:
             return
         try:
             self._write_news()
-        except Exception as error:  # the caller is the loop of all requests, and must not end for one
+        except Exception as error:  # raising would end the caller, the loop of all requests
             logger.exception("an event could not be written")
             self._error = self._error or error
             self._write(self._chunks.failure(error))
@@ -136,10 +136,10 @@ class EventStream:
         ended = []
         end_s = time.monotonic() + TURN_S
         for index, choice in enumerate(self._choices):
-            if parts and time.monotonic() > end_s:  # others have their turn before the rest, which comes first then
+            if parts and time.monotonic() > end_s:  # yields to other requests; the rest comes first next time
                 self._choices = self._choices[index:] + self._choices[:index]
                 self._is_flush_due = True
-                self._loop.call_later(TURN_S, self._flush)  # a turn of others may be several of the loop's
+                self._loop.call_later(TURN_S, self._flush)  # other requests may need several turns of the loop
                 break
             stream, sequence = choice
             if sequence.has_news() and (data := self._chunks.delta(stream, sequence)):
@@ -171,10 +171,10 @@ class EventStream:
 
 
 class KeepAlive:
-    """Looks at all open streams from time to time, and only while there are any."""
+    """Has open streams send comments during silence. Runs a timer only while streams are open."""
 
     def __init__(self, silence_s: float) -> None:
-        """A comment is sent after `silence_s` without an event."""
+        """silence_s: the longest time without an event or a comment."""
         self._silence_s = silence_s
         self._streams: set[Silent] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -194,7 +194,7 @@ class KeepAlive:
         self._timer = None
         now_s = time.monotonic()
         for stream in list(self._streams):
-            if now_s - stream.last_write_s > self._silence_s / 2:  # looked at twice in the time allowed
+            if now_s - stream.last_write_s > self._silence_s / 2:  # streams are checked twice per silence_s
                 stream.keep_alive()
         if self._streams:
             self._schedule()

@@ -1,6 +1,6 @@
-"""Runs one HTTP request's prompts on an engine: submits, waits for the end or the client's leaving, answers.
+"""Runs one HTTP request's prompts on an engine: submits them, waits until they end or the client leaves, and answers.
 
-A client that leaves, a deadline that passes and a server that stops all end in the same place: `Running.abort`.
+A client that leaves, a deadline that passes and a server that stops all end a request through `Running.abort`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
-    """Hears of the requests of a `Running`, in the client's loop."""
+    """Receives the events of a `Running`'s engine requests, in the engine client's event loop."""
 
     def on_step(self, stream: RequestStream) -> None: ...
 
     def fail(self, error: BaseException) -> None: ...
 
     def close(self) -> None:
-        """Nothing follows."""
+        """The last call: no event follows."""
         ...
 
 
@@ -51,13 +51,13 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 INLINE_TOKENS = 2000
-"""Answers of fewer tokens, or likeliest ones beside them, are written at once."""
+"""Answers of at most this many tokens, top log-probabilities included, are encoded in the event loop."""
 HOLD_S = 1.0
-"""How long a stream's status line waits for the first news, so that what is refused at once gets its own status."""
+"""How long a stream's status line waits for the first output, so that an early error gets its HTTP status."""
 
 
 class Job(msgspec.Struct):
-    """One prompt to run."""
+    """One prompt to run; `name` is its request id at the engine."""
 
     name: str
     prompt: Prompt
@@ -67,38 +67,38 @@ class Job(msgspec.Struct):
 
 
 class ResponseText(Chunks, Protocol):
-    """Writes a response in both its forms."""
+    """Writes a response, either whole or as the events of a stream."""
 
     def attach(self, streams: Sequence[RequestStream]) -> None:
-        """Comes first, with the submitted jobs in order."""
+        """Called first, with the streams of the submitted jobs, in the order of the jobs."""
         ...
 
     def whole(self) -> list[bytes]:
-        """In pieces that follow on one another."""
+        """The whole response, in consecutive pieces."""
         ...
 
 
 class PreparedRequest(msgspec.Struct):
-    """A request decoded, checked and tokenised: what to run, where, and how to answer."""
+    """A request that was decoded, checked and tokenised: its jobs, their engine, and what writes the response."""
 
     engine: Engine
     jobs: list[Job]
     answer: ResponseText
     streams: bool
     form_field: str = "structured_outputs"
-    """The field by which the request asks for a form of its answer: errors name it."""
+    """The field in which the request asks for structured output: error messages name it."""
     choosing: Choosing | None = None
-    """How outputs are chosen among those that are computed; None: all of them are given, as they come."""
+    """How outputs are chosen among the computed ones (best_of, beams); None: all are returned."""
     form: StreamForm = EVENTS
-    """Of a stream."""
+    """The format of a streamed response."""
 
 
 class Running:
-    """The submitted jobs of one request, which end together."""
+    """The submitted jobs of one HTTP request. An error of one ends them all."""
 
     def __init__(self, engine: Engine, jobs: Sequence[Job], pool: EnginePool, pages: Pages, form_field: str) -> None:
-        """form_field: see PreparedRequest."""
-        if engine.client is None:  # it was there when the request was prepared
+        """form_field: see PreparedRequest. Raises EngineDeadError if the engine is gone."""
+        if engine.client is None:  # it has gone since the request was prepared
             raise EngineDeadError("the engine is not running")
         self.engine, self._jobs, self._welcome = engine, jobs, engine.client.welcome
         self._pool, self._pages, self._form_field = pool, pages, form_field
@@ -106,13 +106,13 @@ class Running:
         self.error: HeadraceError | None = None
         self.events: Listener | None = None
         self.news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done with the first step that brought something, or the end."""
+        """Done at the first output, or at the end."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.streams: list[RequestStream] = []
         self._num_running = len(jobs)
 
     async def submit(self) -> None:
-        """Raises ApiError before anything is sent, or EngineDeadError. Other requests have their turn in between."""
+        """Submits the jobs in turns with other work. Raises ApiError before any is sent, EngineDeadError."""
         jobs = self._jobs
         pace = Pace()
         most_tokens = []
@@ -124,7 +124,7 @@ class Running:
             await pace.step()
         model = self.engine.names[0]
         for job, max_tokens in zip(jobs, most_tokens, strict=True):
-            # Two clients may choose one name; both get their answer under it.
+            # Two clients may choose the same id; each gets its response under it.
             name = f"{job.name}-{uuid.uuid4().hex}" if job.name in self._pool else job.name
             stream = self._pool.submit(
                 name,
@@ -142,12 +142,12 @@ class Running:
             await pace.step()
 
     def abort(self) -> None:
-        """Ends what still runs; the engine frees it at once."""
+        """Aborts the jobs that still run; the engine frees their blocks at once."""
         if self.events is not None:
             self.events.close()
         for stream in self.streams:
             self._pool.abort_stream(stream)
-            # What refers to itself would wait for the garbage collector, which is told to come seldom.
+            # Breaks reference cycles: the garbage collector runs too rarely to free them soon.
             stream.on_step = stream.on_done = None
             stream.sequences.clear()
 
@@ -159,7 +159,7 @@ class Running:
         self._meters[stream].on_step(stream, now_s)
 
     def _on_done(self, stream: RequestStream) -> None:
-        """Comes before the last `on_step`, and alone when the request failed."""
+        """Called before the last `on_step`; if the request failed, without one."""
         self._num_running -= 1
         if stream.error is not None and self.error is None:
             self.error = self._named(stream.error)
@@ -172,14 +172,14 @@ class Running:
         self._meters[stream].on_done(stream)
 
     def _named(self, error: HeadraceError) -> HeadraceError:
-        """The same error, in the words of the request."""
+        """The same error, with fields under the names that the request's body has for them."""
         if not isinstance(error, InvalidRequestError) or error.failure is None:
             return error
         return respelt(error, {**SPELLINGS, "structured_outputs": self._form_field})
 
 
 class RunningSearch(Running):
-    """The beam searches for the prompts of one request, in place of its jobs. Streams are there once all have ended."""
+    """Beam searches in place of one request's jobs. `streams` is filled once all searches have ended."""
 
     def __init__(self, prepared: PreparedRequest, beams: BeamSearchParams, pool: EnginePool, pages: Pages) -> None:
         super().__init__(prepared.engine, prepared.jobs, pool, pages, prepared.form_field)
@@ -205,7 +205,7 @@ class RunningSearch(Running):
             self.streams = task.result()
         except HeadraceError as error:
             self.error = error
-        except Exception as error:  # whoever waits for the search is to hear of it
+        except Exception as error:  # reported to those who wait for the search
             logger.exception("a beam search failed")
             self.error = HeadraceError(f"the beam search failed: {type(error).__name__}: {error}")
         meter = RequestMeter(self._pages.engine(self.engine.index), self._pages.gap)
@@ -217,7 +217,7 @@ class RunningSearch(Running):
 
 
 class Pace:
-    """Gives other work of the event loop its turn within many small pieces of one request's."""
+    """Yields to the event loop at least every TURN_S while many small pieces of one request's work are done."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
@@ -229,12 +229,12 @@ class Pace:
 
 
 class Generator:
-    """Answers prepared requests."""
+    """Runs prepared requests and sends their responses."""
 
     def __init__(
         self, keep_alive: KeepAlive, request_timeout_s: float, pages: Pages, pool: EnginePool, threads: Executor
     ) -> None:
-        """threads: where large answers are written."""
+        """threads: encode large answers."""
         self.keep_alive, self._timeout_s, self._pages, self._pool = keep_alive, request_timeout_s, pages, pool
         self._threads = threads
         self._running: set[Running] = set()
@@ -244,7 +244,7 @@ class Generator:
         return len(self._running)
 
     def end_all(self, error: HeadraceError) -> None:
-        """Ends every request with this error: streams get it as their last event."""
+        """Ends every request with this error; streams send it as their last event."""
         for running in list(self._running):
             running.error = running.error or error
             if running.events is not None:
@@ -255,7 +255,7 @@ class Generator:
 
     @contextlib.asynccontextmanager
     async def running(self, engine: Engine, jobs: Sequence[Job], form_field: str) -> AsyncIterator[Running]:
-        """Submitted; ended at the latest when the block is left. Raises ApiError and HeadraceError."""
+        """Submits jobs, and aborts them when the block is left. Raises ApiError and HeadraceError."""
         async with self._counted(Running(engine, jobs, self._pool, self._pages, form_field)) as running:
             yield running
 
@@ -276,7 +276,7 @@ class Generator:
 
     @contextlib.asynccontextmanager
     async def reader(self, receive: Receive) -> AsyncIterator[asyncio.Future[None]]:
-        """Done once the client has left."""
+        """Yields a future that is done once the client has disconnected."""
         gone = asyncio.ensure_future(_until_gone(receive))
         try:
             yield gone
@@ -286,7 +286,7 @@ class Generator:
             gone.cancel()
 
     async def _whole(self, prepared: PreparedRequest, streams: Sequence[RequestStream]) -> list[bytes]:
-        """The answer, once all has ended; one of many tokens or log-probabilities is written in another thread."""
+        """The whole answer, once all streams have ended; a large one is encoded in a worker thread."""
         if sum(map(_num_told, streams)) <= INLINE_TOKENS:
             return prepared.answer.whole()
 
@@ -299,7 +299,7 @@ class Generator:
         return await asyncio.get_running_loop().run_in_executor(self._threads, write)
 
     async def complete(self, prepared: PreparedRequest) -> bytes:
-        """Runs a request that no connection waits for; its whole answer. Raises ApiError and HeadraceError."""
+        """Runs a request without a connection and returns its whole answer. Raises ApiError and HeadraceError."""
         choosing = prepared.choosing
         async with self._jobs_of(prepared) as running:
             await running.ended
@@ -317,11 +317,11 @@ class Generator:
         return self.running(prepared.engine, prepared.jobs, prepared.form_field)
 
     def deadline_s(self) -> float | None:
-        """Of a request that begins now."""
+        """The deadline of a request that begins now (monotonic); None without a limit."""
         return time.monotonic() + self._timeout_s if self._timeout_s else None
 
     async def answer(self, prepared: PreparedRequest, connection: Connection, receive: Receive, send: Send) -> None:
-        """Runs it and sends the response. Raises ApiError and HeadraceError while nothing has been sent."""
+        """Runs a request and sends its response. Raises ApiError and HeadraceError only while nothing has been sent."""
         deadline_s = self.deadline_s()
         choosing = prepared.choosing
         async with self.reader(receive) as gone, self._jobs_of(prepared) as running:
@@ -364,7 +364,7 @@ class Generator:
         self.keep_alive.add(events)
         try:
             running.events = events
-            if running.error is not None:  # while the start was sent
+            if running.error is not None:  # it failed while the start of the response was sent
                 events.fail(running.error)
             events.open()
             try:
@@ -379,7 +379,7 @@ class Generator:
 
 
 def _num_told(stream: RequestStream) -> int:
-    """How many tokens, and likeliest ones beside them, an answer tells."""
+    """How many tokens an answer reports, top log-probabilities included."""
     params = stream.params
     num_outputs = sum(len(sequence.token_ids) for sequence in stream.sequences) * (1 + max(params.logprobs or 0, 0))
     return num_outputs + stream.num_prompt_logprobs * params.n * (1 + max(params.prompt_logprobs or 0, 0))
@@ -394,7 +394,7 @@ async def send_json(
 
 
 async def send_pieces(send: Send, pieces: list[bytes]) -> None:
-    """A response of JSON. What has been sent is dropped at once."""
+    """Sends a JSON response in pieces, and frees each once it is sent."""
     fixed = [(b"content-type", b"application/json"), (b"content-length", b"%d" % sum(map(len, pieces)))]
     await send({"type": "http.response.start", "status": 200, "headers": fixed})
     pieces.reverse()
@@ -403,7 +403,7 @@ async def send_pieces(send: Send, pieces: list[bytes]) -> None:
 
 
 async def _until_gone(receive: Receive) -> None:
-    """Returns when the client has left. The body was read before."""
+    """Returns when the client has disconnected. The body has to be read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

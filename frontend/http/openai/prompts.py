@@ -1,6 +1,6 @@
-"""From a request's fields to prompts and SamplingParams, within the server's limits and the model's.
+"""Converts a request's fields to prompts and SamplingParams, within the limits of the server and the model.
 
-A conversation becomes a prompt by the model's chat template, the server's or (where trusted) the request's.
+Conversations are rendered with the model's chat template, the server's or (if trusted) the request's.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from headrace.ipc.failure import InvalidRequestError, OptionError
 from headrace.ipc.messages import Welcome
 
 MAX_OUTPUTS = 16384
-"""Prompts times n."""
+"""Most outputs of a request: prompts times n."""
 MAX_STOP_CHARACTERS = 4096
 MOST_TRUNCATED = 8
-"""Times the model's length: texts that truncate_prompt_tokens cuts are tokenised up to this."""
+"""Times max_model_len: the longest text that is tokenised for truncate_prompt_tokens to cut."""
 MAX_TOKEN_RULES = 1 << 19
-"""Entries of each of a request's token rules, or characters of its bad words, times its outputs."""
+"""Most entries of each of a request's token rules, or characters of its bad words, times its outputs."""
 MOST_CARRIED_BYTES = 32 << 20
-"""Of a form and of arguments that each output takes to the engine, times the outputs."""
+"""Most bytes of structured_outputs, or of vllm_xargs, times the outputs: each output sends its own copy."""
 LONGEST_SALT = 2048
 _RULES = ("stop_token_ids", "allowed_token_ids", "logit_bias")
 _TOKENIZE_AT_ONCE_CHARACTERS = 1 << 17
-"""What the library gives for a text keeps the interpreter while it is freed."""
+"""Most text per call of the tokenizer library: freeing its result holds the GIL."""
 _PROBED_CHARACTERS_PER_TOKEN = 16
 _PROBE_SLACK_TOKENS = 16
-"""By how much a cut may raise the number of a text's tokens."""
+"""By how much cutting a text may increase its number of tokens."""
 _PASSED_ON = tuple(
     each.name
     for each in FIELDS.values()
@@ -56,7 +56,7 @@ _PASSED_ON = tuple(
 
 
 def apply_server_defaults(request: GenerationRequest, options: ServeOptions) -> None:
-    """What the server's options say of fields that a request leaves out, or for all requests."""
+    """Applies the server's options to fields that a request omits, or to all requests."""
     if request.return_tokens_as_token_ids is None:
         request.return_tokens_as_token_ids = options.return_tokens_as_token_ids
     if options.enable_force_include_usage and request.stream:
@@ -70,7 +70,10 @@ def sampling_params(
     options: ServeOptions,
     **chosen: Any,
 ) -> SamplingParams:
-    """`chosen` is what the two APIs spell differently. What is left out is the model's default."""
+    """A request's SamplingParams, with the model's defaults for omitted fields. Raises ApiError, InvalidRequestError.
+
+    chosen: values of fields that the two APIs name differently.
+    """
     if request.stream_options is not None and not request.stream:
         raise bad_field("stream_options", "stream_options needs stream: true")
     if request.n is not None and request.n > options.max_n:
@@ -87,7 +90,7 @@ def sampling_params(
     if given["logprob_token_ids"] is not None:
         if chosen.get("logprobs") is None:
             raise bad_field("logprob_token_ids", "logprob_token_ids needs logprobs, which asks for log-probabilities")
-        chosen["logprobs"] = None  # these tokens instead of so many
+        chosen["logprobs"] = None  # these tokens replace a number of top tokens
     values = {name: value for name, value in (given | chosen).items() if value is not None}
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     defaults: dict[str, Any] = {"max_tokens": None, **welcome.generation_defaults}
@@ -104,11 +107,11 @@ def sampling_params(
 
 
 SPELLINGS: Mapping[str, str] = types.MappingProxyType({"extra_args": "vllm_xargs"})
-"""Fields of SamplingParams that all bodies have under another name."""
+"""Fields of SamplingParams that have another name in all bodies."""
 
 
 def respelt(error: InvalidRequestError, spellings: Mapping[str, str]) -> InvalidRequestError:
-    """The same, with fields under the names that the body has for them."""
+    """The same error, with fields under the names that the body has for them."""
     said = str(error) if error.failure is None else error.failure.message
     for name, written in spellings.items():
         end = r"(?![.\w])" if "." in written else r"\b"
@@ -123,9 +126,9 @@ def respelt(error: InvalidRequestError, spellings: Mapping[str, str]) -> Invalid
 def tokenize_texts(
     texts: Sequence[str], tokenizer: Tokenizer | None, *, special: bool, max_tokens: int, param: str
 ) -> list[Sequence[int]]:
-    """Raises ApiError for text that is none, or is surely longer than `max_tokens`.
+    """Token ids of texts. Raises ApiError for invalid Unicode, or a text that must be longer than `max_tokens`.
 
-    Tokenising takes a hundred times a text's own memory, so what cannot fit is refused before.
+    Tokenising takes a hundred times a text's own memory, so a text that cannot fit is refused before.
     """
     if tokenizer is None:
         raise bad_field("prompt", "this engine runs without a tokenizer: give token ids instead of text")
@@ -154,7 +157,7 @@ def _check_text(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) ->
     except UnicodeEncodeError as error:
         raise bad_field("prompt", f"the prompt is not valid Unicode text: {error}") from error
     if len(text) > max_tokens * _PROBED_CHARACTERS_PER_TOKEN:
-        # Most long texts are shown to be too long by their beginning, for a fraction of the memory.
+        # For most texts that are too long, the beginning proves it, for a fraction of the memory.
         num_tokens = 0
         end = min(len(text), max_tokens * _PROBED_CHARACTERS_PER_TOKEN)
         for start in range(0, end, _TOKENIZE_AT_ONCE_CHARACTERS):
@@ -175,12 +178,12 @@ def _too_long(param: str, max_tokens: int, what: str) -> ApiError:
 
 
 def most_prompt_tokens(request: GenerationRequest, welcome: Welcome) -> int:
-    """How long a text may be: one whose beginning is cut off, longer than the model takes."""
+    """Most tokens of a prompt's text; more than the model accepts if truncate_prompt_tokens cuts it."""
     return welcome.max_model_len * (1 if getattr(request, "truncate_prompt_tokens", None) is None else MOST_TRUNCATED)
 
 
 def check_length(prompt: Prompt, max_tokens: int | None, welcome: Welcome, param: str) -> None:
-    """In OpenAI's words, which clients look for. `max_tokens` is what was asked for, None where nothing was."""
+    """Raises ApiError, in OpenAI's wording, which clients look for. max_tokens: as requested, None if it was not."""
     num_prompt, limit = len(prompt.token_ids or ()), welcome.max_model_len
     if num_prompt < limit and num_prompt + (max_tokens or 0) <= limit:
         return
@@ -199,7 +202,7 @@ def check_length(prompt: Prompt, max_tokens: int | None, welcome: Welcome, param
 
 
 def check_outputs(num_prompts: int, params: SamplingParams) -> None:
-    """Raises ApiError for too many outputs, or too much for so many: each output has its own copy of what it needs."""
+    """Raises ApiError for too many outputs, or for fields that are too large, since each output has its own copy."""
     num_outputs = num_prompts * params.n
     if num_outputs > MAX_OUTPUTS:
         raise bad_field("n", f"{num_prompts} prompts times n = {params.n} are more than {MAX_OUTPUTS} outputs")
@@ -215,7 +218,7 @@ def check_outputs(num_prompts: int, params: SamplingParams) -> None:
 
 
 def cache_salt(request: GenerationRequest, tenant: str) -> str:
-    """Blocks are shared only within one tenant, and there only under the same salt. Raises ApiError."""
+    """The salt of cached blocks, which are shared only under the same tenant and cache_salt. Raises ApiError."""
     if len(request.cache_salt or "") > LONGEST_SALT:
         raise bad_field("cache_salt", f"cache_salt has more than {LONGEST_SALT} characters")
     if request.cache_salt == "":
@@ -224,7 +227,7 @@ def cache_salt(request: GenerationRequest, tenant: str) -> str:
 
 
 def as_api_error(error: InvalidRequestError, index: int, count: int) -> ApiError:
-    """With the prompt's index where there are several."""
+    """The error as an ApiError, with the prompt's index if there are several."""
     answer = ApiError.of(error)
     if count > 1 and answer.body.param == "prompt":
         answer.body.message = f"prompt[{index}]: {answer.body.message}"
@@ -244,7 +247,7 @@ _RESERVED = (
 
 
 class ChatPromptRequest(Protocol):
-    """The part of a request that says how a conversation becomes a prompt."""
+    """The fields of a request that determine how a conversation becomes a prompt."""
 
     add_generation_prompt: bool | None
     continue_final_message: bool | None
@@ -253,7 +256,7 @@ class ChatPromptRequest(Protocol):
 
 
 def load_template(option: str | None) -> str | None:
-    """The option chat_template: a file's content where there is one, else a template. Raises OptionError."""
+    """The template of the option chat_template: the text itself, or a file's content. Raises OptionError."""
     if option is None:
         return None
     if "{" in option or "\n" in option:
@@ -265,7 +268,7 @@ def load_template(option: str | None) -> str | None:
 
 
 def template_variables(option: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The option default_chat_template_kwargs. Raises OptionError."""
+    """Checks the option default_chat_template_kwargs. Raises OptionError."""
     for name in option or {}:
         if name in _RESERVED:
             raise OptionError(f"default_chat_template_kwargs sets {name}, which is a field of each request")
@@ -299,7 +302,7 @@ class ChatPrompts:
         verbosity: str | None = None,
         documents: Sequence[dict[str, Any]] | None = None,
     ) -> RenderedChat:
-        """Raises ApiError, and InvalidRequestError with the template's own words."""
+        """The prompt's text and its template. Raises ApiError, or InvalidRequestError with the template's message."""
         if tokenizer is None:
             raise bad_field("messages", "this engine runs without a tokenizer: use /v1/completions with token ids")
         if not messages:
@@ -337,7 +340,7 @@ class ChatPrompts:
         return RenderedChat(text, template)
 
     def template(self, tokenizer: Tokenizer, tools: Sequence[Any] | None = None) -> str | None:
-        """The one that conversations are rendered with; None where there is none."""
+        """The template for conversations whose request brings none; None if there is no template."""
         try:
             return tokenizer.get_chat_template(self._template, tools)
         except InvalidRequestError:
@@ -356,7 +359,7 @@ class ChatPrompts:
 
 
 def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
-    """As templates take it. Raises ApiError."""
+    """The message in the form that templates expect. Raises ApiError."""
     plain = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
     for name in ("annotations", *UNREAD_IN_MESSAGES):
         plain.pop(name, None)
@@ -366,7 +369,7 @@ def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
         plain["content"] = [_without_hints(part) for part in message.content]
         where = f"messages[{index}].content"
         try:
-            text_parts(plain["content"], where)  # here too, so that the answer names the field
+            text_parts(plain["content"], where)  # checked here too, so that the error names the field
         except InvalidRequestError as error:
             raise bad_field(where, str(error), "unsupported_parameter") from None
     try:

@@ -1,7 +1,7 @@
-"""The bodies of requests. A field stands here once: decoding, its checks and the OpenAPI document come from it.
+"""Structs of request bodies. A field is declared once: decoding, its checks and the OpenAPI document derive from it.
 
-Ranges of sampling fields are `SamplingParams`'. None is the same as leaving a field out. Every field has the right type
-and does something, or no answer depends on it, or it is refused by name.
+Ranges of sampling fields are declared by `SamplingParams`. None is the same as an omitted field. A field of the right
+type has an effect, or is accepted because no answer depends on it, or is refused by name.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from headrace.frontend.http.large_lists import decode_json
 from headrace.ipc.failure import InvalidRequestError
 
 T = TypeVar("T")
-# Bounds of lists that are worked through one by one. Lists of token ids have those of a body (exchange.LargeBodies).
+# Bounds of lists that are processed item by item. Lists of token ids have only the body's (exchange.check_shape).
 Few = Annotated[list[T], Meta(max_length=1024)]
 MOST_MESSAGES = 16384
 Many = Annotated[list[T], Meta(max_length=MOST_MESSAGES)]
 MOST_BIASES = 4096
-"""OpenAI takes 300; each costs the event loop's process some microseconds."""
+"""Most entries of logit_bias. OpenAI accepts 300; each costs some microseconds of the event loop."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +44,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the bodies of all generating routes have, besides the fields of SamplingParams or spelt in their own way."""
+    """Fields of all generating routes that SamplingParams lacks, or declares in another form."""
 
     model: Annotated[str | None, Meta(description="One of /v1/models; the first of them when left out")] = None
     logit_bias: Annotated[
@@ -68,7 +68,7 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerationFields(SharedFields, kw_only=True):
-    """What completions and chat completions have besides."""
+    """Further fields of completions and chat completions."""
 
     n: Annotated[int | None, Meta(description="Outputs for each prompt")] = None
     max_tokens: Annotated[int | None, Meta(description="Most tokens to generate")] = None
@@ -116,7 +116,7 @@ else:
         kw_only=True,
         forbid_unknown_fields=True,
     )
-    """The above, and the fields of SamplingParams (`Field.in_body`)."""
+    """GenerationFields, and the fields of SamplingParams (`Field.in_body`)."""
 
 
 class CompletionRequest(GenerationRequest):
@@ -140,7 +140,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """Other fields than these are taken as those of bodies are: `RequestDecoder`."""
+    """Unknown fields of a message are treated as those of a body: see `RequestDecoder`."""
 
     role: str
     content: Annotated[
@@ -153,11 +153,11 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     reasoning: str | None = None
     reasoning_text: str | None = None
     refusal: Annotated[str | None, Meta(description="What an assistant said in the place of content")] = None
-    # An assistant's message comes back as the server gave it, with fields that say nothing.
+    # Clients send an assistant's message back as they received it, with these fields, which have no effect.
     annotations: Few[Any] | None = None
     audio: None = None
     function_call: None = None
-    # What clients keep beside a message, or hint to other servers.
+    # Fields that clients store with a message, or that are hints to other servers.
     id: Annotated[Any, Meta(description="Taken, and not read")] = None
     cache_control: Annotated[Any, Meta(description="Taken, and not read: equal prefixes are cached without it")] = None
 
@@ -170,14 +170,14 @@ Verbosity = Literal["low", "medium", "high"]
 
 
 def one_of(kind: Any, where: str, value: Any) -> Any:
-    """A part of a body, which has to be one of a Literal's values where it is given. Raises ApiError."""
+    """Returns a value that must be None or one of a Literal's values. Raises ApiError, which names `where`."""
     values = typing.get_args(kind)
     if value is not None and value not in values:
         raise bad_field(where, f"{where} must be one of {', '.join(values)}")
     return value
 
 
-# How a conversation becomes a prompt.
+# Types of the fields that determine how a conversation becomes a prompt.
 GenerationPrompt = Annotated[bool | None, Meta(description="Begin an answer; default: unless continue_final_message")]
 ContinueFinal = Annotated[bool | None, Meta(description="Go on with the last message")]
 Template = Annotated[str | None, Meta(description="A template's name or, where the server trusts requests, its text")]
@@ -223,7 +223,7 @@ class ChatBatchRequest(ChatCompletionRequest):
 
 
 class ResponsesFields(SharedFields, kw_only=True):
-    """What OpenAI's Responses API has besides the fields of SamplingParams."""
+    """Fields of OpenAI's Responses API, besides those of SamplingParams."""
 
     input: Annotated[str | Many[dict[str, Any]], Meta(description="A text, or items: messages, calls, their outputs")]
     instructions: Annotated[str | None, Meta(description="A system message before all else")] = None
@@ -268,7 +268,7 @@ else:
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /tokenize: of a text, or of a conversation's prompt."""
+    """POST /tokenize: tokenises a text, or the prompt of a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -292,16 +292,16 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 S = TypeVar("S", bound=msgspec.Struct)
 logger = logging.getLogger(__name__)
 ANY = object()
-"""In `Neutral.values`: every value asks for nothing."""
+"""In `Neutral.values`: every value is accepted."""
 
 
 class Neutral(msgspec.Struct, frozen=True):
-    """A field of OpenAI's or vLLM's that is taken at values which ask for nothing, and refused at others."""
+    """A field of OpenAI's or vLLM's that is accepted at values without effect (`values`, or None), else refused."""
 
     reason: str
     values: tuple[Any, ...] = ()
     is_harmless: bool = False
-    """No answer depends on it: every value is taken, unless the server is strict."""
+    """No answer depends on the field: every value is accepted, unless the server is strict."""
 
 
 _BEAMS = "responses are sampled; completions and chat completions have use_beam_search"
@@ -314,7 +314,7 @@ RANK_HEADER = b"x-data-parallel-rank"
 
 
 def take_rank(request: SharedFields, header: str | None) -> None:
-    """The header stands for the field where the body has none. Raises ApiError."""
+    """Sets data_parallel_rank from the header if the body lacks it. Raises ApiError for an invalid header."""
     if header is None or request.data_parallel_rank is not None:
         return
     if not header.isdecimal() or len(header) > 9:
@@ -323,7 +323,7 @@ def take_rank(request: SharedFields, header: str | None) -> None:
 
 
 def affinity_of(request: SharedFields) -> Affinity:
-    """Which engine it wants."""
+    """The engine that a request asks for or prefers."""
     if request.data_parallel_rank is None and request.prompt_cache_key is None:
         return ANYWHERE
     return Affinity(session=request.prompt_cache_key or "", rank=request.data_parallel_rank)
@@ -396,14 +396,14 @@ NEUTRAL_OF: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.Mapping
 
 
 class RequestDecoder:
-    """Bodies to requests. Everything raises ApiError, which names the field.
+    """Decodes bodies to request structs. All methods raise ApiError, which names the field.
 
-    Fields that no answer depends on are taken with any value, and so are those that nobody knows, but for ones that
-    look like a known field's name misspelt. `strict` refuses both.
+    Fields that no answer depends on are accepted with any value. So are unknown fields, unless the name looks like a
+    misspelt known one. `strict` refuses both.
     """
 
     def __init__(self, *, strict: bool, neutral: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = NEUTRAL_OF):
-        """neutral: fields of a kind of request that ask for nothing."""
+        """neutral: by kind of request, the fields that are accepted only at values without effect."""
         self._strict, self._neutral = strict, neutral
         self._ignored: set[str] = set()  # names that have been logged
 
@@ -411,7 +411,7 @@ class RequestDecoder:
         return self._request(_fields(body), kind)
 
     def decode_one_of(self, body: bytes, kinds: Mapping[str, type[S]]) -> S:
-        """As the first kind whose field, which names it here, the body has."""
+        """Decodes a body as the first kind whose key in `kinds` is a field of the body."""
         fields = _fields(body)
         kind = next((kinds[name] for name in kinds if name in fields), None)
         if kind is None:
@@ -423,7 +423,7 @@ class RequestDecoder:
         known = kind.__struct_fields__
         unknown = [name for name in fields if name not in known]
         for name in unknown:
-            # Looking for the name that is meant takes long enough not to do it for many.
+            # Finding the closest known name is too slow to do for many fields.
             if self._strict or len(unknown) > _MOST_UNKNOWN or closest(name, known) is not None:
                 raise _unknown(name, known)
             del fields[name]
@@ -436,14 +436,14 @@ class RequestDecoder:
             if isinstance(error.__cause__, InvalidRequestError):
                 raise ApiError.of(error.__cause__) from None
             if not self._strict:
-                with contextlib.suppress(msgspec.ValidationError):  # numbers may be text, as in vLLM's server
+                with contextlib.suppress(msgspec.ValidationError):  # numbers may be strings, as in vLLM's server
                     return msgspec.convert(fields, kind, strict=False)
             raise _invalid(str(error), kind) from None
         except RecursionError:
             raise ApiError(HTTPStatus.BAD_REQUEST, "the body is nested too deeply", code="invalid_json") from None
 
     def _check_messages(self, messages: list[Any]) -> None:
-        """Raises ApiError for fields of messages that are refused as those of the body are."""
+        """Raises ApiError for fields of messages, by the rules for those of the body."""
         known, unknown = ChatMessage.__struct_fields__, set()
         for where, message in _each_message(messages):
             if message.keys() <= _READ_IN_MESSAGES:
@@ -459,7 +459,7 @@ class RequestDecoder:
                     self._note_ignored(f"messages[].{name}")
 
     def _note_ignored(self, name: str) -> None:
-        """One line for each name, and only for so many: clients choose them."""
+        """Logs each ignored name once, and at most _MOST_IGNORED names, since clients choose them."""
         name = shortened(name, _LONGEST_NAME)
         if name not in self._ignored and len(self._ignored) < _MOST_IGNORED:
             self._ignored.add(name)
@@ -482,21 +482,21 @@ def _fields(body: bytes) -> dict[str, Any]:
 
 
 def _lone_surrogate(body: bytes) -> str | None:
-    """What is to be said of an escape of UTF-16's surrogates that is no pair: the decoder names other faults."""
+    """The error of an escaped UTF-16 surrogate without its pair, if any: the decoder does not name it."""
     alone = next((each[1].decode() for each in _ESCAPES.finditer(body, 0, _MOST_SEARCHED) if each[1]), None)
     return None if alone is None else f"\\{alone} is half of a character's escape, and the other half is missing"
 
 
 _ESCAPES = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL)
 _MOST_SEARCHED = 1 << 20
-"""Bytes of a body that are looked through for the cause of an error."""
+"""Bytes of a body that are searched for the cause of an error."""
 
 
 def decode_query(query: str, kind: type[S]) -> S:
-    """The parameters after the ? of an address. Raises ApiError, which names the parameter.
+    """Decodes the query parameters of a URL. Raises ApiError, which names the parameter.
 
-    One whose default is a tuple may be given several times, also as NAME[], which is how OpenAI's clients write lists;
-    of others the last counts.
+    A parameter whose default is a tuple may be repeated, also as NAME[], as OpenAI's clients write lists; of others,
+    the last one counts.
     """
     several = [field.name for field in msgspec.structs.fields(kind) if isinstance(field.default, tuple)]
     fields: dict[str, Any] = {}
@@ -519,7 +519,7 @@ _READ_IN_MESSAGES = frozenset(ChatMessage.__struct_fields__) - frozenset(UNREAD_
 
 
 def _each_message(messages: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """With its place; of a batch, the messages of each conversation. What is no message is refused later."""
+    """Each message and its place in the body, also within the conversations of a batch. Skips what is not an object."""
     for index, each in enumerate(messages[:MOST_MESSAGES]):
         if isinstance(each, list):
             inner = enumerate(each[:MOST_MESSAGES])
@@ -551,7 +551,7 @@ def _unknown(name: str, known: tuple[str, ...], where: str = "") -> ApiError:
 
 
 def closest(name: str, known: tuple[str, ...]) -> str | None:
-    """The known name that this one looks like misspelt."""
+    """The known name of which `name` may be a misspelling; None if there is none."""
     if OTHER_NAMES.get(name) in known:
         return OTHER_NAMES[name]
     close = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT) if len(name) <= _LONGEST_NAME else []
@@ -559,16 +559,16 @@ def closest(name: str, known: tuple[str, ...]) -> str | None:
 
 
 _MISSPELT = 0.75
-"""How alike two names are of which one is taken for the other misspelt (difflib's ratio)."""
+"""The similarity (difflib's ratio) from which a name counts as a misspelling of another."""
 _MOST_FIELDS, _MOST_UNKNOWN = 256, 8
 _MOST_IGNORED = 100
 _LONGEST_NAME = 64
-"""Characters of a field's name that are looked at and quoted; a client may send millions."""
+"""Characters of a field's name that are compared and quoted; a client may send millions."""
 _MISSING, _EXTRA = "Object missing required field `", "Object contains unknown field `"
 
 
 def _invalid(text: str, kind: type[msgspec.Struct]) -> ApiError:
-    """msgspec's words: 'Expected `int`, got `str` - at `$.max_tokens`'. It quotes names in full."""
+    """Converts msgspec's message, such as 'Expected `int`, got `str` - at `$.max_tokens`'; it quotes names in full."""
     what, at, where = text.rpartition(" - at `$")
     if not at:
         what, where = text, ""
@@ -588,7 +588,7 @@ def _invalid(text: str, kind: type[msgspec.Struct]) -> ApiError:
 
 
 def _literals(hint: Any) -> tuple[str, ...]:
-    """The texts that a field of that type takes, where they are listed."""
+    """The values of all Literals in a field's type."""
     if typing.get_origin(hint) is Literal:
         return tuple(map(str, typing.get_args(hint)))
     return tuple(each for part in typing.get_args(hint) for each in _literals(part))

@@ -1,4 +1,4 @@
-"""The bodies of responses, in the order in which their fields are written, and how answers fill them."""
+"""Structs of response bodies, with fields in the order in which they are written, and helpers that fill them."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class Usage(msgspec.Struct):
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
-    """Of whole answers, and of the end of streams."""
+    """Only in whole responses and at the end of streams."""
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Of answers in which reasoning is told apart."""
+    """Only in responses whose reasoning is parsed."""
 
 
 class RequestTimes(msgspec.Struct):
-    """vLLM's `metrics` of an answer: milliseconds. One that there is none of is null in a whole answer, and left out of
-    a stream."""
+    """vLLM's `metrics` of a response, in milliseconds. An unknown value is null in a whole response, and omitted in a
+    stream."""
 
     time_to_first_token_ms: float | UnsetType | None
-    """From first scheduling."""
+    """From the first scheduling to the first token."""
     generation_time_ms: float | UnsetType | None
     """From the first token to the last."""
     queue_time_ms: float | UnsetType | None
     mean_itl_ms: float | UnsetType | None
-    """From one token to the next."""
+    """The mean time from one token to the next (inter-token latency)."""
     tokens_per_second: float | UnsetType | None
-    """Of all output tokens, from first scheduling to the last token."""
+    """All output tokens over the time from the first scheduling to the last token."""
 
 
 class PromptLogprob(msgspec.Struct, gc=False):
@@ -79,7 +79,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """A choice, whole or (in a stream) what is new of it. A whole one names, as vLLM's, what was not asked for."""
+    """A choice, whole or (in a stream) its new part. As in vLLM, a whole one has null for what was not requested."""
 
     index: int
     text: str
@@ -91,7 +91,7 @@ class CompletionChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType | None = UNSET
 
     def name_all(self) -> None:
-        """Before it is sent whole."""
+        """Sets unset fields to null, before the choice is sent whole."""
         for name in ("prompt_logprobs", "prompt_token_ids", "token_ids"):
             if getattr(self, name) is UNSET:
                 setattr(self, name, None)
@@ -133,7 +133,7 @@ class FunctionDelta(msgspec.Struct):
 
 
 class ToolCallDelta(msgspec.Struct):
-    """The first of a call has its id and name, the others more of its arguments."""
+    """The first delta of a call has its id and name, later ones more of its arguments."""
 
     index: int
     function: FunctionDelta
@@ -148,7 +148,7 @@ class AssistantMessage(msgspec.Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
     reasoning: str | None = None
     reasoning_content: str | UnsetType = UNSET
-    """The older name of reasoning, which clients still read."""
+    """The older name of `reasoning`, which clients still read."""
 
 
 class ChatChoice(msgspec.Struct):
@@ -186,7 +186,7 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
-    """Of a choice's last event."""
+    """Only in a choice's last event."""
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -214,7 +214,7 @@ class ModelCard(msgspec.Struct):
     parent: None
     max_model_len: int
     default_sampling_params: dict[str, float | int | list[int]]
-    """What the model's own configuration sets for fields that a request leaves out."""
+    """Defaults of the model's own configuration for fields that a request omits."""
 
 
 class ModelList(msgspec.Struct):
@@ -258,11 +258,11 @@ class HealthResponse(msgspec.Struct):
 
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot write; the same number as vLLM's."""
+"""Written for minus infinity, which JSON lacks; the same number as vLLM's."""
 
 
 class TokenSpelling:
-    """How tokens are written in log-probabilities: as their text, or as token_id:NUMBER."""
+    """Writes tokens in log-probabilities: as their text, or as token_id:NUMBER."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
         self._tokenizer = None if as_ids else tokenizer
@@ -271,14 +271,14 @@ class TokenSpelling:
         return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.decode_token(token_id)
 
     def bytes_of(self, token_id: int) -> list[int]:
-        """Of all tokens in order they are the text, also where each has but a part of a character."""
+        """A token's UTF-8 bytes, possibly a part of a character; those of all tokens together are the text."""
         return list(self(token_id).encode() if self._tokenizer is None else self._tokenizer.token_bytes(token_id))
 
 
 def completion_logprobs(
     token_ids: Sequence[int], positions: Sequence[LogprobsOfPosition | None], spell: TokenSpelling, offset: int
 ) -> tuple[CompletionLogprobs, int]:
-    """Of adjacent tokens that begin `offset` characters into the text, and where the text goes on after them."""
+    """Log-probabilities of adjacent tokens that begin `offset` characters into the text, and the offset after them."""
     result = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     for token_id, position in zip(token_ids, positions, strict=True):
         token = spell(token_id)
@@ -300,7 +300,7 @@ def completion_logprobs(
 def chat_logprobs(
     token_ids: Sequence[int], positions: Sequence[LogprobsOfPosition], spell: TokenSpelling, num_top: int | None
 ) -> ChatLogprobs:
-    """With the `num_top` likeliest of each position; None: with all that are told of it."""
+    """Log-probabilities with the `num_top` likeliest tokens per position; None: with all that the engine reported."""
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
         told = (each for each in position.items() if num_top is None or (each[1].rank or 0) <= num_top)
@@ -341,12 +341,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Answer:
-    """One response's constants: the same in its whole form and in each of its events."""
+    """Constants of one response, which are the same in its whole form and in each of its events."""
 
     def __init__(
         self, request: GenerationRequest, id: str, model: str, tokenizer: Tokenizer | None, *, tells_times: bool
     ) -> None:
-        """`model` is the name that the answer gives."""
+        """model: the model's name in the response. tells_times: whether the response has `metrics`."""
         self._tells_times = tells_times
         self.id, self.model, self.created = id, model, int(time.time())
         options = request.stream_options
@@ -357,9 +357,9 @@ class Answer:
         self.spell = TokenSpelling(tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
 
     def times(self, streams: Sequence[RequestStream], unknown: UnsetType | None = None) -> RequestTimes | UnsetType:
-        """Of an answer of one output, which has ended: several outputs have no times in common.
+        """The times of an ended response; UNSET if they are off or there are several outputs, which share no times.
 
-        unknown: what stands for a time that there is not.
+        unknown: the value of a time that is not known.
         """
         if not self._tells_times or len(streams) != 1 or streams[0].params.n != 1:
             return UNSET
@@ -376,7 +376,7 @@ class Answer:
         return RequestTimes(**{name: unknown if value is None else value for name, value in times.items()})
 
     def no_usage(self) -> UnsetType | None:
-        """The usage field of an event that does not count: null where a later one does, absent where none does."""
+        """The usage of an event without counts: null if a later event has them, else absent."""
         return None if self.include_usage else UNSET
 
 
@@ -385,7 +385,7 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def usage_of(streams: Sequence[RequestStream]) -> Usage:
-    """Exact: every token of the prompts, and every token that was sampled for them."""
+    """The exact usage: all tokens of the prompts, and all tokens that were sampled for them."""
     num_prompt = sum(len(stream.prompt.token_ids or ()) for stream in streams)
     num_output = sum(len(sequence.token_ids) for stream in streams for sequence in stream.sequences)
     cached = sum(stream.num_cached_tokens or 0 for stream in streams)
@@ -393,26 +393,26 @@ def usage_of(streams: Sequence[RequestStream]) -> Usage:
 
 
 def usage_so_far(stream: RequestStream, num_output: int) -> Usage:
-    """Of one output while it grows."""
+    """The usage of one unfinished output."""
     num_prompt = len(stream.prompt.token_ids or ())
     return Usage(num_prompt, num_prompt + num_output, num_output)
 
 
 def prompt_is_told(stream: RequestStream) -> bool:
-    """Whether the log-probabilities of the whole prompt have come, where they were asked for.
+    """Whether all log-probabilities of the prompt have arrived, or none were requested.
 
-    With n > 1 the core computes them for the first output, and another may begin before it.
+    With n > 1 the core computes them for the first output, and another output may begin before it.
     """
     return stream.params.prompt_logprobs is None or stream.num_prompt_logprobs == len(stream.prompt.token_ids or ())
 
 
 class TextEvent:
-    """An event of which only the text changes: everything around it is encoded once."""
+    """An event in which only the text changes: the rest is encoded once."""
 
     __slots__ = ("_parts",)
 
     def __init__(self, chunk_with_text: Any) -> None:
-        """Of a chunk that holds `TextEvent.PLACE` wherever the text goes."""
+        """chunk_with_text: has `TextEvent.PLACE` wherever the text belongs."""
         self._parts = (b"data: " + _encode(chunk_with_text) + b"\n\n").split(_TEXT_JSON)
 
     PLACE = _TEXT
@@ -422,16 +422,16 @@ class TextEvent:
 
 
 _ENCODED_AT_ONCE = 256
-"""Entries of a list: each may be a position's log-probabilities."""
+"""Entries of a list that are encoded in one call; each may be a position's log-probabilities."""
 _PIECE_BYTES = 128 << 10
 _PLACE = f"\x00{uuid.uuid4().hex}\x00"
 _PLACE_JSON = _encode(_PLACE)
 
 
 def encoded(response: msgspec.Struct) -> list[bytes]:
-    """As msgspec writes it, in pieces, between which other threads have their turn.
+    """The response as msgspec encodes it, in pieces, so that other threads run in between.
 
-    Its choices and its long lists are used up: to drop one whole takes as long as to write it.
+    Consumes the response's choices and long lists, since freeing one at once takes as long as encoding it.
     """
     pieces: list[bytes] = []
     waiting: list[bytes] = []
@@ -446,7 +446,7 @@ def encoded(response: msgspec.Struct) -> list[bytes]:
 
 
 def _encoded(value: msgspec.Struct) -> Iterator[bytes]:
-    """Of a struct in whose fields choices and long lists may be, at any depth."""
+    """The encoded parts of a struct, which may have choices and long lists at any depth."""
     taken: list[list[Any]] = []
     _take_lists(value, taken)
     first, *others = _encode(value).split(_PLACE_JSON)
@@ -468,7 +468,7 @@ def _encoded(value: msgspec.Struct) -> Iterator[bytes]:
 
 
 def _take_lists(value: msgspec.Struct, taken: list[list[Any]]) -> None:
-    """What is written in pieces, in its order; a mark stands in its place."""
+    """Moves the lists that are encoded in pieces to `taken`, in order, and leaves a mark in their place."""
     for name in value.__struct_fields__:
         inside = getattr(value, name)
         if isinstance(inside, msgspec.Struct):
@@ -479,7 +479,7 @@ def _take_lists(value: msgspec.Struct, taken: list[list[Any]]) -> None:
 
 
 class OpenAIEvents:
-    """How streams of OpenAI's APIs end."""
+    """The end of streams in OpenAI's APIs."""
 
     DONE = b"data: [DONE]\n\n"
 

@@ -1,4 +1,4 @@
-"""What `tools`, `tool_choice` and `parallel_tool_calls` of a request ask for."""
+"""Checks of a request's `tools`, and the meaning of its `tool_choice`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.frontend.http.openai.requests import closest
 from headrace.frontend.text.formats.choice import ToolChoice, Tools, wrong_tool
 
 _OF_FUNCTIONS = ("name", "description", "parameters", "strict")
-"""Others are the template's, which may know more."""
+"""Known fields of a function; others are passed to the chat template, which may read them."""
 NO_STRICT_CALLS = (
     "a tool has `strict`, and nothing can hold calls to its schema where the model decides whether to call, as this "
     "server reads none of this model's (its chat template speaks for no known format, or an option says so). Name one "
@@ -19,7 +19,7 @@ NO_STRICT_CALLS = (
 
 
 def tool_choice_of(tools: Tools | None, choice: str | dict[str, Any] | None) -> ToolChoice:
-    """Raises ApiError, which names the field."""
+    """Returns the tools that the model sees, and those it must call. Raises ApiError, which names the field."""
     if tools == []:
         raise bad_field("tools", "`tools` must not be an empty array: leave it out, or give those that may be called")
     check_tools(tools)
@@ -54,7 +54,7 @@ def tool_choice_of(tools: Tools | None, choice: str | dict[str, Any] | None) -> 
 
 
 def check_tools(tools: Tools | None) -> None:
-    """Raises ApiError for what is no function with a name of its own and a schema."""
+    """Raises ApiError for a tool that is not a function with a unique name and a schema."""
     if (wrong := wrong_tool(tools or ())) is not None:
         raise bad_field(*wrong)
     for index, tool in enumerate(tools or ()):
@@ -65,7 +65,7 @@ def check_tools(tools: Tools | None) -> None:
 
 
 def check_arguments(choice: ToolChoice) -> None:
-    """Of calls that are held to their schemas. Raises ApiError for a schema of anything but objects."""
+    """Checks tools whose calls are constrained to their schemas. Raises ApiError unless parameters are an object."""
     for function in (tool["function"] for tool in choice.forced or choice.shown or ()):
         schema, named = function.get("parameters") or {}, f"the parameters of the tool {function['name'][:80]!r}"
         declared = schema.get("type", "object")
