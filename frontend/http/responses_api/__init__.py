@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, answered by the chat's own code (see README.md)."""
+"""OpenAI's Responses API, served by the code of chat completions (see README.md)."""

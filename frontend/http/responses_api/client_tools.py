@@ -1,4 +1,4 @@
-"""The tools that the client runs: as the model sees them, which is functions, and calls as the client knows them.
+"""Tools that the client runs. The model sees each as a function; calls are converted back to the client's form:
 
 {type: function, name: F}                        F
 {type: namespace, name: N, tools: [{name: F}]}   N__F; its calls have namespace N and name F
@@ -20,7 +20,7 @@ HOSTED = (
     *("image_generation", "code_interpreter", "computer", "computer_use_preview", "tool_search"),
     *("local_shell", "shell", "apply_patch", "programmatic_tool_calling"),
 )
-"""What OpenAI runs, or has taught its models to call."""
+"""Types of tools that OpenAI runs, or that its models are trained to call."""
 _INPUT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -30,15 +30,15 @@ _INPUT = {
 
 
 class LeftOut:
-    """Tools that no model here is told of, so that none is called. Agents send them whatever they talk to."""
+    """Handles HOSTED tools, which agents send to any server: the model does not see them, so it calls none."""
 
     def __init__(self, *, strict: bool) -> None:
-        """strict: they are refused."""
+        """strict: such tools are refused."""
         self._strict = strict
         self._logged: set[str] = set()
 
     def note(self, kind: str, where: str) -> None:
-        """Raises ApiError."""
+        """Logs a kind of tool once. Raises ApiError if strict."""
         if self._strict:
             raise bad_field(f"{where}.type", f"{where}: tools of type {kind!r} are run by OpenAI, not here")
         if kind not in self._logged:
@@ -47,7 +47,7 @@ class LeftOut:
 
 
 def client_tools(tools: Sequence[Item], left_out: LeftOut) -> dict[str, ClientTool]:
-    """By the names that the model sees. Raises ApiError, which names the tool."""
+    """The client's tools, by the names that the model sees. Raises ApiError, which names the tool."""
     found: dict[str, ClientTool] = {}
     for index, tool in enumerate(tools):
         for each in _of(tool, f"tools[{index}]", left_out):
@@ -95,7 +95,7 @@ def _of_namespace(tool: Item, where: str, left_out: LeftOut) -> Iterator[ClientT
 
 
 def name_in(namespace: str | None, name: str) -> str:
-    """As the model sees it."""
+    """The name that the model sees."""
     return name if namespace is None else f"{namespace.rstrip('_')}__{name}"
 
 
@@ -115,5 +115,5 @@ def _custom(tool: Item, where: str) -> Item:
 
 
 def arguments_of(input: str) -> str:
-    """The other way round, for the conversation."""
+    """The arguments of a custom tool's call as the model writes them: the inverse of `items.input_of`."""
     return json.dumps({"input": input}, ensure_ascii=False)

@@ -1,6 +1,6 @@
-"""From the items of a Responses request to a conversation, as chat completions have it.
+"""Converts the items of a Responses request to a conversation of chat completions.
 
-`stored_form` brings items into the form in which they are listed; `as_chat` makes messages of those.
+`stored_form` brings items into the form in which they are stored and listed; `as_chat` makes messages of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_conte
 INCLUDABLE = (
     LOGPROBS,
     ENCRYPTED,
-    # Of tools that are not run here: nothing has any.
+    # For tools that are not run here, so responses have none of these.
     "file_search_call.results",
     "web_search_call.results",
     "web_search_call.action.sources",
@@ -52,12 +52,12 @@ _SAME_NAMES = tuple(
 _OUTPUTS: Mapping[str, str] = types.MappingProxyType(
     {"function_call_output": "function call output", "custom_tool_call_output": "custom tool call output"}
 )
-"""Of calls that the client carries out, in OpenAI's words."""
+"""Outputs of calls that the client carries out, and their names in OpenAI's messages."""
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 def stored_form(given: str | Sequence[Any]) -> list[Item]:
-    """With ids, and with contents as lists of parts. Raises ApiError, which names the item."""
+    """The items with ids, and with content as lists of parts. Raises ApiError, which names the item."""
     if isinstance(given, str):
         given = [{"type": "message", "role": "user", "content": given}]
     return [_stored_item(item, f"input[{index}]") for index, item in enumerate(given)]
@@ -98,7 +98,7 @@ def _stored_item(item: Any, where: str) -> Item:
         answer = {"approve": item["approve"], "reason": item.get("reason") and _text(item, "reason", where)}
         own = {"id": item.get("id") or new_id("mcprr")}
         return {"type": kind, **own, "approval_request_id": _text(item, "approval_request_id", where), **answer}
-    if kind == "mcp_list_tools":  # the server lists them anew
+    if kind == "mcp_list_tools":  # the server lists the tools again
         known = {"id": item.get("id") or new_id("mcpl"), "server_label": _text(item, "server_label", where)}
         return {"type": kind, **known, "tools": item.get("tools") or []}
     if kind == "item_reference":
@@ -168,8 +168,9 @@ def _reasoning(item: Item, where: str) -> str:
 
 
 def check_outputs_have_calls(asked: Sequence[Item], items: Sequence[Item]) -> None:
-    """Of a conversation, which ends with what is asked: no model can tell what answers no call. Raises ApiError, in
-    OpenAI's words."""
+    """Raises ApiError, in OpenAI's words, for a tool output without its call in the conversation: models need both.
+
+    asked: the request's input, which is the end of `items`, the conversation."""
     calls = {item["call_id"] for item in items if item["type"] in ("function_call", CUSTOM_CALL)}
     for item in asked:
         if item["type"] in _OUTPUTS and item["call_id"] not in calls:
@@ -181,8 +182,10 @@ def check_outputs_have_calls(asked: Sequence[Item], items: Sequence[Item]) -> No
 
 
 def approved_calls(asked: Sequence[Item], items: Sequence[Item], labels: Mapping[str, str]) -> list[Item]:
-    """Calls that a request approves of. asked: its input, the end of `items`, the conversation. labels: of the servers
-    whose tools it may call, by the tools' names. Raises ApiError, which names the item."""
+    """The calls that a request approves. Raises ApiError, which names the item.
+
+    asked: the request's input, which is the end of `items`, the conversation. labels: by the name of each MCP tool, its
+    server's label."""
     requests = {item["id"]: item for item in items if item["type"] == APPROVAL_REQUEST}
     answered = {item["approval_request_id"] for item in items if item["type"] == "mcp_call"}
     calls = []
@@ -210,7 +213,7 @@ def approved_calls(asked: Sequence[Item], items: Sequence[Item], labels: Mapping
 
 
 def as_chat(request: ResponsesRequest, items: Sequence[Item], tools: list[Item] | None) -> ChatCompletionRequest:
-    """Raises ApiError, which names the field."""
+    """The request as a chat completion. Raises ApiError, which names the field."""
     messages = _joined_systems(_messages(items), request.instructions)
     same = {name: getattr(request, name) for name in _SAME_NAMES}
     with_logprobs = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
@@ -225,14 +228,14 @@ def as_chat(request: ResponsesRequest, items: Sequence[Item], tools: list[Item] 
         response_format=_response_format(request.text),
         logprobs=with_logprobs or None,
         top_logprobs=request.top_logprobs if with_logprobs else None,
-        # Log-probabilities are told with the text that they belong to.
+        # Log-probabilities are sent with the text that they belong to, so output is read as it grows.
         stream=True if request.stream or with_logprobs else None,
         **same,
     )
 
 
 def _messages(items: Sequence[Item]) -> list[ChatMessage]:
-    """What the assistant thought, said and called in a row is one message."""
+    """Converts items to messages. An assistant's reasoning, text and calls in a row become one message."""
     messages: list[ChatMessage] = []
     requests = {item["id"]: item for item in items if item["type"] == APPROVAL_REQUEST}
     for item in items:
@@ -258,8 +261,8 @@ def _messages(items: Sequence[Item]) -> list[ChatMessage]:
                 _add_call(messages, item["id"], item)
                 text = item["output"] if item["output"] is not None else f"error: {_said_of(item['error'])}"
                 messages.append(ChatMessage(role="tool", content=text, tool_call_id=item["id"]))
-            case "mcp_approval_response" if not item["approve"]:  # one that was approved is an mcp_call
-                if (request := requests.get(item["approval_request_id"])) is not None:  # else it was too old to fit
+            case "mcp_approval_response" if not item["approve"]:  # an approved call is an mcp_call
+                if (request := requests.get(item["approval_request_id"])) is not None:  # else truncation dropped it
                     _add_call(messages, request["id"], request)
                     why = "the user did not approve of this call" + (f": {item['reason']}" if item["reason"] else "")
                     messages.append(ChatMessage(role="tool", content=why, tool_call_id=request["id"]))
@@ -275,7 +278,7 @@ def _said_of(error: Any) -> str:
 
 
 def _open_message(messages: list[ChatMessage], *, is_new: bool = False) -> ChatMessage:
-    """The assistant's last message, where it can go on."""
+    """The last message if it is the assistant's, else (or if is_new) a new one, which is appended."""
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or is_new:
         last = ChatMessage(role="assistant")
@@ -294,7 +297,7 @@ def _joined(parts: Sequence[Item]) -> str:
 
 
 def _joined_systems(messages: list[ChatMessage], instructions: str | None) -> list[ChatMessage]:
-    """Templates take one system message, at the beginning."""
+    """Joins system messages at the beginning into one: templates accept only one, at the beginning."""
     begin = 0
     while begin < len(messages) and messages[begin].role == "system":
         begin += 1
@@ -305,13 +308,13 @@ def _joined_systems(messages: list[ChatMessage], instructions: str | None) -> li
 
 
 def turns_to_drop(items: Sequence[Item]) -> list[int]:
-    """Where a conversation may be cut at its front: each user's message but the first begins a shorter one."""
+    """Places at which a conversation may begin when its oldest turns are dropped: user messages but the first."""
     starts = [place for place, item in enumerate(items) if item["type"] == "message" and item["role"] == "user"]
     return starts[1:]
 
 
 def without_oldest(items: Sequence[Item], start: int) -> list[Item]:
-    """From `start` on; what the system says stays."""
+    """The items from `start` on, and all system messages before."""
     kept = [item for item in items[:start] if item["type"] == "message" and item["role"] in ("system", "developer")]
     return kept + list(items[start:])
 
@@ -343,7 +346,7 @@ def _choice(choice: str | Item | None, where: str = "tool_choice") -> str | Item
 
 
 def _response_format(text: Item | None) -> Item | None:
-    """text.format in chat's shape."""
+    """text.format as the response_format of chat completions. Raises ApiError."""
     if text is None:
         return None
     form = text.get("format")
@@ -367,6 +370,6 @@ def check_include(include: Sequence[str] | None) -> None:
 
 
 def size_of(request: ResponsesRequest, items: Sequence[Item], tools: Sequence[Item] | None) -> int:
-    """Bytes, about: how much work a conversation is, with all else of its request that is written or checked."""
+    """Approximate bytes of a conversation and of the rest of its request: a measure of the work to process it."""
     rest = msgspec.structs.replace(request, input="", tools=None)
     return len(msgspec.json.encode((items, tools, rest)))

@@ -1,6 +1,6 @@
-"""From a request to a response that runs: what the model is asked with all that was said before, and by which tools.
+"""Starts a response: gathers the conversation so far and the tools, and builds each prompt of its turns.
 
-The server's routes and batches begin responses here.
+Both the server's routes and batches start responses here.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from headrace.ipc.failure import QueueFullError
 _OWN_NAMES: Mapping[str, str] = types.MappingProxyType(
     {"messages": "input", **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")}
 )
-"""Of chat completions' fields."""
+"""The Responses API's names of chat completions' fields."""
 
 
 class ResponseParts(NamedTuple):
-    """What a process makes responses with."""
+    """The parts of an HTTP process that responses need."""
 
     store: ResponseStore
     tool_servers: ToolServers
@@ -58,9 +58,9 @@ class ResponseParts(NamedTuple):
 class Begun(NamedTuple):
     run: ResponseRun
     running: Coroutine[Any, Any, None]
-    """All of the run, still to be awaited."""
+    """The coroutine of `ResponseRun.run`, not awaited yet."""
     stored: Stored
-    """What is kept of it, without the response."""
+    """What will be stored, still without the response."""
 
 
 async def begin(
@@ -73,9 +73,9 @@ async def begin(
     log: EventLog | None = None,
     deadline_s: float | None = None,
 ) -> Begun:
-    """log: where its events go. deadline_s: when it has to have ended (monotonic). Raises ApiError and HeadraceError.
+    """Prepares a response. A background response is not stored yet. Raises ApiError and HeadraceError.
 
-    One in the background is not stored yet."""
+    log: receives its events. deadline_s: by which it must have ended (monotonic)."""
     store = parts.store
     asked = stored_form(request.input)
     items = [*await history(store, tenant, request.previous_response_id), *asked]
@@ -120,8 +120,8 @@ async def begin(
 
 
 async def whole(parts: ResponseParts, request: ResponsesRequest, engine: Engine, name: str, tenant: str) -> bytes:
-    """A response that nobody waits for, as JSON. Raises ApiError and HeadraceError; QueueFullError where it may be
-    tried again, as nothing has been called."""
+    """Runs a response without a connection and returns it as JSON. Raises ApiError and HeadraceError; of these,
+    QueueFullError if it may be retried, as no tool has been called."""
     run, running, _ = await begin(parts, request, engine, name, tenant)
     await running
     if run.error is None:
@@ -132,7 +132,7 @@ async def whole(parts: ResponseParts, request: ResponsesRequest, engine: Engine,
 
 
 def check_request(request: ResponsesRequest, store: ResponseStore) -> None:
-    """Raises ApiError, which names the field."""
+    """Checks fields against each other and the store. Raises ApiError, which names the field."""
     check_include(request.include)
     if request.background and request.store is False:
         raise bad_field(
@@ -146,7 +146,7 @@ def check_request(request: ResponsesRequest, store: ResponseStore) -> None:
 
 
 async def history(store: ResponseStore, tenant: str, previous: str | None) -> list[Item]:
-    """What was said before. Raises ApiError."""
+    """The items of the responses before this one, oldest first. Raises ApiError if one is missing or incomplete."""
     if previous is None:
         return []
     items, missing = await store.history(tenant, previous)
@@ -173,7 +173,7 @@ def _work(
     name: str,
     tenant: str,
 ) -> ChatWork:
-    """The prompt, without its oldest turns where the request allows it and they do not fit. Raises ApiError."""
+    """What to run. With truncation: auto, drops the oldest turns that do not fit. Raises ApiError."""
 
     def attempt(kept: list[Item]) -> ChatWork | ApiError:
         try:
@@ -187,7 +187,7 @@ def _work(
     best = attempt(items)
     cuts = turns_to_drop(items)
     low, high = 0, len(cuts) if isinstance(best, ApiError) else 0
-    while low < high:  # the first cut that fits is one of these
+    while low < high:  # binary search for the first cut that fits
         middle = (low + high) // 2
         found = attempt(without_oldest(items, cuts[middle]))
         if isinstance(found, ApiError):
@@ -200,7 +200,7 @@ def _work(
 
 
 async def mcp_tools(servers: ToolServers, request: ResponsesRequest, functions: Sequence[Item]) -> dict[str, Tool]:
-    """What this server calls, by name. Raises ApiError."""
+    """The MCP tools that this server may call for the request, by name. Raises ApiError."""
     found: list[Tool] = []
     for index, tool in enumerate(request.tools or ()):
         if tool["type"] == "mcp":
@@ -209,7 +209,7 @@ async def mcp_tools(servers: ToolServers, request: ResponsesRequest, functions: 
 
 
 class _Turns:
-    """What one response asks the model: once, and again after each turn whose calls this server has carried out."""
+    """The prompts of one response: the first, and one after each turn whose tool calls this server has carried out."""
 
     def __init__(
         self, parts: ResponseParts, request: ResponsesRequest, items: list[Item], make: MakeWork, tools: AnswerTools
@@ -221,7 +221,7 @@ class _Turns:
         return await self._work(self._request, self._items)
 
     async def next(self, run: ResponseRun) -> ChatWork | None:
-        """None where there is nothing to answer: no calls, or some that the client has to carry out or to approve."""
+        """The next prompt; None if the response ends: without calls, or with some for the client to run or approve."""
         if not run.items.calling:
             return None
         calls = [item for _, item in run.items.calling]
@@ -233,7 +233,7 @@ class _Turns:
         run.items.called()
         if any(item["type"] in ("function_call", CUSTOM_CALL, APPROVAL_REQUEST) for item in run.items.done):
             return None
-        # A call that had to be made has been.
+        # A required call has been made now.
         request = msgspec.structs.replace(self._request, tool_choice=None)
         if request.max_output_tokens is not None:
             request.max_output_tokens -= run.usage.output_tokens
@@ -247,12 +247,12 @@ class _Turns:
 
 
 MakeWork = Callable[[ResponsesRequest, list[Item], list[Item] | None], ChatWork]
-"""Of a request, the conversation's items and the tools that the model sees."""
+"""Makes a `ChatWork` from a request, the conversation's items, and the tools that the model sees."""
 
 
 class AnswerTools(NamedTuple):
     functions: list[Item]
-    """The client's, as chat completions have them."""
+    """The client's tools, in the form of chat completions."""
     called: dict[str, Tool]
     """Those of MCP servers, by name."""
 
@@ -286,5 +286,5 @@ def _response_of(request: ResponsesRequest, id: str, work: ChatWork, *, stores: 
 
 
 def _told(tool: Item) -> Item:
-    """As the response has it."""
+    """The tool as it appears in the response."""
     return {"description": None, "parameters": None, "strict": None, **tool} if tool["type"] == "function" else tool

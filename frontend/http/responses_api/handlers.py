@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from headrace.frontend.http.routes import ServerState
 
 _MOST_LOG_BYTES = 16 << 20
-"""Of the events of background responses that have ended, for those who come back to a stream."""
+"""Most bytes of events kept of ended background responses, for clients that resume a stream."""
 _LOOK_S = 1.0
-"""How often a background response sees whether another process has cancelled it."""
+"""How often to check whether another process has cancelled a background response."""
 
 
 class BackgroundRuns:
-    """The responses that this process generates for nobody's connection, and events of some that have ended."""
+    """The background responses of this process, and the events of some that have ended."""
 
     def __init__(self) -> None:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -65,7 +65,7 @@ class BackgroundRuns:
             task.cancel()
 
     async def wait(self) -> None:
-        """Until all have ended."""
+        """Returns when all have ended."""
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _ended(self, key: tuple[str, str]) -> None:
@@ -77,7 +77,7 @@ class BackgroundRuns:
 
 
 class ResponsesState:
-    """What one HTTP process has for this API."""
+    """The state of this API in one HTTP process."""
 
     def __init__(self, path: str | None, most_bytes: int, tool_servers: Sequence[str], *, strict: bool = False) -> None:
         """Raises OptionError."""
@@ -87,7 +87,7 @@ class ResponsesState:
         self.runs = BackgroundRuns()
 
     async def close(self) -> None:
-        """Once nothing runs on the engines any more."""
+        """Called when no request runs on the engines any more."""
         await self.runs.wait()
         self.store.close()
 
@@ -150,7 +150,7 @@ async def create(state: ServerState, exchange: Exchange) -> None:
 
 
 async def input_tokens(state: ServerState, exchange: Exchange) -> None:
-    """How long the prompt of a response would be."""
+    """The number of tokens in the prompt of a response."""
     own = state.responses
     request = await exchange.prepare(lambda body: state.decoder.decode(body, ResponsesRequest))
     state.check_accepting()
@@ -169,14 +169,14 @@ async def input_tokens(state: ServerState, exchange: Exchange) -> None:
 
 
 async def _in_foreground(state: ServerState, exchange: Exchange, run: ResponseRun, task: asyncio.Task[None]) -> None:
-    """The client waits: without it, nothing goes on."""
+    """Answers with a response that ends when its client leaves."""
     try:
         async with state.generator.reader(exchange.receive) as gone:
             if run.log is None:
                 if not await first_of(task, gone, None):
                     return
             else:
-                with contextlib.suppress(ApiError):  # nothing yet, so the response begins
+                with contextlib.suppress(ApiError):  # no output yet, so the HTTP response begins
                     if not await first_of(run.begun, gone, time.monotonic() + HOLD_S):
                         return
             if run.error is not None:
@@ -194,7 +194,7 @@ async def _in_foreground(state: ServerState, exchange: Exchange, run: ResponseRu
 async def _in_background(
     own: ResponsesState, tenant: str, run: ResponseRun, running: Coroutine[Any, Any, None]
 ) -> None:
-    """Until its end, or until somebody does not want it any more."""
+    """Runs a response until it ends, or until it was cancelled or deleted by any process."""
     task = asyncio.create_task(running)
     try:
         while not task.done():
@@ -259,7 +259,7 @@ async def delete(state: ServerState, exchange: Exchange) -> None:
 
 
 async def cancel(state: ServerState, exchange: Exchange) -> None:
-    """A background response ends where it is; one that has ended stays as it is."""
+    """Ends a background response where it is; one that has ended stays unchanged."""
     stored = await _stored(state, exchange)
     response = msgspec.json.decode(stored.response)
     if not response["background"]:

@@ -1,11 +1,11 @@
-"""The items of a response while they grow, and the events that tell of them.
+"""The output items of a response while they grow, and the events that report them.
 
     reasoning, message, function_call or mcp_call:
       output_item.added, [content_part.added], deltas ..., done, [content_part.done], output_item.done
-    mcp_approval_request, once it is whole:
+    mcp_approval_request, once it is complete:
       output_item.added, output_item.done
 
-One state machine gives both: the items are what the events add up to.
+One state machine produces both, so that the items are the sum of the events.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def new_id(prefix: str) -> str:
 
 
 class ClientTool(NamedTuple):
-    """One that the client runs (client_tools.py)."""
+    """A tool that the client runs (client_tools.py)."""
 
     function: Item
-    """As chat completions have it."""
+    """The tool in the form of chat completions."""
     name: str
     namespace: str | None = None
     is_custom: bool = False
@@ -45,7 +45,7 @@ NO_TOOLS: Mapping[str, ClientTool] = types.MappingProxyType({})
 
 
 def mcp_call(label: str, name: str, arguments: str = "", *, approval_request_id: str | None = None) -> Item:
-    """Of the tool of an MCP server, before it is carried out."""
+    """An mcp_call item for a tool of the MCP server `label`, before the call is carried out."""
     about = {"server_label": label, "name": name, "arguments": arguments}
     rest = {"approval_request_id": approval_request_id, "output": None, "error": None}
     return {"id": new_id("mcp"), "type": "mcp_call", **about, **rest}
@@ -58,7 +58,7 @@ class Tell(Protocol):
 
 
 class OutputItems:
-    """Feed it what a reader reads of the model's answer."""
+    """The state machine: `take` accepts what the parser reads from the model's output."""
 
     def __init__(
         self,
@@ -69,23 +69,23 @@ class OutputItems:
         asked_for: Collection[str] = (),
         tools: Mapping[str, ClientTool] = NO_TOOLS,
     ) -> None:
-        """with_encrypted: reasoning carries `encrypted_content`, for clients that send it back instead of its text.
-        servers: labels of the MCP servers whose tools this server calls, by the tools' names. asked_for: those of the
-        tools whose calls wait for the client's approval. tools: the client's own, by the names that the model sees."""
+        """with_encrypted: reasoning items get `encrypted_content`, for clients that send it back instead of the text.
+        servers: for each MCP tool that this server calls, by name, its server's label. asked_for: names of the MCP
+        tools whose calls need the client's approval. tools: the client's tools, by the names that the model sees."""
         self._tools = tools
         self._tell, self._with_encrypted, self._servers, self._asked_for = tell, with_encrypted, servers, asked_for
         self.calling: list[tuple[int, Item]] = []
-        """Calls of MCP tools that are to be carried out, with their places."""
+        """Calls of MCP tools that have to be carried out, each with its index in `done`."""
         self.done: list[Item] = []
         self._open: Item | None = None
         self._kind = ""
         self._call = -1
-        """Which of the answer's calls the open item is."""
+        """The index of the open item among the output's tool calls; -1 if it is not one."""
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
 
     def take(self, told: Event, logprobs: Sequence[Any] = ()) -> None:
-        """logprobs: of the tokens that told it, where they were asked for."""
+        """Adds an event of the parser to the open item, or begins another. logprobs: of its tokens, if requested."""
         kind = "function_call" if told.call >= 0 else "reasoning" if told.reasoning else "message"
         if self._open is None or self._kind != kind or self._call != told.call:
             self.close()
@@ -97,7 +97,7 @@ class OutputItems:
         self._texts.append(text)
         place = {"item_id": item["id"], "output_index": len(self.done)}
         if item["type"] in (APPROVAL_REQUEST, CUSTOM_CALL):
-            pass  # told once it is whole
+            pass  # sent once it is complete
         elif kind == "function_call":
             self._tell(f"{item['type']}_arguments.delta", **place, delta=text)
         elif kind == "reasoning":
@@ -107,7 +107,7 @@ class OutputItems:
             self._tell("output_text.delta", **place, content_index=0, delta=text, logprobs=logprobs)
 
     def add_listing(self, item: Item) -> None:
-        """What tools an MCP server has."""
+        """Adds an mcp_list_tools item: the tools of an MCP server."""
         index = len(self.done)
         self._tell("output_item.added", output_index=index, item={**item, "tools": []})
         for step in ("in_progress", "completed"):
@@ -116,7 +116,7 @@ class OutputItems:
         self.done.append(item)
 
     def begin_call(self, item: Item) -> None:
-        """A call that the client has approved of, and that is to be carried out."""
+        """Adds a call that the client has approved and that has to be carried out."""
         index, item["status"] = len(self.done), "calling"
         self._tell("output_item.added", output_index=index, item={**item, "status": "in_progress"})
         self._tell("mcp_call.in_progress", item_id=item["id"], output_index=index)
@@ -124,7 +124,7 @@ class OutputItems:
         self.calling.append((index, item))
 
     def called(self) -> None:
-        """All of `calling` has been carried out."""
+        """Called when all of `calling` have been carried out: sends their last events."""
         for index, item in self.calling:
             item["status"] = "completed" if item["error"] is None else "failed"
             self._tell(f"mcp_call.{item['status']}", item_id=item["id"], output_index=index)
@@ -132,9 +132,9 @@ class OutputItems:
         self.calling.clear()
 
     def finish(self, *, is_complete: bool) -> None:
-        """The answer has ended; one without any text is an empty message."""
+        """Called when the output has ended. A complete one without any text gets an empty message."""
         self.close("completed" if is_complete else "incomplete")
-        for index, item in self.calling:  # the answer was cut off after them
+        for index, item in self.calling:  # the output was cut off after them
             item["status"] = "incomplete"
             self._tell("output_item.done", output_index=index, item=item)
         self.calling.clear()
@@ -168,7 +168,7 @@ class OutputItems:
             self._tell("content_part.added", **place, part=self._part(kind, ""))
 
     def close(self, status: str = "completed") -> None:
-        """The open item is whole, as far as it comes."""
+        """Completes the open item with the text so far, and sends its last events."""
         if self._open is None:
             return
         item, text, index = self._open, "".join(self._texts), len(self.done)
@@ -187,7 +187,7 @@ class OutputItems:
             return
         elif item["type"] == APPROVAL_REQUEST:
             self._open = None
-            if status == "completed":  # nobody should approve of half a call
+            if status == "completed":  # an incomplete call must not be approved
                 self._close_request({**item, "arguments": text})
             return
         else:
@@ -208,7 +208,7 @@ class OutputItems:
         self._open = None
 
     def _own_call(self, told: Event) -> Item:
-        """Of one of the client's tools, or of none that there is."""
+        """The item of a call of a client's tool, or of an unknown tool."""
         tool = self._tools.get(told.name)
         name = told.name if tool is None else tool.name
         within = {} if tool is None or tool.namespace is None else {"namespace": tool.namespace}
@@ -221,7 +221,7 @@ class OutputItems:
         index = len(self.done)
         self._tell("mcp_call_arguments.done", **place, arguments=item["arguments"])
         self.done.append(item)
-        if item["status"] == "completed":  # one that was cut off is not carried out
+        if item["status"] == "completed":  # a call that was cut off is not carried out
             item["status"] = "calling"
             self.calling.append((index, item))
         else:
@@ -240,24 +240,24 @@ class OutputItems:
 
 
 def as_encrypted(text: str) -> str:
-    """OpenAI hides reasoning; here the answer has it in the clear, and this only carries it back."""
+    """The text as `encrypted_content`: only base64, since the response shows the reasoning anyway."""
     return base64.b64encode(text.encode()).decode()
 
 
 def with_encrypted(item: Item) -> Item:
-    """A whole item; reasoning has `encrypted_content` besides."""
+    """A complete item, with `encrypted_content` if it is reasoning."""
     if item["type"] != "reasoning":
         return item
     return {**item, "encrypted_content": as_encrypted("".join(part["text"] for part in item["content"]))}
 
 
 def from_encrypted(content: str) -> str:
-    """Raises ValueError for what this server did not write."""
+    """The inverse of `as_encrypted`. Raises ValueError for text that this server did not write."""
     return base64.b64decode(content, validate=True).decode()
 
 
 def input_of(arguments: str) -> str:
-    """The text that a custom tool is called with; what the model wrote, where it is something else."""
+    """A custom tool's input, from the arguments of the model's call; the arguments themselves if they have none."""
     try:
         found = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):

@@ -1,9 +1,9 @@
-"""One response in the making: it runs on the engine, its items grow, and connections follow its events.
+"""A response while it is generated: it runs on the engine, adds to its items, and sends its events to connections.
 
     core's step --> ResponseRun.on_step --> OutputItems --> EventLog --> Follower --> connection.write_chunk
 
-A response in the foreground ends with its connection, and a reader that is slow gets fewer and larger events; one in
-the background goes on, and keeps its events for those who come later.
+A foreground response ends with its connection, and a slow reader gets fewer and larger events. A background response
+continues without a connection, and keeps its events for later readers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class OutputTokensDetails(msgspec.Struct):
 
 
 class ResponseUsage(msgspec.Struct):
-    """Of all of a response's turns on the engine."""
+    """Token counts over all turns of a response on the engine."""
 
     input_tokens: int = 0
     input_tokens_details: InputTokensDetails = msgspec.field(default_factory=InputTokensDetails)
@@ -54,7 +54,7 @@ class ResponseUsage(msgspec.Struct):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """A response: what was asked for, and what came of it."""
+    """A response: what was requested, and the result."""
 
     id: str
     object: Literal["response"] = "response"
@@ -87,10 +87,10 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 
 class EventLog:
-    """What has been told of a response; an event's place is its sequence_number."""
+    """The events of a response; an event's place is its sequence_number."""
 
     def __init__(self, *, keeps: bool) -> None:
-        """keeps: also what every follower has read."""
+        """keeps: events that every follower has read stay in the log."""
         self.keeps = keeps
         self._events: list[bytes] = []
         self._first = 0
@@ -110,6 +110,7 @@ class EventLog:
         self.num_bytes += len(data)
 
     def since(self, place: int) -> bytes:
+        """The events from `place` on; unless the log keeps events, they are removed."""
         data = b"".join(self._events[max(0, place - self._first) :])
         if not self.keeps:
             self._first, self._events, self.num_bytes = self.end, [], 0
@@ -125,23 +126,23 @@ class EventLog:
 
 
 class Follower:
-    """Writes a response's events to one connection, from some place on."""
+    """Writes a response's events to one connection, from a given place on."""
 
     def __init__(self, log: EventLog, connection: Connection, place: int = 0) -> None:
         self._log, self._connection, self._place = log, connection, place
         self.is_open = False
         self.last_write_s = time.monotonic()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done once the last event is written."""
+        """Done once the last event has been written."""
         log.followers.append(self)
 
     @property
     def is_behind(self) -> bool:
-        """Its reader has not taken yet what was written."""
+        """Whether the client has not read what was written, or the response has not begun."""
         return not self.is_open or self._connection.congested
 
     def open(self, on_writable: Callable[[], None]) -> None:
-        """The response has begun. on_writable: for when a slow reader has read."""
+        """Called when the response has begun. on_writable: called now, and when a slow client has caught up."""
         self.is_open = True
         self._connection.on_writable = on_writable
         on_writable()
@@ -168,7 +169,7 @@ class Follower:
 
 
 class ResponseRun:
-    """Everything happens in the event loop. `run` is its whole life."""
+    """One response; `run` is its whole life. Everything happens in the event loop."""
 
     def __init__(
         self,
@@ -182,8 +183,8 @@ class ResponseRun:
         asked_for: Collection[str] = (),
         tools: Mapping[str, ClientTool] = NO_TOOLS,
     ) -> None:
-        """log: where events go; None: nobody reads any. save: before the last event is told; False: it is cancelled.
-        servers, asked_for, tools: see OutputItems."""
+        """log: receives the events; None: nobody reads them. save: stores the response, before its last event is sent;
+        False if the response was cancelled meanwhile. servers, asked_for, tools: see OutputItems."""
         self.response, self.log, self._save = response, log, save
         self._generator = generator
         self.items = OutputItems(
@@ -191,11 +192,11 @@ class ResponseRun:
         )
         self.usage = ResponseUsage()
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done with the first token, or the end."""
+        """Done at the first token, or at the end."""
         self.error: Exception | None = None
         self._turn: _Turn | None = None
         self.is_cut = False
-        """There are no tokens left for another turn, which there would be."""
+        """Another turn would follow, but max_output_tokens are used up."""
 
     async def run(
         self,
@@ -206,9 +207,10 @@ class ResponseRun:
         approved: Sequence[Item] = (),
         deadline_s: float | None = None,
     ) -> None:
-        """Until the response is complete, failed or cancelled, and saved. next_turn: see `NextTurn`. listings: items
-        of tools that it begins with. approved: calls that are carried out before anything is generated; what is, then
-        is the next turn's. deadline_s: of its end (monotonic)."""
+        """Returns when the response is complete, failed or cancelled, and saved.
+
+        next_turn: see `NextTurn`. listings: the items with MCP servers' tools, which come first. approved: calls that
+        are carried out first; then next_turn's prompt replaces `work`. deadline_s: for the end (monotonic)."""
         self._tell_response("created")
         if self.response.status == "queued":
             self._tell_response("queued")
@@ -246,7 +248,7 @@ class ResponseRun:
                 self.log.close()
 
     def take_news(self) -> None:
-        """Reads what has come, unless the one who would hear of it has not read what came before."""
+        """Turns new output into events and sends them; waits if all clients are behind and events are not kept."""
         log = self.log
         if self._turn is not None and (log is None or log.keeps or not all(each.is_behind for each in log.followers)):
             self._turn.read(self.items)
@@ -262,13 +264,13 @@ class ResponseRun:
             return
         try:
             self.take_news()
-        except Exception as error:  # the caller is the loop of all requests, and must not end for one
+        except Exception as error:  # raising would end the caller, the loop of all requests
             logger.exception("an event could not be written")
             self._turn = None
             self.error = self.error or error
 
     def fail(self, error: BaseException) -> None:
-        """`_generate` hears of it."""
+        """Nothing to do: `_generate` raises the error."""
 
     def close(self) -> None:
         self._turn = None
@@ -276,13 +278,13 @@ class ResponseRun:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     async def _generate(self, engine: Engine, work: ChatWork) -> str | None:
-        """One prompt, to its answer's end; the finish reason."""
+        """Runs one prompt to the end of its output. Returns the finish reason."""
         form_field = "text.format" if work.form_field == "response_format" else work.form_field
         async with self._generator.running(engine, [work.job], form_field) as running:
             (stream,) = running.streams
             self._turn = turn = _Turn(stream, work, self.response.parallel_tool_calls)
             running.events = self
-            if turn.sequence.has_news():  # it came while the request was sent
+            if turn.sequence.has_news():  # output that came before this listener was set
                 self.on_step(stream)
             await running.ended
             if running.error is not None:
@@ -326,16 +328,16 @@ class ResponseRun:
 
 
 def _of_loop(time_s: float | None) -> float | None:
-    """A monotonic time as the event loop has it."""
+    """Converts a monotonic time to that of the event loop."""
     return None if time_s is None else asyncio.get_running_loop().time() + time_s - time.monotonic()
 
 
 NextTurn = Callable[[ResponseRun], Awaitable[ChatWork | None]]
-"""Called when an answer is complete: what to generate next for the same response, None where it ends."""
+"""Called when a turn is complete: returns the next prompt of the same response, None if it ends."""
 
 
 class _Turn:
-    """The answer to one prompt."""
+    """The output for one prompt of a response."""
 
     def __init__(self, stream: RequestStream, work: ChatWork, several_calls: bool) -> None:
         self._stream, self._work, self._several_calls = stream, work, several_calls
@@ -343,11 +345,11 @@ class _Turn:
         self._reader = OutputParser(None, None) if work.make_reader is None else work.make_reader()
         self._reasoning: list[str] = []
         self._untold: list[TokenLogprob] = []
-        """Of tokens whose text has not been told yet, or is none."""
+        """Log-probabilities of tokens whose text has not been sent yet, or that have none."""
         self._has_ended = False
 
     def read(self, items: OutputItems) -> None:
-        """Gives the items what is new."""
+        """Passes new output to the items."""
         if self._has_ended or not self.sequence.has_news():
             return
         output = self.sequence.read(delta=True, tokenizer=self._stream.tokenizer)
@@ -369,20 +371,20 @@ class _Turn:
 
     @property
     def is_cut(self) -> bool:
-        """What it said last is not whole, and has been told."""
+        """Whether the last item is incomplete: the output was cut, and what was cut is part of the response."""
         sequence = self.sequence
         if self._reader.num_calls > 1 and not self._several_calls:
             return False
         return sequence.finish_reason == "length" or self._reader.is_cut_by(sequence.stop_reason)
 
     def _take_logprobs(self, text: str) -> list[TokenLogprob]:
-        """Of the tokens that a text was told from: neither markers before it nor what may be a stop string after it,
-        nor what was read together with it and is told next."""
+        """Takes the log-probabilities of a text's tokens: without markers before it, a possible stop string after it,
+        or tokens that were read together with it and belong to the next text."""
         if not text or not self._untold:
             return []
         untold, self._untold = self._untold, []
         begin = "".join(each.token for each in untold).find(text)
-        if begin < 0:  # characters of several tokens
+        if begin < 0:  # a character that spans several tokens
             return untold
         found, at = [], 0
         for each in untold:

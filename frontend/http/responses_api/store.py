@@ -1,7 +1,7 @@
-"""What the Responses API keeps: responses and the items that they were made of, the least recently used leave first.
+"""The store of the Responses API: responses and their input items. The least recently used are evicted first.
 
-SQLite in memory, or in a file that the server's HTTP processes share and that outlives them. Everything happens in a
-thread of its own, since a disk may take its time.
+It is a SQLite database in memory, or in a file that the server's HTTP processes share and that outlives them. All
+queries run in a separate thread, since a disk may be slow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 IN_PROGRESS = ("queued", "in_progress")
 MOST_TURNS = 4096
 _WAIT_S = 5.0
-"""For another process to finish with the file."""
+"""How long to wait for another process that locks the file."""
 _TABLE = """
 create table if not exists responses (
     tenant text, id text, status text, previous text, response blob, input blob,
@@ -36,12 +36,12 @@ class Stored(msgspec.Struct, frozen=True):
     status: str
     previous: str | None
     response: bytes
-    """As JSON."""
+    """The response as JSON."""
     input: bytes
-    """The items that this response was asked with, as JSON."""
+    """The request's input items, as JSON."""
 
     def items(self) -> list[dict[str, Any]]:
-        """This turn: what was asked and what was answered."""
+        """The input and output items of this turn."""
         asked: list[dict[str, Any]] = msgspec.json.decode(self.input)
         answered: list[dict[str, Any]] = msgspec.json.decode(self.response)["output"]
         return asked + answered
@@ -49,7 +49,7 @@ class Stored(msgspec.Struct, frozen=True):
 
 class ResponseStore:
     def __init__(self, path: str | None, most_bytes: int) -> None:
-        """Raises OptionError for a file that cannot be used. `most_bytes` of 0: nothing is kept."""
+        """path: None for memory. most_bytes: 0 stores nothing. Raises OptionError for a file that cannot be used."""
         self.most_bytes, self.is_shared = most_bytes, path is not None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="response-store")
         try:
@@ -70,11 +70,11 @@ class ResponseStore:
             self._database.close()
 
     async def put(self, tenant: str, stored: Stored) -> bool:
-        """False where a response that was in progress has been cancelled or deleted meanwhile: nothing is changed."""
+        """Updates a response. Returns False and changes nothing if it is not in progress, as after a cancellation."""
         return await self._run(lambda: self._put(tenant, stored, is_new=False))
 
     async def add(self, tenant: str, stored: Stored) -> None:
-        """One that nobody knows yet."""
+        """Stores a new response."""
         await self._run(lambda: self._put(tenant, stored, is_new=True))
 
     async def get(self, tenant: str, id: str) -> Stored | None:
@@ -88,12 +88,12 @@ class ResponseStore:
         return await self._run(delete)
 
     async def history(self, tenant: str, id: str) -> tuple[list[dict[str, Any]], str | None]:
-        """The items of a response and of all that it followed, oldest first; and the id of one that is gone or not
-        complete, if there is such."""
+        """The items of a response and of all that it follows, oldest first, and None; or no items, and the id of a
+        response that is missing or not complete."""
         return await self._run(lambda: self._history(tenant, id))
 
     async def is_wanted(self, tenant: str, id: str) -> bool:
-        """Says that a response's maker lives; False once somebody has cancelled or deleted it."""
+        """Stores a heartbeat for a response of this process. Returns False once it was cancelled or deleted."""
 
         def hear() -> bool:
             change = "update responses set heard = ? where tenant = ? and id = ? and status in (?, ?)"

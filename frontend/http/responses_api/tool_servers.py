@@ -1,7 +1,7 @@
-"""MCP servers, whose tools the model may call and this server carries out (by the official client library, `mcp`).
+"""MCP servers, whose tools the model may call. This server carries out the calls, with the official client, `mcp`.
 
-A request names a server that `--tool-server` has, never an address of its own: whoever may ask this server would else
-reach whatever it reaches.
+A request names one of the servers of `--tool-server`, and cannot give an address: clients could otherwise reach
+whatever this server can reach.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 60.0
 _LIST_TIMEOUT_S = 10.0
 MOST_CALLS = 128
-"""Of one response, unless its max_tool_calls says less: a model may call for ever."""
+"""Most calls of one response, unless its max_tool_calls is lower: a model may call tools for ever."""
 _LONGEST_OUTPUT = 1 << 20
 _KNOWN = ("type", "server_label", "server_url", "server_description", "allowed_tools", "require_approval")
 
 
 class ToolFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Some of a server's tools: those of these names, those that say of themselves that they only read, or not."""
+    """Selects tools of a server: by name, by whether they declare that they only read, or both."""
 
     tool_names: tuple[str, ...] | None = None
     read_only: bool | None = None
@@ -44,30 +44,30 @@ class ToolFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ApprovalFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which calls wait until the client approves of them."""
+    """Selects the tools whose calls need the client's approval."""
 
     always: ToolFilter | None = None
     never: ToolFilter | None = None
 
     def asks(self, name: str, *, reads_only: bool) -> bool:
-        """A tool that neither names is asked for, unless there is only `always`."""
+        """Whether a call needs approval. For a tool in neither filter it does, unless only `always` is given."""
         if self.always is not None and self.always.admits(name, reads_only=reads_only):
             return True
         return self.always is None if self.never is None else not self.never.admits(name, reads_only=reads_only)
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """One that a server has and a request allows."""
+    """A tool of an MCP server that a request may use."""
 
     label: str
     name: str
     description: str
     schema: dict[str, Any]
     needs_approval: bool
-    """Its calls wait until the client approves of them."""
+    """Its calls need the client's approval."""
 
     def as_function(self) -> Item:
-        """As chat completions have it."""
+        """The tool in the form of chat completions."""
         function = {"name": self.name, "description": self.description, "parameters": self.schema}
         return {"type": "function", "function": function}
 
@@ -77,7 +77,7 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 def parse_servers(given: Sequence[str]) -> dict[str, str]:
-    """Addresses by label. Raises OptionError."""
+    """The addresses of the option tool_server, by label. Raises OptionError."""
     servers: dict[str, str] = {}
     for each in (part.strip() for option in given for part in option.split(",")):
         label, _, url = each.partition("=") if "=" in each.partition("://")[0] else ("", "", each)
@@ -95,16 +95,16 @@ def parse_servers(given: Sequence[str]) -> dict[str, str]:
 
 
 class ToolServers:
-    """Those of a server's option."""
+    """The MCP servers of the option tool_server."""
 
     def __init__(self, given: Sequence[str]) -> None:
         """Raises OptionError."""
         self._urls = parse_servers(given)
         if self._urls:
-            importlib.import_module("mcp")  # takes a second, which no request should
+            importlib.import_module("mcp")  # takes a second, so it is done before any request
 
     async def tools(self, asked: Item, where: str) -> list[Tool]:
-        """Those of the server that a request's tool names. Raises ApiError."""
+        """The allowed tools of the server that `asked`, a request's tool of type mcp, names. Raises ApiError."""
         label = asked.get("server_label")
         if not isinstance(label, str) or label not in self._urls:
             known = ", ".join(self._urls) or "none: it was started without --tool-server"
@@ -132,7 +132,7 @@ class ToolServers:
         return tools
 
     async def call(self, item: Item) -> None:
-        """Carries out an mcp_call: puts its output into it, or its error."""
+        """Carries out an mcp_call and sets its output or its error."""
         try:
             arguments = msgspec.json.decode(item["arguments"] or "{}")
             if not isinstance(arguments, dict):
@@ -144,12 +144,12 @@ class ToolServers:
                 item["error"] = failure(text or "the tool failed and said nothing")
             else:
                 item["output"] = text
-        except Exception as error:  # whatever a server of somebody else's does, the model is told
+        except Exception as error:  # whatever fails at a foreign server, the model gets it as an error
             logger.info("the call of a tool of %s failed", item["server_label"], exc_info=error)
             item["error"] = failure(f"{type(error).__name__}: {_cause(error)}"[:_LONGEST_OUTPUT])
 
     def _client(self, label: str) -> Any:
-        """For each operation its own: a server may have been started anew."""
+        """A new client, for one operation: the server may have been restarted since the last one."""
         from mcp import Client
 
         return Client(self._urls[label])
@@ -169,7 +169,7 @@ def _allowed(asked: Item, where: str) -> ToolFilter | None:
 
 
 def approval_of(asked: Item, where: str) -> ApprovalFilter:
-    """Where a request says nothing of it, every call waits, as OpenAI has it."""
+    """Which calls need approval; as in OpenAI's API, all of them if require_approval is omitted. Raises ApiError."""
     given = asked.get("require_approval")
     if given in (None, "always"):
         return ApprovalFilter()
@@ -190,7 +190,7 @@ def _convert(given: Any, kind: type[_Given], where: str, other: str) -> _Given:
 
 
 def failure(text: str) -> Item:
-    """As a call's error."""
+    """The text as the error of an mcp_call."""
     return {"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": text}]}
 
 
@@ -211,7 +211,7 @@ def _text(block: Any) -> str:
 
 
 def by_name(tools: Sequence[Tool], functions: Sequence[Item]) -> dict[str, Tool]:
-    """Raises ApiError for a name that two have: the model could not say which it calls."""
+    """The tools by name. Raises ApiError if two have the same name, since a call could mean either."""
     found: dict[str, Tool] = {}
     taken = {str(each["function"].get("name")) for each in functions}
     for tool in tools:
