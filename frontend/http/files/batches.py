@@ -1,4 +1,4 @@
-"""Runs stored batches beside the server's own requests, by the code of `headrace run-batch`."""
+"""Runs stored batches alongside the server's requests, with the code of `headrace run-batch`."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 WINDOW_S = 24 * 3600.0
 _LOOK_S = 1.0
-"""How often the counts are written and the store is asked whether somebody has cancelled the batch."""
+"""How often results and counts are stored, and a cancellation of the batch is looked for."""
 
 
 _TAKE_OVER_S = 5.0
-"""How often batches are looked for whose process has ended."""
+"""How often to look for batches whose process has ended."""
 
 
 class ResultFile:
-    """What a batch writes: its answers, or its errors. The file comes to be with its first line."""
+    """A result file of a batch, with its answers or its errors. It is created with its first line."""
 
     def __init__(self, store: FileStore, tenant: str, name: str, expires_after: ExpiresAfter | None) -> None:
         self._store, self._tenant, self._name, self._expires_after = store, tenant, name, expires_after
         self.file: FileObject | None = None
 
     def reopen(self) -> Results | None:
-        """In the store's thread: what another process has written of it. Raises HeadraceError for what that is not."""
+        """An earlier run's results, if any. Runs in the store's thread. Raises HeadraceError for an invalid file."""
         file = self._store.results(self._tenant, self._name)
         if file is None or not self._store.path(file.id).exists():
             return None
@@ -65,7 +65,7 @@ class ResultFile:
         return results
 
     def append(self, lines: list[bytes]) -> None:
-        """In the store's thread. Raises FullError."""
+        """Writes lines to the file. Runs in the store's thread. Raises FullError if the store is full."""
         data = b"".join(lines)
         if not data:
             return
@@ -84,10 +84,10 @@ class ResultFile:
 
 
 class Batch:
-    """One that runs in this process."""
+    """A batch that runs in this process."""
 
     def __init__(self, state: ServerState, tenant: str, batch: BatchObject, run: int = FIRST_RUN) -> None:
-        """run: which process after another this is."""
+        """run: the number of this run of the batch, from 1."""
         self._state, self._tenant, self.batch, self._run_number = state, tenant, batch, run
         store = state.files.store
         self._store = store
@@ -97,16 +97,16 @@ class Batch:
         self._work: asyncio.Task[None] | None = None
         self.is_cancelled = False
         self._is_left = False
-        """It is not complete, and another process may go on with it, or this one when its engine is back."""
+        """The batch is given up incomplete: another process may continue it, or this one when its engine is back."""
 
     def cancel(self) -> None:
-        """Its end is asked for."""
+        """Cancels the batch, at a client's request."""
         self.is_cancelled = True
         if self._work is not None:
             self._work.cancel()
 
     async def run(self) -> None:
-        """Until it has ended, in whatever way, and that is stored."""
+        """Runs the batch until it has ended in any way, and stores the outcome."""
         batch = self.batch
         saving = asyncio.create_task(self._save_again_and_again())
         try:
@@ -199,10 +199,10 @@ class Batch:
                 return
 
     _failure: Exception | None = None
-    """What kept results from being written."""
+    """Why results could not be written."""
 
     async def _write(self) -> None:
-        """What has come since the last time. Raises FullError, TakenError and OSError."""
+        """Writes the results since the last call. Raises FullError, TakenError and OSError."""
         new, self._new = self._new, []
         told = [
             [msgspec.json.encode(each) + b"\n" for each in new if (each.error is None) is ok] for ok in (True, False)
@@ -248,7 +248,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> Exception:
 
 
 class FilesState:
-    """What one HTTP process has for files and batches."""
+    """The state of files and batches in one HTTP process."""
 
     def __init__(self, folder: str | None, most_bytes: int) -> None:
         """Raises OptionError."""
@@ -259,7 +259,7 @@ class FilesState:
         self._taking_over: asyncio.Task[None] | None = None
 
     def start(self, batch: Batch, most_in_flight: int) -> None:
-        """most_in_flight: requests of all batches together, so that others find room at the engine."""
+        """most_in_flight: limit of all batches' running requests together, which leaves room for other requests."""
         if self._slots is None:
             self._slots = asyncio.Semaphore(max(1, most_in_flight))
         id = batch.batch.id
@@ -268,7 +268,7 @@ class FilesState:
         task.add_done_callback(lambda task: self._ended(id, task))
 
     def take_over(self, state: ServerState) -> None:
-        """From now on, batches that nobody runs any more."""
+        """Begins to take over batches whose process or engine has ended, until `close`."""
         self._taking_over = asyncio.create_task(self._take_over_again_and_again(state))
 
     async def _take_over_again_and_again(self, state: ServerState) -> None:
@@ -283,7 +283,7 @@ class FilesState:
     async def _take_over(self, state: ServerState, most_in_flight: int) -> None:
         try:
             found = await self.store.take_over()
-        except sqlite3.Error as error:  # a disk may be full now and not later
+        except sqlite3.Error as error:  # a full disk may have room again later
             logger.warning("batches could not be looked for: %s", error)
             return
         for tenant, batch, run in found:
@@ -299,7 +299,7 @@ class FilesState:
             batch.cancel()
 
     async def close(self) -> None:
-        """What runs is left to whoever has the store next."""
+        """Gives up running batches; a process that opens the same store later continues them."""
         if self._taking_over is not None:
             self._taking_over.cancel()
         for task in list(self._tasks.values()):
@@ -308,5 +308,5 @@ class FilesState:
         self.store.close()
 
     def _ended(self, id: str, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(id) is task:  # it may have been taken over again already
+        if self._tasks.get(id) is task:  # this process may have taken it over again already
             del self._tasks[id], self._batches[id]

@@ -109,7 +109,7 @@ async def upload(state: ServerState, exchange: Exchange) -> None:
 
 
 def _check_origin(state: ServerState, exchange: Exchange) -> None:
-    """A foreign web page's form could send such a body, without asking."""
+    """Refuses other web pages: browsers let a form of any page send a multipart body, without a CORS preflight."""
     origin, allowed = exchange.header(b"origin"), state.options.allowed_origins
     if origin is not None and "*" not in allowed and origin not in allowed:
         raise ApiError(HTTPStatus.FORBIDDEN, "pages of this origin may not upload files (the option allowed_origins)")

@@ -1,6 +1,7 @@
 """The folder that holds files, and its index of files and batches (SQLite), which several processes may share.
 
-Everything but reading happens in a thread of its own, since a disk may take its time.
+All but reading of files happens in a separate thread, since a disk may be slow. A method that runs "in the store's
+thread" is called through `run`.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from headrace.ipc.process.own_folder import OwnFolder
 
 T = TypeVar("T")
 MOST_BATCHES = 4096
-"""Those that ended first are forgotten first."""
+"""Most batches in the index; of those that have ended, the oldest are removed first."""
 MOST_RUNS = 4
-"""Processes, or lives of an engine, that a batch is given: it may be what ends them."""
+"""How often a batch is run if its process or engine ends each time, as the batch itself may be the cause."""
 LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 30 * 24 * 3600
-"""Seconds after which a file may be forgotten, as OpenAI bounds them."""
+"""Bounds of the time in seconds after which a file expires; the same as OpenAI's."""
 RESULTS = "batch_output"
 """The purpose of files that batches write."""
 _WAIT_S = 5.0
@@ -97,11 +98,11 @@ class BatchObject(msgspec.Struct, kw_only=True):
 
 
 class FullError(HeadraceError):
-    """The store has no room for more."""
+    """The store has no room for the data."""
 
 
 class TakenError(HeadraceError):
-    """Another process runs the batch, since this one was not heard of for too long."""
+    """Another process has taken over the batch, since this one sent no heartbeat for too long."""
 
 
 class TakenOver(NamedTuple):
@@ -110,16 +111,16 @@ class TakenOver(NamedTuple):
     tenant: str
     batch: BatchObject
     run: int
-    """Which process after another that is, from 1."""
+    """The number of this run of the batch, from 1."""
 
 
 class FileStore:
     def __init__(self, folder: str | None, most_bytes: int) -> None:
-        """folder: None is one that goes with this object. Raises OptionError for one that cannot be used."""
+        """folder: None for a temporary one. Raises OptionError for a folder that cannot be used."""
         self.most_bytes = most_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="file-store")
         self._growing: dict[str, int] = {}
-        """Bytes of files that are being written here, by id."""
+        """Bytes so far of the files that this process is writing, by id."""
         self._own: OwnFolder | None = None
         try:
             if folder is None:
@@ -145,7 +146,7 @@ class FileStore:
             self._own.close()
 
     def path(self, id: str) -> Path:
-        """Of a file that this store has named."""
+        """The path of a file, by the id that this store gave it."""
         return self.folder / f"{id}.data"
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -154,29 +155,29 @@ class FileStore:
     # --- files --------------------------------------------------------------------------------------------------------
 
     def new_id(self) -> str:
-        """Of a file that begins to be written."""
+        """An id for a file that is about to be written."""
         id = f"file-{uuid.uuid4().hex}"
         self._growing[id] = 0
         return id
 
     def grow(self, id: str, num_bytes: int) -> None:
-        """In the store's thread, before so many bytes are written. Raises FullError where there is no room."""
+        """Reserves room before bytes are written. Runs in the store's thread. Raises FullError if there is no room."""
         (kept,) = self._database.execute("select coalesce(sum(size), 0) from files").fetchone()
         if kept + sum(self._growing.values()) + num_bytes > self.most_bytes:
             raise FullError(f"the server keeps {self.most_bytes} bytes of files at most, and they are full")
         self._growing[id] = self._growing.get(id, 0) + num_bytes
 
     def drop(self, id: str) -> None:
-        """In the store's thread: a file that is not wanted after all."""
+        """Deletes a file that was written but not added. Runs in the store's thread."""
         self._growing.pop(id, None)
         self.path(id).unlink(missing_ok=True)
 
     async def add(self, tenant: str, file: FileObject) -> None:
-        """One that has been written."""
+        """Adds a file that has been written."""
         await self.run(lambda: self.keep(tenant, file))
 
     def keep(self, tenant: str, file: FileObject) -> None:
-        """In the store's thread: so much of a file has been written, and is there whatever happens to this process."""
+        """Adds a file, or updates one to which more was written. Runs in the store's thread."""
         self._forget_expired()
         change = "update files set size = ?, object = ? where tenant = ? and id = ?"
         said = msgspec.json.encode(file)
@@ -235,8 +236,8 @@ class FileStore:
         await self.run(add)
 
     async def put_batch(self, tenant: str, batch: BatchObject) -> bool:
-        """By the process that runs it; False once somebody has asked for its end, which is then not overwritten with
-        anything but an end."""
+        """Updates a batch, from the process that runs it. Returns False once it is being cancelled: then only a final
+        status is stored."""
 
         def put() -> bool:
             runs = batch.status in RUNNING
@@ -254,7 +255,7 @@ class FileStore:
         return await self.run(put)
 
     async def leave_batch(self, tenant: str, batch: BatchObject) -> None:
-        """By the process that runs it and cannot go on; whoever can takes it over."""
+        """Gives up a batch, from the process that runs it and cannot continue: any process may take it over."""
 
         def leave() -> None:
             kept = self._find_batch(tenant, batch.id)
@@ -265,13 +266,13 @@ class FileStore:
         await self.run(leave)
 
     def check_run(self, tenant: str, id: str, run: int) -> None:
-        """In the store's thread, by the process whose run it is, before it writes. Raises TakenError."""
+        """Called before a run writes results, in the store's thread. Raises TakenError if a later run has begun."""
         row = self._database.execute("select runs from batches where tenant = ? and id = ?", (tenant, id)).fetchone()
         if row is not None and row[0] != run:
             raise TakenError(f"another process goes on with {id}")
 
     async def take_over(self) -> list[TakenOver]:
-        """Batches whose process has ended: they go on in this one, unless that has happened too often."""
+        """Takes over batches whose process has ended, except those that have been run too often, which fail."""
 
         def take() -> list[TakenOver]:
             found = []
@@ -304,7 +305,7 @@ class FileStore:
         return None
 
     async def cancel_batch(self, tenant: str, id: str) -> BatchObject | None:
-        """As it is then; None where there is no such."""
+        """Marks a running batch as cancelling. Returns the batch as it is then; None if there is none."""
 
         def cancel() -> BatchObject | None:
             batch = self._find_batch(tenant, id)
@@ -334,7 +335,7 @@ class FileStore:
         return None if row is None else msgspec.json.decode(row[0], type=BatchObject)
 
     def results(self, tenant: str, name: str) -> FileObject | None:
-        """In the store's thread: what a batch has written, by the name of its file."""
+        """A result file of a batch, by its name; None if there is none. Runs in the store's thread."""
         rows = self._database.execute("select object from files where tenant = ?", (tenant,)).fetchall()
         found = (msgspec.json.decode(each, type=FileObject) for (each,) in rows)
         return next((file for file in found if (file.filename, file.purpose) == (name, RESULTS)), None)

@@ -1,4 +1,4 @@
-"""A multipart body, read as it comes: the file into the store, the other fields into memory."""
+"""Reads a multipart body as it arrives: the file into the store, other fields into memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.frontend.http.openai.generation import Pace
 
 _WRITE_BYTES = 1 << 20
 _PARSED_AT_ONCE_BYTES = 1 << 14
-"""The parser looks at each place where a boundary may be, which can be every few bytes: some milliseconds' worth."""
+"""Bytes per call of the parser, at worst some milliseconds: it checks each place where a boundary may begin."""
 _MOST_FIELD_BYTES = 1 << 16
 _MOST_PARTS = 32
 _LONGEST_FILENAME = 255
@@ -23,10 +23,10 @@ _LONGEST_BOUNDARY = 70
 
 
 class Upload:
-    """One body's. `drop` it unless the file is kept."""
+    """The upload of one body. Call `drop` unless its file is added to the store."""
 
     def __init__(self, store: FileStore, content_type: str) -> None:
-        """Raises ApiError for a body of another type."""
+        """Raises ApiError for a body that is not multipart/form-data."""
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not 0 < len(options.get(b"boundary", b"")) <= _LONGEST_BOUNDARY:
             raise ApiError(415, "the body must be multipart/form-data: fields purpose and file")
@@ -53,7 +53,7 @@ class Upload:
         )
 
     async def read(self, parts: AsyncIterator[bytes]) -> None:
-        """All of the body. Raises ApiError, and FullError."""
+        """Reads the whole body. Raises ApiError, and FullError if the store is full."""
         try:
             pace = Pace()
             async for part in parts:
@@ -75,7 +75,7 @@ class Upload:
         await self._store.run(lambda: self._store.drop(self.id))
 
     def _write(self) -> None:
-        """In the store's thread."""
+        """Writes the buffered bytes of the file. Runs in the store's thread."""
         self._store.grow(self.id, len(self._waiting))
         with self._store.path(self.id).open("ab") as file:
             file.write(self._waiting)
@@ -109,7 +109,7 @@ class Upload:
         if self.filename is not None or filename is None:
             raise bad_field("file", "file must be one part with a filename")
         self._is_file = True
-        # What a client calls it is shown and never opened; folders in it are nobody's business.
+        # The client's name for the file is only shown, never used as a path; its folders are dropped.
         self.filename = shortened(PurePath(filename.decode(errors="replace")).name or "file", _LONGEST_FILENAME)
 
     def _data(self, data: bytes, start: int, end: int) -> None:
