@@ -141,7 +141,7 @@ class ServerInfoResponse(msgspec.Struct):
 
 
 async def pause(state: ServerState, exchange: Exchange) -> None:
-    """Answers 200 once no request runs. If an engine outlives this server, so does the pause."""
+    """Answers 200 once nothing runs on the engines. If an engine outlives this server, so does the pause."""
     query = decode_query(exchange.query(), PauseQuery)
     mode: Any = "wait" if query.wait_for_inflight_requests else query.mode
     await _command(state, exchange, pause_command(mode, query.clear_cache), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 SILENT_S = 30.0
-"""Work in progress has failed if its process has sent no heartbeat for this long."""
+"""A process that has sent no heartbeat for this long counts as gone: its work fails or is taken over."""
 
 NEVER_S = -1e9
 """The heartbeat of work that its process has given up in good order: others may take it over at once."""

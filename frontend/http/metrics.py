@@ -88,7 +88,7 @@ _PAGE_SIZE = _PROCESS_LAYOUT.size + MOST_ENGINES * REQUEST_LAYOUT.size
 
 
 def pages_bytes(num_processes: int) -> int:
-    """The size of all processes' pages. Memory is taken only where something was counted."""
+    """The size of all processes' pages in bytes. They take memory only where something was counted."""
     return num_processes * _PAGE_SIZE * _ITEM_BYTES
 
 

@@ -1,7 +1,7 @@
 """The folder that holds files, and its index of files and batches (SQLite), which several processes may share.
 
-All but reading of files happens in a separate thread, since a disk may be slow. A method that runs "in the store's
-thread" is called through `run`.
+The disk is accessed in a separate thread, since it may be slow. A method that runs "in the store's thread" is
+called through `run`.
 """
 
 from __future__ import annotations

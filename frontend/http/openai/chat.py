@@ -439,7 +439,7 @@ class ChatAnswer(OpenAIEvents):
         return event(last) + self.DONE
 
     def _first(self, stream: RequestStream, sequence: SequenceState) -> bytes:
-        """An output's first event, with its role; that of the response also has the prompt's fields."""
+        """An output's first event, with its role; the response's first event also has the prompt's fields."""
         role = ChatChunkChoice(index=sequence.index, delta=Delta(role=self._role, content=""))
         chunk = self._chunk([role], usage_so_far(stream, 0) if self._answer.continuous_usage else None)
         if not self._is_prompt_told:

@@ -254,7 +254,7 @@ class LoadResponse(msgspec.Struct):
 
 class HealthResponse(msgspec.Struct):
     status: str
-    """ok, or why not."""
+    """Always ok: a failed check is answered with an error."""
 
 
 LOWEST = -9999.0

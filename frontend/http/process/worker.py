@@ -4,7 +4,7 @@ Its engine is the parent's, or one that somebody else runs. The parent reports t
 
 parent                                    HTTP process
   EngineUp(address)                  ->     connects, serves
-  EngineDown(failure, comes_back)    ->     its streams end with the cause
+  EngineDown(failure, comes_back)    ->     its requests wait if comes_back, else they end with the cause
   EngineUp(address)                  ->     connects again, sends the requests that waited
                                      <-   EngineLost(address, failure), if it was silent for too long
 """

@@ -75,7 +75,7 @@ async def begin(
 ) -> Begun:
     """Prepares a response. A background response is not stored yet. Raises ApiError and HeadraceError.
 
-    log: receives its events. deadline_s: by which it must have ended (monotonic)."""
+    log: receives its events. deadline_s: when it must have ended (monotonic)."""
     store = parts.store
     asked = stored_form(request.input)
     items = [*await history(store, tenant, request.previous_response_id), *asked]

@@ -207,7 +207,7 @@ class ResponseRun:
         approved: Sequence[Item] = (),
         deadline_s: float | None = None,
     ) -> None:
-        """Returns when the response is complete, failed or cancelled, and saved.
+        """Runs until the response is complete, failed or cancelled, and saved.
 
         next_turn: see `NextTurn`. listings: the items with MCP servers' tools, which come first. approved: calls that
         are carried out first; then next_turn's prompt replaces `work`. deadline_s: for the end (monotonic)."""
