@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the asynchronous face. The client runs in the caller's own loop."""
+"""`AsyncLLM`: the asynchronous API. Its client runs in the caller's event loop."""
 
 from __future__ import annotations
 
@@ -66,9 +66,10 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     __signature__ = EngineSignature("model")
 
     def __init__(self, model: str | None = None, **options: Unpack[EngineOptions]) -> None:
-        """Starts an engine-core of its own, and does not wait for it: the first call does.
+        """Starts an engine-core without waiting for it; the first call waits.
 
-        Raises OptionError for a bad or unknown option. The first call raises EngineStartError with what went wrong.
+        Raises OptionError for a bad or unknown option. If the engine fails to start, the first call raises
+        EngineStartError with the cause.
         """
         parsed = with_meeting(parse_own(model, dict(options)))
         if parsed.coordinator:
@@ -83,10 +84,10 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     def from_engine_args(
         cls, engine_args: EngineArgs, *, stat_loggers: Sequence[Factory] | None = None, **others: Any
     ) -> Self:
-        """Starts an engine-core, and does not wait for it: the first call does.
+        """Starts an engine-core without waiting for it; the first call waits.
 
-        stat_loggers: classes of one's own that are told the engine's load (see stat_loggers.py).
-        `others` are vLLM's further arguments, of which each must be None or ask for nothing.
+        stat_loggers: user-defined classes that record the engine's load (see stat_loggers.py).
+        `others` are vLLM's further arguments; each must be None or a value that has no effect.
         """
         check_arguments("from_engine_args", others)
         loggers = StatLoggers(stat_loggers)
@@ -116,7 +117,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         return self
 
     def _prepare(self, children: Sequence[EngineProcess | Owned], fleet: FleetClient | None = None) -> None:
-        """children: what is stopped at the end."""
+        """children: the engines that `close` stops."""
         self._children = children
         self._fleet = fleet
         self._client: CoreClient | FleetClient | None = None
@@ -130,7 +131,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         self._stop_children = weakref.finalize(self, _stop_children, self._process_id, children)
 
     async def start(self) -> None:
-        """Waits until the engine is ready. Every other call does so by itself."""
+        """Waits until the engine is ready. Calling it is optional: every other call waits too."""
         await self._ready()
 
     async def generate(
@@ -145,13 +146,13 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         data_parallel_rank: int | None = None,
         **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Completes one prompt: its outputs as they come, cumulative unless `sampling_params.output_kind` says else.
+        """Streams the outputs of one prompt, which are cumulative unless `sampling_params.output_kind` says otherwise.
 
-        An asynchronous generator of StreamingInput is a prompt that comes in pieces (see streaming_input.py).
-        `data_parallel_rank` names the engine that begins it, of several.
+        An asynchronous generator of StreamingInput is a prompt that arrives in pieces (see streaming_input.py).
+        `data_parallel_rank` selects the engine that runs the request first, if there are several.
 
         Ending the iteration early, or cancelling its task, aborts the request. A slow reader gets fewer, larger
-        steps. Raises InvalidRequestError (a `request_id` that is running counts too), QueueFullError,
+        outputs. Raises InvalidRequestError (also for a `request_id` that is running), QueueFullError,
         RequestFailedError.
         """
         check_arguments("generate", {"lora_request": lora_request, **others})
@@ -182,7 +183,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         data_parallel_rank: int | None = None,
         **others: Any,
     ) -> RequestStream:
-        """Submits one prompt; `await get()` of what it gives waits for the next output. Raises as `generate` does."""
+        """Submits one prompt; `await get()` on the stream returned waits for the next output. Raises as `generate`."""
         check_arguments("add_request", others)
         how = tokenization_of(tokenization_kwargs)
         _, stream = await self._submit(prompt, params, request_id, priority, data_parallel_rank, how)
@@ -248,7 +249,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         priority: int = 0,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answers one conversation. `template_options` are those of `LLM.chat`; all else is as in `generate`."""
+        """Answers one conversation. `template_options` are those of `LLM.chat`, the rest is as in `generate`."""
         check_arguments("chat", {"lora_request": lora_request})
         how = tokenization_of(template_options.pop("tokenization_kwargs", None))
         parsers = take_parsers(template_options)
@@ -270,7 +271,10 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     async def beam_search(
         self, prompt: Any, request_id: str | None, params: BeamSearchParams, lora_request: None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """One output, the likeliest continuations, best first (see beam_search.py). Else as `generate`."""
+        """Yields one RequestOutput whose outputs are the likeliest continuations, best first (see beam_search.py).
+
+        Raises as `generate` does.
+        """
         check_arguments("beam_search", {"lora_request": lora_request})
         client = await self._ready()
         parsed = parse_single_prompt(prompt)
@@ -282,7 +286,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Ends requests with finish_reason `abort`; ids that are not running are ignored.
 
-        A request has one id, so that of the user and the `internal` one are the same.
+        internal: unused. vLLM has separate internal ids; here a request has one id.
         """
         client, names = await self._ready(), (request_id,) if isinstance(request_id, str) else tuple(request_id)
         client.abort(names)
@@ -298,10 +302,11 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         await self._stat_loggers.log()
 
     def get_tokenizer(self, *, hf: bool = False) -> Any:
-        """The engine's (frontend/text/tokenizer.py:Tokenizer), or with `hf` transformers' own, where it is installed.
+        """The engine's tokenizer (frontend/text/tokenizer.py:Tokenizer), or with `hf` transformers', if installed.
 
-        It is to be awaited, or, once the engine has started, used as it is: vLLM had the one, and has the other.
-        Raises InvalidRequestError when the engine runs without one, or transformers has none for the model.
+        The result may be awaited or, once the engine has started, used directly: vLLM's method was asynchronous, and
+        is synchronous now. Raises InvalidRequestError when the engine runs without a tokenizer, or transformers has
+        none for the model.
         """
         return TokenizerToAwait(functools.partial(self._find_tokenizer, hf), None if hf else self._started_tokenizer)
 
@@ -340,7 +345,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
 
     @property
     def vllm_config(self) -> EngineConfig:
-        """Raises HeadraceError before the start is over."""
+        """Raises HeadraceError before the engine has started."""
         if self._client is None:
             raise HeadraceError("the engine has not started: await start() first")
         return engine_config(self._client.welcome)
@@ -351,7 +356,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
 
     @property
     def is_running(self) -> bool:
-        """Whether it takes requests, once its start is over."""
+        """Whether requests are accepted; also True while the engine starts."""
         return not self._closed and not self.errored
 
     @property
@@ -365,7 +370,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
 
     @property
     def dead_error(self) -> BaseException:
-        """What its methods raise once the engine has died."""
+        """The error that every method raises once the engine has died."""
         failure = self._client.failure if self._client is not None else None
         return EngineDeadError("the engine is alive") if failure is None else EngineDeadError.from_failure(failure)
 
@@ -376,17 +381,18 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         return False
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300.0) -> None:
-        """Returns once no request runs or waits in the engine. Raises TimeoutError after so many seconds."""
+        """Returns once no request runs or waits in the engine. Raises TimeoutError after `drain_timeout` seconds."""
         async with asyncio.timeout(drain_timeout):
             while (stats := await self.get_stats()).num_running or stats.num_waiting:
                 await asyncio.sleep(_DRAIN_LOOK_S)
 
     async def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses when none are given: ours, with what the model's generation config sets."""
+        """The parameters that `generate` uses when none are given: the defaults, with the fields that the model's
+        generation config sets."""
         return SamplingParams(**(await self._ready()).welcome.generation_defaults)
 
     async def engine(self) -> Welcome:
-        """What the engine said of itself: model, limits, start-up times."""
+        """The engine's description of itself: model, limits, start-up times."""
         return (await self._ready()).welcome
 
     async def check_health(self) -> None:
@@ -394,7 +400,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         (await self._ready()).check_alive()
 
     async def close(self) -> None:
-        """Aborts what runs, and stops the engine if it is this object's own. May be called again."""
+        """Aborts running requests, and stops the engine if this object started it. May be called again."""
         self._closed = True
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
@@ -404,9 +410,9 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         await asyncio.to_thread(self._stop_children)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """The same without asyncio, as vLLM's: requests that run fail, and it waits until the engine has ended.
+        """`close` without asyncio, as in vLLM: running requests fail, and it blocks until the engine has ended.
 
-        timeout: vLLM's, for an end that hangs; this one has a limit of its own, and kills what is left.
+        timeout: unused. The shutdown has its own limit, after which the engine is killed.
         """
         self._closed = True
         if self._starting is not None:
@@ -423,11 +429,14 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         await self.close()
 
     async def call(self, kind: type[Call], timeout_s: float | None = QUICK_S, **fields: Any) -> Any:
-        """Sends a message of the control channel, and gives its Reply's result."""
+        """Sends a control message, and returns the result in its Reply."""
         return await (await self._ready()).call(kind, timeout_s, **fields)
 
     async def _ready(self) -> CoreClient | FleetClient:
-        """The client, in the loop it belongs to."""
+        """The client, once the engine has started. The first call binds this object to its event loop.
+
+        Raises HeadraceError in another loop, in a forked process, and after `close`.
+        """
         if self._closed:
             raise HeadraceError("this AsyncLLM is closed")
         if os.getpid() != self._process_id:
@@ -446,7 +455,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
             return self._client
         if self._starting is None:
             self._starting = loop.create_task(self._start())
-        # Shielded: a caller that gives up must not end the start that others wait for.
+        # Shielded: cancelling one caller must not cancel the start that others wait for.
         try:
             return await asyncio.shield(self._starting)
         except asyncio.CancelledError:
@@ -472,7 +481,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         return self._take(client)
 
     def _take(self, client: CoreClient | FleetClient) -> CoreClient | FleetClient:
-        """It has started: requests go to it from now on, and are counted."""
+        """Makes a started client the one that requests go to, and counts its requests."""
         client.request_counts = RequestCounts()
         self._client = client
         return client
@@ -493,6 +502,6 @@ async def _tokenize(prompt: Prompt, client: RequestClient, how: Tokenization = A
 
 
 def _stop_children(process_id: int, children: Sequence[EngineProcess | Owned]) -> None:
-    if os.getpid() == process_id:  # not a fork's copy
+    if os.getpid() == process_id:  # not a forked copy
         for child in children:
             child.stop(STOP_DEADLINE_S)

@@ -1,4 +1,4 @@
-"""Many requests at once: submitted, waited for and given back in order."""
+"""Runs many requests at once: submits them, waits for them and returns their outputs in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from headrace.frontend.client.request import RequestStream
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, RequestFailedError
 
 MAX_IN_FLIGHT = 8192
-"""Requests of one batch at the core at once: enough to keep any engine full, and short of its queue's bound."""
+"""Most requests of one batch that the core has at a time: enough to keep any engine busy, and below the bound of its
+waiting queue."""
 
 
 async def run_batch(
@@ -27,8 +28,8 @@ async def run_batch(
 ) -> list[RequestOutput]:
     """The final outputs of tokenised prompts, in order. The other arguments are those of `LLM.generate`.
 
-    Raises InvalidRequestError before anything is submitted. The first error of a request is raised at once, and the
-    others are aborted; so they are when this is cancelled.
+    Raises InvalidRequestError before anything is submitted. The first error of a request is raised at once. On an error
+    or a cancellation, the remaining requests are aborted.
     """
     defaults = _defaults(client)
     params = params_for(sampling_params, defaults, len(prompts), RequestOutputKind.FINAL_ONLY)
@@ -73,7 +74,7 @@ async def run_batch(
 async def enqueue_batch(
     client: RequestClient, prompts: Sequence[Prompt], sampling_params: Any, priority: Any, ids: Iterator[int]
 ) -> list[RequestStream]:
-    """Submits tokenised prompts, as `run_batch` does, and does not wait."""
+    """Submits tokenised prompts as `run_batch` does, without waiting for their outputs."""
     defaults = _defaults(client)
     params = params_for(sampling_params, defaults, len(prompts), RequestOutputKind.FINAL_ONLY)
     priorities = priorities_for(priority, len(prompts))
@@ -87,7 +88,7 @@ async def enqueue_batch(
 async def finish_batch(
     client: RequestClient, streams: Sequence[RequestStream], use_tqdm: bool | Callable[..., Any]
 ) -> list[RequestOutput]:
-    """The final outputs of what was submitted, in order. Raises the first error of one, and aborts the others."""
+    """The final outputs of submitted requests, in order. Raises the first error, and aborts the other requests."""
     outputs = []
     with ProgressBar(len(streams), use_tqdm) as bar:
         try:
@@ -101,7 +102,7 @@ async def finish_batch(
 
 
 class ProgressBar:
-    """Counts requests as they end, and their tokens per second."""
+    """Shows how many requests have finished, and output tokens per second."""
 
     def __init__(self, total: int, shown: bool | Callable[..., Any]) -> None:
         self._total, self._shown = total, shown
@@ -134,13 +135,14 @@ class ProgressBar:
 
 
 def _defaults(client: RequestClient) -> SamplingParams:
-    """Ours, with what the model's generation config sets."""
+    """The default parameters, with the fields that the model's generation config sets."""
     fields: dict[str, Any] = {**client.welcome.generation_defaults}
     return SamplingParams(**fields)
 
 
 def _check(client: RequestClient, index: int, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> int:
-    """The most tokens that request `index` can generate. Raises InvalidRequestError, naming it among several."""
+    """The most tokens that request `index` can generate. Raises InvalidRequestError, with the index if there are
+    several."""
     try:
         return check_request(prompts[index], params[index], client.welcome)
     except InvalidRequestError as error:
@@ -148,7 +150,7 @@ def _check(client: RequestClient, index: int, prompts: Sequence[Prompt], params:
 
 
 def _naming(index: int, count: int, error: HeadraceError) -> HeadraceError:
-    """The error of one request, with its prompt's place among several."""
+    """The error of one request, prefixed with its prompt's index if there are several."""
     if count == 1 or not isinstance(error, InvalidRequestError | RequestFailedError):
         return error
     named = type(error)(f"prompts[{index}]: {error}", failure=error.failure)
@@ -157,7 +159,7 @@ def _naming(index: int, count: int, error: HeadraceError) -> HeadraceError:
 
 
 def params_for(given: Any, default: SamplingParams, count: int, kind: RequestOutputKind) -> list[SamplingParams]:
-    """One SamplingParams for each of `count` prompts, as copies that give their outputs in this kind."""
+    """One SamplingParams for each of `count` prompts: copies with this output kind. Raises InvalidRequestError."""
     if given is None:
         given = default
     if isinstance(given, SamplingParams):

@@ -1,9 +1,10 @@
-"""Beam search as vLLM does it: the client asks for a token of each beam at a time, and cached prefixes make that cheap.
+"""Beam search as in vLLM: each step is one single-token request per beam, which the prefix cache makes cheap.
 
-At each step every beam is extended by the 2 * beam_width likeliest tokens; an end-of-sequence token completes it, and
-the best beam_width of the others go on. After max_tokens those are complete too, and the best beam_width of all are the
-answer. A sequence's score is its log-probability / its length ** length_penalty, where the length counts the prompt's
-tokens and not an end-of-sequence token. Nothing ends the search early but that no beam is left.
+At each step every beam is extended by the 2 * beam_width likeliest tokens. Sequences that end in an end-of-sequence
+token are complete; the best beam_width of the others continue. After max_tokens steps those are complete too, and the
+best beam_width of all complete sequences are returned. A sequence's score is its log-probability / its length **
+length_penalty, where the length counts the prompt's tokens and not an end-of-sequence token. The search ends early only
+when no beam is left.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from headrace.ipc.messages import Welcome
 
 
 class BeamSearchParams(msgspec.Struct, forbid_unknown_fields=True):
-    """How to search. Raises InvalidRequestError, which names the field, when it is made."""
+    """How to search. Its constructor raises InvalidRequestError, which names the field."""
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
-    """Does not change what is found: scores are the model's own log-probabilities, as in vLLM."""
+    """Has no effect: scores are the model's own log-probabilities, as in vLLM."""
     length_penalty: float = 1.0
-    """Over 1 prefers longer sequences, below 1 shorter ones."""
+    """Above 1 prefers longer sequences, below 1 shorter ones."""
     include_stop_str_in_output: bool = False
     """Keep the end-of-sequence token in the text."""
     structured_outputs: None = None
@@ -60,20 +61,20 @@ class BeamSearchParams(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class BeamSearchSequence(msgspec.Struct):
-    """A beam, or a complete sequence."""
+    """A sequence, complete or still growing (a beam)."""
 
     tokens: list[int]
     """Prompt and output, an end-of-sequence token included."""
     logprobs: list[LogprobsOfPosition]
-    """Of each output token: what it was chosen from."""
+    """For each output token, the 2 * beam_width candidates of its position."""
     lora_request: None = None
     cum_logprob: float = 0.0
     text: str | None = None
-    """Of the whole sequence; None without a tokenizer."""
+    """The text of the whole sequence; None without a tokenizer."""
     finish_reason: str | None = None
     """stop or length."""
     stop_reason: int | str | None = None
-    """The token that ended it."""
+    """The end-of-sequence token that ended it."""
 
 
 class BeamSearchOutput(msgspec.Struct):
@@ -84,7 +85,7 @@ class BeamSearchOutput(msgspec.Struct):
 async def beam_search(
     client: RequestClient, prompts: Sequence[Prompt], params: BeamSearchParams, ids: Iterator[int]
 ) -> list[BeamSearchOutput]:
-    """Of tokenised prompts. Raises InvalidRequestError, and what a request's end raises."""
+    """Searches for several tokenised prompts at once. Raises InvalidRequestError, and any request's error."""
     if not isinstance(params, BeamSearchParams):
         raise InvalidRequestError(f"params must be a BeamSearchParams, not {type(params).__name__}")
     welcome = client.welcome
@@ -95,7 +96,7 @@ async def beam_search(
     ends = frozenset(() if params.ignore_eos else welcome.eos_token_ids)
     searches = [_Search(prompt, params, ends) for prompt in prompts]
     for _ in range(params.max_tokens):
-        # A beam's sequences are all of one length: one that fills the model's length is the longest that there can be.
+        # All beams of a search have the same length, so the first one tells whether max_model_len is reached.
         growing = [each for each in searches if each.beams and len(each.beams[0].tokens) < welcome.max_model_len]
         asked = [Prompt(token_ids=beam.tokens, cache_salt=each.salt) for each in growing for beam in each.beams]
         outputs = iter(await run_batch(client, asked, step, None, ids, False))
@@ -110,7 +111,7 @@ async def beam_search(
 
 
 def check_width(params: BeamSearchParams, welcome: Welcome) -> None:
-    """Raises InvalidRequestError where the engine gives too few log-probabilities."""
+    """Raises InvalidRequestError if the engine returns too few log-probabilities for this beam_width."""
     if 2 * params.beam_width > min(welcome.max_logprobs, welcome.vocab_size):
         raise _bad(
             "beam_width",
@@ -121,7 +122,7 @@ def check_width(params: BeamSearchParams, welcome: Welcome) -> None:
 
 
 class _Search:
-    """Of one prompt."""
+    """The search for one prompt."""
 
     def __init__(self, prompt: Prompt, params: BeamSearchParams, eos_token_ids: frozenset[int]) -> None:
         self.salt = prompt.cache_salt
@@ -130,7 +131,7 @@ class _Search:
         self._complete: list[BeamSearchSequence] = []
 
     def extend(self, logprobs: Sequence[Sequence[LogprobsOfPosition]]) -> None:
-        """By one token. logprobs: of each beam, of its next position."""
+        """Extends every beam by one token. logprobs: for each beam, a list with its next position alone."""
         extended: list[BeamSearchSequence] = []
         for beam, (position,) in zip(self.beams, logprobs, strict=True):
             for token_id, logprob in position.items():
@@ -157,7 +158,7 @@ class _Search:
 def as_request_output(
     request_id: str, prompt: Prompt, found: BeamSearchOutput, params: BeamSearchParams, client: RequestClient
 ) -> RequestOutput:
-    """In the form of a request's answer: the outputs alone."""
+    """A search's sequences as a RequestOutput, whose outputs hold the generated part alone."""
     tokenizer, start = client.tokenizer, len(prompt.token_ids or ())
     outputs = []
     for index, sequence in enumerate(found.sequences):

@@ -1,4 +1,4 @@
-"""The answers of `LLM.chat` and `AsyncLLM.chat`, read as the server reads them: reasoning, content and tool calls."""
+"""Parses the answers of `LLM.chat` and `AsyncLLM.chat` as the server does: reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class AnswerReader:
-    """Of the answers to one conversation."""
+    """Parses the answers to one conversation."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: str, options: Mapping[str, Any], parsers: Mapping[str, str]
     ) -> None:
-        """options: of apply_chat_template, which gave the prompt. parsers: what `take_parsers` took. Raises OptionError
-        for a format that nobody knows."""
+        """options: the arguments of apply_chat_template that rendered the prompt. parsers: from `take_parsers`. Raises
+        OptionError for an unknown format."""
         self._tokenizer = tokenizer
         self._token_ids: dict[int, list[int]] = {}
         self._make_reader: Callable[[], OutputParser] | None = None
@@ -38,7 +38,7 @@ class AnswerReader:
         self._make_reader = formats.of(rendered, choice).reader(tokenizer, rendered, choice)
 
     def read(self, request: RequestOutput, *, is_delta: bool = False) -> None:
-        """Gives each output that has ended its message. is_delta: outputs hold what is new alone."""
+        """Sets `message` of each finished output. is_delta: outputs hold only their new part."""
         if self._make_reader is None:
             return
         for output in request.outputs:
@@ -53,7 +53,7 @@ class AnswerReader:
         from headrace.frontend.text.formats.message import message_of
 
         assert self._make_reader is not None
-        # Markers may be special tokens, which the output's text lacks.
+        # Decoded again, since markers may be special tokens, which the output's text leaves out.
         text = self._tokenizer.decode(token_ids)
         if isinstance(stop := output.stop_reason, str) and not output.text.endswith(stop):
             text = text[: text.rfind(stop)]
@@ -69,13 +69,13 @@ def _formats(tool_call_parser: str, reasoning_parser: str | None) -> OutputForma
 
 
 def _as_openai(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Templates may take tools of other shapes; those without a name say nothing about calls."""
+    """Tools in OpenAI's shape, for parsing. Templates may take other shapes; a tool without a name is left out."""
     functions = [each.get("function", each) for each in tools]
     return [{"type": "function", "function": each} for each in functions if "name" in each] or None
 
 
 def take_parsers(given: dict[str, Any]) -> dict[str, str]:
-    """Takes the names of formats out of chat's arguments. Raises InvalidRequestError."""
+    """Removes the names of formats from chat's arguments and returns them. Raises InvalidRequestError."""
     names = ("tool_call_parser", "reasoning_parser")
     taken = {name: value for name in names if (value := given.pop(name, None)) is not None}
     for name, value in taken.items():

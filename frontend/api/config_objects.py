@@ -1,4 +1,4 @@
-"""Config objects of vLLM whose option takes a dict here: such an object is the dict of the fields that it is given."""
+"""vLLM's config classes for options that take a dict here: an object is the dict of the fields passed to it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ConfigDict(dict[str, Any]):
-    """Fields that are left out have the option's own defaults, and the option checks the others."""
+    """A dict of the given fields. The option checks them, and has its own defaults for those left out."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(fields)

@@ -1,4 +1,4 @@
-"""What an engine decided, as scripts read it from vLLM's config objects: from its Welcome and its report."""
+"""The engine's decisions in the form of vLLM's config objects, for scripts that read those; taken from its Welcome."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.ipc.messages import Welcome
 
 
 class Explained(msgspec.Struct, frozen=True, kw_only=True):
-    """A struct that tells where to look for what it lacks."""
+    """A struct whose AttributeError says where to find a field of vLLM's that it lacks."""
 
     def __getattr__(self, name: str) -> Any:
         raise no_attribute(type(self).__name__, name, CONFIG_FIELDS, None if name.startswith("_") else DECISIONS)
@@ -25,7 +25,7 @@ class ModelConfig(Explained, frozen=True, kw_only=True):
     served_model_name: str
     max_model_len: int
     dtype: str
-    """As an option is written: bfloat16."""
+    """As the option dtype is written: bfloat16, for example."""
     max_logprobs: int
     vocab_size: int
     generation_defaults: dict[str, Any]
@@ -37,7 +37,7 @@ class ModelConfig(Explained, frozen=True, kw_only=True):
         return self.vocab_size
 
     def get_diff_sampling_param(self) -> dict[str, float | int | list[int]]:
-        """Sampling fields that the model's generation config sets."""
+        """The sampling fields that the model's generation config sets."""
         return dict(self.generation_defaults)
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""Small helpers that scripts written for vLLM import from it."""
+"""Small helpers that scripts written for vLLM import."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace.ipc.failure import HeadraceError, InvalidRequestError, ModelError,
 
 
 class UsageContext(enum.Enum):
-    """What vLLM's usage reports say of the caller. Headrace reports nothing to anybody."""
+    """The kind of caller in vLLM's usage reports. Headrace sends none."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
     LLM_CLASS = "LLM_CLASS"
@@ -29,12 +29,12 @@ class UsageContext(enum.Enum):
 
 
 def is_usage_stats_enabled() -> bool:
-    """False: nothing is reported."""
+    """Always False: Headrace sends no usage reports."""
     return False
 
 
 class Counter:
-    """Numbers from `start` on, one for each `next`."""
+    """An iterator over the integers from `start` on."""
 
     def __init__(self, start: int = 0) -> None:
         self.counter = start
@@ -48,15 +48,15 @@ class Counter:
 
 
 def random_uuid() -> str:
-    """32 hexadecimal digits, for a request's id."""
+    """32 random hexadecimal digits, for a request's id."""
     return uuid.uuid4().hex
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """What vLLM's scripts call after `del llm`: here the engine's process has ended then, with all that it held.
+    """Collects garbage, which closes an LLM that is part of a reference cycle. vLLM's scripts call it after `del llm`;
+    here the engine's process has usually ended by then and freed its memory.
 
-    Collects garbage, for an LLM that something refers to in a circle still has its engine. Raises InvalidRequestError
-    for shutdown_ray: the Ray of others is theirs to stop.
+    Raises InvalidRequestError for shutdown_ray: Headrace does not stop a Ray cluster.
     """
     if shutdown_ray:
         raise InvalidRequestError(
@@ -66,15 +66,15 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 
 def destroy_model_parallel() -> None:
-    """Nothing: this process is in no group of ranks. Those of an engine's processes end with it."""
+    """Does nothing: this process belongs to no group of ranks; an engine's groups end with its processes."""
 
 
 def destroy_distributed_environment() -> None:
-    """Nothing, as above."""
+    """Does nothing, for the reason given at `destroy_model_parallel`."""
 
 
 def set_ulimit(target_soft_limit: int = 65535) -> None:
-    """Lets this process have so many files and connections open, or as many as the system allows it."""
+    """Raises this process's soft limit of open files to target_soft_limit, or to the hard limit if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = target_soft_limit if hard == resource.RLIM_INFINITY else min(target_soft_limit, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -82,7 +82,7 @@ def set_ulimit(target_soft_limit: int = 65535) -> None:
 
 
 def get_open_port() -> int:
-    """A port that is free at this moment."""
+    """A TCP port that is free at this moment."""
     with socket.socket() as listening:
         listening.bind(("", 0))
         port: int = listening.getsockname()[1]
@@ -90,10 +90,10 @@ def get_open_port() -> int:
 
 
 def get_ip() -> str:
-    """The address by which other hosts reach this one, as VLLM_HOST_IP or the route to the world says."""
+    """This host's address: VLLM_HOST_IP if set, else that of the interface with the default route, else 127.0.0.1."""
     if given := os.environ.get("VLLM_HOST_IP"):
         return given
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # which sends nothing
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
         try:
             probe.connect(("192.0.2.1", 9))
         except OSError:
@@ -114,11 +114,11 @@ def get_tokenizer(
     download_dir: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """transformers' own tokenizer, of a folder, a model of the Hugging Face hub, or of ModelScope where the environment
-    asks for that. tokenizer_mode: as the engine option; mistral gives the one that computes with mistral-common.
-    kwargs: transformers'.
+    """The tokenizer of the transformers library, for a local folder or a model of the Hugging Face Hub (of ModelScope
+    if the environment asks for it). tokenizer_mode: as the engine option; mistral gives one based on mistral-common.
+    kwargs: passed to `from_pretrained`.
 
-    Raises InvalidRequestError for a mode that is none, and where a library or the tokenizer is missing.
+    Raises InvalidRequestError for an unknown mode, and when a library or the tokenizer is missing.
     """
     mode = _checked_mode(tokenizer_mode)
     try:
@@ -147,7 +147,7 @@ def get_tokenizer(
 
 
 def _checked_mode(asked: str | None) -> str:
-    """auto or mistral, which are the option's."""
+    """auto or mistral, checked as the engine option tokenizer_mode. Raises InvalidRequestError."""
     from headrace.core.options.values import convert, option_specs
 
     try:
@@ -158,7 +158,8 @@ def _checked_mode(asked: str | None) -> str:
 
 
 def _from_model_scope(name: str, revision: str | None, download_dir: str | None, with_code: bool) -> str | None:
-    """The folder that a model's files were fetched to, but for its weights; None where they come from elsewhere."""
+    """Downloads a model's files, without weights, from ModelScope, and returns their folder. None if ModelScope is not
+    asked for, or if `name` is a local path. Raises InvalidRequestError."""
     from headrace.executor.checkpoints.hub import HubChoice, locate
     from headrace.executor.checkpoints.hub.model_scope import is_asked_for
 
@@ -171,7 +172,7 @@ def _from_model_scope(name: str, revision: str | None, download_dir: str | None,
 
 
 def cached_tokenizer_from_config(model_config: Any, **kwargs: Any) -> Any:
-    """transformers' own tokenizer of an engine's model; None where the engine has none. Raises as `get_tokenizer`."""
+    """The transformers tokenizer of an engine's model; None if the engine has none. Raises as `get_tokenizer`."""
     if getattr(model_config, "skip_tokenizer_init", False):
         return None
     return get_tokenizer(model_config.model, **kwargs)
@@ -185,13 +186,15 @@ def hf_api() -> Any:
 
 
 class TokenizerToAwait:
-    """What `AsyncLLM.get_tokenizer()` gives: `await` finds the tokenizer, all else asks the one that is here.
+    """The result of `AsyncLLM.get_tokenizer()`: awaiting it gives the tokenizer once the engine has started, and any
+    other use is passed to the tokenizer if it is available already.
 
-    EngineClient of vLLM had `await get_tokenizer()` for years, and has `get_tokenizer()` now; scripts have either.
+    vLLM's EngineClient had `await get_tokenizer()` for years, and has `get_tokenizer()` now; scripts use either.
     """
 
     def __init__(self, find: Callable[[], Coroutine[Any, Any, Any]], here: Callable[[], Any] | None) -> None:
-        """here: gives the tokenizer without waiting, or raises HeadraceError; None where that cannot be."""
+        """find: waits for the tokenizer. here: returns it without waiting, or raises HeadraceError; None if it can only
+        be awaited."""
         self._find = find
         self._here = here
 
@@ -214,10 +217,10 @@ class TokenizerToAwait:
 
 
 class EngineSignature:
-    """A class's `__signature__` with every engine option by name: made from the declarations when it is asked for."""
+    """A descriptor for a class's `__signature__` that lists every engine option, built when it is read."""
 
     def __init__(self, *first: str) -> None:
-        """`first` are parameters of the class's own, by which the signature begins."""
+        """first: names of `__init__` parameters that come before the options."""
         self._first = first
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature:

@@ -1,4 +1,4 @@
-"""`LLM`: the synchronous face. A client in a background thread, and an engine-core child unless it is attached."""
+"""`LLM`: the synchronous API. It runs a client in a background thread and, unless attached, an engine-core child."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class LLM(Controls, NamesWhatIsMissing):
-    """A language model to call. Thread-safe; a context manager; closes itself when it is forgotten or Python exits.
+    """A language model to call. Thread-safe; a context manager; closes when it is garbage-collected or Python exits.
 
         with LLM("HuggingFaceTB/SmolLM2-135M-Instruct") as llm:
             print(llm.generate("Hello")[0].outputs[0].text)
@@ -67,13 +67,13 @@ class LLM(Controls, NamesWhatIsMissing):
     __signature__ = EngineSignature("model", "in_process")
 
     def __init__(self, model: str | None = None, *, in_process: bool = False, **options: Unpack[EngineOptions]) -> None:
-        """Starts an engine-core of its own. `options` are those of `engine-core --help`, with underscores.
+        """Starts an engine-core. `options` are those of `engine-core --help`, with underscores.
 
-        With `in_process` it is a thread of this process instead of a child: easier to debug, but then torch is
-        loaded here and the engine's crash is this process's too.
+        With `in_process` the core is a thread of this process instead of a child: easier to debug, but torch is then
+        loaded here, and a crash of the engine ends this process.
 
-        Raises OptionError for a bad or unknown option, and EngineStartError (in process: the error itself) with
-        what went wrong in the engine.
+        Raises OptionError for a bad or unknown option, and EngineStartError with the cause if the engine fails to
+        start (in process: the original error).
         """
         if in_process:
             thread, transport = run_in_process(model, dict(options))
@@ -107,7 +107,7 @@ class LLM(Controls, NamesWhatIsMissing):
 
         keys: the key file for a tcp:// address (`headrace keys`), by default the one that HEADRACE_KEYS names.
 
-        Raises EngineDeadError when none listens there, and AddressError for what is no address.
+        Raises EngineDeadError when no engine listens there, and AddressError for an invalid address.
         """
         return cls.attach(ZmqTransport(address, keys=keys), timeout_s)
 
@@ -153,16 +153,16 @@ class LLM(Controls, NamesWhatIsMissing):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Completes prompts, and gives their final outputs in order.
+        """Completes prompts, and returns their final outputs in order.
 
         A prompt is a text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`, either with a
-        `cache_salt`; `prompts` is one or a list of them. Without `sampling_params` the model's own defaults count.
-        `use_tqdm` may be what makes the progress bar, and `tokenization_kwargs` has the fields of
-        prompts.py:Tokenization. `others` are vLLM's further arguments, of which each must be None
-        or ask for nothing.
+        `cache_salt`; `prompts` is one or a list of them. Without `sampling_params` the model's defaults apply.
+        `use_tqdm` may be a callable that makes the progress bar, and `tokenization_kwargs` has the fields of
+        prompts.py:Tokenization. `others` are vLLM's further arguments; each must be None or a value that has no
+        effect.
 
-        Raises InvalidRequestError, before anything runs unless its options turn out to leave no token to choose;
-        RequestFailedError, QueueFullError.
+        Raises InvalidRequestError before any request runs, or later if a request's constraints leave no token to
+        sample; RequestFailedError; QueueFullError.
         """
         self._check_usable()
         check_arguments("generate", {"lora_request": lora_request, **others})
@@ -183,11 +183,11 @@ class LLM(Controls, NamesWhatIsMissing):
         """Answers a conversation, or each of a list of them.
 
         `template_options`: add_generation_prompt (True unless continue_final_message), continue_final_message,
-        chat_template (its text, or a name of the model's), chat_template_content_format (auto, string or openai: how
-        the template gets a message's content), tools, documents, and chat_template_kwargs, a dict of what else the
-        template should see. With tools, outputs have a `message` with the calls in it; tool_call_parser (by default
-        auto) and reasoning_parser name formats as the server's options do. Calls are read, and held to no schema, with
-        `strict` in a tool neither: that is the server's. Raises as `generate` does.
+        chat_template (its text, or the name of one of the model's), chat_template_content_format (auto, string or
+        openai: how the template gets a message's content), tools, documents, and chat_template_kwargs, a dict of
+        further template variables. With tools, outputs have a `message` that holds the parsed calls; tool_call_parser
+        (by default auto) and reasoning_parser name formats as the server's options do. The output is not constrained
+        to the tools' schemas, even with `strict` in a tool; only the server does that. Raises as `generate` does.
         """
         self._check_usable()
         check_arguments("chat", {"lora_request": lora_request})
@@ -217,7 +217,7 @@ class LLM(Controls, NamesWhatIsMissing):
     def _conversations(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], template_options: dict[str, Any]
     ) -> tuple[list[Prompt], list[AnswerReader]]:
-        """The prompts that they make, and what reads the answers."""
+        """The tokenised prompts of conversations, and a reader for the answers to each."""
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise InvalidRequestError(f"messages must be a list of dicts, not {type(messages).__name__}")
         one = not messages or isinstance(messages[0], Mapping)
@@ -240,9 +240,9 @@ class LLM(Controls, NamesWhatIsMissing):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> list[str]:
-        """Submits prompts and gives their ids without waiting; `wait_for_completion` gives the outputs.
+        """Submits prompts and returns their request ids without waiting; `wait_for_completion` returns the outputs.
 
-        Arguments and errors are those of `generate`. use_tqdm is vLLM's, of the submission.
+        Arguments and errors are those of `generate`. use_tqdm, in vLLM a progress bar of the submission, is unused.
         """
         self._check_usable()
         check_arguments("enqueue", {"lora_request": lora_request, **others})
@@ -264,7 +264,7 @@ class LLM(Controls, NamesWhatIsMissing):
     def wait_for_completion(
         self, output_type: type[RequestOutput] | None = None, *, use_tqdm: bool | Callable[..., Any] = True
     ) -> list[RequestOutput]:
-        """The final outputs of all that was enqueued, in order. An error of one is raised, and the others aborted."""
+        """The final outputs of all enqueued requests, in order. Raises the first error, and aborts the others."""
         self._check_usable()
         if output_type not in (None, RequestOutput):
             raise InvalidRequestError(f"output_type is {output_type!r}: requests give RequestOutput")
@@ -284,9 +284,9 @@ class LLM(Controls, NamesWhatIsMissing):
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of prompts, which are given as to `generate` (see beam_search.py).
+        """The likeliest continuations of prompts, by beam search (see beam_search.py). `prompts` as in `generate`.
 
-        concurrency_limit: how many prompts are searched for at once; None: all of them.
+        concurrency_limit: how many prompts are searched at a time; None means all.
         """
         self._check_usable()
         check_arguments("beam_search", {"lora_request": lora_request})
@@ -303,9 +303,9 @@ class LLM(Controls, NamesWhatIsMissing):
         return found
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> SyncStream:
-        """Completes one prompt piece by piece: an iterator of RequestOutputs that each hold only what is new.
+        """Streams the completion of one prompt: an iterator of RequestOutputs that each hold only the new part (DELTA).
 
-        Closing it (or leaving its `with` block, or forgetting it) aborts the request. Raises as `generate` does.
+        Closing it (or leaving its `with` block, or dropping it) aborts the request. Raises as `generate` does.
         """
         parsed, params = self._prepare(prompt, sampling_params, RequestOutputKind.DELTA)
         return SyncStream(self._background, self._client, (str(next(self._request_ids)), parsed, params, priority))
@@ -319,9 +319,9 @@ class LLM(Controls, NamesWhatIsMissing):
         put: Put,
         how: Tokenization = AS_THE_MODEL_HAS_IT,
     ) -> Pump:
-        """Submits one prompt; `put` is called with its outputs from the client's thread (see sync_stream.py).
+        """Submits one prompt; the client's thread calls `put` with each output (see sync_stream.py).
 
-        Outputs are cumulative unless `sampling_params.output_kind` says else. Raises as `generate` does.
+        Outputs are cumulative unless `sampling_params.output_kind` says otherwise. Raises as `generate` does.
         """
         kind = sampling_params.output_kind if sampling_params is not None else RequestOutputKind.CUMULATIVE
         parsed, params = self._prepare(prompt, sampling_params, kind, how)
@@ -330,7 +330,7 @@ class LLM(Controls, NamesWhatIsMissing):
         return pump
 
     def get_tokenizer(self, *, hf: bool = False) -> Any:
-        """The engine's (frontend/text/tokenizer.py:Tokenizer), or with `hf` transformers' own, where it is installed.
+        """The engine's tokenizer (frontend/text/tokenizer.py:Tokenizer), or with `hf` transformers', if installed.
 
         Raises InvalidRequestError when the engine runs without one, or transformers has none for the model.
         """
@@ -353,7 +353,7 @@ class LLM(Controls, NamesWhatIsMissing):
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """This engine for requests one by one, with `model_config` and the like."""
+        """An LLMEngine over this LLM, to submit requests one by one and to read `model_config` and the like."""
         from headrace.frontend.api.llm_engine import LLMEngine
 
         if self._engine is None:
@@ -365,7 +365,10 @@ class LLM(Controls, NamesWhatIsMissing):
         return engine_config(self.engine).model_config
 
     def start_stat_loggers(self, loggers: StatLoggers) -> None:
-        """Tells them the engine's load from now on, in the client's thread. Once."""
+        """Starts loggers of the engine's load, which run in the client's thread. May be called once.
+
+        Raises InvalidRequestError for several engines.
+        """
         if not isinstance(self._client, CoreClient):
             raise InvalidRequestError("stat_loggers are told of one engine: leave them out with data_parallel_size")
         self._stat_loggers = loggers
@@ -377,20 +380,21 @@ class LLM(Controls, NamesWhatIsMissing):
         self._background.run(self._stat_loggers.log())
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses when none are given: ours, with what the model's generation config sets."""
+        """The parameters that `generate` uses when none are given: the defaults, with the fields that the model's
+        generation config sets."""
         return SamplingParams(**self._client.welcome.generation_defaults)
 
     @property
     def engine(self) -> Welcome:
-        """What the engine said of itself: model, limits, start-up times."""
+        """The engine's description of itself: model, limits, start-up times."""
         return self._client.welcome
 
     def shutdown(self) -> None:
-        """`close`, by vLLM's name."""
+        """`close`, under vLLM's name."""
         self.close()
 
     def close(self) -> None:
-        """Aborts what runs, and stops the engine if it is this object's own. May be called again."""
+        """Aborts running requests, and stops the engine if this object started it. May be called again."""
         if os.getpid() == self._process_id:
             if self._close.alive and self._stat_loggers.loggers:
                 self._background.run(self._stat_loggers.stop())
@@ -409,7 +413,7 @@ class LLM(Controls, NamesWhatIsMissing):
         kind: RequestOutputKind,
         how: Tokenization = AS_THE_MODEL_HAS_IT,
     ) -> tuple[Prompt, SamplingParams]:
-        """One prompt, tokenised, and its own parameters."""
+        """One tokenised prompt, and a copy of its sampling parameters with this output kind."""
         self._check_usable()
         (parsed,) = self._tokenized([parse_single_prompt(prompt)], how)
         (params,) = params_for(sampling_params, self.get_default_sampling_params(), 1, kind)
@@ -437,7 +441,8 @@ def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> LLM:
 
 
 def _own_client(transport: Transport) -> CoreClient:
-    """Of an engine of one's own, whose end is told by who started it."""
+    """A client of an engine started here. When the connection is lost, it first waits for the child's supervisor to
+    report the cause."""
     return CoreClient(transport, cause_grace_s=CAUSE_GRACE_S)
 
 
@@ -448,8 +453,8 @@ def _shut_down(
     child: EngineProcess | EngineThread | None,
 ) -> None:
     if os.getpid() != process_id:
-        return  # a fork's copy: the threads are not here, and the engine is not ours
-    if background.is_current_thread:  # an LLM that is collected there: the thread cannot wait for itself
+        return  # a forked copy: it has no such thread, and the engine belongs to the parent
+    if background.is_current_thread:  # the LLM was collected in the background thread, which cannot wait for itself
         threading.Thread(target=_shut_down, args=(process_id, background, client, child), name="headrace-close").start()
         return
     with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""`EngineArgs`, `LLMEngine` and `AsyncLLMEngine`: for scripts that drive the engine by hand, as vLLM's names have it.
+"""`EngineArgs`, `LLMEngine` and `AsyncLLMEngine`, under vLLM's names, for scripts that step the engine themselves.
 
 engine = LLMEngine.from_engine_args(EngineArgs(model="HuggingFaceTB/SmolLM2-135M-Instruct"))
 engine.add_request("0", "Hello", SamplingParams(max_tokens=8))
@@ -37,7 +37,7 @@ P = TypeVar("P", bound=argparse.ArgumentParser)
 
 
 class _Defaults(type):
-    """`EngineArgs.max_num_seqs` is the option's default, as scripts give it to their own argument parsers."""
+    """Makes `EngineArgs.max_num_seqs` the option's default, which scripts pass to their own argument parsers."""
 
     if not TYPE_CHECKING:
 
@@ -48,9 +48,10 @@ class _Defaults(type):
 
 
 class EngineArgs(metaclass=_Defaults):
-    """An engine's options as an object: its attributes are those that were given, the others read as their defaults.
+    """An engine's options as an object. `vars` holds those that were given; the others read as their defaults.
 
-    `LLM(**vars(args))` and `LLMEngine.from_engine_args(args)` start an engine with them. Raises OptionError.
+    `LLM(**vars(args))` and `LLMEngine.from_engine_args(args)` start an engine with them. Raises OptionError for an
+    unknown or bad option.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
@@ -66,16 +67,16 @@ class EngineArgs(metaclass=_Defaults):
             )
         )
     }
-    """For dataclasses.asdict, fields and replace: every option."""
+    """Every option as a dataclass field, so that dataclasses.asdict, fields and replace work."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in option_specs():
             lacking = unsupported_options().get(name)
-            if lacking is not None and lacking.passes:  # what the engine does
+            if lacking is not None and lacking.passes:  # the value that describes what the engine does anyway
                 return copy(lacking.passes[0])
             raise no_attribute("EngineArgs", name, {}, DECISIONS if name.startswith("create_") else None)
         value = getattr(parse_options(**vars(self)), name)
-        return None if name == "model" and value == "" else value  # as LLM is given none
+        return None if name == "model" and value == "" else value  # LLM takes None, too, for no model
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
@@ -86,11 +87,12 @@ class EngineArgs(metaclass=_Defaults):
             return NotImplemented
         return parse_options(**vars(self)) == parse_options(**vars(other))
 
-    __hash__ = None  # type: ignore[assignment]  # as of every object that may change
+    __hash__ = None  # type: ignore[assignment]  # attributes may change
 
     @staticmethod
     def add_cli_args(parser: P, async_args_only: bool = False) -> P:
-        """Adds every option to the parser, and `--config FILE`; nothing with async_args_only: there are no others."""
+        """Adds every option and `--config FILE` to the parser. With async_args_only adds nothing: AsyncLLM has no
+        options of its own."""
         if async_args_only:
             return parser
         add_options(parser)
@@ -98,7 +100,7 @@ class EngineArgs(metaclass=_Defaults):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """From what such a parser found; it may have found more."""
+        """From the namespace of a parser that `add_cli_args` extended; other attributes in it are ignored."""
         options, defaults = options_from_arguments(args), parse_options()
         names = options.__struct_fields__
         return cls(**{n: getattr(options, n) for n in names if getattr(options, n) != getattr(defaults, n)})
@@ -109,7 +111,7 @@ AsyncEngineArgs = EngineArgs
 
 @dataclass(eq=False)
 class _Running:
-    """One submission: its id may be used again, and what is still queued of an aborted one is not the new one's."""
+    """One submission. Identifies its queued outputs: after an abort, a new request may have the same id."""
 
     request_id: str
     pump: Pump | None = None
@@ -119,10 +121,10 @@ _OF_LLM = frozenset({*(name for name in vars(Controls) if not name.startswith("_
 
 
 class LLMEngine:
-    """Requests added one by one, and steps that return what is new. For one thread; the engine runs on regardless."""
+    """Takes requests one by one; `step` returns new outputs. For one thread. The engine runs between steps too."""
 
     def __init__(self, llm: LLM) -> None:
-        """Over an LLM, which may be attached to an engine that runs already; `close` closes it."""
+        """Wraps an LLM, which may be attached to a running engine; `close` closes it."""
         self._llm = llm
         self._running: dict[str, _Running] = {}
         self._news: queue.SimpleQueue[tuple[_Running, RequestOutput | BaseException | None]] = queue.SimpleQueue()
@@ -134,8 +136,8 @@ class LLMEngine:
     ) -> LLMEngine:
         """Starts an engine-core. Raises as `LLM(...)` does.
 
-        stat_loggers: classes of one's own that are told the engine's load, in the client's thread.
-        `others` are vLLM's further arguments, of which each must be None or ask for nothing.
+        stat_loggers: user-defined classes that record the engine's load, in the client's thread.
+        `others` are vLLM's further arguments; each must be None or a value that has no effect.
         """
         check_arguments("from_engine_args", others)
         loggers = StatLoggers(stat_loggers)
@@ -153,9 +155,9 @@ class LLMEngine:
         priority: int = 0,
         **others: Any,
     ) -> None:
-        """Submits a request; the outputs are cumulative unless `params.output_kind` says else.
+        """Submits a request. Its outputs are cumulative unless `params.output_kind` says otherwise.
 
-        Raises InvalidRequestError, for an id that is in use too.
+        Raises InvalidRequestError, also for an id that is in use.
         """
         check_arguments("add_request", others)
         if request_id in self._running:
@@ -170,9 +172,9 @@ class LLMEngine:
         self._running[request_id] = running
 
     def step(self) -> list[RequestOutput]:
-        """What is new, waiting until there is something; an empty list when no request is unfinished.
+        """Waits for new outputs and returns them; returns an empty list when no request is unfinished.
 
-        Raises what ended a request, once; the others go on.
+        Raises the error that ended a request, once; the other requests go on.
         """
         outputs: list[RequestOutput] = []
         while self._running and (not outputs or not self._news.empty()):
@@ -195,7 +197,7 @@ class LLMEngine:
         return outputs
 
     def abort_request(self, request_ids: str | Iterable[str], internal: bool = False) -> None:
-        """Ends requests without another output; ids that are not running are ignored. See AsyncLLM.abort."""
+        """Aborts requests, which get no further output; ids that are not running are ignored. See AsyncLLM.abort."""
         for each in (request_ids,) if isinstance(request_ids, str) else tuple(request_ids):
             running = self._running.pop(each, None)
             if running is not None and running.pump is not None:
@@ -206,11 +208,11 @@ class LLMEngine:
         self._llm.do_log_stats()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a step would return something."""
+        """Whether any request's last output is still to be returned by `step`."""
         return bool(self._running)
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests whose last output no step has returned."""
+        """Number of requests whose last output `step` has not returned yet."""
         return len(self._running)
 
     @property
@@ -242,15 +244,15 @@ class LLMEngine:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """The commands of LLM: get_tokenizer, start_profile, sleep, get_metrics, collective_rpc and so on."""
+            """LLM's control methods: get_tokenizer, start_profile, sleep, get_metrics, collective_rpc and so on."""
             if name in _OF_LLM:
                 return getattr(self._llm, name)
             raise no_attribute("LLMEngine", name, METHODS)
 
     def close(self) -> None:
-        """Aborts what runs, and stops the engine if it was started here."""
+        """Aborts running requests, and stops the engine if this object started it."""
         self._llm.close()
 
 
 class AsyncLLMEngine(AsyncLLM):
-    """`AsyncLLM` by vLLM's older name."""
+    """`AsyncLLM` under vLLM's older name."""

@@ -1,4 +1,4 @@
-"""What a request gives back, under vLLM's names."""
+"""The outputs of a request, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Logprob(msgspec.Struct, gc=False):
     logprob: float
     """Natural logarithm."""
     rank: int | None = None
-    """1 is the likeliest."""
+    """1 is the likeliest token."""
     decoded_token: str | None = None
 
 
@@ -25,12 +25,11 @@ LogprobsOfPosition = dict[int, Logprob]
 
 @dataclasses.dataclass
 class FlatLogprobs(MutableSequence[Any]):
-    """Log-probabilities of many positions in a few long lists, which Python's garbage collection need not walk as it
-    walks an object for each. It reads as a list of LogprobsOfPosition, which are made as they are asked for, and grows
-    at its end alone."""
+    """Log-probabilities of many positions in a few long lists, which cost Python's garbage collector less than an
+    object per position. Indexing makes a LogprobsOfPosition; positions can only be appended."""
 
     start_indices: list[int] = dataclasses.field(default_factory=list)
-    """Of each position, where its tokens begin in the lists below."""
+    """For each position, the index of its first entry in the lists below; `end_indices` has the end, exclusive."""
     end_indices: list[int] = dataclasses.field(default_factory=list)
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -38,7 +37,7 @@ class FlatLogprobs(MutableSequence[Any]):
     decoded_tokens: list[str | None] = dataclasses.field(default_factory=list)
 
     def append(self, position: LogprobsOfPosition | None) -> None:
-        """None for the first token of a prompt, which nothing predicts."""
+        """Appends a position. None is a prompt's first token, which has no log-probabilities."""
         self.start_indices.append(len(self.token_ids))
         for token_id, logprob in (position or {}).items():
             self.token_ids.append(token_id)
@@ -68,7 +67,7 @@ class FlatLogprobs(MutableSequence[Any]):
     @overload
     def __getitem__(self, index: slice) -> FlatLogprobs: ...
     def __getitem__(self, index: int | slice) -> Any:
-        """A LogprobsOfPosition, which is empty for what nothing predicts, as vLLM has it; of a slice a FlatLogprobs."""
+        """A LogprobsOfPosition, empty for a prompt's first token as in vLLM; for a slice, a FlatLogprobs."""
         if isinstance(index, slice):
             part = FlatLogprobs()
             for place in range(*index.indices(len(self))):
@@ -84,18 +83,18 @@ class FlatLogprobs(MutableSequence[Any]):
 SampleLogprobs = list[LogprobsOfPosition] | FlatLogprobs
 """One entry per output token."""
 PromptLogprobs = list[LogprobsOfPosition | None] | FlatLogprobs
-"""One entry per prompt token; the first is None, for nothing comes before it."""
+"""One entry per prompt token; the first is None, since no token precedes it."""
 
 
 class RequestMetrics(msgspec.Struct):
-    """Where a request's time went. Seconds; None until known. Of several outputs (n > 1), the slowest."""
+    """Durations of a request's phases in seconds; None until known. With several outputs (n > 1), the slowest one's."""
 
     arrival_time: float
-    """When it was submitted: seconds since the epoch."""
+    """When the request was submitted: seconds since the epoch."""
     first_token_latency: float | None = None
-    """From submission until the first token was here."""
+    """From submission until the client received the first token."""
     total_s: float | None = None
-    """From submission until the last token was here."""
+    """From submission until the client received the last token."""
     queued_s: float | None = None
     """In the core: from arrival to first scheduling."""
     prefill_s: float | None = None
@@ -105,7 +104,8 @@ class RequestMetrics(msgspec.Struct):
     num_generation_tokens: int = 0
     num_preemptions: int = 0
 
-    # The same as moments, by the names that vLLM has and had: seconds since the epoch, 0 until known.
+    # vLLM's current and former names. All are seconds since the epoch, except time_in_queue, a duration. Until known,
+    # the *_ts are 0 and the others None.
 
     @property
     def queued_ts(self) -> float:
@@ -149,10 +149,10 @@ class ToolCall(msgspec.Struct):
 
 
 class AnswerMessage(msgspec.Struct):
-    """An answer as it was read: what a chat's next request gives back as the assistant's message."""
+    """A parsed chat answer, in the form in which the next request repeats it as the assistant's message."""
 
     content: str | None
-    """None where there is nothing but calls."""
+    """None when the answer has tool calls alone."""
     reasoning: str = ""
     tool_calls: list[ToolCall] = []
 
@@ -171,10 +171,10 @@ class CompletionOutput(msgspec.Struct):
     stop_reason: int | str | None = None
     """The stop string or stop_token_ids entry that ended it; None for an end-of-sequence token."""
     message: AnswerMessage | None = None
-    """Of an answer of `chat` that has ended and that may hold calls or reasoning: it was given tools, or a parser."""
+    """The parsed answer of `chat`, set when the output has finished, if tools or a parser were given."""
 
     lora_request: None = None
-    """Scripts that make outputs give vLLM's other fields, too: they ask for nothing."""
+    """This and the next field exist for scripts that construct outputs with all of vLLM's fields."""
     routed_experts: None = None
 
     def finished(self) -> bool:
@@ -182,7 +182,7 @@ class CompletionOutput(msgspec.Struct):
 
 
 class RequestOutput(msgspec.Struct):
-    """A request's outputs so far (CUMULATIVE, FINAL_ONLY), or what is new of them (DELTA)."""
+    """A request's outputs so far (CUMULATIVE, FINAL_ONLY), or their new part (DELTA)."""
 
     request_id: str
     prompt: str | None
@@ -195,7 +195,8 @@ class RequestOutput(msgspec.Struct):
     """Set on the last output."""
     lora_request: None = None
     encoder_prompt: None = None
-    """Models with an encoder, and with other inputs than text, are not served, and caches are not handed over."""
+    """This field and the other ones that are always None are vLLM's: encoder-decoder and multimodal models are not
+    served, and KV caches are not transferred."""
     encoder_prompt_token_ids: None = None
     num_cached_tokens: int | None = None
     """Prompt tokens that came from the prefix cache; None until the request is scheduled."""

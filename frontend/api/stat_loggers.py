@@ -1,7 +1,8 @@
-"""Loggers of one's own for an engine's load: `from_engine_args(args, stat_loggers=[MyLogger])`, with vLLM's interface.
+"""User-defined loggers of an engine's load, with vLLM's interface: `from_engine_args(args, stat_loggers=[MyLogger])`.
 
-A logger is made once the engine has started, and told by `record` about every second in which the engine worked; by
-`log` when `do_log_stats` is called. Numbers of the scheduler are of all clients of the engine, requests are this one's.
+A logger is constructed once the engine has started. Its `record` is called every second in which the engine ran steps,
+and its `log` when `do_log_stats` is called. Counts of tokens and of running or waiting requests cover all clients of
+the engine; finished requests are those of this client.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 RECORD_EVERY_S = 1.0
 _LAST_S = 1.0
-"""How long a client that closes waits for the engine's last numbers."""
+"""How long a closing client waits for the engine's last statistics."""
 
 
 class FinishReason(enum.StrEnum):
-    """How a request ended. In vLLM numbers, of which the texts are these."""
+    """How a request ended. vLLM's enum has integers, whose texts are these values."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -45,7 +46,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass
 class PrefixCacheStats:
-    """Since the record before, in tokens."""
+    """Prefix cache lookups since the previous record, in tokens."""
 
     queries: int = 0
     hits: int = 0
@@ -53,21 +54,21 @@ class PrefixCacheStats:
 
 @dataclass
 class SchedulerStats:
-    """The engine now."""
+    """The engine's state at the time of the record."""
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
     num_skipped_waiting_reqs: int = 0
-    """Those of the waiting ones that wait for something besides room, such as a grammar."""
+    """Further waiting requests, which wait for something other than capacity, such as a grammar."""
     step_counter: int = 0
     kv_cache_usage: float = 0.0
-    """0 to 1."""
+    """Fraction of the KV blocks in use, 0 to 1."""
     prefix_cache_stats: PrefixCacheStats = field(default_factory=PrefixCacheStats)
 
 
 @dataclass
 class FinishedRequestStats:
-    """One request of this client that has ended. Times are seconds."""
+    """One finished request of this client. Times are in seconds."""
 
     finish_reason: FinishReason
     request_id: str | None = None
@@ -86,14 +87,14 @@ class FinishedRequestStats:
 
 @dataclass
 class IterationStats:
-    """What happened since the record before."""
+    """The engine's work since the previous record."""
 
     num_generation_tokens: int = 0
     num_prompt_tokens: int = 0
     num_preempted_reqs: int = 0
     finished_requests: list[FinishedRequestStats] = field(default_factory=list)
     time_to_first_tokens_iter: list[float] = field(default_factory=list)
-    """Of the requests that have ended."""
+    """Seconds; one for each request in `finished_requests` that produced a token."""
 
     if not TYPE_CHECKING:
 
@@ -103,7 +104,7 @@ class IterationStats:
 
 
 class StatLoggerBase(abc.ABC):
-    """To derive from. `engine_idx` is always 0: a client has one engine."""
+    """The base class of loggers. `engine_idx` is always 0: a client has one engine."""
 
     @abc.abstractmethod
     def __init__(self, vllm_config: EngineConfig, engine_index: int = 0) -> None: ...
@@ -125,14 +126,15 @@ class StatLoggerBase(abc.ABC):
 
 
 class AggregateStatLoggerBase(StatLoggerBase):
-    """The same for a logger of all engines: it is made with the list [0]."""
+    """The base class of loggers of all engines; constructed with engine_indexes=[0]."""
 
     @abc.abstractmethod
     def __init__(self, vllm_config: EngineConfig, engine_indexes: list[int]) -> None: ...
 
 
 class LoggingStatLogger(StatLoggerBase):
-    """vLLM's, to be given or derived from. Its line is the one that `do_log_stats` logs here without it."""
+    """vLLM's default logger, for scripts that pass or derive from it. It logs nothing itself: `do_log_stats` writes
+    that line anyway."""
 
     def __init__(self, vllm_config: EngineConfig, engine_index: int = 0) -> None:
         self.vllm_config, self.engine_index = vllm_config, engine_index
@@ -153,17 +155,17 @@ class LoggingStatLogger(StatLoggerBase):
 
 
 class AggregatedLoggingStatLogger(LoggingStatLogger, AggregateStatLoggerBase):
-    """The same: there is one engine."""
+    """The same as LoggingStatLogger, since there is one engine."""
 
 
 Factory = Callable[[Any, Any], StatLoggerBase]
 
 
 class StatLoggers:
-    """The loggers of one client, in its loop."""
+    """The loggers of one client; runs in the client's event loop."""
 
     def __init__(self, factories: Sequence[Factory] | None) -> None:
-        """Raises InvalidRequestError for what cannot make a logger."""
+        """Raises InvalidRequestError for a factory that is not callable."""
         self._factories = list(factories or ())
         for each in self._factories:
             if not callable(each):
@@ -174,7 +176,7 @@ class StatLoggers:
         self._last: EngineStats | None = None
 
     async def start(self, client: CoreClient, config: EngineConfig) -> None:
-        """Makes the loggers, and tells them from now on."""
+        """Constructs the loggers, and begins to call them."""
         if not self._factories:
             return
         self._client = client
@@ -187,13 +189,13 @@ class StatLoggers:
         self._task = asyncio.create_task(self._watch())
 
     async def log(self) -> None:
-        """Tells what is new, and has each logger log it."""
+        """Records what is new, and calls each logger's `log`."""
         if self.loggers:
             await self._record()
             self._tell("log")
 
     async def stop(self) -> None:
-        """Tells what is new for the last time. May be called again."""
+        """Records what is new for the last time. May be called again."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -217,7 +219,7 @@ class StatLoggers:
         self._tell("record", _scheduler_stats(stats, before), _iteration_stats(stats, before, ended), None, 0)
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        """One that raises is told nothing any more: the others, and the requests, go on."""
+        """Calls a method of every logger. One that raises is removed, so that the others and the requests go on."""
         for each in tuple(self.loggers):
             try:
                 getattr(each, method)(*arguments)

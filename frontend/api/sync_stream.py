@@ -1,4 +1,4 @@
-"""A request's outputs for a thread that is not the client's."""
+"""Passes a request's outputs from the client's event loop to another thread."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from headrace.frontend.client.client import RequestClient
 from headrace.frontend.client.request import RequestStream
 
 Put = Callable[[RequestOutput | BaseException | None], Any]
-"""Takes a request's outputs as they come; then None at its end, or what ended it."""
+"""Receives a request's outputs one by one, then None at its end or the error that ended it."""
 
 MOST_UNREAD = 8
-"""Outputs of one request that wait for a reader in another thread."""
+"""Most outputs of one request that are queued for the reading thread."""
 
 
 class SyncStream:
@@ -29,7 +29,7 @@ class SyncStream:
     ) -> None:
         self._outputs: queue.SimpleQueue[RequestOutput | BaseException | None] = queue.SimpleQueue()
         self._ended = False
-        # The pump knows the queue and not this object, so that forgetting this object ends its task.
+        # The pump refers to the queue and not to this object, so that this object can be collected, which aborts it.
         self._pump = Pump(background, client, self._outputs.put)
         self._pump.start(request)
 
@@ -37,7 +37,7 @@ class SyncStream:
         return self
 
     def __next__(self) -> RequestOutput:
-        """Raises what ended the request."""
+        """Raises the error that ended the request."""
         if self._ended:
             raise StopIteration
         try:
@@ -70,9 +70,9 @@ class SyncStream:
 
 
 class Pump:
-    """Passes a request's outputs to a thread that is not the client's, a few ahead of it at most.
+    """Passes a request's outputs to another thread, at most MOST_UNREAD ahead of it.
 
-    What comes meanwhile waits in the stream, which gives it as one larger output.
+    Tokens that arrive while that many are unread wait in the stream, which returns them as one larger output.
     """
 
     def __init__(self, background: BackgroundLoop, client: RequestClient, put: Put) -> None:
@@ -81,15 +81,15 @@ class Pump:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, request: tuple[str, Prompt, SamplingParams, int]) -> None:
-        """Submits the request. Raises what `RequestClient.submit` does."""
+        """Submits the request. Raises as `RequestClient.submit` does."""
         self._background.run(self._start(request))
 
     def taken(self) -> None:
-        """The other thread has taken an output."""
+        """Reports that the other thread has taken an output. Thread-safe."""
         self._background.call_soon(self._room.release)
 
     def cancel(self) -> None:
-        """Aborts the request, if it still runs. From any thread."""
+        """Aborts the request, if it still runs. Thread-safe."""
         if self._task is not None:
             self._background.call_soon(self._task.cancel)
 

@@ -1,4 +1,4 @@
-"""vLLM's names that Headrace does not have, and what to use instead: a script that is ported hears it by name."""
+"""vLLM's names that Headrace lacks, with what to use instead, for the error messages that ported scripts get."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.ipc.failure import InvalidRequestError
 
 ONLY_GENERATION = "only generation is supported so far"
 ANY = object()
-"""In ARGUMENTS: every value asks for nothing."""
+"""In ARGUMENTS: any value is accepted, because none has an effect."""
 NO_ADAPTERS = "LoRA adapters are not supported yet; merge the adapter into the model's weights"
 DECISIONS = "what the engine decided is in `engine`, and its options in describe_engine()"
 
@@ -66,7 +66,7 @@ COMMANDS: Mapping[str, str] = types.MappingProxyType(
         "snapshot": "an engine's process is not stored and restored; sleep gives its memory back",
     }
 )
-"""vLLM's commands that are not here."""
+"""vLLM's commands that `headrace` lacks, with the reason or the replacement."""
 NO_MEDIA = "multimodal input is not supported yet; models run on text alone"
 TOKENS = "give the prompt as token ids ({'prompt_token_ids': [...]}), made as you like with get_tokenizer()"
 NO_TRACES = "traces are not supported yet"
@@ -100,11 +100,12 @@ ARGUMENTS: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
         "executor_class": ("it is an option: distributed_executor_backend=module:Class", ()),
     }
 )
-"""Arguments of vLLM's methods that ask for something at values other than None and these."""
+"""Arguments of vLLM's methods that Headrace refuses: the reason, and the values, besides None, that it accepts because
+they have no effect."""
 
 
 def check_arguments(method: str, given: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError for an argument that is not known, or asks for what Headrace does not do."""
+    """Raises InvalidRequestError for an unknown argument, and for a value that asks for an unsupported feature."""
     for name, value in given.items():
         if name not in ARGUMENTS:
             raise InvalidRequestError(f"{method} has no argument {name!r}")
@@ -170,12 +171,13 @@ ABSENT_MODULES: Mapping[str, str] = types.MappingProxyType(
         "utils": "of vLLM's helpers there are those of headrace.utils",
     }
 )
-"""By the beginning of a module's name, why what else vLLM has there, modules and names, is not here. The longest
-counts, of which all that is above is here: Python imports that first."""
+"""Why a module of vLLM's, or a name in it, is missing here, by module name or its leading parts. The longest match
+counts. An import of a submodule whose parent package is missing gets the parent's reason, since Python imports the
+parent first."""
 
 
 def reason_of(name: str) -> str | None:
-    """Why a module of vLLM's, or a name in one, is not here; None for what vLLM has not either."""
+    """Why a module of vLLM's, or a name in one, is missing here; None if vLLM does not have it either."""
     parts = name.split(".")
     begins = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((ABSENT_MODULES[begin] for begin in begins if begin in ABSENT_MODULES), None)
@@ -217,8 +219,8 @@ PACKAGE = {
 
 @functools.cache
 def refused_class(name: str) -> type:
-    """One of vLLM's in PACKAGE. Scripts import it, write it into types and ask isinstance, whether they use it or not:
-    making one raises InvalidRequestError with the reason."""
+    """A stand-in for a class of vLLM's in PACKAGE. Scripts may import it and use it in annotations and isinstance;
+    constructing one raises InvalidRequestError with the reason."""
 
     def refuse(cls: type, *args: object, **fields: object) -> object:
         raise InvalidRequestError(f"{cls.__name__} is refused: {PACKAGE[name]}")
@@ -227,15 +229,15 @@ def refused_class(name: str) -> type:
 
 
 def no_attribute(owner: str, name: str, reasons: Mapping[str, str], others: str | None = None) -> AttributeError:
-    """To raise where `owner` has no such name: with its reason among these, else that of all others."""
+    """An AttributeError to raise when `owner` lacks `name`, with its reason in `reasons`, else with `others`."""
     reason = reasons.get(name, others)
     return AttributeError(f"{owner} has no {name!r}{f': {reason}' if reason else ''}")
 
 
 class NamesWhatIsMissing:
-    """A class whose instances tell why they lack one of vLLM's methods."""
+    """A base class whose AttributeError gives the reason when one of vLLM's methods is missing."""
 
-    if not TYPE_CHECKING:  # which would take every name for one that exists
+    if not TYPE_CHECKING:  # a type checker would accept every name
 
         def __getattr__(self, name: str) -> object:
             raise no_attribute(type(self).__name__, name, METHODS)

@@ -1,4 +1,4 @@
-"""A conversation's prompt, as `LLM.chat` and `AsyncLLM.chat` make it from the same arguments."""
+"""Renders a conversation into a prompt, for `LLM.chat` and `AsyncLLM.chat`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def chat_prompt(tokenizer: Tokenizer, conversation: Sequence[Message], options: dict[str, Any]) -> Prompt:
-    """`options` are what `chat_options` gives. Raises InvalidRequestError."""
+    """The rendered and tokenised conversation. options: from `chat_options`. Raises InvalidRequestError."""
     if isinstance(conversation, Sequence) and all(isinstance(message, Mapping) for message in conversation):
         conversation = [_checked(message, f"messages[{at}]") for at, message in enumerate(conversation)]
     text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
@@ -25,7 +25,7 @@ def chat_prompt(tokenizer: Tokenizer, conversation: Sequence[Message], options: 
 
 
 def chat_options(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of apply_chat_template for those of `chat`. Raises InvalidRequestError for an unknown one."""
+    """Converts arguments of `chat` into those of apply_chat_template. Raises InvalidRequestError for an unknown one."""
     known = (
         *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_content_format"),
         *("tools", "documents"),
@@ -51,7 +51,8 @@ def chat_options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(message: Message, where: str) -> dict[str, Any]:
-    """As templates take it. A content that is an object is for templates that know it."""
+    """The message as templates expect it (`complete_message`). An object as content is passed on, for templates that
+    support one. Raises InvalidRequestError."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str | None):
         raise InvalidRequestError(f"{where}.role must be a text, not {role!r:.100}")
@@ -61,9 +62,10 @@ def _checked(message: Message, where: str) -> dict[str, Any]:
 
 
 def _check_tools(tools: Any) -> None:
-    """Of OpenAI's shape, by the server's rules; templates may take others."""
+    """Checks tools of OpenAI's shape by the server's rules; others are passed on, for templates that support them.
+    Raises InvalidRequestError."""
     if not isinstance(tools, Sequence) or not all(isinstance(each, Mapping) for each in tools):
-        return  # the renderer says what is wrong
+        return  # render_chat refuses it with a reason
     if any("function" in each or each.get("type") == "function" for each in tools):
         from headrace.frontend.text.formats.choice import wrong_tool
 

@@ -1,4 +1,4 @@
-"""Prompts in every form that users give them, checked against what the core can take."""
+"""Parses prompts in every form that users give, and checks requests against the model's limits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TokensPrompt(TypedDict, total=False):
 
 
 class TokensInput(TokensPrompt, total=False):
-    """What vLLM's renderers make of a prompt, and its engines take."""
+    """A prompt in the form that vLLM's renderers return and its engines accept."""
 
     type: Literal["token"]
 
@@ -39,23 +39,23 @@ PromptType = str | TextPrompt | TokensPrompt | Sequence[int]
 def tokens_input(
     prompt_token_ids: list[int], *, prompt: str | None = None, cache_salt: str | None = None
 ) -> TokensInput:
-    """A prompt of token ids, with its text where that is known."""
+    """A prompt of token ids, with its text if that is known."""
     more = {"prompt": prompt, "cache_salt": cache_salt}
     given = {name: value for name, value in more.items() if value is not None}
     return TokensInput(type="token", prompt_token_ids=prompt_token_ids, **given)  # type: ignore[typeddict-item]
 
 
 class Prompt(msgspec.Struct):
-    """A prompt in one form."""
+    """A prompt in the form that the rest of the frontend uses."""
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
-    """None until the text is tokenised. Of many or long prompts `packed`."""
+    """None until the text is tokenised. The HTTP completions API stores them `packed`."""
     cache_salt: str = ""
     reasoning: ReasoningFormat | None = None
-    """In which the answer sets its reasoning off, where the prompt was made for one."""
+    """How reasoning is marked in the answer, if the prompt was rendered for a known format."""
     reasoning_has_form: bool = False
-    """What the answer's form says holds for its reasoning too."""
+    """Whether the request's structured output constrains the reasoning too, as a forced tool call does."""
 
 
 _FORMS = "a prompt is a string, a list of token ids, {'prompt': ...} or {'prompt_token_ids': [...]}"
@@ -63,7 +63,7 @@ _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 def packed(token_ids: Sequence[int]) -> Sequence[int]:
-    """In a form that the garbage collector does not walk through. Numbers that are no token ids stay as they are."""
+    """The ids as an int32 array, which the garbage collector does not traverse; unchanged if one is no int32."""
     try:
         return array.array("i", token_ids)
     except (OverflowError, TypeError):
@@ -80,14 +80,14 @@ def parse_prompts(prompts: Any) -> list[Prompt]:
 
 
 def parse_single_prompt(prompt: Any) -> Prompt:
-    """For a call that takes one prompt alone: a list of them is told so. Raises InvalidRequestError."""
+    """For a call that takes a single prompt. Raises InvalidRequestError, with that reason for a list of prompts."""
     if _is_list(prompt) and len(prompt) > 0 and (isinstance(prompt[0], str | Mapping) or _is_list(prompt[0])):
         raise InvalidRequestError(f"this takes one prompt, not a list of {len(prompt)}; {_FORMS}")
     return parse_prompt(prompt)
 
 
 def parse_prompt(prompt: Any) -> Prompt:
-    """Raises InvalidRequestError for what is no prompt, and for parts of one that this version does not take."""
+    """Raises InvalidRequestError for an object that is not a prompt, and for unsupported fields of one."""
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     if _is_list(prompt):
@@ -110,21 +110,21 @@ def parse_prompt(prompt: Any) -> Prompt:
 
 
 class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's `tokenization_kwargs`, of those that mean something for a prompt that is continued."""
+    """The fields of vLLM's `tokenization_kwargs` that apply to text generation."""
 
     add_special_tokens: bool = True
     do_lower_case: bool = False
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    """The most tokens to keep; -1: as many as the model takes."""
+    """Most tokens to keep; -1 means max_model_len - 1."""
     truncation: bool = False
     max_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """With `truncation`, the same by transformers' names."""
+    """With `truncation`, most tokens to keep, under transformers' names; None means max_model_len - 1."""
     truncation_side: Literal["left", "right"] = "left"
-    """Where tokens are left out."""
+    """The end from which tokens are dropped."""
     padding: Literal[False] = False
 
     def apply(self, prompt: Prompt, welcome: Welcome) -> None:
-        """Leaves out tokens beyond the most that are to be kept."""
+        """Truncates the prompt's token ids as these fields ask."""
         most = self.max_length if self.truncation else self.truncate_prompt_tokens
         if (self.truncation and most is None) or most == -1:
             most = welcome.max_model_len - 1
@@ -139,7 +139,7 @@ AS_THE_MODEL_HAS_IT = Tokenization()
 
 
 def tokenization_of(given: Mapping[str, Any] | None) -> Tokenization:
-    """Raises InvalidRequestError for what is none."""
+    """From a call's `tokenization_kwargs`. Raises InvalidRequestError for unknown fields and bad values."""
     if not given:
         return AS_THE_MODEL_HAS_IT
     try:
@@ -150,7 +150,8 @@ def tokenization_of(given: Mapping[str, Any] | None) -> Tokenization:
 
 
 def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, how: Tokenization = AS_THE_MODEL_HAS_IT) -> None:
-    """Fills in the token ids of those that are text. Raises InvalidRequestError without a tokenizer."""
+    """Sets the token ids of prompts that have only text. Raises InvalidRequestError without a tokenizer, and for text
+    that is not valid Unicode."""
     texts = [prompt for prompt in prompts if prompt.token_ids is None]
     if not texts:
         return
@@ -171,7 +172,7 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, how: Tokeni
 
 
 def truncate(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> bool:
-    """Keeps as many tokens as truncate_prompt_tokens asks for; whether there were more."""
+    """Truncates the prompt to params.truncate_prompt_tokens; returns whether any tokens were dropped."""
     kept, token_ids = params.truncate_prompt_tokens, prompt.token_ids
     if kept is None or token_ids is None:
         return False
@@ -184,8 +185,8 @@ def truncate(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> bool:
 
 
 def check_request(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> int:
-    """The most tokens the request can generate, once its prompt is truncated as it asks for. Raises
-    InvalidRequestError for one that can never be served."""
+    """Truncates the prompt if the parameters ask for it, and returns the most tokens that the request can generate.
+    Raises InvalidRequestError for a request that can never be served."""
     params.verify()
     truncate(prompt, params, welcome)
     token_ids = prompt.token_ids or ()
@@ -217,7 +218,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _plain_ids(token_ids: Sequence[Any]) -> list[int]:
-    """As plain Python integers (numpy's are accepted). Raises InvalidRequestError naming the first that is none."""
+    """The ids as Python integers (numpy's are accepted). Raises InvalidRequestError for the first that is not one."""
     try:
         ids = array.array("q", token_ids).tolist()
     except (TypeError, OverflowError):

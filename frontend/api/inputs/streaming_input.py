@@ -1,8 +1,8 @@
-"""A request whose prompt comes in pieces: `AsyncLLM.generate` with an asynchronous generator of StreamingInput.
+"""A request whose prompt arrives in pieces: `AsyncLLM.generate` with an asynchronous generator of StreamingInput.
 
-After each piece the model answers, up to that piece's `max_tokens` or a stop; the next piece goes behind that answer.
-The last token of an answer was sampled and not yet computed: it is left out there, as vLLM does it. The engine sees one
-request for each piece, and finds what came before in its prefix cache.
+After each piece the model answers, up to that piece's `max_tokens` or a stop; the next piece is appended to the answer.
+The last token of an answer has been sampled but not computed; it is left out of the next prompt, as in vLLM. The engine
+sees one request per piece, and finds the earlier tokens in its prefix cache.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from headrace.frontend.client.request import RequestStream
 
 MOST_WAITING = 64
-"""Pieces that are taken from the generator before the answers to earlier ones are complete."""
+"""Most pieces that are read ahead from the generator while earlier ones are being answered."""
 
 
 @dataclass(frozen=True)
 class StreamingInput:
-    """One piece: a prompt in any of its forms, and how to answer it where that differs from `generate`'s own."""
+    """One piece: a prompt in any form, and sampling parameters for its answer if they differ from `generate`'s."""
 
     prompt: Any
     sampling_params: SamplingParams | None = None
 
 
 def check_streaming_params(params: Any) -> SamplingParams:
-    """Raises InvalidRequestError for parameters that fit no session of several answers."""
+    """Raises InvalidRequestError for parameters that a session of several answers does not support."""
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(f"streaming input needs a SamplingParams, not {type(params).__name__}")
     for name, is_refused in (
@@ -49,7 +49,7 @@ def check_streaming_params(params: Any) -> SamplingParams:
 
 
 class StreamingSession:
-    """One request of several pieces. `prompt_of` gives a piece's prompt as tokens."""
+    """One request of several pieces. `prompt_of` returns a piece's tokenised prompt."""
 
     def __init__(
         self, client: RequestClient, request_id: str, priority: int, prompt_of: Callable[[Any], Awaitable[Prompt]]
@@ -57,15 +57,16 @@ class StreamingSession:
         self._client, self._request_id, self._priority, self._prompt_of = client, request_id, priority, prompt_of
         self._pieces: asyncio.Queue[StreamingInput | BaseException | None] = asyncio.Queue(MOST_WAITING)
         self._is_closed = False
-        """The generator has ended well: what waits are its last pieces, and a None behind them."""
+        """The generator ended without an error: `_pieces` holds its last pieces, then None."""
         self._token_ids: list[int] = []
         self._told: CompletionOutput | None = None
-        """The answers to earlier pieces, for outputs that are cumulative."""
+        """The joined answers to earlier pieces, for cumulative outputs."""
 
     async def outputs(
         self, pieces: AsyncGenerator[StreamingInput, None], params: SamplingParams
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Only the last one is `finished`. Raises what the generator raises, and as `AsyncLLM.generate` does."""
+        """Outputs of all answers; only the last is `finished`. Raises the generator's error, and as
+        `AsyncLLM.generate` does."""
         check_streaming_params(params)
         reader = asyncio.create_task(self._read(pieces))
         last: RequestOutput | None = None
@@ -77,7 +78,7 @@ class StreamingSession:
                     async for last in answer:
                         yield last
                 if last is not None and last.finished:
-                    return  # aborted, or there is no other piece
+                    return  # aborted, or this was the last piece
             if last is not None:
                 yield self._end(last, params)
         finally:
@@ -119,13 +120,13 @@ class StreamingSession:
         return was_aborted or (self._is_closed and self._pieces.qsize() <= 1)
 
     def abort(self) -> None:
-        """Ends the session between two answers; one that runs is ended by the client's `abort`."""
+        """Ends the session between two answers. An answer in progress is ended by the client's `abort`."""
         while not self._pieces.empty():
             self._pieces.get_nowait()
         self._pieces.put_nowait(None)
 
     def _end(self, last: RequestOutput, params: SamplingParams) -> RequestOutput:
-        """When the generator ends after the last answer: nothing new, and finished."""
+        """The finished output to send when the generator ends after the last answer; it adds no tokens."""
         output = last.outputs[0]
         if params.output_kind is RequestOutputKind.DELTA:
             output = CompletionOutput(output.index, "", [], output.cumulative_logprob, None)

@@ -1,1 +1,1 @@
-"""`SamplingParams` and the structures within it, checked in the words of whoever wrote them."""
+"""`SamplingParams` and the structures within it, checked with errors in the user's terms."""

@@ -1,4 +1,4 @@
-"""Ends an output that goes round in circles: `SamplingParams.repetition_detection`, under vLLM's names."""
+"""Ends an output that repeats itself: `SamplingParams.repetition_detection`, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FIELD = "SamplingParams.repetition_detection"
 
 
 class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The output ends, with finish_reason `repetition`, once it ends in min_count equal runs of tokens in a row."""
+    """Ends an output with finish_reason `repetition` once its last tokens are min_count equal patterns in a row."""
 
     max_pattern_size: int
-    """Longest run that is looked for; 0 looks for none."""
+    """Longest pattern to look for, in tokens; 0 turns the detection off."""
     min_pattern_size: int = 1
     min_count: int = 2
 
@@ -32,7 +32,7 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, forbi
             raise InvalidRequestError(f"{_FIELD}.{name} = {value!r:.100}: must be an integer of {low} to {high}")
 
     def found(self, token_ids: Sequence[int]) -> bool:
-        """Whether the output ends so."""
+        """Whether these output tokens end in such a repetition."""
         for size in range(self.min_pattern_size, self.max_pattern_size + 1):
             length = size * self.min_count
             if length > len(token_ids):
@@ -45,7 +45,7 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, forbi
 
 
 def repetition_from(fields: Mapping[str, Any]) -> RepetitionDetectionParams:
-    """Raises InvalidRequestError for a name that is none of its fields, and for one that is missing."""
+    """From a dict. Raises InvalidRequestError for an unknown field, and for one that is missing."""
     try:
         return RepetitionDetectionParams(**fields)
     except TypeError as error:

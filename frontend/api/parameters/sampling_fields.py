@@ -1,8 +1,8 @@
-"""What a field of `SamplingParams` needs besides its name, type and default, and everything that derives from it.
+"""`Field`, the metadata of a `SamplingParams` field, and everything that derives from a field's declaration.
 
-wire's field (ipc/messages.py:Sampling) --> the range, what a model may set
-SamplingParams' field, with a `Field`   --> the check of its value, what is sent, the field of HTTP bodies and its
-                                            OpenAPI schema, flags of commands, what `headrace chat` can set
+field of ipc/messages.py:Sampling  --> its range; whether a model's generation config may set it
+field of SamplingParams + `Field`  --> the check of its value, its conversion for the wire, the field of HTTP bodies and
+                                       its OpenAPI schema, flags of commands, what `headrace chat` can set
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ FLAGS = "Sampling"
 
 
 class Field(msgspec.Struct, frozen=True):
-    """Beside a field's type: `min_p: Annotated[float, Field("...")] = 0.0`."""
+    """Annotates a field's type: `min_p: Annotated[float, Field("...")] = 0.0`."""
 
     help: str
     range: Range | None = None
-    """The user's; None is that of the wire's field of the same name."""
+    """The values that users may give; None means the range of the field of the same name in Sampling."""
     in_body: bool = True
-    """Bodies of HTTP requests have it, with this name, type and help, or as http/openai/requests.py declares it."""
+    """Whether HTTP bodies have the field: with this name, type and help, or as http/openai/requests.py declares it."""
     flag: bool = False
-    """Commands that generate text have it."""
+    """Whether commands that generate text have it as a flag."""
     longest: int | None = None
-    """Most entries of a list in a body."""
+    """Most entries of the list in an HTTP body."""
 
 
 class Declared(typing.NamedTuple):
-    """A field as it was declared."""
+    """The declaration of a SamplingParams field."""
 
     name: str
     kind: Any
-    """Its type: bool, int, float or other, without None."""
+    """Its type without None: bool, int, float or another."""
     optional: bool
-    """None is a value."""
+    """Whether None is a valid value."""
     default: Any
     field: Field
     range: Range | None
 
 
 def declared_fields(cls: type) -> Mapping[str, Declared]:
-    """The fields of a dataclass that have a `Field`."""
+    """The fields of a dataclass that are annotated with a `Field`, by name."""
     ranges, found = ranges_of(Sampling), {}
     defaults = {each.name: each.default for each in dataclasses.fields(cls)}
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
@@ -69,11 +69,11 @@ def declared_fields(cls: type) -> Mapping[str, Declared]:
 
 
 Check = Callable[[Any], None]
-"""Raises InvalidRequestError for a value that cannot be."""
+"""Raises InvalidRequestError for an invalid value."""
 
 
 def check_of(declared: Declared) -> Check | None:
-    """Of a number or a bool; None for what needs a check of its own."""
+    """The check of a bool field or of a number with a range; None for fields that are checked elsewhere."""
     name, kind, found = declared.name, declared.kind, declared.range
     check: Check
     if kind is bool:
@@ -88,7 +88,7 @@ def check_of(declared: Declared) -> Check | None:
 
 
 def sent_fields(fields: Mapping[str, Declared]) -> list[tuple[str, Any, Callable[[Any], Any]]]:
-    """What goes into the message as it is: the name, the default, which need not be sent, and what converts it."""
+    """Fields that Sampling takes from SamplingParams one to one: name, default (which is not sent) and converter."""
     found = []
     for name in Sampling.__struct_fields__:
         if name in fields and (converted := _converter(fields[name])) is not None:
@@ -97,13 +97,15 @@ def sent_fields(fields: Mapping[str, Declared]) -> list[tuple[str, Any, Callable
 
 
 def body_fields(fields: Mapping[str, Declared], besides: tuple[str, ...]) -> list[tuple[str, Any, None]]:
-    """For `msgspec.defstruct`: a body's fields, less those that it declares itself. None is the same as left out."""
+    """Fields of an HTTP body for `msgspec.defstruct`, without `besides`, which the body declares itself. Each has the
+    default None, which is the same as left out."""
     own = [each for each in fields.values() if each.field.in_body and each.name not in besides]
     return [(each.name, _body_type(each), None) for each in own]
 
 
 def flag_fields(fields: Mapping[str, Declared], besides: tuple[str, ...] = ()) -> list[tuple[str, Any, None]]:
-    """For `msgspec.defstruct`: flags of fields that shape the distribution, as a model may too; None is not given."""
+    """Flags for `msgspec.defstruct`, without `besides`: the fields that a model's generation config may set too. Each
+    has the default None, which means not given."""
     by_model = model_defaults(Sampling)
     return [
         (name, Annotated[fields[name].kind | None, Option(FLAGS, fields[name].field.help, default_text=AS_MODEL)], None)
@@ -138,7 +140,7 @@ MOST_EXTRA_BYTES = 1 << 16
 
 
 def verify_extra_args(values: Any) -> None:
-    """Raises InvalidRequestError for what cannot be sent, or is too much."""
+    """Raises InvalidRequestError for an extra_args that cannot be sent or is too large."""
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise bad("extra_args", values, "must be a dict with names as keys")
     try:
@@ -193,7 +195,7 @@ def _check_integer(name: str, allowed: Range) -> Check:
 
 
 def _check_number(name: str, allowed: Range) -> Check:
-    """What is finite and beyond all that is computed with is taken for the largest number (`sent_fields`)."""
+    """Where float32 is the only bound, larger finite numbers pass too: `sent_fields` clamps them to float32's limit."""
     if allowed.high == FLOAT32:
         allowed = msgspec.structs.replace(allowed, high=sys.float_info.max)
 
@@ -202,7 +204,7 @@ def _check_number(name: str, allowed: Range) -> Check:
             raise bad(name, value, f"must be a number, {allowed.words()}")
         try:
             number = float(value)
-        except OverflowError:  # an integer beyond any float
+        except OverflowError:  # an integer larger than any float
             number = math.inf
         if number not in allowed:
             more = "" if math.isfinite(number) else ", and finite"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would only overflow."""
+"""Temperatures below this mean greedy sampling: dividing logits by them would overflow."""
 
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
@@ -54,8 +54,8 @@ NOT_SUPPORTED: Mapping[str, str] = types.MappingProxyType(
         **dict.fromkeys(("trace_decode_token_ids", "watermarking"), _UNSUPPORTED),
     }
 )
-"""vLLM's fields that this version refuses by name, and what to do instead. What asks for nothing, None and NEUTRAL, is
-accepted."""
+"""vLLM's fields that this version refuses by name, and what to do instead. None and the values in NEUTRAL are accepted,
+since they have no effect."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = types.MappingProxyType(
     {
         "best_of": (1,),
@@ -70,7 +70,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = types.MappingProxyType(
 
 
 class UnknownFieldError(InvalidRequestError, TypeError):
-    """A name that is no field: a TypeError too, as it is for any other constructor of Python."""
+    """An unknown field name. Also a TypeError, which Python raises for an unknown keyword argument."""
 
 
 class SamplingType(enum.IntEnum):
@@ -85,13 +85,14 @@ class RequestOutputKind(enum.Enum):
     CUMULATIVE = 0
     """Everything so far."""
     DELTA = 1
-    """What is new since the output before."""
+    """The part that is new since the previous output."""
     FINAL_ONLY = 2
     """One output, at the end."""
 
 
 def _refuse_unknown_fields(cls: type[T]) -> type[T]:
-    """Makes the generated __init__ fail on a name it does not know with the nearest one that it does."""
+    """Wraps the generated __init__ so that an unknown field is refused with a suggestion, and one of NOT_SUPPORTED with
+    what to do instead."""
     generated = cls.__init__
     known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
 
@@ -116,8 +117,8 @@ def _refuse_unknown_fields(cls: type[T]) -> type[T]:
 class SamplingParams:
     """How to choose a request's tokens and when to stop.
 
-    Raises InvalidRequestError, which names the field, its value and the range, when it is made, and again at
-    submission in case it was changed since.
+    The constructor raises InvalidRequestError, which names the field, its value and the range. Submission checks again,
+    since fields may have been changed.
     """
 
     n: Annotated[int, Field("Outputs for each prompt; output i of a seeded one has seed + i", Range(1, 16384))] = 1
@@ -158,7 +159,7 @@ class SamplingParams:
     bad_words: Annotated[
         list[str] | None, Field("Words that are not to be generated, alone or after a space", longest=1024)
     ] = None
-    """Their tokens are looked for in the output alone."""
+    """Only the output is searched for them, not the prompt."""
     stop: Annotated[str | list[str] | None, Field("Texts that end the output, and are not in it", flag=True)] = None
     stop_token_ids: Annotated[
         list[int] | None, Field("Tokens that end the output, besides the model's end-of-sequence tokens", longest=1024)
@@ -181,9 +182,9 @@ class SamplingParams:
         Field("Tokens to report per token in the place of the likeliest ones", longest=1024),
     ] = None
     structured_outputs: StructuredOutputsParams | None = None
-    """The form that the output has to have: a JSON schema, a regular expression, one of several texts, a grammar."""
+    """Constrains the output: to a JSON schema, a regular expression, one of several texts, or a grammar."""
     guided_decoding: StructuredOutputsParams | None = None
-    """Its name in older versions."""
+    """The name of `structured_outputs` in older versions of vLLM."""
     truncate_prompt_tokens: Annotated[
         int | None, Field("Keep only so many of the prompt's last tokens; -1: as many as fit", Range(-1, INT32))
     ] = None
@@ -239,14 +240,16 @@ class SamplingParams:
             self.logprobs = 0
 
     def _make_lists(self) -> None:
-        """What was checked as lists that scripts may extend, in which each value stands once."""
+        """Turns the checked stop, stop_token_ids and bad_words into lists without duplicates, which scripts may
+        extend."""
         self.stop = list(dict.fromkeys(self.stop_strings))
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or ()))
         self.bad_words = list(dict.fromkeys(self.bad_words or ()))
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
-        """From values of which None means the default, and a logit_bias as OpenAI's API has it (`openai_bias`)."""
+        """From values of which None means the default (except max_tokens), and a logit_bias as in OpenAI's API
+        (`openai_bias`)."""
         values["logit_bias"] = openai_bias(values.get("logit_bias"))
         return cls(**{name: value for name, value in values.items() if value is not None or name == "max_tokens"})
 
@@ -269,33 +272,33 @@ class SamplingParams:
         structured_outputs_config: object = None,
         tokenizer: object = None,
     ) -> None:
-        """Raises InvalidRequestError for the first field whose value cannot be, with this model where one is given.
+        """Raises InvalidRequestError for the first invalid field. With model_config, checks the model's limits too.
 
-        The other arguments are vLLM's: what they tell here, the engine checks when the request comes.
+        The other arguments are vLLM's and unused: the engine makes those checks when it receives the request.
         """
         self._verify_values()
         if model_config is not None:
             check_model_limits(self, model_config.get_vocab_size(), model_config.max_logprobs)
 
     def update_from_tokenizer(self, tokenizer: Any) -> None:
-        """Makes tokens of `bad_words` by this tokenizer (any with vLLM's `encode`), so that none is needed later."""
+        """Tokenises `bad_words` with this tokenizer (any with vLLM's `encode`), so that none is needed later."""
         if self.bad_words:
             self._tokenized_bad_words = list(self.bad_words), tokenize_bad_words(self.bad_words, tokenizer)
 
     @property
     def bad_words_token_ids(self) -> list[list[int]] | None:
-        """The runs of tokens that `update_from_tokenizer` made of the words that are here now."""
+        """The token sequences that `update_from_tokenizer` made of bad_words; None if the words have changed since."""
         words, runs = self._tokenized_bad_words or ([], ())
         return [list(run) for run in runs] if words and words == self.bad_words else None
 
     @property
     def all_stop_token_ids(self) -> set[int]:
-        """`stop_token_ids`, each once. The engine knows the model's end-of-sequence tokens itself."""
+        """`stop_token_ids` as a set. The model's end-of-sequence tokens are not in it: the engine adds them."""
         return set(self.stop_token_ids or ())
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many likeliest tokens are reported per token; of `logprob_token_ids`, how many those are."""
+        """Number of candidates reported per token: the length of `logprob_token_ids` if given, else `logprobs`."""
         return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
 
     @property
@@ -359,9 +362,9 @@ class SamplingParams:
                     )
 
     def to_wire(self, max_tokens: int, child: int = 0, tokenized: Mapping[str, Any] = NOTHING) -> Sampling:
-        """What the core needs for output `child` of n; `max_tokens` is at most what the model's length allows.
+        """The message for output `child` of n. max_tokens: the most that max_model_len leaves room for.
 
-        tokenized: the fields that `token_rules.tokenized_fields` gives.
+        tokenized: the fields from `token_rules.tokenized_fields`.
         """
         wire: dict[str, Any] = {}
         for name, default, converted in _SENT:
@@ -377,23 +380,23 @@ class SamplingParams:
         if child:
             wire.pop("prompt_logprobs", None)  # the same for every child
         if self.logprob_token_ids:
-            wire["logprobs"] = 0  # these tokens, however many likeliest ones were asked for
+            wire["logprobs"] = 0  # logprob_token_ids are reported instead of the likeliest tokens
         if self.structured_outputs is not None:
             wire["structured_output"] = self.structured_outputs.to_wire()
         return Sampling(**wire, **tokenized)
 
 
 FIELDS = declared_fields(SamplingParams)
-"""By name."""
+"""Declarations of the fields, by name."""
 _CHECKS = [(each.name, each.default, check) for each in FIELDS.values() if (check := check_of(each)) is not None]
 _SENT = sent_fields(FIELDS)
 
 
 OTHER_NAMES: Mapping[str, str] = types.MappingProxyType({"mirostat_mode": "mirostat"})
-"""What other engines call a field, where another of ours looks more like it."""
+"""Names in other engines for which `difflib` would suggest the wrong field."""
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """`; did you mean ...?`, or a list of what there is when nothing comes near."""
+    """`; did you mean ...?`, or a list of the fields if no name is similar."""
     match = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {match[0]!r}?" if match else f"; the fields are {', '.join(known)}"

@@ -1,10 +1,10 @@
-"""`StructuredOutputsParams`: the form that an answer has to have, under vLLM's names, and the forms of OpenAI's API.
+"""`StructuredOutputsParams`: constraints on an output's form, under vLLM's names, and those of OpenAI's API.
 
     SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
     {"response_format": {"type": "json_schema", "json_schema": {"name": "cat", "schema": {...}, "strict": true}}}
 
-What is cheap to see is checked here: types, that there is one form, and that JSON is JSON. Whether a schema or a
-grammar can be followed only the engine knows.
+Cheap checks are made here: types, that exactly one constraint is given, and that JSON is valid. Only the engine can
+tell whether it supports a schema or a grammar.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ RETIRED = {
     "guided_whitespace_pattern": "whitespace_pattern",
     "structural_tag": "structural_tag",
 }
-"""Fields of requests to older servers, and what took over."""
+"""Request fields of older vLLM servers, and the fields that replaced them."""
 MOST_DEPTH = 100
-"""Of JSON within JSON in a schema: what a library reads."""
+"""Deepest nesting of a JSON schema; grammar libraries accept no more."""
 _IS_FLAG = "json_object"
 _FLAGS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
 _WRITER = json.JSONEncoder(ensure_ascii=False)
@@ -39,51 +39,51 @@ _WRITER = json.JSONEncoder(ensure_ascii=False)
 
 @dataclass
 class StructuredOutputsParams:
-    """Exactly one of the first five and structural_tag says the form.
+    """A constraint on the output: exactly one of the first five fields and structural_tag must be set.
 
-    Raises InvalidRequestError, which names the field, when it is made.
+    The constructor raises InvalidRequestError, which names the field.
     """
 
     json: str | dict[str, Any] | None = None
-    """A JSON schema, as text or as what it stands for: the answer is JSON that it admits."""
+    """A JSON schema, as text or as a dict: the answer is JSON that is valid under it."""
     regex: str | None = None
     """A regular expression that the whole answer matches."""
     choice: list[str] | None = None
     """The answer is one of these."""
     grammar: str | None = None
-    """A grammar of the answer in Lark's or GBNF's notation; its rule `start`, or `root`, is the whole."""
+    """A grammar of the answer in Lark's or GBNF's notation, with the start rule `start` or `root`."""
     json_object: bool | None = None
-    """The answer is some JSON object."""
+    """The answer is any JSON object."""
     disable_any_whitespace: bool = False
-    """JSON without spaces."""
+    """JSON has no white space between its parts."""
     disable_additional_properties: bool = False
     """Objects have only the properties that the schema names."""
     whitespace_pattern: str | None = None
-    """A regular expression of the white space between the parts of JSON; with "" there is none."""
+    """A regular expression for the white space between the parts of JSON; "" allows none."""
     structural_tag: str | dict[str, Any] | None = None
-    """Text with parts that have a form: {"format": ...} as xgrammar has it, or the older {"structures": [{"begin",
+    """Free text with constrained parts: {"format": ...} as in xgrammar, or the older {"structures": [{"begin",
     "schema", "end"}], "triggers": [...]}."""
     disable_fallback: bool = False
-    """What the engine's first library cannot do is refused."""
+    """Refuse a constraint that the engine's first grammar library does not support, instead of trying the next one."""
     backend: str | None = None
-    """The library that follows it, as structured_outputs_config names it; None is the engine's own."""
+    """The grammar library to use, named as in structured_outputs_config; None means the engine's choice."""
 
     def __post_init__(self) -> None:
         self._checked: tuple[str, str] | None = None
         self.verify()
 
     def verify(self) -> None:
-        """Raises InvalidRequestError for the first field whose value cannot be.
+        """Raises InvalidRequestError for the first invalid field.
 
-        It is called several times for a request, as values may be changed meanwhile: a form that is written as it was
-        the last time is not looked through again."""
+        Runs several times per request, since fields may be changed in between; a constraint whose text is the same as
+        last time is not parsed again."""
         given = self._given()
         if len(given) != 1:
             named = f"; given are {', '.join(given)}" if given else ""
             raise InvalidRequestError(f"{_FIELD} needs exactly one of {', '.join(FORMS)}{named}")
         name = given[0]
         value = getattr(self, name)
-        if self._checked is None and _is_longer(value, MOST_GRAMMAR_CHARACTERS):  # before it is read whole
+        if self._checked is None and _is_longer(value, MOST_GRAMMAR_CHARACTERS):  # before all of it is encoded
             raise _too_long(name)
         if name == "json_object":
             _check_type(name, value, bool, "True")
@@ -115,7 +115,7 @@ class StructuredOutputsParams:
         self._checked = name, text
 
     def all_constraints_none(self) -> bool:
-        """vLLM's question: whether no form is asked for. False, but for one that was taken away since."""
+        """vLLM's method: whether no constraint is set. True only if fields were reset after construction."""
         return all(getattr(self, name) is None for name in FORMS)
 
     def all_non_structural_tag_constraints_none(self) -> bool:
@@ -135,7 +135,8 @@ class StructuredOutputsParams:
         )
 
     def _given(self) -> list[str]:
-        """json_object=False asks for nothing; False in the others is a mistake, which is told by name."""
+        """Names of the constraints that are set. json_object=False sets none; False in another field counts, so that
+        `verify` refuses it by name."""
         return [name for name in FORMS if (value := getattr(self, name)) is not None and (value or name != _IS_FLAG)]
 
     @staticmethod
@@ -159,7 +160,7 @@ class StructuredOutputsParams:
 
 
 def structured_outputs_from(fields: Mapping[str, Any]) -> StructuredOutputsParams:
-    """Raises InvalidRequestError for a name that is none of its fields."""
+    """From a dict. Raises InvalidRequestError for an unknown field."""
     known = list(StructuredOutputsParams.__dataclass_fields__)
     for name in fields:
         if name not in known:
@@ -168,11 +169,11 @@ def structured_outputs_from(fields: Mapping[str, Any]) -> StructuredOutputsParam
 
 
 class GuidedDecodingParams(StructuredOutputsParams):
-    """Their name in older versions."""
+    """The name of StructuredOutputsParams in older versions of vLLM."""
 
     @classmethod
     def from_optional(cls, json: Any = None, **given: Any) -> GuidedDecodingParams | None:
-        """None where no form is given. json: also a pydantic class, whose schema it is."""
+        """None if no constraint is given. json: a schema, or a pydantic class that has one."""
         if hasattr(json, "model_json_schema"):
             json = json.model_json_schema()
         fields = {"json": json, **given}
@@ -182,7 +183,7 @@ class GuidedDecodingParams(StructuredOutputsParams):
 
 
 def field_of_body(body: Any) -> str:
-    """The field by which a request's body asks for a form; "structured_outputs" where none does."""
+    """The field of a request's body that sets the constraint; "structured_outputs" if none does."""
     if isinstance(body.structured_outputs, dict):
         forms = (name for name in FORMS if body.structured_outputs.get(name) not in (None, False))
         return next((f"structured_outputs.{name}" for name in forms), "structured_outputs")
@@ -191,7 +192,8 @@ def field_of_body(body: Any) -> str:
 
 
 def from_body(body: Any) -> StructuredOutputsParams | None:
-    """From the fields of a request's body; None where it asks for no form. Raises InvalidRequestError."""
+    """From the fields of a request's body; None if it sets no constraint. Raises InvalidRequestError, which names the
+    body's field."""
     retired = {name: value for name in RETIRED if (value := getattr(body, name)) is not None}
     asked_by = {RETIRED[name]: name for name in retired} | {"backend": "guided_decoding_backend"}
     if body.response_format is not None:
@@ -230,7 +232,7 @@ def _with_backend(params: StructuredOutputsParams | None, backend: str | None) -
 
 
 def from_response_format(response_format: Any) -> StructuredOutputsParams | None:
-    """OpenAI's field; None for what asks for nothing. Raises InvalidRequestError."""
+    """From OpenAI's response_format; None if it sets no constraint. Raises InvalidRequestError."""
     if response_format is None:
         return None
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
@@ -259,7 +261,7 @@ def _from_json_schema(wrapped: Any) -> StructuredOutputsParams:
         )
     if not isinstance(wrapped.get("strict"), bool | None):
         raise InvalidRequestError("SamplingParams.response_format.json_schema.strict must be true or false")
-    # strict false only lets a server know less of JSON schemas; ours follows the whole schema, or says why not.
+    # strict=false only permits a server to support less of JSON Schema; ours follows a schema fully or refuses it.
     return StructuredOutputsParams(json=dict(schema))
 
 
@@ -275,11 +277,11 @@ def _too_long(name: str) -> InvalidRequestError:
 
 
 def _is_longer(value: Any, most: int) -> bool:
-    """Whether its JSON has surely more characters. Looks at no more of it than that takes."""
+    """Whether the value's JSON is certain to have more than `most` characters. Stops as soon as it is."""
     size, left = 0, [value]
     while left and size <= most:
         each = left.pop()
-        size += 2  # at least, with what follows
+        size += 2  # the least that a value and its separator take
         if isinstance(each, str):
             size += len(each)
         elif isinstance(each, Mapping | list | tuple) and size + 2 * len(each) > most:
@@ -298,7 +300,7 @@ def _check_type(name: str, value: Any, kind: Any, right: str) -> None:
 
 
 def _check_json(name: str, value: Any) -> None:
-    """That it is JSON, and not nested deeper than libraries read."""
+    """Checks that it is valid JSON, and not nested deeper than MOST_DEPTH. Raises InvalidRequestError."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""What of a request depends on where its reasoning ends: `thinking_token_budget`, and a form that begins there.
+"""Request features that depend on where reasoning ends: `thinking_token_budget`, and structured output after it.
 
-The markers of the reasoning come from the prompt, where it was rendered for a format of reasoning that is known, or
-else from the engine's reasoning_config or structured_outputs_config.
+The markers of the reasoning come from the prompt, if it was rendered for a known reasoning format, or else from the
+engine's reasoning_config or structured_outputs_config.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace.ipc.messages import Thinking, Welcome
 def thinking_of(
     params: SamplingParams, prompt: Prompt, tokenizer: Tokenizer | None, welcome: Welcome
 ) -> Thinking | None:
-    """What the core needs; None where nothing depends on reasoning. Raises InvalidRequestError."""
+    """The message to the core; None if nothing in the request depends on reasoning. Raises InvalidRequestError."""
     budget = params.thinking_token_budget
     waits = params.structured_outputs is not None and not prompt.reasoning_has_form
     if budget is not None and prompt.reasoning_has_form:
@@ -46,18 +46,19 @@ def thinking_of(
     opened, ended = _last(token_ids, begin), _last(token_ids, end)
     is_open = opened > ended or (declared.starts_open and ended < 0)
     if not is_open and (ended >= 0 or not begin):
-        return None  # there is no reasoning any more, or none that could be seen
+        return None  # the reasoning has ended in the prompt, or has no marker that would show its beginning
     forced = _token_ids(tokenizer, welcome.reasoning_end)
     return Thinking(end=end, begin=begin, is_open=is_open, budget=budget, forced=() if forced == end else forced)
 
 
 def reads_reasoning(prompt: Prompt, welcome: Welcome) -> bool:
-    """Whether a prompt's answer may have reasoning that is told from the rest."""
+    """Whether reasoning in the answer can be told apart from content, because its markers are known."""
     return _as_configured(prompt.reasoning or _declared(welcome.reasoning_parser), welcome) is not None
 
 
 def _as_configured(declared: ReasoningFormat | None, welcome: Welcome) -> ReasoningFormat | None:
-    """A format with the texts of the engine's reasoning_config, or what these are by themselves."""
+    """The format with the begin marker of the engine's reasoning_config; without a format, one made of that option's
+    markers, or None. Raises InvalidRequestError if the option's end lacks the format's end marker."""
     begin, end = welcome.reasoning_begin, welcome.reasoning_end
     if declared is None:
         return ReasoningFormat(begin=begin, end=end) if begin and end else None
@@ -87,6 +88,6 @@ def _token_ids(tokenizer: Tokenizer, marker: str) -> tuple[int, ...]:
 
 
 def _last(token_ids: Sequence[int], marker: tuple[int, ...]) -> int:
-    """Where a marker begins for the last time, -1 where it does not."""
+    """The index at which the last occurrence of the marker begins; -1 if there is none."""
     places = range(len(token_ids) - len(marker), -1, -1) if marker else ()
     return next((at for at in places if tuple(token_ids[at : at + len(marker)]) == marker), -1)

@@ -1,4 +1,4 @@
-"""What a request says of single tokens: `allowed_token_ids`, `bad_words` and `logit_bias`, checked and tokenised."""
+"""Checks and tokenises the per-token rules of a request: `allowed_token_ids`, `bad_words` and `logit_bias`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from headrace.frontend.api.parameters.sampling_params import SamplingParams
 
 MOST_BIAS = 1e6
-"""Far above any logit: a token with it is sure to be chosen. The HTTP server takes up to 100, as OpenAI's does."""
+"""Far above any logit: a token with this bias is always chosen. The HTTP server clamps to 100, as OpenAI's API does."""
 OPENAI_BIAS = 100.0
 _MOST_ID = 2**31 - 1
 _MOST_NAMED = 8
-"""Keys that a refusal quotes."""
+"""Most keys that an error message quotes."""
 MOST_BAD_WORDS = 1024
 MOST_BAD_CHARACTERS = 1 << 14
-"""Of a request's bad words together: they are tokenised at once, and other requests wait meanwhile."""
+"""Total for a request: bad words are tokenised in one go on the event loop, while other requests wait."""
 
 
 def verify_token_rules(params: SamplingParams) -> None:
-    """Raises InvalidRequestError for the first of the three fields whose value cannot be."""
+    """Raises InvalidRequestError for the first of the three fields that is invalid."""
     if params.allowed_token_ids is not None:
         if not params.allowed_token_ids and isinstance(params.allowed_token_ids, list | tuple):
             raise bad("allowed_token_ids", [], "allows no token at all; None allows every token")
@@ -38,13 +38,13 @@ def verify_token_rules(params: SamplingParams) -> None:
 
 
 def verify_token_ids(name: str, token_ids: Any) -> None:
-    """Raises InvalidRequestError for what is no list of at least one token id."""
+    """Raises InvalidRequestError unless this is a list or tuple of at least one token id."""
     if not isinstance(token_ids, list | tuple):
         raise bad(name, token_ids, "must be a list or tuple of token ids")
     if not token_ids:
         raise bad(name, token_ids, "names no token; leave it out, or None")
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) <= _MOST_ID:
-        return  # a whole vocabulary is checked without a loop
+        return  # fast: the list may hold a whole vocabulary
     for token_id in token_ids:
         if not _is_id(token_id):
             raise InvalidRequestError(f"SamplingParams.{name} contains {token_id!r:.100}, which is no token id")
@@ -80,7 +80,7 @@ def _verify_bias(logit_bias: Any) -> None:
 
 
 def check_model_limits(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
-    """Raises InvalidRequestError for tokens that the model does not have, and more log-probabilities than it gives."""
+    """Raises InvalidRequestError for token ids outside the vocabulary, and for more log-probabilities than allowed."""
     check_num_logprobs(params, vocab_size, max_logprobs)
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids", "logprob_token_ids"):
         highest = max(getattr(params, name) or (), default=0)
@@ -91,7 +91,7 @@ def check_model_limits(params: SamplingParams, vocab_size: int, max_logprobs: in
 
 
 def check_num_logprobs(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
-    """Raises InvalidRequestError for more log-probabilities than the engine gives."""
+    """Raises InvalidRequestError for more log-probabilities per token than max_logprobs (-1: the vocabulary)."""
     limit = vocab_size if max_logprobs == -1 else max_logprobs
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
@@ -104,7 +104,7 @@ def check_num_logprobs(params: SamplingParams, vocab_size: int, max_logprobs: in
 
 
 def check_token_rules(params: SamplingParams, welcome: Welcome) -> None:
-    """Raises InvalidRequestError for what the model cannot do."""
+    """Raises InvalidRequestError for rules that the model or an engine without a tokenizer cannot apply."""
     check_model_limits(params, welcome.vocab_size, welcome.max_logprobs)
     if params.bad_words and welcome.tokenizer is None and params.bad_words_token_ids is None:
         raise InvalidRequestError(
@@ -116,10 +116,10 @@ def check_token_rules(params: SamplingParams, welcome: Welcome) -> None:
 def tokenize_bad_words(
     words: Iterable[str], tokenizer: Any, vocab_size: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """The runs of tokens that are never to be completed: each word alone, and after a space.
+    """The forbidden token sequences: each word alone, and each word after a space.
 
-    Where a space only puts its own token before the word's, the first run forbids both. vLLM leaves the second out too
-    where the space changes the number of tokens, and then lets the word through after one. Raises InvalidRequestError.
+    The second is left out when it ends in the tokens of the first, which then forbids both. vLLM also leaves it out
+    when the space changes the number of tokens, and so allows the word after a space. Raises InvalidRequestError.
     """
     runs: dict[tuple[int, ...], None] = {}
     for word in dict.fromkeys(words):
@@ -140,12 +140,12 @@ def tokenize_bad_words(
 
 
 DRY_BREAKERS = ("\n", ":", '"', "*")
-"""Its author's, where a request names none."""
+"""The sequence breakers of DRY's author, used if a request names none."""
 MOST_BREAKERS, MOST_BREAKER_CHARACTERS = 64, 64
 
 
 def verify_texts(name: str, texts: Any) -> None:
-    """Raises InvalidRequestError for what is no short list of short texts."""
+    """Raises InvalidRequestError unless this is a list of at most MOST_BREAKERS short texts."""
     if not isinstance(texts, list | tuple):
         raise bad(name, texts, "must be a list of strings")
     for text in texts:
@@ -156,7 +156,7 @@ def verify_texts(name: str, texts: Any) -> None:
 
 
 def tokenized_fields(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
-    """The message's fields that come from texts. Raises InvalidRequestError."""
+    """The fields of Sampling that are token ids made from texts. Raises InvalidRequestError."""
     fields: dict[str, Any] = {}
     if params.bad_words:
         fields["bad_words"] = _bad_words(params, tokenizer, vocab_size)
@@ -166,13 +166,14 @@ def tokenized_fields(params: SamplingParams, tokenizer: Tokenizer | None, vocab_
 
 
 def _bad_words(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> Any:
-    if tokenizer is None:  # check_token_rules has seen that these are there
+    if tokenizer is None:  # check_token_rules made sure that bad_words_token_ids are set
         return tuple(tuple(run) for run in params.bad_words_token_ids or ())
     return tokenize_bad_words(params.bad_words or (), tokenizer, vocab_size)
 
 
 def _breakers(texts: Sequence[str] | None, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Of each text the last token, behind a letter, as its author has it: so a tokeniser puts no space before it."""
+    """The last token of each text when it follows a letter, as DRY's author does it: the tokeniser then adds no space
+    before the text. Raises InvalidRequestError."""
     if tokenizer is None:
         if texts:
             raise bad("dry_sequence_breakers", texts, "needs a tokenizer, and this engine runs without one")
@@ -182,9 +183,9 @@ def _breakers(texts: Sequence[str] | None, tokenizer: Tokenizer | None) -> tuple
 
 
 def openai_bias(logit_bias: Any) -> Any:
-    """With keys as JSON has them made token ids, and numbers brought between -100 and 100. Raises InvalidRequestError.
+    """A logit_bias with JSON's text keys made integers and values clamped to -100 to 100. Raises InvalidRequestError.
 
-    What is no such dict is left for `verify_token_rules` to refuse.
+    Values of other types are returned unchanged, for `verify_token_rules` to refuse.
     """
     if not isinstance(logit_bias, Mapping):
         return logit_bias
