@@ -1,7 +1,7 @@
-"""Chat templates as models ship them, rendered in a sandbox with the names and filters that transformers gives them.
+"""Renders the chat templates that models ship, in a sandbox, with the globals and filters that transformers provides.
 
-A template is a program, from the model's author or from a request: it gets plain data, no objects, no way out of
-jinja2's immutable sandbox, and so much time.
+A template is an untrusted program, from the model's author or from a request: it gets plain data instead of objects,
+runs in jinja2's immutable sandbox, and has a time limit.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 ContentFormat = Literal["auto", "string", "openai"]
-"""How a template gets a message's content: text, or a list of parts as OpenAI's API has it. auto: text as text, and
-parts as parts where the template takes them."""
+"""How a template gets a message's content: as a string, or as a list of parts as in OpenAI's API (openai). auto: a
+string as a string, and parts as parts if the template supports them."""
 _LONGEST_RENDERING_S = 10.0
-"""Conversations take milliseconds; a template may be anybody's program."""
+"""Rendering a conversation takes milliseconds; a template may be a hostile program."""
 _MOST_IN_PRODUCT = 1 << 20
-"""Bits, characters or items."""
+"""Largest result of * and ** in a template, in bits, characters or items."""
 _DEADLINE = "headrace_deadline"
 _CONTINUE_HERE = "HEADRACE_CONTINUES_HERE "
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning", "reasoning_text")
-"""What models and clients call a message's reasoning; templates read the first."""
+"""The names that models and clients use for a message's reasoning. Templates read the first two."""
 _TAKES_PARTS = re.compile(
     r"\bin\s+\w+(\.content|\[['\"]content['\"]\])|content\s+is\s+(not\s+)?(string|iterable)"
     r"|content(['\"]\])?\[\d+\]\s*[.\[]"
 )
-"""A template that walks through a message's parts, takes one of them, or asks whether it has any."""
+"""Matches a template that iterates over a message's content parts, indexes one, or tests for parts."""
 
 
 class RenderedChat(NamedTuple):
@@ -58,9 +58,9 @@ def render_chat(
     variables: Mapping[str, Any] | None = None,
     content_format: ContentFormat = "auto",
 ) -> str:
-    """The prompt's text. `variables` are what else the template sees, such as bos_token.
+    """The prompt's text. `variables` are further variables for the template, such as bos_token.
 
-    Raises InvalidRequestError for messages that are none, and with the template's own words when it refuses.
+    Raises InvalidRequestError for malformed messages, and with the template's own error message when it refuses them.
     """
     if content_format not in get_args(ContentFormat):
         raise InvalidRequestError(
@@ -105,7 +105,8 @@ def _render(template: str, context: dict[str, Any]) -> str:
 
 
 def _plain_messages(messages: Sequence[Message], *, takes_parts: bool, wraps_text: bool) -> list[dict[str, Any]]:
-    """takes_parts: parts stay parts. wraps_text: text becomes one, too."""
+    """Copies of the messages, of plain data. takes_parts: content parts stay parts, instead of being joined to text.
+    wraps_text: text content becomes a part too. Raises InvalidRequestError."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise InvalidRequestError(
             f"messages must be a list of {{'role': ..., 'content': ...}}, not {type(messages).__name__}"
@@ -116,7 +117,7 @@ def _plain_messages(messages: Sequence[Message], *, takes_parts: bool, wraps_tex
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message:
             raise InvalidRequestError(f"messages[{index}] must be a dict with a 'role', not {message!r:.100}")
-        # APIs write absent fields as None; templates take a missing key and print "None" for the other.
+        # APIs write absent fields as None, which templates would print; a missing key they handle.
         plain = {name: _plain(value) for name, value in message.items() if value is not None}
         if wraps_text and isinstance(plain.get("content"), str):
             plain["content"] = [plain["content"]] if plain["content"] else []
@@ -133,16 +134,17 @@ def _plain_messages(messages: Sequence[Message], *, takes_parts: bool, wraps_tex
 
 
 def complete_message(message: Message, where: str) -> dict[str, Any]:
-    """What clients of OpenAI's API leave out or hold as text: content is there, and calls have objects as arguments.
+    """A message as templates expect it: with content, and with calls whose arguments are objects. Clients of OpenAI's
+    API leave content out and hold arguments as text.
 
-    A model that wrote arguments which are no JSON object did so in the past: the conversation goes on as if the call
-    had none. A refusal would come again at each later turn. Raises InvalidRequestError for what is no call.
+    Arguments that are not a JSON object were written by a model earlier; they become empty, since a refusal would
+    repeat at each later turn. Raises InvalidRequestError for malformed calls.
     """
     complete = {"content": "", **{name: value for name, value in message.items() if value is not None}}
     calls = complete.pop("tool_calls", None)
     if calls is not None and not isinstance(calls, list | tuple):
         raise InvalidRequestError(f"{where}.tool_calls must be a list of calls")
-    if calls:  # templates ask whether there are any
+    if calls:  # an empty list is left out: templates test whether the key exists
         complete["tool_calls"] = [
             _with_parsed_arguments(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)
         ]
@@ -165,7 +167,7 @@ def _with_parsed_arguments(call: Any, where: str) -> dict[str, Any]:
 
 
 def text_parts(parts: Sequence[Any], where: str) -> list[str]:
-    """The texts of a message's parts, as OpenAI's API writes them. Raises InvalidRequestError for other than text."""
+    """The texts of a message's content parts, in OpenAI's form. Raises InvalidRequestError for parts of other types."""
     texts = []
     for index, part in enumerate(parts):
         if isinstance(part, str):
@@ -184,7 +186,7 @@ def text_parts(parts: Sequence[Any], where: str) -> list[str]:
 
 
 def _as_template_part(part: str | Mapping[str, Any]) -> dict[str, Any]:
-    """With what else it has: templates of some models read a language, say."""
+    """The part as type text. Its other fields are kept: templates of some models read a language, for example."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     return {**part, "type": "text", "text": part["text" if "text" in part else "refusal"]}
@@ -204,7 +206,7 @@ def _plain_mappings(name: str, values: Sequence[Mapping[str, Any]] | None) -> li
 
 
 def _plain(value: Any) -> Any:
-    """A copy made of JSON's types only: an object's methods have no business in a sandbox."""
+    """A copy made of JSON's types only, since a template must not reach an object's methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
@@ -225,7 +227,7 @@ def _plain(value: Any) -> Any:
 
 
 def _mark_end(chat: list[dict[str, Any]]) -> str:
-    """Puts a mark after the last message's text, and gives that text."""
+    """Appends _CONTINUE_HERE to the last message's text, and returns the text without it."""
     content = chat[-1].get("content")
     if isinstance(content, str):
         chat[-1]["content"] = content + _CONTINUE_HERE
@@ -246,7 +248,7 @@ def _cut_at_mark(rendered: str, final_text: str) -> str:
             "continue_final_message cannot work with this chat template: the final message does not appear in "
             "what it renders"
         )
-    # A template that trims the message would have trimmed the space at the end of the mark too.
+    # The mark ends in a space: if that is missing, the template trims messages, so trailing spaces are trimmed here.
     keeps_spaces = rendered.startswith(_CONTINUE_HERE, at)
     return rendered[:at] if keeps_spaces else rendered[:at].rstrip()
 
@@ -264,7 +266,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter escapes HTML, which is noise in a prompt."""
+    """The filter tojson. jinja2's own escapes HTML, which would spoil a prompt."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -273,7 +275,7 @@ def _strftime_now(form: str) -> str:
 
 
 class _Dict:
-    """`dict` as templates use it. The class itself would lend them methods that change any mapping in place."""
+    """`dict` for templates. The class itself has methods that would change any mapping in place."""
 
     def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
         return dict(*args, **items)
@@ -291,7 +293,7 @@ def _stop_after(deadline: float) -> str:
 
 
 def _size_of(operator: str, left: Any, right: Any) -> int:
-    """Bits of a number, or items of a text or list, that the operation would give, about."""
+    """Estimated size of the operation's result: bits of a number, or items of a text or list."""
     if isinstance(left, int) and isinstance(right, int):
         return left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
     for items, times in ((left, right), (right, left)):
@@ -307,7 +309,7 @@ def _compile(template: str) -> jinja2.Template:
     import jinja2.sandbox
 
     class GenerationTag(jinja2.ext.Extension):
-        """`{% generation %}...{% endgeneration %}` marks what an assistant wrote, for training. Here: its content."""
+        """`{% generation %}...{% endgeneration %}` marks assistant text for training. Renders its content alone."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -320,8 +322,8 @@ def _compile(template: str) -> jinja2.Template:
             return str(caller())
 
     class TimedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        """Each turn of a loop and each call of a macro begins with a look at the clock. Between two looks no product is
-        so large that it would keep the interpreter, or the memory, to itself."""
+        """Checks the deadline in each iteration of a loop and each call of a macro, and limits the results of * and **,
+        so that no single operation takes long or fills the memory."""
 
         intercepted_binops = frozenset({"*", "**"})
 
@@ -350,5 +352,5 @@ def _compile(template: str) -> jinja2.Template:
         return environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
         raise InvalidRequestError(f"the chat template is not valid: {error.message} (line {error.lineno})") from error
-    except SyntaxError as error:  # of the Python code that it becomes: blocks within too many others
+    except SyntaxError as error:  # in the Python code that jinja2 generates, when blocks are nested too deeply
         raise InvalidRequestError(f"the chat template is not valid: {error.msg}") from error

@@ -1,4 +1,4 @@
-"""A conversation that fits its model: turns are dropped from the oldest on when it has grown too long."""
+"""A conversation that is kept within max_model_len by dropping its oldest turns."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from headrace.frontend.api.parameters.sampling_params import FIELDS, SamplingPar
 from headrace.ipc.failure import InvalidRequestError
 
 ANSWER_TOKENS = 512
-"""Room kept for an answer whose max_tokens is not set, but at most a quarter of the model's length."""
+"""Tokens reserved for an answer if max_tokens is not set, but at most a quarter of max_model_len."""
 SETTABLE = tuple(each.name for each in FIELDS.values() if each.field.flag)
-"""Sampling fields that make sense for one answer at a time."""
+"""Sampling fields that a user of `headrace chat` may set."""
 
 
 class Turn(msgspec.Struct):
@@ -22,7 +22,7 @@ class Turn(msgspec.Struct):
 
 
 class Renderer(Protocol):
-    """The part of a tokenizer that a conversation needs."""
+    """The tokenizer methods that a conversation uses."""
 
     def get_chat_template(self, chat_template: Any, tools: Any) -> Any:
         """Raises InvalidRequestError when the model has none."""
@@ -32,7 +32,7 @@ class Renderer(Protocol):
 
 
 class Conversation:
-    """The system message and the turns since. Between `ask` and `answered` the last turn is open."""
+    """A system message and the turns after it. Between `ask` and `answered` the last turn is open."""
 
     def __init__(self, tokenizer: Renderer, max_model_len: int, *, system: str | None = None) -> None:
         """Raises InvalidRequestError when the model has no chat template."""
@@ -42,7 +42,7 @@ class Conversation:
         self.turns: list[Turn] = []
 
     def ask(self, question: str, max_tokens: int | None) -> tuple[list[int], int]:
-        """Opens a turn: the prompt's token ids, and how many of the oldest turns were dropped for it.
+        """Opens a turn. Returns the prompt's token ids, and how many of the oldest turns were dropped to make it fit.
 
         Raises InvalidRequestError, and leaves the conversation as it was, when the template refuses it or when the
         question alone is too long.
@@ -64,22 +64,22 @@ class Conversation:
         return token_ids, num_dropped
 
     def answered(self, answer: str) -> None:
-        """Closes the turn. One that got no answer at all is taken back."""
+        """Closes the turn. With an empty answer the turn is removed."""
         if answer:
             self.turns[-1].answer = answer
         else:
             self.turns.pop()
 
     def undo(self) -> bool:
-        """Takes the last turn back; False when there is none."""
+        """Removes the last turn; returns False if there is none."""
         return bool(self.turns and self.turns.pop())
 
     def reset(self) -> None:
-        """Forgets the turns. The system message stays."""
+        """Removes all turns; keeps the system message."""
         self.turns = []
 
     def messages(self) -> list[dict[str, str]]:
-        """In the API's form."""
+        """The conversation in the form of OpenAI's API."""
         return self._messages(self.turns)
 
     def to_json(self, model: str) -> str:
@@ -116,7 +116,7 @@ def with_param(params: SamplingParams, name: str, text: str, defaults: SamplingP
 
 
 def _value(text: str) -> Any:
-    """As JSON where it is, else the text itself (a stop string)."""
+    """The text parsed as JSON or as None, True or False; otherwise the text itself (a stop string, say)."""
     if text in ("None", "True", "False"):
         return {"None": None, "True": True, "False": False}[text]
     try:

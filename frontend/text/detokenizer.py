@@ -1,6 +1,6 @@
-"""Text from tokens as they come: never half a character, never a stop string.
+"""Incremental detokenisation: returned pieces never end within a character and never contain a stop string.
 
-What `extend` and `add` returned is final. Pieces joined are the same however the tokens were cut into calls.
+Text returned by `extend` and `add` is final. The joined pieces do not depend on how tokens were divided into calls.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from typing import Protocol
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = range(6, 25)
 _MAX_HELD_TOKENS = 16
-"""Tokens held back because they decode to an incomplete character. A character takes four bytes at most, so a
-longer run will not become one; it is given as it is, which bounds the work per token."""
+"""Most tokens held back because they decode to an incomplete character. A character has at most four bytes, so a longer
+run will not become one; it is returned as it decodes, which bounds the work per token."""
 
 
 class Detokenizer(Protocol):
     """Turns one sequence's tokens into text."""
 
     def extend(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now, less what was given before."""
+        """The new text that is final after these tokens."""
         ...
 
     def finish(self) -> str:
-        """The rest: an incomplete character becomes U+FFFD."""
+        """The text still held back; an incomplete character becomes U+FFFD."""
         ...
 
 
 class ByteDetokenizer:
     """For byte-level tokenisers, whose tokens are byte strings: joins them through an incremental UTF-8 decoder.
 
-    Exact for any tokens at all: the joined pieces equal `Tokenizer.decode` of them.
+    Exact for any tokens: the joined pieces equal `Tokenizer.decode` of all tokens.
     """
 
     __slots__ = ("_bytes_of", "_decode")
 
     def __init__(self, bytes_of: Mapping[int, bytes]) -> None:
-        """`bytes_of[token_id]` are the token's bytes; empty for one that is skipped."""
+        """bytes_of: each token id's bytes; empty for a token that is skipped."""
         self._bytes_of = bytes_of
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
@@ -56,13 +56,14 @@ class DecodesTokens(Protocol):
 
 
 class WindowDetokenizer:
-    """For any other tokeniser: decodes a window that begins with tokens already given, and gives what it adds.
+    """For any other tokeniser: decodes a window that begins with tokens whose text was returned already, and returns
+    the text that the new tokens add.
 
-        window:  | given in the step before | new, held back until they decode to whole characters |
-                 |<------- num_given ------>|
+        window:  | returned in the previous step | new, held back until they decode to whole characters |
+                 |<--------- num_given --------->|
 
-    The given part is the new tokens' context: sentencepiece drops the space before the first token it decodes,
-    and joins runs of byte tokens. It starts as the end of the prompt, so that the output reads on from there.
+    The returned part is context for the new tokens: SentencePiece drops the space before the first token it decodes,
+    and joins runs of byte tokens. At first the context is the end of the prompt, which the output continues.
     """
 
     __slots__ = ("_given_text", "_num_given", "_skipped", "_tokenizer", "_window")
@@ -70,12 +71,12 @@ class WindowDetokenizer:
     def __init__(
         self, tokenizer: DecodesTokens, skipped_ids: Collection[int] = (), prompt_token_ids: Sequence[int] = ()
     ) -> None:
-        """`skipped_ids` never show in the text: the special tokens, when those are skipped."""
+        """skipped_ids: tokens left out of the text, such as the special tokens."""
         self._tokenizer, self._skipped = tokenizer, skipped_ids
         self._window: list[int] = []
         for length in _CONTEXT_TOKENS if prompt_token_ids else ():
             context = [each for each in prompt_token_ids[-length:] if each not in skipped_ids]
-            # A context cut inside a character would spoil every byte token that follows it.
+            # A context that begins inside a character would garble the byte tokens after it.
             if REPLACEMENT not in self._decode(context):
                 self._window = context
                 break
@@ -101,27 +102,27 @@ class WindowDetokenizer:
         return new
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # they never enter the window
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # skipped tokens never enter the window
 
 
 class StopChecker:
-    """Finds stop strings in text that comes in pieces, and holds back what could still become one.
+    """Finds stop strings in text that arrives in pieces, and holds back text that could still become one.
 
-    The stop string that is complete first counts; of several complete at once, the longest.
+    The stop string that is complete first matches; of several that are complete at once, the longest.
     """
 
     __slots__ = ("_first_characters", "_held", "_include", "_stops", "matched")
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:
         self._stops, self._include = tuple(stops), include_in_output
-        # Only text that ends in one of these can be the beginning of a stop string.
+        # Text can end in an incomplete stop string only if its last character is one of these.
         self._first_characters = frozenset("".join(stop[:-1] for stop in stops))
         self._held = ""
         self.matched: str | None = None
-        """The stop string that was found; nothing is to be added after that."""
+        """The stop string that was found; callers must not call `add` after that."""
 
     def add(self, text: str) -> str:
-        """The text that is certain now. Once `matched` is set, it is the last."""
+        """The new text that is final. If this call sets `matched`, it is the last text."""
         if not text:
             return ""
         text = self._held + text
@@ -134,12 +135,12 @@ class StopChecker:
         return text[: len(text) - num_held]
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """The text that was held back, at the end of the output."""
         held, self._held = self._held, ""
         return held
 
     def _num_held(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Length of the longest suffix of `text` that begins a stop string."""
         if text[-1] not in self._first_characters:
             return 0
         longest = 0

@@ -1,4 +1,4 @@
-"""`Tokenizer`: text to tokens and back, and chat templates, from the bundle a core hands out."""
+"""`Tokenizer`: text to tokens and back, and chat templates, from the TokenizerBundle that a core sends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.ipc.messages import TokenizerBundle
 
 
 class Encoding(dict[str, Any]):
-    """What a tokenizer gives when it is called: fields by name, as attributes too."""
+    """The result of calling a tokenizer: a dict whose fields are attributes too."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -26,10 +26,10 @@ class Encoding(dict[str, Any]):
 
 
 class Tokenizer(TransformersNames):
-    """Thread-safe. Methods are named as transformers names them."""
+    """A model's tokenizer. Thread-safe. Method names are those of transformers."""
 
     def __init__(self, bundle: TokenizerBundle) -> None:
-        """Raises ModelError when the bundle is not something that the `tokenizers` library reads."""
+        """Raises ModelError if the `tokenizers` library cannot read the bundle."""
         import tokenizers
 
         try:
@@ -38,7 +38,7 @@ class Tokenizer(TransformersNames):
             raise ModelError(
                 f"the model's tokenizer cannot be read by tokenizers {tokenizers.__version__}: {error}"
             ) from error
-        # Files often carry the settings of somebody's training run; a prompt is neither cut nor padded.
+        # Files often carry truncation and padding settings of a training run; prompts must not be cut or padded.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._bundle = bundle
@@ -61,10 +61,10 @@ class Tokenizer(TransformersNames):
         max_length: int | None = None,
         **others: Any,
     ) -> Encoding:
-        """`input_ids`, and an `attention_mask` of as many ones; of several texts, a list of each.
+        """`input_ids`, and an `attention_mask` of as many ones; for a list of texts, lists of these.
 
-        truncation: keep the first `max_length` tokens. `others` are transformers' further arguments, of which each must
-        ask for nothing. Raises InvalidRequestError, also for what is no text.
+        truncation: keep the first `max_length` tokens. `others` are transformers' further arguments; each must have a
+        value that has no effect. Raises InvalidRequestError, also if `text` is no text or list of texts.
         """
         refuse_others("a tokenizer's call", others)
         if isinstance(text, str):
@@ -87,7 +87,7 @@ class Tokenizer(TransformersNames):
         max_length: int | None = None,
         **others: Any,
     ) -> list[int]:
-        """Arguments and errors are those of a call."""
+        """The token ids of a text. Arguments and errors are those of `__call__`."""
         if others:
             refuse_others("encode", others)
         encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens and not truncation)
@@ -101,16 +101,16 @@ class Tokenizer(TransformersNames):
         return ids
 
     def count_tokens(self, text: str) -> int:
-        """How many they are, special ones not added."""
+        """Number of tokens in a text, without added special tokens."""
         return len(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """The same for many at once, on several threads."""
+        """`encode` for many texts at once, on several threads."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [each.ids for each in encoded]
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **others: Any) -> str:
-        """The text of one token, or of several in a list, an array or a tensor."""
+        """The text of a token id, or of several in a list, an array or a tensor. Raises InvalidRequestError."""
         if others:
             refuse_others("decode", others)
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
@@ -119,7 +119,7 @@ class Tokenizer(TransformersNames):
         return text
 
     def batch_decode(self, sequences: Any, skip_special_tokens: bool = False, **others: Any) -> list[str]:
-        """The text of each."""
+        """`decode` for many sequences. Raises InvalidRequestError."""
         refuse_others("batch_decode", others)
         listed = [each.tolist() if hasattr(each, "tolist") else list(each) for each in sequences]
         texts: list[str] = self._tokenizer.decode_batch(listed, skip_special_tokens=skip_special_tokens)
@@ -133,36 +133,36 @@ class Tokenizer(TransformersNames):
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text: of one that is part of a character, that part."""
+        """The bytes that a token adds to a text, which may be part of a character."""
         if self._token_bytes is not None:
             return self._token_bytes[False][token_id]
         byte = _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "")
         return bytes.fromhex(byte.group(1)) if byte is not None else self.decode_token(token_id).encode()
 
     def detokenizer(self, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
-        """An incremental decoder of one output, which reads on from `prompt_token_ids`."""
+        """An incremental detokenizer for one output, which continues `prompt_token_ids`."""
         if self._token_bytes is not None:
             return ByteDetokenizer(self._token_bytes[skip_special_tokens])
         return WindowDetokenizer(self, self.special_ids if skip_special_tokens else (), prompt_token_ids)
 
     def tokenize(self, text: str) -> list[str]:
-        """The vocabulary's own spelling of a text's tokens, special ones not added."""
+        """A text's tokens as the vocabulary spells them, without added special tokens."""
         tokens: list[str] = self._tokenizer.encode(text, add_special_tokens=False).tokens
         return tokens
 
     @property
     def vocab_size(self) -> int:
-        """Without added tokens."""
+        """Size of the vocabulary without added tokens."""
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         return size
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token's spelling, which is at least as long as the text it stands for."""
+        """Length of the longest token's spelling in characters; a token's text is no longer than its spelling."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def __len__(self) -> int:
-        """With added tokens."""
+        """Size of the vocabulary with added tokens."""
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         return size
 
@@ -197,11 +197,12 @@ class Tokenizer(TransformersNames):
 
     @property
     def chat_template_names(self) -> tuple[str, ...]:
-        """Of the templates that the model ships."""
+        """Names of the chat templates that the model ships."""
         return tuple(self._bundle.chat_templates)
 
     def get_chat_template(self, chat_template: str | None = None, tools: Sequence[Any] | None = None) -> str:
-        """The template itself: the one given, one of the model's by that name, or the model's usual one."""
+        """The template's text: of the model's template of that name, else the given text; without one, the model's
+        default (tool_use with tools, if it has that). Raises InvalidRequestError if there is none."""
         templates = self._bundle.chat_templates
         if chat_template is not None:
             return templates.get(chat_template, chat_template)
@@ -229,9 +230,9 @@ class Tokenizer(TransformersNames):
         chat_template_content_format: ContentFormat = "auto",
         **variables: Any,
     ) -> Any:
-        """The prompt for a conversation: token ids, or its text without `tokenize`.
+        """The prompt for a conversation: token ids, or its text if `tokenize` is False.
 
-        The template sees `variables` besides, but for `return_dict`, which asks for an Encoding. Raises
+        variables: further template variables; `return_dict` is not one, but asks for an Encoding. Raises
         InvalidRequestError.
         """
         return_dict = variables.pop("return_dict", False)
@@ -252,11 +253,11 @@ class Tokenizer(TransformersNames):
 
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-"""How SentencePiece spells the bytes of characters that its vocabulary lacks."""
+"""SentencePiece's spelling of a single byte, for characters that its vocabulary lacks."""
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Each token's bytes, worked out when first asked for: a vocabulary is large and an output uses little of it."""
+    """Each token's bytes, computed on first use, since an output uses little of a large vocabulary."""
 
     def __init__(self, tokenizer: Any, skipped_ids: frozenset[int]) -> None:
         super().__init__()
@@ -276,7 +277,8 @@ class _TokenBytes(dict[int, bytes]):
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte-level alphabet (GPT-2; Radford et al. 2019, section 2.2): printable bytes stay, others move up."""
+    """The byte of each character in the byte-level alphabet (GPT-2; Radford et al. 2019, section 2.2): printable bytes
+    stand for themselves, the others for characters from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Tokeniser bundles on disk, by the hash of their content: a frontend fetches each from a core once.
+"""A disk cache of tokeniser bundles by the hash of their content, so that a frontend fetches each from a core once.
 
 <cache>/tokenizers/<sha256 of the file>.msgpack    where <cache> is HEADRACE_CACHE or ~/.cache/headrace
 """
@@ -22,7 +22,7 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 def load_bundle(info: TokenizerInfo) -> TokenizerBundle | None:
-    """The cached bundle; None when it is not there, or is not what its name says."""
+    """The cached bundle; None if it is missing, or if its content does not have the hash in its name."""
     try:
         data = _path(info).read_bytes()
         if hashlib.sha256(data).hexdigest() != info.content_hash:
@@ -33,9 +33,9 @@ def load_bundle(info: TokenizerInfo) -> TokenizerBundle | None:
 
 
 def store_bundle(info: TokenizerInfo, bundle: TokenizerBundle) -> None:
-    """Keeps a bundle that a core sent. Raises ModelError when it is not the one that was announced.
+    """Caches a bundle that a core sent. Raises ModelError if its hash is not the announced one.
 
-    A folder that cannot be written only means that it is fetched again next time.
+    If the folder cannot be written, the bundle is not cached, and is fetched again next time.
     """
     data = msgspec.msgpack.encode(bundle)
     found = hashlib.sha256(data).hexdigest()

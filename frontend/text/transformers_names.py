@@ -1,4 +1,4 @@
-"""`TransformersNames`: what scripts ask of a transformers tokenizer, and an engine does not need of its own."""
+"""`TransformersNames`: tokenizer methods of transformers that scripts use and Headrace itself does not need."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 WITH_TRANSFORMERS = "get_tokenizer(hf=True) gives transformers' own tokenizer, where that is installed"
 _ROLES = ("unk_token", "sep_token", "cls_token", "mask_token")
 _OF_A_CALL: Mapping[str, tuple[Any, ...]] = {"return_attention_mask": (True,), "clean_up_tokenization_spaces": ()}
-"""What a tokenizer does anyway, by the argument that asks for it."""
+"""Values of transformers' arguments that are accepted, because they ask for what a tokenizer does anyway."""
 
 
 def refuse_others(method: str, given: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError for an argument of transformers' that asks for something."""
+    """Raises InvalidRequestError for an argument of transformers' whose value would have an effect."""
     for name, value in given.items():
         if value is not None and value is not False and value not in _OF_A_CALL.get(name, ()):
             raise InvalidRequestError(f"{method}: {name} is refused: {WITH_TRANSFORMERS}")
 
 
 class TransformersNames:
-    """Mixed into Tokenizer. What is lacking is told."""
+    """A mixin of Tokenizer. A missing attribute's error says how to get transformers' own tokenizer."""
 
     _tokenizer: Any
     _bundle: TokenizerBundle
     _pad_token: str | None = None
-    unk_token: str | None  # these by __getattr__
+    unk_token: str | None  # this and the following are read by __getattr__
     unk_token_id: int | None
     sep_token: str | None
     sep_token_id: int | None
@@ -40,16 +40,16 @@ class TransformersNames:
 
     is_fast = True
     truncation_side = "right"
-    """Of `truncation`; engines keep the end of a prompt that is too long."""
+    """For `truncation` in a tokenizer's call. Requests truncate on the left by default (truncate_prompt_tokens)."""
 
     @property
     def chat_template(self) -> str | None:
-        """The model's usual one."""
+        """The model's default chat template."""
         return self._bundle.chat_templates.get("default")
 
     @property
     def pad_token(self) -> str | None:
-        """May be set, for a script that fills its batches."""
+        """May be set, for scripts that pad batches."""
         return self._pad_token or self._bundle.special_tokens.get("pad_token")
 
     @pad_token.setter
@@ -62,13 +62,13 @@ class TransformersNames:
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """By their ids' order."""
+        """The special tokens' texts, ordered by id."""
         added = self._tokenizer.get_added_tokens_decoder()
         return [token.content for _, token in sorted(added.items()) if token.special]
 
     @property
     def added_tokens_decoder(self) -> dict[int, Any]:
-        """The `tokenizers` library's tokens by id."""
+        """Added tokens of the `tokenizers` library, by id."""
         return dict(sorted(self._tokenizer.get_added_tokens_decoder().items()))
 
     @property
@@ -79,7 +79,7 @@ class TransformersNames:
         return self.added_tokens_encoder
 
     def get_vocab(self) -> dict[str, int]:
-        """With added tokens."""
+        """Ids by token, with added tokens."""
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return vocab
 
@@ -92,12 +92,13 @@ class TransformersNames:
         return max(self.get_vocab().values())
 
     def num_special_tokens_to_add(self, pair: bool = False) -> int:
-        """To a text, or to two."""
+        """Number of special tokens that encoding adds to a text, or to a pair of texts."""
         count: int = self._tokenizer.num_special_tokens_to_add(pair)
         return count
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> Any:
-        """The vocabulary's own spelling of each; None for an id it does not have. Of one id, its own."""
+        """The tokens of a list of ids as the vocabulary spells them; None for an unknown id. For a single id, its
+        token."""
         if isinstance(ids, int):
             return self._tokenizer.id_to_token(ids)
         spelt = [self._tokenizer.id_to_token(token_id) for token_id in ids]
@@ -107,7 +108,8 @@ class TransformersNames:
         return [token for token in spelt if token not in special]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """The id of a token by the vocabulary's spelling, or of each; of others the unknown token's, or None."""
+        """The id of a token in the vocabulary's spelling, or those of a list; for an unknown token, unk_token's id or
+        None."""
         if not isinstance(tokens, str):
             return [self.convert_tokens_to_ids(token) for token in tokens]
         token_id: int | None = self._tokenizer.token_to_id(tokens)
@@ -115,7 +117,7 @@ class TransformersNames:
         return self._tokenizer.token_to_id(unknown) if token_id is None and unknown is not None else token_id
 
     def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
-        """The text of tokens by the vocabulary's spelling."""
+        """The text of tokens in the vocabulary's spelling."""
         decoder = self._tokenizer.decoder
         text: str = " ".join(tokens) if decoder is None else decoder.decode(list(tokens))
         return text
