@@ -1,1 +1,1 @@
-"""How models write reasoning and tool calls: one declaration each, one parser for all (see README.md)."""
+"""Formats in which models write reasoning and tool calls: a declaration each, one parser for all (see README.md)."""

@@ -1,9 +1,9 @@
-"""Answers that are messages with a header each, as gpt-oss writes them (Harmony):
+"""Parser and grammars for answers that consist of messages with headers, as gpt-oss writes them (Harmony):
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
     <|message|>{"a": 1}<|call|>
 
-The header says whether the text is reasoning, a call's arguments or content.
+The header says whether a message is reasoning, a call's arguments or content.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _RECIPIENT = " to="
 
 
 class ChannelParser(OutputParser):
-    """One answer's, as OutputParser is. Text that has no header is content."""
+    """The parser of one answer, with the interface of OutputParser. Text without a header is content."""
 
     def __init__(
         self, channels: ChannelFormat, *, reads_calls: bool, prompt: str = "", hidden: Sequence[str] = ()
     ) -> None:
-        """reads_calls: else calls are content."""
+        """reads_calls: parse calls; otherwise they are content."""
         self._format, self._reads_calls = channels, reads_calls
         self._own = (channels.start, channels.channel, channels.message, *channels.ends)
         self._header = re.compile(rf"(?:{re.escape(channels.channel)}\s*(\w+))|to=([^\s<]+)")
@@ -39,7 +39,7 @@ class ChannelParser(OutputParser):
     def _read(self, prompt: str) -> Reads:
         form = self._format
         headers = make_markers((form.start, form.channel, *form.ends, *self._left_out))
-        if (yield from self._accept(_RECIPIENT)):  # the prompt has begun the header of a call
+        if (yield from self._accept(_RECIPIENT)):  # the prompt ends within a header, which names a recipient
             if header := (yield from self._short_until_or_end(form.message)):
                 yield from self._message(*self._said_in(_RECIPIENT + header))
             else:
@@ -50,7 +50,7 @@ class ChannelParser(OutputParser):
                 yield from self._message(*self._said_in(header))
 
     def _said_in(self, header: str) -> tuple[str, str]:
-        """The channel and the recipient."""
+        """The channel and the recipient in a header; "" for a missing one."""
         found = self._header.findall(header)
         return next((name for name, _ in found if name), ""), next((to for _, to in found if to), "")
 
@@ -91,7 +91,7 @@ class ChannelParser(OutputParser):
             self._events.append(Event(call=call, arguments="{}"))
 
     def _short_until_or_end(self, marker: str) -> Reads:
-        """A header; one that does not end, or only after _LONGEST_HEADER characters, is no message's."""
+        """Reads a header up to its end `marker`; "" if it has none, or is longer than _LONGEST_HEADER characters."""
         longest = _LONGEST_HEADER + len(marker)
         while (at := self._text.find(marker, 0, longest)) < 0 and not self._ended and len(self._text) < longest:
             yield
@@ -106,7 +106,7 @@ class ChannelParser(OutputParser):
 
 
 class ForcedChannelCalls(Rules):
-    """The grammar of an answer that has to call a tool: after its thoughts, if it has any, one call."""
+    """The grammar of an answer that must call a tool: optional reasoning, then one call."""
 
     def __init__(
         self, channels: ChannelFormat, tools: Sequence[Mapping[str, Any]], special_ids: Mapping[str, int]
@@ -127,9 +127,9 @@ class ForcedChannelCalls(Rules):
 
 
 class StrictChannelCalls(Rules):
-    """The grammar of an answer that may say anything; but what it sends to a function is one of the tools', and its
-    arguments fit the schema. After each message's end another may begin. The markers must be special tokens, which are
-    in no text."""
+    """The grammar of an answer that may hold any messages, but in which each call must name one of the tools and fit
+    its schema. Another message may follow each. The markers must be special tokens, so that they cannot occur in
+    text."""
 
     def __init__(
         self, channels: ChannelFormat, tools: Sequence[Mapping[str, Any]], special_ids: Mapping[str, int]
@@ -146,7 +146,7 @@ class StrictChannelCalls(Rules):
         return all(each in special_tokens for each in markers)
 
     def text(self, or_json: Any = None) -> str:
-        """or_json: the schema of a final message. Once."""
+        """The grammar. or_json: the schema of the final message. May be called once."""
         first, *others = (self._marker(end) for end in self._format.ends)
         self._rules.append(r"TEXT: /(.|\n)*/")
         to_function = regex(_RECIPIENT.strip() + self._format.functions)
@@ -169,7 +169,7 @@ class StrictChannelCalls(Rules):
         return super().text()
 
     def _call(self, function: Mapping[str, Any]) -> str:
-        """The header names the function before the channel, or behind it."""
+        """The rule of a call. Its header may name the function before or after the channel."""
         to, ways = f"{_RECIPIENT}{self._format.functions}{function['name']}", []
         for channel in ("commentary", *self._format.reasoning):
             ways.append(f"{literal(to)} {self._channel} {literal(channel)}")

@@ -1,4 +1,4 @@
-"""Which format an answer is read in: options say it, or the chat template does."""
+"""Chooses the formats in which answers are parsed, from options or from the chat template."""
 
 from __future__ import annotations
 
@@ -31,30 +31,31 @@ _TOOLS = re.compile(r"\btools\b")
 
 
 class ToolChoice(NamedTuple):
-    """What a request says of tools."""
+    """A request's tools and its tool_choice."""
 
     shown: Tools | None = None
-    """Those that the template gets."""
+    """The tools that the chat template gets."""
     forced: Tools | None = None
-    """The answer has to call one of these; None: the model decides."""
+    """The answer must call one of these; None: the model decides whether to call."""
     is_named: bool = False
-    """There is one, chosen by its name."""
+    """tool_choice names the tool, so `forced` has just that one."""
     always_strict: bool = False
-    """Whatever the tools say, where the format of the model's calls is known."""
+    """Calls must fit their schemas even if no tool has `strict`, provided the format of the model's calls is known."""
 
     @property
     def is_strict(self) -> bool:
-        """Calls that the model decides on have to fit their schemas."""
+        """Whether calls that the model makes by its own choice must fit their schemas."""
         return self.always_strict or self.asks_for_strict
 
     @property
     def asks_for_strict(self) -> bool:
-        """One tool does, and all get it."""
+        """Whether any tool has `strict`; it then applies to all."""
         return any(tool["function"].get("strict") for tool in self.shown or ())
 
 
 def wrong_tool(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """The first that is no function with a name of its own and a schema: where, and what is wrong with it."""
+    """The request's field and the error message for the first tool that is not a function with a unique name and a
+    schema; None if all are valid."""
     names: set[str] = set()
     for index, tool in enumerate(tools):
         where, function = f"tools[{index}]", tool.get("function")
@@ -73,7 +74,7 @@ def wrong_tool(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
 
 
 class OutputFormats:
-    """A server's, or a call's of `LLM.chat`, by the options of these names."""
+    """The formats that the options tool_call_parser and reasoning_parser select, for a server or for `LLM.chat`."""
 
     def __init__(
         self,
@@ -83,9 +84,9 @@ class OutputFormats:
         enable_auto_tool_choice: bool = True,
         plugins: Mapping[str, str | None] | None = None,
     ) -> None:
-        """plugins: files of declarations by the option that names them; they are known by their files' names.
+        """plugins: files with user-defined formats, by the option that names each; a file's stem is its format's name.
 
-        Raises OptionError for a format that nobody knows or that lacks what it is named for."""
+        Raises OptionError for an unknown format, and for one that lacks tool calls or reasoning respectively."""
         own: dict[str, OutputFormat] = {}
         for option, file in (plugins or {}).items():
             if file:
@@ -106,11 +107,11 @@ class OutputFormats:
 
     @property
     def named_reasoning(self) -> ReasoningFormat | None:
-        """What the option reasoning_parser names, for prompts that no template made."""
+        """The format that the option reasoning_parser names, for prompts that were not rendered from a template."""
         return None if self._reasoning is None else self._reasoning.reasoning
 
     def of(self, prompt: RenderedChat, choice: ToolChoice) -> AnswerFormats:
-        """Those of the answers to this prompt."""
+        """The formats of the answers to this prompt."""
         found = self._found(prompt.template) if self._finds_calls or self._finds_reasoning else _Found(None, None)
         calls = self._calls or (found.calls if self._finds_calls else None)
         reasoning = self._reasoning or (found.reasoning if self._finds_reasoning else None)
@@ -131,16 +132,16 @@ class OutputFormats:
 
 
 class AnswerFormats(NamedTuple):
-    """Of the answers to one prompt."""
+    """The formats of the answers to one prompt."""
 
     calls: OutputFormat | None
-    """In which calls are read; None: they stay text."""
+    """The format in which calls are parsed; None: they stay text."""
     reading: OutputFormat | None
-    """In which reasoning is read; None: it stays text."""
+    """The format in which reasoning is parsed; None: it stays text."""
     thinking: ReasoningFormat | None
-    """In which the model sets its reasoning off, read or not."""
+    """The markers that the model puts around its reasoning, whether it is parsed or not."""
     channels: ChannelFormat | None = None
-    """Instead of all these."""
+    """For answers of messages with headers; the fields above are None then."""
     reads_channels_calls: bool = False
 
     @property
@@ -148,7 +149,7 @@ class AnswerFormats(NamedTuple):
         return None if self.reading is None else self.reading.reasoning
 
     def can_hold_calls(self, tokenizer: Tokenizer) -> bool:
-        """Whether calls that the model decides on can be held to their tools' schemas."""
+        """Whether a grammar can make calls that the model chooses to make fit their tools' schemas."""
         if self.channels is not None:
             return self.reads_channels_calls and StrictChannelCalls.are_possible(
                 self.channels, tokenizer.special_tokens
@@ -158,9 +159,10 @@ class AnswerFormats(NamedTuple):
     def grammar(
         self, tokenizer: Tokenizer, prompt: RenderedChat, choice: ToolChoice, *, several: bool, or_json: Any = None
     ) -> str | None:
-        """Of an answer that has to call a tool, or whose calls have to fit their schemas; None of others. several: it
-        may call more than one. or_json: the schema of an answer that is no call: of its last
-        message, where answers have several."""
+        """The grammar of an answer that must call a tool, or whose calls must fit their schemas; None if neither holds.
+
+        several: more than one call is allowed. or_json: the schema of an answer that is no call (with channels, of its
+        final message)."""
         special = tokenizer.special_tokens
         if self.channels is not None:
             return self._channels_grammar(self.channels, special, choice, or_json)
@@ -173,7 +175,7 @@ class AnswerFormats(NamedTuple):
             return ForcedCalls(calls, choice.forced, special, several=several, thinks_first=thinks_first).text()
         if not is_held:
             return None
-        # Of reasoning that is read, the engine knows the end.
+        # If reasoning is parsed, the engine knows its end and applies the grammar only after it.
         thinks_first = thinks_first if self.reading is None else None
         return StrictCalls(calls, choice.shown or (), special, several=several, thinks_first=thinks_first).text(or_json)
 
@@ -191,7 +193,7 @@ class AnswerFormats(NamedTuple):
     def reader(
         self, tokenizer: Tokenizer, prompt: RenderedChat, choice: ToolChoice
     ) -> Callable[[], OutputParser] | None:
-        """What makes a reader of one output; None where the answer is all content."""
+        """A factory of parsers, one for each output; None if answers are all content."""
         hidden = tuple(tokenizer.special_tokens)
         if self.channels is not None:
             return functools.partial(
@@ -212,7 +214,7 @@ def _load(option: str, name: str, own: Mapping[str, OutputFormat]) -> OutputForm
 
 
 def _load_plugin(option: str, file: str) -> dict[str, OutputFormat]:
-    """The format of a user's file, by its names."""
+    """The format in a user's file, by each of its names. Raises OptionError."""
     path = Path(file)
     if path.suffix not in (".yaml", ".yml"):
         raise OptionError(
@@ -224,7 +226,7 @@ def _load_plugin(option: str, file: str) -> dict[str, OutputFormat]:
 
 
 def _warn_where_hidden(template: str, *, is_format_lacking: bool) -> None:
-    """Of tools that the model is never told of."""
+    """Warns if the template does not show tools to the model."""
     if not _TOOLS.search(template):
         logger.warning(
             "the chat template never refers to `tools`: the model is not told of those that requests bring, and calls "
@@ -236,14 +238,14 @@ def _warn_where_hidden(template: str, *, is_format_lacking: bool) -> None:
 
 
 class _Found(NamedTuple):
-    """What a chat template speaks for."""
+    """The formats that a chat template's marks identify."""
 
     calls: OutputFormat | None
     reasoning: OutputFormat | None
 
 
 def _found(template: str, own: Mapping[str, OutputFormat]) -> _Found:
-    """The format of calls tells of the reasoning too; where it does not, there may be one of reasoning alone."""
+    """The format with calls decides the reasoning too; if it has none, a format with reasoning alone is looked for."""
     name = format_of_template(template, own)
     calls = None if name is None else load_format(name, own)
     if name is None:

@@ -1,9 +1,9 @@
-"""What a format is: the YAML files of this folder, and a user's own, are these structs.
+"""The declaration of a format: these structs are the schema of the YAML files in this folder and of users' own.
 
-reasoning:              what comes before the answer
+reasoning:              text before the answer
   begin: <think>
   end: </think>
-calls:                  what the model asks to be called
+calls:                  tool calls
   call: [<tool_call>, </tool_call>]
   body: json            {"name": ..., "arguments": {...}}
 """
@@ -22,18 +22,18 @@ from headrace.ipc.failure import HeadraceError
 
 FOLDER = Path(__file__).parent
 Pair = tuple[str, str]
-"""What stands before and after something; either may be empty."""
+"""The markers before and after something; either may be empty."""
 
 
 class FormatError(HeadraceError, ValueError):
-    """A declaration that cannot be read, or one that nobody knows."""
+    """A declaration that cannot be read, or an unknown format."""
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     end: str
     begin: str = ""
     starts_open: bool = False
-    """Answers begin inside reasoning, whatever the prompt ends with."""
+    """Answers begin inside reasoning, whether or not the prompt ends with `begin`."""
 
     def __post_init__(self) -> None:
         if not self.end.strip():
@@ -47,45 +47,46 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     body: Literal["json", "named_json", "pythonic", "xml", "escaped"]
-    """json: an object with name and arguments, or a list of them. named_json: a name, then its arguments' object.
-    pythonic: [f(a=1), g()], or in a section a line for each. xml: a name, then parameters with text for values.
-    escaped: a name, then {key:value,...} with an `escape` around texts."""
+    """json: an object with name and arguments, or a list of them. named_json: a name, then an object of arguments.
+    pythonic: [f(a=1), g()], or in a section one call per line. xml: a name, then parameters whose values are text.
+    escaped: a name, then {key:value,...} with `escape` around strings."""
     is_either: bool = False
     """A call is written as json or as xml."""
     lists: bool = False
-    """Several calls, or one, may stand in one list (json, and named_json, which has objects there)."""
+    """One or more calls may be written as a list (json; named_json, whose lists hold objects as in json)."""
     section: Pair | None = None
-    """Around all calls."""
+    """Markers around all calls."""
     call: Pair = ("", "")
-    """Around each call; the end may be missing."""
+    """Markers around each call; the second may be missing in an answer."""
     also: tuple[Pair, ...] = ()
-    """What some of the models write around calls instead of the opener and the end."""
+    """Markers that some models of the family write around calls instead of `call`."""
     separator: str = ""
-    """Between calls."""
+    """Text between calls."""
     kind: str = ""
-    """May stand before a name's begin, with the name for the first time after it (xml)."""
+    """Optional marker before name[0]. If an answer has it, the name follows it a first time, before name[0] (xml)."""
     name: Pair = ("", "")
-    """Around a name (named_json and xml). Where nothing follows it, it ends where the arguments begin."""
+    """Markers around a name (named_json, xml, escaped). If the second is empty, the name ends where the arguments
+    begin."""
     after_arguments: str = ""
-    """May follow the arguments, before the call's end."""
+    """Optional marker after the arguments, before the call's end."""
     parameter: tuple[str, str, str, str] = ("", "", "", "")
-    """Before and after a parameter's name, before and after its value (xml)."""
+    """Markers before and after a parameter's name, and before and after its value (xml)."""
     values_have_lines: bool = False
-    """Line breaks set a value off from its markers (xml)."""
+    """Line breaks separate a value from its markers (xml)."""
     escape: str = ""
-    """Before and after a text (escaped)."""
+    """Marker before and after a string (escaped)."""
     name_keys: tuple[str, ...] = ("name",)
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
     is_bare: bool = False
-    """An answer may begin with calls without any marker."""
+    """An answer may begin with calls that have no marker."""
     name_is_id: bool = False
-    """A name is written functions.NAME:INDEX, which is the call's id too."""
+    """A name is written functions.NAME:INDEX, which is also the call's id."""
     id_length: int = 0
-    """Letters and digits of a call's id, where the models' templates take no other; 0 where any will do."""
+    """The length of a call's id if the models' templates require one; 0 if any id will do."""
 
     @property
     def opener(self) -> str:
-        """The marker that calls begin with; empty where they are only bare."""
+        """The marker that calls begin with; empty if they have none."""
         return self.section[0] if self.section else self.call[0]
 
     def __post_init__(self) -> None:
@@ -100,21 +101,22 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ChannelFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Answers that are messages with a header each (channels.py)."""
+    """Markers of answers that consist of messages with headers (channels.py)."""
 
     start: str
+    """Before a header."""
     channel: str
     """Before a channel's name."""
     message: str
     """Between a header and its text."""
     ends: tuple[str, ...]
-    """After a text: the first where another message follows, the second after a call."""
+    """After a message's text: the first if another message follows, the second after a call."""
     reasoning: tuple[str, ...]
-    """Channels of reasoning."""
+    """Names of the channels that hold reasoning."""
     functions: str
-    """What the recipients of calls begin with."""
+    """The prefix of a call's recipient."""
     constrain: str
-    """The end of a call's header."""
+    """The end of a call's header, which says that the arguments are JSON."""
 
     def __post_init__(self) -> None:
         if len(self.ends) < 2 or not self.reasoning:
@@ -126,20 +128,20 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reasoning: ReasoningFormat | None = None
     calls: CallFormat | None = None
     channels: ChannelFormat | None = None
-    """Instead of both."""
+    """Instead of `reasoning` and `calls`."""
     template_marks: tuple[str, ...] = ()
-    """A chat template that has all of these is of a model that writes this format."""
+    """Texts that all occur in the chat template of a model that writes this format."""
     left_out: tuple[str, ...] = ()
-    """Texts around the answer that are no part of it."""
+    """Markers around the answer that are not part of it."""
     same_as: tuple[str, ...] = ()
-    """Other names for it."""
+    """Other names of the format."""
 
     def __post_init__(self) -> None:
         _check_texts(self, "template_marks", "left_out", "same_as")
 
 
 def _check_texts(declared: msgspec.Struct, *names: str) -> None:
-    """Raises ValueError, which names the field, for a text that is empty: it would be found everywhere."""
+    """Raises ValueError, which names the field, for an empty text, which would match everywhere."""
     for name in names:
         value = getattr(declared, name)
         if not all([value] if isinstance(value, str) else value):
@@ -151,7 +153,7 @@ NONE: Mapping[str, OutputFormat] = types.MappingProxyType({})
 
 @functools.cache
 def known_formats() -> dict[str, OutputFormat]:
-    """All that come with Headrace, by name."""
+    """The formats that come with Headrace, by name."""
     found = {}
     for path in sorted(FOLDER.glob("*.yaml")):
         declared = _read(path)
@@ -160,7 +162,7 @@ def known_formats() -> dict[str, OutputFormat]:
 
 
 def load_format(name: str, own: Mapping[str, OutputFormat] = NONE) -> OutputFormat:
-    """By its name, among a user's `own` first, or a file of one's own. Raises FormatError."""
+    """The format of this name, among a user's `own` first, or in the YAML file of this path. Raises FormatError."""
     if (declared := own.get(name) or known_formats().get(name)) is not None:
         return declared
     if name.endswith((".yaml", ".yml")):
@@ -174,8 +176,8 @@ def load_format(name: str, own: Mapping[str, OutputFormat] = NONE) -> OutputForm
 def format_of_template(
     template: str, own: Mapping[str, OutputFormat] = NONE, *, with_reasoning: bool = False
 ) -> str | None:
-    """The name of the format with calls, or with reasoning, that a chat template's marks speak for: the one with most
-    marks."""
+    """The name of the format with calls (or with reasoning) whose template_marks all occur in a chat template; of
+    several, the one with the longest marks. None if there is none."""
     found = [
         (sum(map(len, declared.template_marks)), name)
         for name, declared in {**known_formats(), **own}.items()

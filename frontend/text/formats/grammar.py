@@ -1,7 +1,8 @@
-"""The grammar of an answer that has to call a tool, from the format's declaration and the tools' schemas.
+"""Grammars of answers with tool calls, made from a format's declaration and the tools' schemas.
 
-In Lark's notation as llguidance reads it: `%json` is a value that a schema admits, `<[7]>` the token 7. A marker that
-is a special token is written as that token, since the same letters from other tokens are something else to the model.
+They are in Lark's notation as llguidance reads it: `%json` is a JSON value that fits a schema, `<[7]>` the token 7. A
+marker that is a special token is written as that token, since the same letters in other tokens mean something else to
+the model.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from headrace.frontend.text.formats.declaration import CallFormat, ReasoningForm
 from headrace.frontend.text.formats.values import types_of
 
 PLAIN_CALLS = CallFormat(body="json", is_bare=True, lists=True)
-"""For a model whose own format is not known: a list of objects with name and arguments."""
+"""The format for a model whose own is unknown: a list of objects with name and arguments."""
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class Rules:
-    """Writes a grammar; `text()` is all of it."""
+    """Collects the rules of a grammar; `text()` returns all of it."""
 
     def __init__(self, special_ids: Mapping[str, int]) -> None:
-        """special_ids: of the tokenizer's special tokens."""
+        """special_ids: ids of the tokenizer's special tokens, by their texts."""
         self._special_ids, self._rules = special_ids, list[str]()
 
     def text(self) -> str:
@@ -36,7 +37,7 @@ class Rules:
         return name
 
     def _marker(self, text: str) -> str:
-        """With what a model writes between a marker and what follows."""
+        """A marker as a sequence of special tokens and literals."""
         parts = re.split("(" + "|".join(map(re.escape, self._special_ids)) + ")", text) if self._special_ids else [text]
         return " ".join(
             f"<[{self._special_ids[part]}]>" if part in self._special_ids else literal(part) for part in parts if part
@@ -54,7 +55,7 @@ class Rules:
 
 
 class ForcedCalls(Rules):
-    """Of an answer that has to call a tool."""
+    """The grammar of an answer that must call a tool."""
 
     def __init__(
         self,
@@ -65,16 +66,16 @@ class ForcedCalls(Rules):
         several: bool,
         thinks_first: ReasoningFormat | None = None,
     ) -> None:
-        """tools: as in OpenAI's requests, those that may be called. several: more than one call is allowed.
-        thinks_first: the prompt has opened reasoning of this kind."""
+        """tools: those that may be called, as in OpenAI's requests. several: more than one call is allowed.
+        thinks_first: the format of the reasoning that the prompt has opened, if any."""
         super().__init__(special_ids)
         self._calls = calls
         self._tools, self._several, self._thinks_first = tools, several, thinks_first
         self._one = self._listed = ""
-        """The rules of a call without what is around it, alone and in a list."""
+        """Names of the rules for a call without its markers: alone, and in a list."""
 
     def text(self) -> str:
-        """Once."""
+        """The grammar. May be called once."""
         start = self._answer()
         if self._thinks_first is not None:
             start = f'{self._text_until("thought", self._thinks_first.end)} "\\n"? "\\n"? {start}'
@@ -83,8 +84,8 @@ class ForcedCalls(Rules):
         return super().text()
 
     def _answer(self) -> str:
-        """After the reasoning."""
-        # One call that is complete ends the answer, without a token that says so.
+        """The rule body of the answer after its reasoning."""
+        # Without `several` nothing may follow the call, so the grammar's end also ends the answer.
         return f"({self._all_calls()}) {'GAP?' if self._several else ''}"
 
     def _write_calls(self) -> None:
@@ -112,8 +113,8 @@ class ForcedCalls(Rules):
         return " ".join(filter(None, (self._marker(begin), "GAP?", inner, "GAP?", self._marker(end))))
 
     def _run(self, begin: str, end: str, *, is_opened: bool = False) -> str:
-        """Calls one after another, or a list, where no section is around them. is_opened: `begin` has been read; calls
-        that a marker sets off from each other are not all of this run then."""
+        """Calls in a row, or a list of calls, outside of a section. is_opened: `begin` precedes this rule already; if
+        each call then needs its own marker, this is one call, and the caller repeats the rule."""
         calls = self._calls
         if calls.body == "pythonic":
             return " ".join(filter(None, ("" if is_opened else self._marker(begin), self._list(), self._marker(end))))
@@ -136,13 +137,13 @@ class ForcedCalls(Rules):
 
     def _marked(self, begin: str, end: str, inner: str = "") -> str:
         """A call, or a list of calls, between markers."""
-        # A name stands close to its marker.
+        # No space between a marker and a name.
         gap = "" if self._calls.body in ("named_json", "escaped") and not inner else "GAP?"
         parts = [self._marker(begin), gap if begin or self._calls.call[0] else "", inner or self._one]
         return " ".join(filter(None, (*parts, gap if end else "", self._marker(end))))
 
     def _call(self, function: Mapping[str, Any]) -> str:
-        """Without what is around it."""
+        """The rule body of a call without its markers."""
         calls, name = self._calls, str(function["name"])
         schema = arguments_of(function)
         if calls.body == "pythonic":
@@ -186,18 +187,20 @@ class ForcedCalls(Rules):
         return written
 
     def _xml_value(self, schema: Mapping[str, Any], end: str) -> str:
-        """With what follows it. Where lines set values off, they are written, so that none is taken from the text."""
+        """A value and its end marker. The line breaks of values_have_lines are required, so that the parser does not
+        take them from the text."""
         line = "\n" if self._calls.values_have_lines else ""
         return " ".join(filter(None, (literal(line), self._text_or_json(schema, line, end))))
 
     def _text_or_json(self, schema: Mapping[str, Any], line: str, end: str) -> str:
-        """A value and its end, where texts stand as they are: what may be a text is read as one."""
+        """A value and its end marker, in formats that write strings without quotes. A value that may be a string is
+        parsed as one."""
         if "string" in types_of(schema):
             return f"({' | '.join(self._texts(schema, line, end))})"
         return " ".join(filter(None, (self._json(schema), literal(line), self._marker(end))))
 
     def _texts(self, schema: Mapping[str, Any], line: str, end: str) -> list[str]:
-        """The ways to write a text that the schema admits, or null."""
+        """Alternatives for a string, or null, that fits the schema."""
         for said in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
             if isinstance(said, list):
                 texts = ["null" if each is None else each for each in said]
@@ -214,7 +217,7 @@ class ForcedCalls(Rules):
         return ways
 
     def _text(self, schema: Mapping[str, Any], line: str, end: str) -> str:
-        """As long as the schema says and of its pattern, up to the first `end`."""
+        """A string of the schema's length and pattern, up to the first `end`."""
         is_special = end in self._special_ids
         close = regex(line if is_special else line + end)
         parts = [rf"/(.|\n){{{schema.get('minLength') or 0},{schema.get('maxLength', '')}}}{close}/"]
@@ -229,7 +232,7 @@ class ForcedCalls(Rules):
         return name
 
     def _python_argument(self, name: str, schema: dict[str, Any]) -> str:
-        """Values are JSON, which is read too, or what Python has for texts, truth values and None."""
+        """An argument whose value is JSON (which the parser accepts too), or a Python string, bool or None."""
         return f"{literal(name + '=')} ({' | '.join([self._json(schema), *self._python_values(schema)])})"
 
     def _python_values(self, schema: Mapping[str, Any]) -> list[str]:
@@ -256,7 +259,7 @@ class ForcedCalls(Rules):
         return f"{literal(name + ':')} {value}"
 
     def _comma_separated(self, schema: Mapping[str, Any], argument: Callable[[str, dict[str, Any]], str]) -> str:
-        """Those that must be there in the schema's order, then the others."""
+        """Arguments with commas between them: the required ones in the schema's order, then the optional ones."""
         comma = '","' if self._calls.body == "escaped" else '", "'
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
         written = {name: self._rule("argument", argument(name, _inlined(name, schema))) for name in properties}
@@ -271,12 +274,12 @@ class ForcedCalls(Rules):
 
 
 class StrictCalls(ForcedCalls):
-    """Of an answer that may say anything; but where it begins a call, that is one of the tools' and fits its schema."""
+    """The grammar of an answer that may hold any text, but whose calls must name a tool and fit its schema."""
 
     _or_json: Any = None
 
     def text(self, or_json: Any = None) -> str:
-        """or_json: the schema of an answer that is no call."""
+        """The grammar. or_json: the schema of an answer that is no call. May be called once."""
         self._or_json = or_json
         return super().text()
 
@@ -292,13 +295,13 @@ class StrictCalls(ForcedCalls):
         return f"({' | '.join(ways)})"
 
     def _opened(self, opener: str, end: str) -> str:
-        """Text up to an opener, and what follows that."""
+        """Text up to an opener, and the calls after it."""
         after = self._in_section("", end) if self._calls.section else self._run(opener, end, is_opened=True)
         return f"{self._until_opener(opener)} {after}"
 
     @property
     def _openers(self) -> dict[str, str]:
-        """With the ends of what they open."""
+        """The markers that open a section or a call, with their end markers."""
         calls = self._calls
         if calls.section is not None:
             return {calls.section[0]: calls.section[1]}
@@ -306,7 +309,7 @@ class StrictCalls(ForcedCalls):
 
     @property
     def _any_text(self) -> str:
-        """What begins like a bare call is none, nor is what would set one off from the call before."""
+        """A regular expression for free text. With bare calls, text must not begin like a call or a separator."""
         if self._calls.is_bare:
             return rf"(\s*[^\s{{\[{regex(self._calls.separator)}](.|\n)*)?"
         return r"(.|\n)*"
@@ -323,31 +326,31 @@ class StrictCalls(ForcedCalls):
         return name
 
     def _free(self) -> str:
-        """Text that begins no call."""
+        """The name of a rule for text that contains no opener."""
         name = f"FREE_{len(self._rules)}"
         self._rules.append(f"{name}: /{self._any_text}/{self._without(self._openers)}")
         return name
 
     def _without(self, openers: Iterable[str]) -> str:
-        """A marker that is a special token is in no text."""
+        """Excludes these openers from a text rule. Special tokens need no exclusion: text cannot contain them."""
         written = [each for each in openers if not self._at_special(each)[1]]
         return "".join(rf" & ~/(.|\n)*{regex(each)}(.|\n)*/" for each in written)
 
     def _at_special(self, marker: str) -> tuple[str, str]:
-        """What it has before its first special token, and the rest."""
+        """A marker's text before its first special token, and the rest."""
         at = min((at for each in self._special_ids if (at := marker.find(each)) >= 0), default=len(marker))
         return marker[:at], marker[at:]
 
 
 def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a call's arguments, which are an object also where it does not say so. What cannot be compiled is
-    told by its title."""
+    """The schema of a call's arguments, with type object, which it may lack. Its title names the tool in errors of the
+    grammar compiler."""
     title = f"parameters of the tool {function['name']}"
     return {**(function.get("parameters") or NO_ARGUMENTS), "type": "object", "title": title}
 
 
 def _inlined(property: str, whole: Mapping[str, Any]) -> dict[str, Any]:
-    """A property's schema on its own: with the definitions that it may refer to."""
+    """A property's schema as a schema of its own, with the definitions that it may refer to."""
     schema = whole["properties"][property]
     own = dict(schema) if isinstance(schema, Mapping) else {}
     known = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
@@ -363,7 +366,7 @@ def regex(text: str) -> str:
 
 
 def _whole_pattern(pattern: str) -> str:
-    """Of a text that holds what a schema's pattern says somewhere, or at its ends where that says so."""
+    """A regular expression for a whole text that contains a match of a schema's pattern; ^ and $ anchor the match."""
     begin = "" if pattern.startswith("^") else r"(.|\n)*"
     ends = pattern.endswith("$") and not pattern.endswith("\\$")
     inner = pattern.removeprefix("^").removesuffix("$") if ends else pattern.removeprefix("^")

@@ -1,4 +1,4 @@
-"""What was read of a whole answer: its content, its reasoning and the tools that it calls."""
+"""Combines the events of a whole answer into a message: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def message_of(events: Iterable[Event]) -> AnswerMessage:
 
 
 def call_id(told: Event) -> str:
-    """A call's own id, where the model writes one; else one that no other call has."""
+    """The call's id if the model wrote one, else a new random one."""
     made = uuid.uuid4().hex
     return told.id or (made[: told.id_length] if told.id_length else f"call_{made[:24]}")
 
 
 def num_reasoning_tokens(tokenizer: Tokenizer | None, reasoning: str, num_output: int) -> int:
-    """Of an output of so many tokens; markers are not counted."""
+    """Number of tokens in the reasoning, without its markers; at most num_output, the output's number of tokens."""
     if not reasoning or tokenizer is None:
         return 0
     return min(tokenizer.count_tokens(reasoning), num_output)

@@ -1,15 +1,15 @@
-"""Reads a model's answer as it comes: what is reasoning, what is content, and which tools it calls.
+"""Parses a model's answer incrementally into reasoning, content and tool calls.
 
-One reader for every format (`declaration.py`). It is a generator over the text that has come: it runs until it needs
-more, so each rule is written as if the whole answer were there. What it gives does not depend on how the text was cut
-into pieces, but for where events are cut.
+One parser serves every format (`declaration.py`). It is a generator that runs until it needs more text, so each rule is
+written as if the whole answer were there. The result does not depend on how the text was divided into pieces, except
+for the boundaries between events.
 
-A call becomes known with its name; until then its text is held back, and is content after all when it turns out to be
-no call or the answer ends. Arguments are given as JSON text as they come. After a call, what an answer that ends too
-early has of the next marker, name or call is left out.
+A call is emitted once its name is known. Until then its text is held back; if it turns out not to be a call, or the
+answer ends, that text is content. Arguments are emitted as JSON text while they arrive. If an answer ends after a call
+within another marker, name or call, that rest is dropped.
 
-A model may write anything, as long as the context is: reading takes time that is linear in the answer's length, and the
-text that waits for more is short.
+A model's output is untrusted and may be as long as the context: parsing takes time linear in the answer's length, and
+little text is held back.
 """
 
 from __future__ import annotations
@@ -35,43 +35,43 @@ from headrace.frontend.text.formats.values import (
 
 _NAME = re.compile(r"[\w.\-/ ]{1,256}")
 _MOST_SPACE = 1024
-"""Characters of white space that are held back until it is known whether a call follows."""
+"""Most characters of white space that are held back until it is known whether a call follows."""
 _BEGUN = re.compile(r"\S*|<\S* \S*")
-"""A name or a marker, as far as an answer that has ended comes with it."""
+"""Matches an incomplete name or marker at the end of an answer."""
 _OTHER_KEYS = ("type", "id")
-"""What may stand before a call's name; any other key says that an object is no call."""
+"""Keys that may come before a call's name. Any other key means that the object is no call."""
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One of: content, reasoning, the name of a call, more of its arguments."""
+    """A parsed piece: content, reasoning, the name of a call, or a part of its arguments."""
 
     content: str = ""
     reasoning: str = ""
     call: int = -1
-    """Which call, from 0, the name or the arguments belong to."""
+    """Index of the call that the name or the arguments belong to, from 0; -1 for content and reasoning."""
     name: str = ""
     id: str = ""
-    """The call's own id, where the model writes one."""
+    """The call's id, if the model wrote one."""
     id_length: int = 0
-    """Of the id that a call without one gets; 0 for any."""
+    """Length of the id to generate if the model wrote none; 0 for any length."""
     arguments: str = ""
 
 
 class _Marks(NamedTuple):
-    """What is looked for in the answers of a format."""
+    """The markers of a format's answers."""
 
     ends: Mapping[str, str]
-    """What each opener of calls, or of a section's, has for the call's end."""
+    """The end marker of a call, by the opener of the call or of its section."""
     ignored: frozenset[str]
     openers: Markers
-    """Of calls and of reasoning."""
+    """Markers that begin calls or reasoning, and ignored ones."""
     closers: Markers
-    """Of reasoning."""
+    """Markers that end reasoning, and ignored ones."""
 
 
 @functools.lru_cache(maxsize=64)
 def _marks_of(reasoning: OutputFormat | None, calls: OutputFormat | None, hidden: tuple[str, ...]) -> _Marks:
-    """A tokenizer may have hundreds of special tokens, which are the same for every answer."""
+    """Cached: a tokenizer may have hundreds of special tokens, which are the same for every answer."""
     ends = dict[str, str]()
     if calls is not None and (form := calls.calls) is not None:
         ends = {form.opener: form.call[1], "": form.call[1], **dict(form.also)}
@@ -85,7 +85,7 @@ def _marks_of(reasoning: OutputFormat | None, calls: OutputFormat | None, hidden
 
 
 class OutputParser(PieceReader):
-    """One answer's. Feed it text; it gives events."""
+    """The parser of one answer: `feed` takes text and returns events."""
 
     def __init__(
         self,
@@ -96,31 +96,30 @@ class OutputParser(PieceReader):
         tools: Sequence[Mapping[str, Any]] = (),
         hidden: Sequence[str] = (),
     ) -> None:
-        """prompt: the text that the answer follows; it may have begun the reasoning. tools: as in OpenAI's requests,
-        their schemas say which values of xml formats are text. hidden: special tokens that are in the text for the
-        markers' sake alone."""
+        """reasoning, calls: the formats to parse; None leaves that part as content. prompt: the text before the answer,
+        which may have opened the reasoning. tools: as in OpenAI's requests; their schemas say which values of xml
+        formats are strings. hidden: special tokens to drop; the text has them only because they may be markers."""
         super().__init__()
         self._reasoning = reasoning.reasoning if reasoning else None
         self._calls = calls.calls if calls else None
         self._tools = tools
         self._marks = _marks_of(reasoning, calls, tuple(hidden))
         self._call_end = ""
-        self._space = ""  # the end of the content so far: dropped when a call follows
+        self._space = ""  # white space at the end of the content so far; dropped if a call follows
         self._events: list[Event] = []
         self.call = -1
-        """Of the calls whose names are known, from 0, the one that what is read belongs to, or follows in its section;
-        -1 outside."""
+        """Index of the call that is being read, or was read last in the current section; -1 outside of calls. Only
+        calls with known names count."""
         self.num_calls = 0
         self.has_open_call = False
-        """The arguments of the last call have not come to their end."""
+        """Whether the arguments of the last call are still incomplete."""
         self.is_thinking = False
-        """What was read last is reasoning, and it has not ended."""
+        """Whether reasoning has begun and not ended."""
         self._reader = self._read(prompt)
 
     def go_on(self, text: str) -> str | None:
-        """What is certain now, where the text goes on with the arguments of `call`, or the reasoning (`is_thinking`),
-        or else the content, and with nothing else: as most pieces of an answer do. None where that is not sure; then
-        `feed` has to read it."""
+        """The fast path for most pieces: the output if the text only continues the arguments of `call`, the reasoning
+        (`is_thinking`) or else the content. None if it may do more; then call `feed`."""
         if self._stops is None or not text or self._stops(text):
             return None
         told = self._told
@@ -128,12 +127,12 @@ class OutputParser(PieceReader):
 
     @property
     def goes_on_until(self) -> Callable[[str], object] | None:
-        """`go_on` gives any text as it is, until this finds something in one, or one is empty; None where it does not.
-        True until the next `feed`."""
+        """A search function: as long as it finds nothing in a piece that is not empty, `go_on` returns the piece
+        unchanged. None if `go_on` does not do that now. Valid until the next `feed`."""
         return self._stops if self._told is as_it_is else None
 
     def feed(self, text: str) -> list[Event]:
-        """What is certain now."""
+        """The events that are certain after this text."""
         if (said := self.go_on(text)) is not None:
             if self.call >= 0:
                 return [Event(call=self.call, arguments=said)]
@@ -144,11 +143,11 @@ class OutputParser(PieceReader):
         return self._news()
 
     def is_cut_by(self, stop_reason: int | str | None) -> bool:
-        """Whether it was a stop string that ended the answer within a call: the arguments are not whole then."""
+        """Whether a stop string ended the answer within a call, whose arguments are then incomplete."""
         return self.has_open_call and isinstance(stop_reason, str)
 
     def finish(self) -> list[Event]:
-        """The rest: nothing follows."""
+        """The remaining events, at the end of the answer."""
         self._ended = True
         next(self._reader, None)
         return self._news()
@@ -176,7 +175,7 @@ class OutputParser(PieceReader):
             self._events.append(Event(content=self._space))
 
     def _first_reasoning(self, prompt: str) -> Reads:
-        """Where the prompt or the format opens it; one that the answer opens is found in the content."""
+        """Reads reasoning that the prompt or the format opens. Reasoning that the answer opens is found in `_read`."""
         reasoning = self._reasoning
         assert reasoning is not None
         if not reasoning.is_open_after(prompt):
@@ -202,13 +201,13 @@ class OutputParser(PieceReader):
         self._events.append(Event(content=text[:num_said]))
 
     def _told_content(self, text: str) -> str:
-        """As `_content` gives what does not end in white space."""
+        """`_content` on the fast path, for text that does not end in white space."""
         text, self._space = self._space + text, ""
         self._told = as_it_is
         return text
 
     def _bare_calls(self) -> Reads:
-        """Where the answer, or what follows the reasoning, begins with them."""
+        """Reads calls without markers, at the beginning of the answer or after the reasoning."""
         calls = self._calls
         if calls is None or not calls.is_bare:
             return
@@ -223,7 +222,7 @@ class OutputParser(PieceReader):
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _try_calls(self, opener: str) -> Reads:
-        """After the opener. What turns out to be no call is content."""
+        """Reads calls after their opener. Text that turns out not to be a call is content."""
         self._raw, self._call_end = [opener], self._marks.ends[opener]
         try:
             yield from self._section()
@@ -263,7 +262,7 @@ class OutputParser(PieceReader):
         self._raw = []
 
     def _accept_marker(self, marker: str) -> Reads:
-        """Takes it, if it comes next; after a call, also what there is of it where the answer ends."""
+        """Takes the marker if it comes next. If the answer ends within or after a call, takes an incomplete one too."""
         if (yield from self._accept(marker)):
             return True
         if not (self.call >= 0 and self._ended and self._text and marker.startswith(self._text)):
@@ -310,7 +309,7 @@ class OutputParser(PieceReader):
         self._events.append(Event(call=call, arguments=text))
 
     def _more_text(self, call: int) -> Callable[[str], None]:
-        """Gives what is between a text's quotes."""
+        """A function that emits text as a part of a JSON string."""
         return lambda text: self._arguments(call, within_text(text))
 
     def _list(self, read_one: Callable[[], Reads]) -> Reads:
@@ -325,8 +324,8 @@ class OutputParser(PieceReader):
             yield from self._accept(",")
 
     def _json_call(self) -> Reads:
-        """An object with a name and arguments, in any order. Arguments that come first are held back, and so is a name
-        where calls need no marker: other objects may have one too."""
+        """An object with a name and arguments, in any order. Arguments that come first are held back. So is the name in
+        formats whose calls need no marker, until arguments follow: other objects may have a name too."""
         calls = self._calls
         assert calls is not None
         yield from self._expect("{")
@@ -361,7 +360,7 @@ class OutputParser(PieceReader):
             self._arguments(call, "{}")
 
     def _json_arguments(self, call: int) -> Reads:
-        """Given as they come; an object that is written as a string, once it is whole."""
+        """Emits arguments while they arrive, or once complete if the object is written as a JSON string."""
         if (yield from self._peek(1)) == '"':
             text = yield from self._json_string()
             self._arguments(call, text)
@@ -409,7 +408,7 @@ class OutputParser(PieceReader):
         self._arguments(call, "{}" if separator == "{" else "}")
 
     def _properties_of(self, name: str) -> Mapping[str, Any]:
-        """What a tool's schema says of its parameters."""
+        """The properties in the schema of this tool's parameters."""
         functions = (each["function"] for each in self._tools)
         schemas = [each.get("parameters") or {} for each in functions if each["name"] == name]
         return schemas[-1].get("properties") or {} if schemas else {}
@@ -440,7 +439,7 @@ class OutputParser(PieceReader):
         self._arguments(call, "{}" if separator == "{" else "}")
 
     def _xml_value(self, call: int, after: str, types: frozenset[str]) -> Reads:
-        """Text is given as it comes, without the line breaks that set it off; other values once they are whole."""
+        """Emits a string while it arrives, without the line breaks around it; other values once they are complete."""
         if "string" in types:
             has_lines = self._calls is not None and self._calls.values_have_lines
             if has_lines:
@@ -456,14 +455,14 @@ class OutputParser(PieceReader):
             return
         parts: list[str] = []
         yield from self._skip_space()
-        if (yield from self._peek(1)) in ("{", "["):  # which may hold the marker as text
+        if (yield from self._peek(1)) in ("{", "["):  # a string within may contain the marker
             yield from self._nest(parts.append)
         if (yield from self._until(make_markers((after,)), parts.append)) is None:
             raise NoCallError
         self._arguments(call, as_json("".join(parts).strip(SPACE)))
 
     def _accept_null(self, after: str) -> Reads:
-        """Where a text may be missing, the word for that is no text."""
+        """Takes null or None and the marker after it, for a value that the schema allows to be null."""
         for word in ("null", "None"):
             if (yield from self._accept(word + after)):
                 return True
@@ -487,7 +486,7 @@ class OutputParser(PieceReader):
         self._arguments(call, "{}" if separator == "{" else "}")
 
     def _escaped_value(self, call: int, escape: str, types: frozenset[str]) -> Reads:
-        """Text is given as it comes; other values once they are whole."""
+        """Emits a string while it arrives; other values once they are complete."""
         parts: list[str] = []
         if (yield from self._accept_marker(escape)):
             is_text = not types or "string" in types
@@ -516,7 +515,7 @@ class OutputParser(PieceReader):
         self._arguments(call, as_json(scalar))
 
     def _escaped_nest(self, escape: str) -> Reads:
-        """An object or a list, as JSON; models mix it up with JSON itself."""
+        """An object or a list, converted to JSON; models also write JSON itself."""
         parts: list[str] = []
         markers, depth = make_markers((escape, "{", "}", "[", "]")), 0
         while True:
@@ -536,7 +535,7 @@ class OutputParser(PieceReader):
 
 
 def _merged(events: list[Event]) -> list[Event]:
-    """Neighbours of one kind as one; without empty ones."""
+    """Joins neighbouring events of one kind, and drops empty ones."""
     if len(events) == 1 and events[0].arguments:
         return events
     runs: list[list[Event]] = []

@@ -1,7 +1,7 @@
-"""Text that comes in pieces, read as if the whole of it were there: what a format's rules are made of.
+"""`PieceReader`: the elementary rules of a format's parser, over text that arrives in pieces.
 
-Every method is a generator, which yields when it needs more text. Time is linear in the text's length, whatever it is,
-and what waits for more is short: a model may write anything, as long as the context is.
+Each rule is a generator, which yields when it needs more text. A model's output is untrusted and may be as long as the
+context: reading takes time linear in the text's length, and little text is held back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.frontend.text.formats.values import NoCallError, python_as_json, p
 Reads = Generator[None, None, Any]
 """Yields when it needs more text, and returns what it read."""
 Tell = Callable[[str], str | None]
-"""What is told of a text that comes; None where that is not sure."""
+"""Maps a new text to the output for it; None if the output is not certain yet."""
 SPACE = " \t\r\n"
 _IN_STRING = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 _OUTSIDE = re.compile(r'["{}\[\]]')
@@ -28,12 +28,12 @@ _PYTHON_ESCAPE = re.compile(
     r"x([0-9a-fA-F]{2})|u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})|u([0-9a-fA-F]{4})"
     r"|U([0-9a-fA-F]{8})|([0-7]{1,3})|(.)"
 )
-"""After its backslash."""
+"""A Python escape sequence, after its backslash."""
 _SHORT_ESCAPES = re.compile(r"[^xuU0-7](?:\\[^xuU0-7])*", re.DOTALL)
-"""Of one character each, after the backslash of the first."""
+"""Escape sequences of one character each, after the backslash of the first."""
 _LONGEST_ESCAPE = len("ud83d\\ude00")
 READ_AT_ONCE = 2048
-"""Characters. What is taken off the text's beginning moves the rest, so the text is never long."""
+"""Most characters added to the text at a time: taking from its beginning copies the rest, so it must stay short."""
 _LONGEST_SCALAR = 4096
 
 
@@ -42,15 +42,15 @@ def as_it_is(text: str) -> str:
 
 
 class PieceReader:
-    """The text that has come and is not read yet."""
+    """Holds text that has arrived and is not read yet, and has rules to read it."""
 
     def __init__(self) -> None:
         self._text, self._ended = "", False
         self._raw: list[str] | None = None
-        """What has been read of a call whose name is not known yet; None outside."""
+        """The text of a call whose name is not known yet; None outside of such a call."""
         self._stops: Callable[[str], object] | None = None
-        """Finds what needs a turn of the reader: where there is nothing of that in a text, and all before has been
-        read, the text is `told` as it comes. None: every text needs a turn."""
+        """Finds text that the generator must read. A new text in which it finds nothing is passed to `_told` without
+        running the generator, if all text before it has been read. None: the generator must read any text."""
         self._told: Tell = as_it_is
 
     @property
@@ -64,7 +64,7 @@ class PieceReader:
         return taken
 
     def _peek(self, count: int) -> Reads:
-        """The next characters, as many as there are at the end."""
+        """The next `count` characters, without taking them; fewer at the end of the answer."""
         while len(self._text) < count and not self._ended:
             yield
         return self._text[:count]
@@ -79,7 +79,7 @@ class PieceReader:
             yield
 
     def _accept(self, literal: str) -> Reads:
-        """Takes it, if it comes next."""
+        """Takes the literal if it comes next; returns whether it did."""
         while len(self._text) < len(literal) and literal.startswith(self._text) and not self._ended:
             yield
         if not self._text.startswith(literal):
@@ -92,7 +92,7 @@ class PieceReader:
             raise NoCallError
 
     def _turn(self, stops: Callable[[str], object], told: Tell | None) -> Reads:
-        """Waits for more text, which is told without a turn of the reader where it has none of the stops."""
+        """Waits for text that the generator must read. Text in which `stops` finds nothing goes to `told`, if given."""
         if told is not None and not self._text:
             self._stops, self._told = stops, told
         yield
@@ -107,10 +107,10 @@ class PieceReader:
         stops: Callable[[str], object] | None = None,
         is_value: bool = False,
     ) -> Reads:
-        """Gives what comes before the first of the markers, and takes that; None at the end of the answer.
+        """Passes the text before the first marker to `give`, and returns the marker; None at the end of the answer.
 
-        told: what `give` would say of a text in which `stops`, else a marker's first character, are not found.
-        is_value: a part of a marker, with which the answer ends, is not given."""
+        told: the output of `give` for a text in which `stops` (by default: a marker's first character) finds nothing.
+        is_value: an incomplete marker at the end of the answer is dropped instead of given."""
         while True:
             found = markers.find(self._text, is_over=self._ended)
             if found is not None:
@@ -128,11 +128,11 @@ class PieceReader:
             yield from self._turn(stops or markers.may_begin_in, told)
 
     def _until_end_of_text(self, ends: Markers, give: Callable[[str], None]) -> Reads:
-        """As `_until`, of a value that `give` writes between JSON's quotes."""
+        """`_until` for a value that `give` emits as a part of a JSON string."""
         return (yield from self._until(ends, give, told=as_it_is, stops=ends.may_begin_or_is_escaped, is_value=True))
 
     def _short_until(self, marker: str) -> Reads:
-        """A name or key. At most 300 characters, else this is no call."""
+        """Takes a name or key up to `marker`, and the marker. Raises NoCallError if it has over 300 characters."""
         text: str = yield from self._short_before(marker)
         self._take(len(marker))
         return text
@@ -163,7 +163,7 @@ class PieceReader:
         return "".join(parts)
 
     def _scalar(self) -> Reads:
-        """A number or a word: what comes before a space, a comma or a bracket, or all that is left."""
+        """Takes a number or a word, up to white space, a comma or a bracket, or the end of the answer."""
         while (end := _SCALAR_END.search(self._text)) is None and not self._ended:
             if len(self._text) > _LONGEST_SCALAR:
                 raise NoCallError
@@ -173,10 +173,10 @@ class PieceReader:
     def _json_value(
         self, give: Callable[[str], None], outside: re.Pattern[str] = _OUTSIDE, *, told: Tell | None = None
     ) -> Reads:
-        """One value, given as it comes. Raises NoCallError where the answer ends within it.
+        """Passes one value to `give` while it arrives. Raises NoCallError if the answer ends within it.
 
-        outside: what counts outside of texts: quotes, but for a word's apostrophe, and brackets. told: as in `_until`,
-        and only where no apostrophe counts: whether one is a word's depends on what was before."""
+        outside: finds the quotes and brackets outside of strings (an apostrophe within a word is no quote). told: as in
+        `_until`; only if `outside` finds no apostrophes, since those depend on the character before them."""
         if (first := (yield from self._peek(1))) and first not in '"{[':
             give((yield from self._scalar()))
             return
@@ -191,7 +191,7 @@ class PieceReader:
                         break
                     if stop.group() == "\\":
                         if at + 2 > len(text):
-                            break  # the escaped character is not there yet
+                            break  # the escaped character has not arrived yet
                         at += 2
                         continue
                     quote, at = "", at + 1
@@ -218,13 +218,13 @@ class PieceReader:
             yield from self._turn((_IN_STRING[quote] if quote else outside).search, told)
 
     def _nest(self, give: Callable[[str], None]) -> Reads:
-        """An object or a list, in JSON or as Python writes it."""
+        """An object or a list, as JSON or as a Python literal."""
         yield from self._json_value(give, _OUTSIDE_EITHER)
 
     def _python_text(self, give: Callable[[str], None]) -> Reads:
-        """A text in quotes, or several in a row, as they come, for JSON's.
+        """Emits the content of a Python string, or of several in a row, as parts of a JSON string while it arrives.
 
-        Raises NoCallError where the answer ends within."""
+        Raises NoCallError if the answer ends within it."""
         while (yield from self._peek(1)) in ("'", '"'):
             quote = self._text[0]
             if (yield from self._peek(3)) == quote * 3:
@@ -246,7 +246,7 @@ class PieceReader:
             yield from self._skip_space()
 
     def _python_value(self) -> Reads:
-        """A literal, up to the comma or bracket that ends it, as JSON."""
+        """Takes a Python literal up to the comma or parenthesis after it, and returns it as JSON."""
         parts: list[str] = []
         depth, quote, at = 0, "", 0
         while True:
@@ -266,6 +266,6 @@ class PieceReader:
             if self._ended:
                 raise NoCallError
             num_read = len(self._text)
-            at = max(at - num_read, 0)  # what a backslash at the end escapes is still to come
+            at = max(at - num_read, 0)  # 1 if the character after a backslash at the end is still to come
             parts.append(self._take(num_read))
             yield

@@ -1,4 +1,4 @@
-"""Arguments as JSON, from what models write for them."""
+"""Converts argument values from the notations that models use to JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPLACEMENT = "\ufffd"
 
 
 class NoCallError(Exception):
-    """The text is not what the format says."""
+    """The text does not have the format's syntax."""
 
 
 def as_text(text: str) -> str:
@@ -32,12 +32,12 @@ def as_text(text: str) -> str:
 
 
 def within_text(text: str) -> str:
-    """As it stands between a text's quotes."""
+    """The text escaped for a JSON string, without the quotes."""
     return encode_basestring(text)[1:-1]
 
 
 def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a schema allows, as far as it says so."""
+    """The JSON types that a schema allows, as far as it states them."""
     declared = schema.get("type")
     types = {declared} if isinstance(declared, str) else set(declared or ())
     for name in ("anyOf", "oneOf"):
@@ -49,7 +49,7 @@ def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def as_json(text: str) -> str:
-    """A value written without quotes: JSON or a Python literal where it is one, else text."""
+    """A value written without quotes, as JSON: itself if it is JSON, a converted Python literal, or else a string."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -62,7 +62,7 @@ def as_json(text: str) -> str:
 
 
 def nest_as_json(text: str) -> str:
-    """Keys have got no quotes yet, unless it is JSON."""
+    """An object or a list as JSON: itself, or with quotes added to bare keys. Raises NoCallError."""
     for each in (text, _BARE_KEY.sub(r'\1"\2":', text)):
         try:
             json.loads(each)
@@ -73,7 +73,7 @@ def nest_as_json(text: str) -> str:
 
 
 def python_as_json(text: str) -> str:
-    """A Python literal, or JSON, which models mix up, as JSON."""
+    """A Python literal as JSON; also takes JSON, since models confuse the two. Raises NoCallError."""
     text = text.strip()
     for read in (ast.literal_eval, json.loads):
         try:
@@ -84,7 +84,7 @@ def python_as_json(text: str) -> str:
 
 
 def python_escaped(byte: str, high: str, low: str, unit: str, code: str, octal: str, other: str) -> str:
-    """What stands for a backslash and one of these in a text as Python writes it; all but one are empty, or None."""
+    """The text for a Python escape sequence. The arguments are its groups; those of other escapes are None or empty."""
     if high:
         return chr(0x10000 + ((int(high, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00)
     if digits := byte or unit or code:
@@ -94,12 +94,12 @@ def python_escaped(byte: str, high: str, low: str, unit: str, code: str, octal: 
 
 
 def python_short_escape(character: str) -> str:
-    """What stands for a backslash and that."""
+    """The text that a backslash and this character stand for."""
     return _PYTHON_ESCAPES.get(character, "\\" + character)
 
 
 def without_halves(text: str) -> str:
-    """Halves of surrogate pairs are joined; one that is alone is no text."""
+    """Joins the halves of surrogate pairs; a lone half becomes U+FFFD."""
     if not text.isascii() and _HALF.search(text):
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
