@@ -1,4 +1,4 @@
-"""What commands that generate text share: their sampling flags, and the engine they start or attach to."""
+"""Arguments shared by commands that generate text: sampling flags, and the engine to start or attach to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLING = "Sampling"
 
 
 class OutputFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """Flags of where an output ends and what it is drawn from."""
+    """Flags for an output's end and its seed; `sampling_flags` adds those that derive from SamplingParams."""
 
     max_tokens: Annotated[
         int | None, Option(SAMPLING, "Most tokens to generate", "tokens", default_text="as many as fit max_model_len")
@@ -40,7 +40,7 @@ class OutputFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sampling_flags() -> type[OutputFlags]:
-    """Sampling as flags; what is not given is the model's default. `SamplingParams` checks the ranges."""
+    """The struct of sampling flags. One that is not given means the model's default; SamplingParams checks ranges."""
     from headrace.frontend.api.parameters.sampling_fields import flag_fields
     from headrace.frontend.api.parameters.sampling_params import FIELDS
 
@@ -50,7 +50,8 @@ def sampling_flags() -> type[OutputFlags]:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, positional_model: bool = True) -> None:
-    """Adds the sampling flags, `--engine` and every engine option; the model may stand without `--model`."""
+    """Adds the sampling flags, `--engine` and every engine option. positional_model: MODEL may be given without
+    `--model`."""
     parser.add_argument(
         "--engine", metavar="ADDRESS", help="Attach to the engine-core at this address instead of starting one"
     )
@@ -59,7 +60,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, positional_model: b
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """For commands that `open_engine_or_server`."""
+    """Adds `--url` and `--api-key`, for commands that call `open_engine_or_server`."""
     parser.add_argument(
         "--url", metavar="URL", help="Attach to the server there instead, such as http://127.0.0.1:8000"
     )
@@ -67,7 +68,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_engine_or_server(arguments: argparse.Namespace) -> LLM | RemoteLLM:
-    """What the arguments name. Raises OptionError for options that contradict each other."""
+    """The server or engine that the arguments name. Raises OptionError for options that contradict each other."""
     if arguments.url is None:
         if arguments.api_key is not None:
             raise OptionError("--api-key is for a server: give its --url")
@@ -88,7 +89,7 @@ def open_engine(arguments: argparse.Namespace) -> LLM:
     options = options_from_arguments(arguments)
     if arguments.engine is None:
         chosen = {name: getattr(options, name) for name in options.__struct_fields__}
-        return LLM(chosen.pop("model") or None, **chosen)  # an option left out is the empty name here
+        return LLM(chosen.pop("model") or None, **chosen)  # without --model the name is empty
     given = [flag(name) for name in option_specs(Options) if name in vars(arguments)] + _named_model(arguments)
     if given or getattr(arguments, "config", None):
         raise OptionError(
@@ -98,13 +99,13 @@ def open_engine(arguments: argparse.Namespace) -> LLM:
 
 
 def _named_model(arguments: argparse.Namespace) -> list[str]:
-    """The model that stands without `--model`, if one does."""
+    """The model given as a positional argument, as a list of none or one."""
     named = getattr(arguments, "model_argument", None)
     return [] if named is None else [named]
 
 
 def check_sampling(arguments: argparse.Namespace) -> None:
-    """What can be wrong with the sampling flags, before an engine is started. Raises OptionError, naming the flag."""
+    """Checks the sampling flags before an engine is started. Raises OptionError, which names the flag."""
     from headrace.frontend.api.parameters.sampling_params import SamplingParams
 
     try:
@@ -114,7 +115,7 @@ def check_sampling(arguments: argparse.Namespace) -> None:
 
 
 def check_text(name: str, text: str | None) -> None:
-    """Raises OptionError for what is no text: bytes that are not UTF-8, as a command line or stdin gave them."""
+    """Raises OptionError for text from a command line or stdin that was not valid UTF-8."""
     try:
         (text or "").encode()
     except UnicodeEncodeError:
@@ -122,13 +123,13 @@ def check_text(name: str, text: str | None) -> None:
 
 
 def as_flag_error(error: InvalidRequestError) -> OptionError:
-    """A SamplingParams' complaint about a value that came from a flag."""
+    """An error of SamplingParams in terms of the flag that the value came from."""
     name, _, rest = str(error).replace("SamplingParams.", "").partition(" = ")
     return OptionError(f"{flag('sampling_seed' if name == 'seed' else name)}={rest}")
 
 
 def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
-    """The model's defaults with what the flags say. Raises InvalidRequestError for a value out of range."""
+    """The model's defaults, changed by the given flags. Raises InvalidRequestError for a value out of range."""
     flags = struct_from_arguments(arguments, sampling_flags())
     params = defaults.clone()
     params.max_tokens = flags.max_tokens

@@ -1,6 +1,6 @@
 """The `headrace` command. A subcommand is one module, `commands/<name>.py` (with _ for -): its docstring is its help.
 
-Exit status: 0 done, 1 an error (one sentence on stderr), 2 a wrong command line, 130 Ctrl-C.
+Exit status: 0 success, 1 an error (one sentence on stderr), 2 a wrong command line, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 class CommandModule(Protocol):
-    """What a `commands/<name>.py` holds. Importing it must be cheap: what it needs, it imports when it runs."""
+    """The interface of a `commands/<name>.py`. Importing it must be cheap: it imports what it needs when it runs."""
 
     __doc__: str | None
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
     def run(self, arguments: argparse.Namespace) -> int:
-        """The exit status. Raises HeadraceError, of which OptionError is a wrong command line."""
+        """Runs the command, and returns the exit status. Raises HeadraceError; an OptionError means a wrong command
+        line."""
         ...
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     _open_what_is_closed()
-    # What an interrupt tears apart before it has begun is no news to whoever pressed Ctrl-C.
+    # After Ctrl-C, coroutines that never started are expected.
     warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _set_interrupt(before)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has had enough
+    except BrokenPipeError:  # the reader of our output has closed it
         _forget_output()
         return EXIT_ERROR
     except OSError as error:
@@ -79,7 +80,7 @@ def _run(given: list[str]) -> int:
         return EXIT_USAGE
     try:
         return _load(parsed.command).run(parsed)
-    except EngineStartError as error:  # an option that only the engine found wrong is no wrong command line
+    except EngineStartError as error:  # the command line itself was valid, even if the engine refused an option
         return _complain(error, EXIT_ERROR)
     except OptionError as error:
         command = " ".join(filter(None, (parsed.command, getattr(parsed, "bench_command", None))))
@@ -89,14 +90,14 @@ def _run(given: list[str]) -> int:
 
 
 def _open_what_is_closed() -> None:
-    """The caller may have closed a standard stream, whose number the next file or socket would be given."""
+    """Opens closed standard streams on the null device, so that no other file or socket gets their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - as long as the process
 
 
 def _forget_output() -> None:
-    """What could not be written would be tried again at the exit."""
+    """Redirects stdout to the null device, since Python would try to write the buffered output again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -121,7 +122,7 @@ def _unknown_command(name: str) -> OptionError:
 
 
 def _parser(given: list[str]) -> OptionParser:
-    """Only a command that is named gets its arguments: building all of them would show in the start-up."""
+    """The parser. Only the named command gets its arguments, since declaring those of all would slow the start-up."""
     usage = "headrace [-h] [--version] COMMAND ..."
     parser = OptionParser(prog="headrace", usage=usage, description="Headrace, an LLM inference engine.")
     parser.add_argument("--version", action="store_true", help="Print the version")

@@ -1,6 +1,6 @@
-"""A running server as `chat` and `complete` use one: what they need of `LLM`, over HTTP.
+"""A client of a running server for `chat` and `complete`: the part of `LLM` that they use, over HTTP.
 
-Prompts are made by the server (POST /tokenize), so nothing of the model is needed here, and vLLM's servers do as well.
+The server renders and tokenises prompts (POST /tokenize), so no model files are needed here. vLLM's servers work too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headrace.frontend.text.conversation import SETTABLE
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError, OptionError
 
 TIMEOUT_S = 600.0
-"""Longest silence of a server; ours sends comments when it has nothing to say."""
+"""Longest silence of a server; Headrace's sends comments while there is no output."""
 
 
 class Piece(msgspec.Struct):
@@ -28,13 +28,13 @@ class Piece(msgspec.Struct):
 
 
 class PieceOutput(msgspec.Struct):
-    """As a RequestOutput that holds what is new."""
+    """The part of a RequestOutput (DELTA) that the commands use."""
 
     outputs: list[Piece]
 
 
 class ModelInfo(msgspec.Struct):
-    """Of GET /v1/models."""
+    """An entry of GET /v1/models."""
 
     id: str
     max_model_len: int
@@ -46,7 +46,7 @@ class ModelInfo(msgspec.Struct):
 
 
 class RemoteStream:
-    """An answer as it comes. Leaving its `with` block ends the connection, and so the request."""
+    """A streamed answer. Leaving its `with` block closes the connection, which aborts the request."""
 
     def __init__(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
         self._connection, self._response = connection, response
@@ -74,10 +74,10 @@ class RemoteStream:
 
 
 class RemoteLLM:
-    """One model of a server."""
+    """The first model of a server."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Raises OptionError for what is no URL, HeadraceError when no server answers there or wants another key."""
+        """Raises OptionError for an invalid URL, and HeadraceError if no server answers there or it refuses the key."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise OptionError(f"--url={url}: it must look like http://127.0.0.1:8000")
@@ -94,7 +94,7 @@ class RemoteLLM:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is kept open between requests."""
+        """Does nothing: no connection stays open between requests."""
 
     def get_tokenizer(self) -> RemoteLLM:
         return self
@@ -103,7 +103,7 @@ class RemoteLLM:
         return SamplingParams(**self.engine.default_sampling_params)
 
     def get_chat_template(self, chat_template: str | None, tools: Any) -> None:
-        """The server has it, or says so at the first message."""
+        """Does nothing: the server has the template, or refuses the first message."""
 
     def apply_chat_template(self, conversation: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> list[int]:
         """Token ids. Raises HeadraceError with the server's reason."""
@@ -111,7 +111,7 @@ class RemoteLLM:
         return list(self._ask("POST", "/tokenize", body)["tokens"])
 
     def stream(self, prompt: str | dict[str, Any], params: SamplingParams) -> RemoteStream:
-        """Raises HeadraceError with the server's reason to refuse it."""
+        """Streams the completion of one prompt. Raises HeadraceError with the server's reason to refuse it."""
         token_ids = (
             self._ask("POST", "/tokenize", {"prompt": prompt})["tokens"]
             if isinstance(prompt, str)
@@ -121,14 +121,15 @@ class RemoteLLM:
             raise InvalidRequestError("the prompt is empty; at least one token is needed")
         neutral, told = SamplingParams(), self.engine.default_sampling_params
         body = {name: getattr(params, name) for name in SETTABLE}
-        # The server's own defaults stand for what is not sent; what it does not tell of is sent where it was set.
+        # The server applies its own defaults to fields that are not sent. Fields whose default it reports are always
+        # sent, so that a user can set them back to neutral; others only if they differ from neutral.
         body = {name: value for name, value in body.items() if name in told or value != getattr(neutral, name)}
         body |= {"prompt": token_ids, "stream": True, "model": self.engine.id}
         body["max_tokens"] = params.max_tokens or max(1, self.engine.max_model_len - len(token_ids))
         return RemoteStream(*self._request("POST", "/v1/completions", body))
 
     def post(self, path: str, body: Any) -> Any:
-        """The server's answer. Raises HeadraceError with its reason to refuse."""
+        """Sends a JSON body, and returns the answer's. Raises HeadraceError with the server's reason to refuse it."""
         return self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: Any = None) -> Any:

@@ -1,7 +1,7 @@
 """Chat with a model in the terminal.
 
-Ctrl-C stops an answer, Ctrl-D ends; /help lists what else there is. With its input from a pipe or file, each line is
-a message, and only the answers are printed.
+Ctrl-C stops an answer, Ctrl-D ends; /help lists more commands. If the input is a pipe or file, each line is a message,
+and only the answers are printed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_text("--system", arguments.system)
     interactive = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # a bad line is then one line's error
+        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 is then an error of its line alone
     with open_engine_or_server(arguments) as llm:
         params = sampling_params(arguments, llm.get_default_sampling_params())
         conversation = Conversation(llm.get_tokenizer(), llm.engine.max_model_len, system=arguments.system)
@@ -72,9 +72,9 @@ class Chat:
         self._saved: set[str] = set()
 
     def take(self, line: str) -> bool:
-        """One line of input: a message to answer, or a command. False when it asks to end.
+        """Handles one line of input: a message to answer, or a command. Returns False if it asks to end.
 
-        Raises HeadraceError, and KeyboardInterrupt once the answer that Ctrl-C stopped is in the conversation.
+        Raises HeadraceError. On Ctrl-C raises KeyboardInterrupt, after adding the partial answer to the conversation.
         """
         text = line.strip()
         if not text:
@@ -159,13 +159,13 @@ class Chat:
 
 
 def note(text: str) -> None:
-    """To the person, and not into what is piped on."""
+    """Prints to stderr, so that piped output holds only answers."""
     sys.stdout.flush()
     print(f"[{text}]", file=sys.stderr, flush=True)
 
 
 def _converse(chat: Chat) -> int:
-    """With a person at the terminal: errors are told, and do not end it."""
+    """Reads from a terminal. Errors are printed and do not end the chat, except that of a dead engine."""
     with contextlib.suppress(ImportError):
         import readline
 
@@ -187,7 +187,7 @@ def _converse(chat: Chat) -> int:
 
 
 def _answer_lines(chat: Chat) -> int:
-    """Of a pipe or file: every line gets its chance, and the exit status tells whether one failed."""
+    """Reads from a pipe or file. A line that fails does not stop the others; the exit status is then 1."""
     status = 0
     for line in sys.stdin:
         try:

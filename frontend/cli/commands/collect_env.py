@@ -1,4 +1,4 @@
-"""Print versions, machine and settings, to go with a bug report.
+"""Print versions, machine and settings, for a bug report.
 
 Values of environment variables that may be secret are not shown.
 """
@@ -58,7 +58,7 @@ INSTRUCTION_SETS = (
     *("avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
     *("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme"),
 )
-"""In the words of /proc/cpuinfo: those that kernels and libraries choose by."""
+"""Instruction sets that kernels and libraries choose by, as /proc/cpuinfo names them."""
 _RELEVANT = re.compile(
     r"(HEADRACE|VLLM|CUDA|NVIDIA|NCCL|TORCH|PYTORCH|TRITON|OMP|KMP|MKL|OPENBLAS|GOMP|HF|HUGGINGFACE|TRANSFORMERS"
     r"|TOKENIZERS|MALLOC|LD|PYTHON)_\w+|CXX|CC|XDG_RUNTIME_DIR|XDG_CACHE_HOME|TMPDIR|VIRTUAL_ENV|PYTHONPATH"
@@ -66,12 +66,13 @@ _RELEVANT = re.compile(
 )
 _SECRET = re.compile(r"KEY|TOKEN(?!IZERS)|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"\b(sk-|hf_|ghp_|gho_|github_pat_|xox[bp]-|AKIA|eyJ)[\w-]{6,}|://[^/\s]*@")
-"""What keys of common services begin with, and an address with a password in it."""
+"""Matches keys of common services by their prefixes, and URLs that contain a password."""
 HIDDEN = "(hidden)"
 
 
 def collect() -> dict[str, dict[str, Any]]:
-    """Section -> entry -> text, number, list of texts, or None. Sizes are in bytes and say so."""
+    """Entries by section and name. A value is a text, a number, a list of texts, or None if unknown. Names of sizes
+    contain `bytes`."""
     return {
         "versions": _versions(),
         "machine": _machine(),
@@ -84,7 +85,7 @@ def collect() -> dict[str, dict[str, Any]]:
 
 
 def shown_environment(variables: Any) -> dict[str, str]:
-    """Those that matter here, by name; secrets by their name or by what they look like are hidden."""
+    """The relevant environment variables; the value is hidden if the name or the value looks like a secret."""
     return {
         name: HIDDEN if _SECRET.search(name) or _SECRET_VALUE.search(value) else value
         for name, value in sorted(variables.items())
@@ -129,18 +130,18 @@ def _machine() -> dict[str, Any]:
 
 
 def instruction_sets(cpuinfo: str) -> list[str]:
-    """Those of INSTRUCTION_SETS that the text of /proc/cpuinfo lists."""
+    """The members of INSTRUCTION_SETS that the text of /proc/cpuinfo lists."""
     listed = (_field(cpuinfo, "flags", "Features") or "").split()
     return [name for name in INSTRUCTION_SETS if name in listed]
 
 
 def _cgroup() -> dict[str, Any]:
-    """The limits of this process's control group, version 2 or 1; `none` where there is no limit."""
+    """The limits of this process's control group, version 2 or 1; `none` if there is no limit."""
     path = next(
         (line.partition("::")[2] for line in (_read("/proc/self/cgroup") or "").splitlines() if "::" in line), ""
     )
     root = Path("/sys/fs/cgroup")
-    # In a container the path may be that of the machine outside, which is not to be seen here.
+    # In a container the path may be the host's, which does not exist here.
     own = next((each for each in (root / path.lstrip("/"), root) if (each / "cpu.max").exists()), None)
     if own is not None:
         quota = cpu_limit(_read(own / "cpu.max"))
@@ -163,7 +164,7 @@ def cpu_limit(text: str | None) -> float | None:
 
 
 def _compiler() -> dict[str, Any]:
-    """What would build the kernels: $CXX when set, else the first of g++, clang++, c++."""
+    """The compiler that would build the kernels: $CXX if set, else the first of g++, clang++, c++."""
     asked = os.environ.get("CXX")
     try:
         command = shlex.split(asked) if asked else next(
@@ -187,7 +188,7 @@ def _kernel_cache() -> dict[str, Any]:
 
 
 def _gpus() -> dict[str, Any]:
-    """As the driver tells it (NVML), or why there is none."""
+    """The GPUs that the NVIDIA driver reports (NVML), or the reason why there is none."""
     import pynvml  # of nvidia-ml-py
 
     try:
@@ -212,7 +213,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def _as_text(name: str | bytes) -> str:
-    """Older versions of the library give bytes."""
+    """The name as text; older versions of the library return bytes."""
     return name.decode(errors="replace") if isinstance(name, bytes) else name
 
 
@@ -241,7 +242,7 @@ def _field(text: str, *names: str) -> str | None:
 
 
 def _chosen(text: str | None) -> str | None:
-    """`always [madvise] never` is madvise."""
+    """The value in brackets: madvise for `always [madvise] never`."""
     match = re.search(r"\[(\w+)\]", text or "")
     return match.group(1) if match else None
 

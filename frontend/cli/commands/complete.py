@@ -1,4 +1,4 @@
-"""Continue a text and print it as it comes."""
+"""Complete a text, and print the output while it is generated."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prompt_from_stdin() -> str:
-    """Without the newline that ends its last line. Raises OptionError where nothing is piped in."""
+    """The text on stdin without its last newline. Raises OptionError if it is empty or a terminal."""
     try:
         text = "" if sys.stdin.isatty() else sys.stdin.read()
     except UnicodeDecodeError:

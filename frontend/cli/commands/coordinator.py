@@ -1,11 +1,11 @@
-"""Run a coordinator: what tells frontends on any host which engines there are.
+"""Run a coordinator, which tells frontends on any host which engines exist.
 
     headrace coordinator --address tcp://10.0.0.1:5560 --keys deployment.keys
     engine-core MODEL --address 'tcp://0.0.0.0:*' --coordinator tcp://10.0.0.1:5560 --keys deployment.keys
     headrace serve --coordinator tcp://10.0.0.1:5560 --keys deployment.keys
 
-It keeps nothing: when it dies, frontends go on with the engines that they know, and another one that is started at its
-address hears of all engines within seconds. Two may run at two addresses: name both to engines and frontends.
+It has no persistent state: if it dies, frontends go on with the engines that they know, and a new coordinator at the
+same address learns of all engines within seconds. Two may run at two addresses; give both to engines and frontends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ask the model something, stream its answer, and say how fast it was."""
+"""Ask the model a question, stream its answer, and print how fast it was."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         if "max_tokens" not in vars(arguments):
             params.max_tokens = DEFAULT_MAX_TOKENS
         if "temperature" not in vars(arguments) and "temperature" not in llm.engine.generation_defaults:
-            params.temperature = 0.0  # small models wander at the neutral 1.0
+            params.temperature = 0.0  # at 1.0, the neutral value, small models lose the thread
         tokenizer = llm.get_tokenizer()
         conversation = [{"role": "user", "content": arguments.prompt}]
         text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)

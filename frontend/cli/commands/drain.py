@@ -1,9 +1,9 @@
-"""Have an engine leave a live service: it takes no new requests, finishes those it has, and ends.
+"""Drain an engine of a running service: it takes no new requests, finishes those that it has, and ends.
 
     headrace ps
     headrace drain ipc:///run/user/1000/headrace/engine-4711-1f2e3d4c.sock
 
-What is not finished in time goes on at other engines, with the same tokens, where there are any of the same model.
+Requests that are not finished in time continue with the same tokens on other engines of the same model, if any exist.
 """
 
 from __future__ import annotations

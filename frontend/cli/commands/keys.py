@@ -1,10 +1,10 @@
-"""Make the keys with which engines and clients on several hosts know each other.
+"""Create the keys with which engines and clients on several hosts authenticate each other.
 
     headrace keys deployment.keys                                    new keys: copy the file to every host, by scp
-    headrace keys deployment.keys --client alice --out alice.keys    one client's own, whom engines admit from then on
+    headrace keys deployment.keys --client alice --out alice.keys    keys of one client, which engines then accept
 
-`engine-core --keys FILE`, `headrace serve --keys FILE` and HEADRACE_KEYS=FILE use them. A client is refused from its
-next connection on when its line in [clients] of the engines' file is removed.
+`engine-core --keys FILE`, `headrace serve --keys FILE` and HEADRACE_KEYS=FILE use them. To refuse a client from its
+next connection on, remove its line in [clients] of the engines' file.
 """
 
 from __future__ import annotations

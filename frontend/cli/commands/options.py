@@ -1,4 +1,4 @@
-"""List the engine's options, what they take and their defaults."""
+"""List the engine's options with their types and defaults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It takes none."""
+    """The command has no arguments."""
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
-"""List the engines of this user that are running, with their load.
+"""List this user's running engines, with their load.
 
-Those that listen in the runtime directory, which is where an engine listens unless it was told another address.
+Finds engines that listen in the runtime directory, which is where an engine listens unless it is given --address.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def as_json(snapshot: EngineSnapshot) -> dict[str, Any]:
-    """Names and units as in EngineStats; what is not known is null."""
+    """A snapshot for `--json`. Names and units are those of EngineStats; None means unknown."""
     from msgspec.structs import asdict
 
     from headrace.frontend.client.engine_metrics import hit_rate, kv_use

@@ -1,8 +1,8 @@
 """Run a file of requests in OpenAI's batch format, and write a file of results.
 
 Each line of the input is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions" or "/v1/completions",
-"body": {...}}. Results stand in the input's order, or with --as-completed in that of their end. A line that fails gets
-its error as its result and stops no other; the exit status is 1 when there was one.
+"body": {...}}. Results are written in the input's order, or with --as-completed in the order of completion. The result
+of a line that fails is its error; the other lines still run, and the exit status is 1.
 """
 
 from __future__ import annotations

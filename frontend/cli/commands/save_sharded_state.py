@@ -1,6 +1,6 @@
-"""Write a model's weights as its ranks read them, one file each, for `--load-format sharded_state`.
+"""Write a model's weights as one file per rank, for `--load-format sharded_state`.
 
-Each rank then reads its own file from beginning to end and nothing else, which spares a network file system.
+Each rank then reads only its own file, from beginning to end, which takes load off a network file system.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     given = {name: value for name, value in vars(arguments).items() if name in Options.__struct_fields__}
     options = parse_options(**given)
-    # A process of its own: what reads weights brings torch, and this program has none.
+    # A separate process: reading weights needs torch, which must not be loaded here.
     command = [sys.executable, "-m", "headrace.executor.checkpoints.sharded_state", arguments.output]
     done = subprocess.run(
         command, input=msgspec.json.encode(options), stderr=subprocess.PIPE, timeout=TIMEOUT_S, check=False

@@ -1,10 +1,10 @@
-"""Change the number of engines of a running server, while it serves.
+"""Change the number of engines of a running server, without interrupting it.
 
     headrace serve MODEL -dp 2
     headrace scale 4
 
-Engines that come take requests as soon as they are ready; those that leave finish what they have, and others go on with
-what is left when their time is over.
+New engines take requests as soon as they are ready. Engines that are removed finish their requests; those that remain
+after --timeout continue on other engines.
 """
 
 from __future__ import annotations

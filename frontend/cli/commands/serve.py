@@ -18,7 +18,7 @@ from headrace.ipc.failure import OptionError
 from headrace.ipc.transport.keys import use_keys
 
 _OF_THE_SERVER_TOO = ("shutdown_timeout", "peer_timeout", "disable_log_stats", "coordinator")
-"""Options of an engine that count for a server without one of its own."""
+"""Engine options that also apply to the server, so they are allowed when it attaches to running engines."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

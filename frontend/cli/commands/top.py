@@ -1,11 +1,11 @@
 """Watch running engines: load, KV cache, tokens per second, latencies.
 
-Shows what `headrace ps` lists, the engines at --engine or those of --coordinator, anew every second. q ends it, and so
-does Ctrl-C.
+Shows the engines that `headrace ps` lists, those at --engine or those of --coordinator, and refreshes every --interval
+seconds. q or Ctrl-C ends it.
 
 FIRST is the time from a request's arrival to its first token, NEXT from one token to the next, TOTAL from arrival to
-end: means over the requests of the last interval. GAP is how long the model stands still between two steps, HITS the
-share of prompt tokens that came from the prefix cache since the start.
+end: means over the last interval. GAP is the mean idle time of the model between two steps, HITS the share of prompt
+tokens that came from the prefix cache since the start.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HEADER = (
 )
 _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-"""The terminal's other screen without a cursor, so that what stood there before comes back."""
+"""Switches to the terminal's alternate screen and hides the cursor; leaving it restores the previous content."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,11 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return run_async(lambda: _watch(arguments, once=arguments.once))
     except KeyboardInterrupt:
-        return 0  # the way to end it
+        return 0  # Ctrl-C is a regular way to end it
 
 
 class FoundEngines:
-    """The addresses that coordinators tell of, as `Discovery` finds and loses them."""
+    """The addresses of engines that coordinators report; `Discovery` calls these methods as engines come and go."""
 
     def __init__(self) -> None:
         self.addresses: dict[str, None] = {}
@@ -92,26 +92,27 @@ class FoundEngines:
         self.addresses.pop(address, None)
 
     def note_loads(self, loads: Loads) -> None:
-        """The engines themselves are asked, which tells more."""
+        """Does nothing: the engines are asked directly, and report more."""
 
 
 class WatchedEngines:
-    """The engines that are looked at, with the figures of the look before."""
+    """The engines that are polled, with their previous snapshots."""
 
     def __init__(self, addresses: Sequence[str] | None, found: FoundEngines | None = None) -> None:
-        """Of these, which stay in the table when they end, or of those found; None looks for engines anew each time."""
+        """addresses: engines that stay in the table even when they end. found: engines from coordinators, used instead.
+        With neither, each poll looks for the engines in the runtime directory."""
         self._fixed, self._found = addresses, found
         self._watches: dict[str, EngineWatch] = {}
         self._before: dict[str, EngineSnapshot] = {}
 
     def check(self) -> None:
-        """Raises EngineDeadError for an engine that was named and gave no figures at the last look."""
+        """Raises EngineDeadError if an engine of `addresses` did not answer the last poll."""
         from headrace.frontend.client.engine_watch import check_seen
 
         check_seen([self._before[address] for address in self._fixed or ()])
 
     async def rows(self) -> list[tuple[str, ...]]:
-        """One look at each engine, as the table's rows. Raises AddressError."""
+        """Polls each engine once, and returns the table's rows. Raises AddressError."""
         import asyncio
 
         from headrace.frontend.client.engine_watch import EngineWatch, engine_addresses
@@ -144,7 +145,7 @@ class WatchedEngines:
 
 
 def row(snapshot: EngineSnapshot, before: EngineSnapshot | None) -> tuple[str, ...]:
-    """An engine's row; rates are of the time since the look `before`, and blank without one."""
+    """An engine's row. Rates cover the time since the snapshot `before`; without one they are `-`."""
     from headrace.frontend.client.engine_metrics import hit_rate, kv_use
     from headrace.frontend.client.engine_watch import duration, short_name
 
@@ -176,7 +177,8 @@ def _rates(snapshot: EngineSnapshot, before: EngineSnapshot | None) -> tuple[flo
 
 
 def _latencies(snapshot: EngineSnapshot, before: EngineSnapshot | None) -> tuple[str, str, str]:
-    """Means over what happened since the look before: `-` for what did not happen at all."""
+    """Mean time to first token and between tokens in ms, and request time in s, since the snapshot `before`; `-` for a
+    mean over nothing."""
     if snapshot.stats is None or before is None or before.stats is None:
         return ("-", "-", "-")
     new, old = snapshot.stats.times, before.stats.times
@@ -192,7 +194,7 @@ def _mean(total: float, count: int) -> str:
 
 
 def _gap(snapshot: EngineSnapshot, before: EngineSnapshot | None) -> str:
-    """Mean time between two forward passes that follow each other, in microseconds."""
+    """Mean idle time between two consecutive forward passes, in microseconds."""
     new, old = snapshot.stats, None if before is None else before.stats
     if new is None or old is None or new.num_step_gaps <= old.num_step_gaps:
         return "-"
@@ -200,7 +202,8 @@ def _gap(snapshot: EngineSnapshot, before: EngineSnapshot | None) -> str:
 
 
 async def _discover(coordinators: Sequence[str], found: FoundEngines) -> Discovery:
-    """Started, and answered by a coordinator. Raises HeadraceError when none answers."""
+    """A started Discovery to which a coordinator has reported its engines. Raises HeadraceError if none answers in
+    time."""
     import asyncio
 
     from headrace.frontend.client.client import CONNECT_TIMEOUT_S
@@ -278,7 +281,7 @@ def _screen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[], str]]:
-    """Gives a function that tells the key pressed since it was last asked; none where stdin is no terminal."""
+    """Yields a function that returns a key pressed since its last call, or "". Always "" if stdin is no terminal."""
     if not sys.stdin.isatty():
         yield lambda: ""
         return

@@ -8,7 +8,7 @@ import headrace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It takes none."""
+    """The command has no arguments."""
 
 
 def run(arguments: argparse.Namespace) -> int:
