@@ -1,1 +1,1 @@
-"""`headrace bench`: load generators, in-process benchmarks, and what reads their results."""
+"""`headrace bench`: load generators, in-process benchmarks, and tools that read their results."""

@@ -1,4 +1,4 @@
-"""The commands of `headrace bench`: what each takes, and where it runs. What one needs is imported when it runs."""
+"""The commands of `headrace bench`, with their arguments and modules. A command's module is imported when it runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _WITHOUT_EFFECT = {
 
 
 class _Without(argparse.Action):
-    """An option of vLLM's that passes with a note."""
+    """An option of vLLM's that is accepted with a note that it has no effect."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         name = self.option_strings[0]
@@ -79,15 +79,15 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Command(NamedTuple):
-    """One of them. Its function is `bench_<name>(arguments)` of `module`, which returns the exit status."""
+    """A command. It is the function `bench_<name>(arguments)` of `module`, which returns the exit status."""
 
     module: str
     description: str
-    """The first line is its help; the whole is what `--help` of its own says."""
+    """The text of its `--help`; the first line is shown in the list of commands."""
     structs: Sequence[type[msgspec.Struct]] = ()
-    """The options it takes. Where two declare one name (--seed), the later one's counts."""
+    """Its options. If two structs declare the same name (--seed), the later one counts."""
     arguments: Callable[[argparse.ArgumentParser], None] | None = None
-    """Adds those that are not declared as options."""
+    """Adds arguments that are not declared in `structs`."""
 
 
 COMMANDS: Mapping[str, Command] = types.MappingProxyType(
@@ -163,7 +163,7 @@ Several results of one benchmark are drawn over each other. A sweep's summary.js
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Those of one command, to a parser of its own."""
+    """Adds the arguments of one command to its parser."""
     command = COMMANDS[name]
     parser.conflict_handler = "resolve"
     for struct in command.structs:
@@ -174,7 +174,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(name: str, arguments: argparse.Namespace) -> int:
-    """The exit status. Raises HeadraceError."""
+    """Runs a command, and returns its exit status. Raises HeadraceError."""
     module = importlib.import_module(f"headrace.frontend.bench.{COMMANDS[name].module}")
     status: int = getattr(module, f"bench_{name}")(arguments)
     return status

@@ -1,4 +1,4 @@
-"""`headrace bench latency` and `throughput`: our engine, without a server between."""
+"""`headrace bench latency` and `throughput`, which measure an engine without an HTTP server."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
 
 
 def bench_latency(arguments: argparse.Namespace) -> int:
-    """The same batch of one shape, again and again, each time with other prompts. Raises OptionError."""
+    """Times batches of one shape, each with new prompts. Raises OptionError."""
     asked, result = struct_from_arguments(arguments, LatencyOptions), struct_from_arguments(arguments, ResultOptions)
     options = options_from_arguments(arguments)
-    if "enable_prefix_caching" not in vars(arguments):  # as vLLM does: what was computed is to be computed again
+    if "enable_prefix_caching" not in vars(arguments):  # off by default as in vLLM, so that prompts are computed
         options = msgspec.structs.replace(options, enable_prefix_caching=False)
     records.check_writable(result)
     record = records.new_record("latency", result, records.given(asked, options), options.seed or 0)
@@ -68,7 +68,7 @@ def bench_latency(arguments: argparse.Namespace) -> int:
 def latency_figures(
     seconds: Sequence[float], metrics: Sequence[RequestMetrics], asked: LatencyOptions
 ) -> dict[str, Any]:
-    """vLLM's fields, and the first token and the others apart."""
+    """vLLM's fields, and figures of the time to first token and per output token. seconds: per batch."""
     ordered = sorted(seconds)
     ttft_ms = [1e3 * (m.first_token_latency or 0.0) for m in metrics]
     rest_ms = [1e3 * ((m.total_s or 0.0) - (m.first_token_latency or 0.0)) for m in metrics]
@@ -93,13 +93,13 @@ def latency_table(figures: dict[str, Any], asked: LatencyOptions) -> str:
 
 
 def bench_throughput(arguments: argparse.Namespace) -> int:
-    """All requests of a workload at once. Raises OptionError."""
+    """Submits all requests of a workload at once. Raises OptionError."""
     asked, result = struct_from_arguments(arguments, ThroughputOptions), struct_from_arguments(arguments, ResultOptions)
     workload, options = struct_from_arguments(arguments, WorkloadOptions), options_from_arguments(arguments)
     records.check_writable(result)
     record = records.new_record("throughput", result, records.given(asked, workload, options), workload.seed)
     with open_engine(options) as llm:
-        # Only files of texts need it: drawn prompts need no detour through text.
+        # Only datasets of texts need a tokenizer; random prompts are drawn as token ids.
         tokenizer = text_tokenizer(llm) if workload.dataset_name in ("sharegpt", "custom") else None
         maker = PromptMaker(llm.engine.vocab_size, tokenizer)
         requests = make_workload(workload, maker)
@@ -161,7 +161,7 @@ def throughput_table(figures: dict[str, Any]) -> str:
 
 
 def open_engine(options: Options) -> LLM:
-    """An engine of one's own with these options."""
+    """Starts an engine with these options."""
     from headrace.frontend.api.llm import LLM
 
     chosen = {name: getattr(options, name) for name in options.__struct_fields__}
@@ -169,7 +169,7 @@ def open_engine(options: Options) -> LLM:
 
 
 def sampling_params(n: int, output_len: int, *, detokenize: bool) -> SamplingParams:
-    """Every output has exactly this length."""
+    """Parameters with which every output has exactly `output_len` tokens."""
     from headrace.frontend.api.parameters.sampling_params import SamplingParams
 
     return SamplingParams(
@@ -178,7 +178,7 @@ def sampling_params(n: int, output_len: int, *, detokenize: bool) -> SamplingPar
 
 
 def check_length(llm: LLM, input_len: int, output_len: int) -> None:
-    """Raises OptionError."""
+    """Raises OptionError if prompt and output together exceed max_model_len."""
     if input_len + output_len > llm.engine.max_model_len:
         raise OptionError(
             f"--input-len={input_len} and --output-len={output_len} are more than the model's length of "
@@ -187,7 +187,7 @@ def check_length(llm: LLM, input_len: int, output_len: int) -> None:
 
 
 def text_tokenizer(llm: LLM) -> TextTokenizer | None:
-    """The engine's own, as workloads use one; None when it has none."""
+    """The engine's tokenizer, adapted for workloads; None if it has none."""
     try:
         return _EngineTokenizer(llm.get_tokenizer())
     except InvalidRequestError:
@@ -207,7 +207,7 @@ class _EngineTokenizer:
 
 
 def engine_facts(llm: LLM) -> dict[str, Any]:
-    """What the engine decided, as it tells its clients, and its counters at the end."""
+    """The engine's Welcome, without the tokenizer, and its statistics at the end of the run."""
     asdict = msgspec.structs.asdict
     facts = {name: msgspec.to_builtins(value) for name, value in asdict(llm.engine).items()}
     del facts["tokenizer"]
@@ -226,7 +226,7 @@ def progress(total: int, unit: str, result: ResultOptions) -> Any:
 
 
 def finish(record: dict[str, Any], result: ResultOptions) -> int:
-    """Writes the record where it is to be kept, and says so; the exit status."""
+    """Writes the record if the options ask for it, and prints where. Returns the exit status."""
     if drafts := record.get("engine", {}).get("stats", {}).get("num_draft_tokens"):
         accepted = record["engine"]["stats"]["num_accepted_tokens"]
         print(f"\nspeculation: {accepted} of {drafts} draft tokens were right, {accepted / drafts:.1%}")

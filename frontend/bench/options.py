@@ -1,4 +1,4 @@
-"""What `headrace bench` takes, declared as the engine's options are; names are those of `vllm bench`."""
+"""The options of `headrace bench`, declared as the engine's options are. Names are those of `vllm bench`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DatasetName = Literal["random", "prefix_repetition", "sharegpt", "burstgpt", "ti
 
 
 class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which requests are sent. The same options and seed give the same requests."""
+    """The requests to send. The same options and seed give the same requests."""
 
     dataset_name: Annotated[DatasetName, Option(WORKLOAD, "Where requests come from")] = "random"
     dataset_path: Annotated[
@@ -87,7 +87,7 @@ class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class TargetOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The server, and how it is asked."""
+    """The server under test, and how to send requests to it."""
 
     backend: Annotated[
         Literal["openai", "vllm", "openai-chat"],
@@ -159,7 +159,7 @@ SHAPING = flag_fields(FIELDS, ("max_tokens", "min_tokens"))
 
 
 class BodyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of every request besides those that shape the distribution."""
+    """Fields of every request's body, besides the sampling fields in SHAPING."""
 
     logprobs: Annotated[int | None, Option(SAMPLING, "Log-probabilities per token", minimum=0)] = None
     ignore_eos: Annotated[bool, Option(SAMPLING, "Go on after an end-of-sequence token")] = False
@@ -172,11 +172,11 @@ SamplingOptions = cast(
         "SamplingOptions", SHAPING, bases=(BodyOptions,), frozen=True, kw_only=True, forbid_unknown_fields=True
     ),
 )
-"""Fields of every request. What is not given is not sent, so that the server's own default counts."""
+"""Fields of every request's body. A field that is not given is not sent, so that the server's default applies."""
 
 
 class ResultOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is shown and kept."""
+    """How the result is shown and saved."""
 
     output_json: Annotated[str | None, Option(RESULT, "Write the result to this file")] = None
     save_result: Annotated[bool, Option(RESULT, "Write the result to a file named after what ran, and when")] = False
@@ -191,7 +191,7 @@ class ResultOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ServingResultOptions(ResultOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """And for servers."""
+    """ResultOptions, with those for a benchmark of a server."""
 
     save_detailed: Annotated[bool, Option(RESULT, "Keep the generated texts too")] = False
     percentile_metrics: Annotated[
@@ -201,7 +201,7 @@ class ServingResultOptions(ResultOptions, frozen=True, kw_only=True, forbid_unkn
 
 
 class LatencyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One batch of one shape, again and again."""
+    """The shape of the batches, and how many are timed."""
 
     input_len: Annotated[int, Option(RUN, "Prompt length", "tokens", minimum=1)] = 32
     output_len: Annotated[int, Option(RUN, "Output length", "tokens", minimum=1)] = 128
@@ -213,7 +213,7 @@ class LatencyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ThroughputOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All requests at once, offline."""
+    """Options of the offline throughput benchmark."""
 
     n: Annotated[int, Option(RUN, "Outputs of each request", "outputs", minimum=1)] = 1
     num_warmups: Annotated[int, Option(RUN, "Requests before, not counted", "requests", minimum=0)] = 0
@@ -221,7 +221,7 @@ class ThroughputOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class StartupOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How often, and which start."""
+    """How many cold and warm starts are timed."""
 
     num_iters_cold: Annotated[int, Option(RUN, "Starts with nothing compiled", "starts", minimum=0)] = 3
     num_iters_warmup: Annotated[int, Option(RUN, "Warm starts before, not counted", "starts", minimum=0)] = 1
@@ -229,7 +229,7 @@ class StartupOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fleet on virtual time. Rates are per virtual second."""
+    """The simulated fleets. Rates are per virtual second."""
 
     seeds: Annotated[int, Option(RUN, "How many runs, each with a seed of its own", "runs", minimum=1)] = 100
     seed: Annotated[int, Option(RUN, "Of the first run; the next has the next")] = 0
@@ -258,7 +258,7 @@ class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class OverheadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is measured without a model."""
+    """Sizes of the measurements without a model."""
 
     running: Annotated[tuple[str, ...], Option(RUN, "Numbers of running requests to measure the core at")] = (
         "1",

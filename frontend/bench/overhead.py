@@ -1,7 +1,7 @@
-"""`headrace bench overhead`: what everything but the model costs, with an engine that computes nothing.
+"""`headrace bench overhead`: the cost of everything except the model, measured with an engine that computes nothing.
 
-Costs are processor time, which other programs on the machine disturb far less than the clock; latencies are the
-clock's.
+Costs are processor time, which other programs on the machine disturb far less than wall-clock time; latencies are
+wall-clock time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ START_TIMEOUT_S = 60.0
 
 
 def bench_overhead(arguments: argparse.Namespace) -> int:
-    """Raises OptionError."""
+    """Measures core, transports and HTTP server. Raises OptionError."""
     asked, result = struct_from_arguments(arguments, OverheadOptions), struct_from_arguments(arguments, ResultOptions)
     counts = _counts(asked)
     records.check_writable(result)
@@ -98,9 +98,10 @@ def overhead_table(figures: dict[str, Any]) -> str:
 
 
 async def core_step_cost(num_running: int, num_steps: int) -> dict[str, Any]:
-    """Microseconds of the core's processor time per step, of all its threads and of its busiest.
+    """Microseconds of the core's processor time per step: of all threads, and of the busiest thread.
 
-    From idle to idle, for a core may be far ahead of what its client has read; so taking the requests is in it.
+    Measured from idle to idle, since a core may be far ahead of what its client has read. So the cost of admitting the
+    requests is included.
     """
     options = Options(
         model="null",
@@ -127,7 +128,7 @@ async def core_step_cost(num_running: int, num_steps: int) -> dict[str, Any]:
 
 
 async def socket_round_trips() -> list[float]:
-    """Microseconds from a question to an idle core until its answer is here."""
+    """Round trips of a control message to an idle core, in microseconds."""
     options = Options(model="null", distributed_executor_backend=NULL, skip_tokenizer_init=True, disable_log_stats=True)
     samples = []
     async with _Session(options) as session:
@@ -140,7 +141,7 @@ async def socket_round_trips() -> list[float]:
 
 
 def ring_round_trips() -> list[float]:
-    """Microseconds for a message through the ring to another process, and its echo through a second ring."""
+    """Round trips in microseconds: a message through a ring to another process, and its echo through a second ring."""
     layout = RingLayout.holding(RING_MESSAGE_BYTES, 8, 1)
     fds = [os.memfd_create("headrace-bench-ring") for _ in range(2)]
     for fd in fds:
@@ -165,11 +166,12 @@ def ring_round_trips() -> list[float]:
         reader.close()
         for fd in fds:
             os.close(fd)
-    return samples[RING_ROUND_TRIPS // 10 :]  # the first waits for the child's start
+    return samples[RING_ROUND_TRIPS // 10 :]  # the first round trip includes the child's start
 
 
 async def http_costs(num_idle: int) -> dict[str, float]:
-    """Tokens that one core of the HTTP server streams in a second, and the memory of a stream that waits."""
+    """Tokens that the HTTP server streams per second of processor time, and the bytes that an idle stream takes in the
+    server and in the core."""
     serve = (sys.executable, "-m", "headrace", "serve", "null", "--port", "0")
     null = ("--distributed-executor-backend", NULL, "--skip-tokenizer-init", "--disable-log-stats")
     with running([*serve, *null]) as server:
@@ -184,7 +186,7 @@ async def http_costs(num_idle: int) -> dict[str, float]:
             spent_s = sum(thread_times_s(server.process.pid).values()) - before_s
         finally:
             await pool.close()
-    # Steps of a second, and one request at a time: the others wait, and nobody hears anything meanwhile.
+    # Steps of one second, one request at a time: the other requests wait, and their streams stay idle.
     slow = ("--max-num-seqs", "1", "--hf-overrides", '{"step_delay_s": 1.0}', "--shutdown-timeout", "0")
     with running([*serve, *null, *slow]) as server:
         pool, target = _pool_of(server.wait_line("ready: http", START_TIMEOUT_S))
@@ -207,7 +209,7 @@ async def http_costs(num_idle: int) -> dict[str, float]:
 
 
 def thread_times_s(pid: int) -> dict[str, float]:
-    """Processor seconds of each thread of a process, to the nanosecond where the kernel tells (schedstat)."""
+    """Processor seconds of each thread of a process, with nanosecond resolution (schedstat)."""
     times = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         times[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
@@ -215,7 +217,7 @@ def thread_times_s(pid: int) -> dict[str, float]:
 
 
 class _Session:
-    """A bare client of an engine of its own: it counts steps and detokenises nothing."""
+    """Starts an engine, and is a minimal client of it that counts steps and does not detokenise."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -243,7 +245,7 @@ class _Session:
         await asyncio.to_thread(self._child.kill)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Raises EngineDeadError when the core ends first, TimeoutError when it takes too long."""
+        """Waits for the condition. Raises EngineDeadError if the core ends first, TimeoutError after STEP_TIMEOUT_S."""
         async with asyncio.timeout(STEP_TIMEOUT_S):
             while not condition():
                 if self._failure is not None:
@@ -281,7 +283,7 @@ def _post(target: Target, number: int, max_tokens: int) -> bytes:
 
 
 async def _open_streams(pool: Pool, target: Target, count: int) -> None:
-    """Leaves that many requests open, each once its response has begun."""
+    """Opens that many streams, waits until each response has begun, and leaves them open."""
     begun = [_Begun() for _ in range(count)]
     for index, reader in enumerate(begun):
         reader.task = asyncio.create_task(_hold(pool, _post(target, index % 1000, 1000), reader))
@@ -297,7 +299,7 @@ async def _hold(pool: Pool, request: bytes, reader: _Begun) -> None:
 
 
 class _Begun:
-    """A Reader that waits for the status alone."""
+    """A Reader that reports the response's status line and ignores the body."""
 
     def __init__(self) -> None:
         self.event = asyncio.Event()
@@ -307,7 +309,7 @@ class _Begun:
         self.event.set()
 
     def on_body(self, data: bytes, now_s: float) -> None:
-        """Nothing is made of it."""
+        """Ignores the body."""
 
 
 def _counts(asked: OverheadOptions) -> list[int]:
@@ -326,7 +328,7 @@ def _middle(samples: list[float]) -> dict[str, float]:
 
 
 def echo_ring(inward: int, outward: int, count: int) -> None:
-    """The other side of `ring_round_trips`, in a process of its own."""
+    """The other side of `ring_round_trips`, which runs in a child process."""
     layout = RingLayout.holding(RING_MESSAGE_BYTES, 8, 1)
     reader, writer = RingReader(inward, layout, 0), RingWriter(outward, layout)
     deadline = Deadline(STEP_TIMEOUT_S)

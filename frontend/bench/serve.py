@@ -1,4 +1,4 @@
-"""`headrace bench serve`: an open loop against any server of OpenAI's API."""
+"""`headrace bench serve`: an open-loop load on any server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ _SAMPLED = tuple(name for name, _, _ in SHAPING)
 
 
 class ServerError(HeadraceError):
-    """The server under test cannot be asked at all."""
+    """The server under test cannot be used at all."""
 
 
 class ServingRun(NamedTuple):
-    """What `headrace bench serve` was asked, all of it."""
+    """All options of a `headrace bench serve`."""
 
     target: TargetOptions
     workload: WorkloadOptions
@@ -70,7 +70,8 @@ class ServingRun(NamedTuple):
 
 
 def bench_serve(arguments: argparse.Namespace) -> int:
-    """The exit status: 0 when any request succeeded. Raises OptionError before anything is sent; ServerError."""
+    """Returns exit status 0 if any request succeeded, else 1. Raises OptionError before anything is sent, and
+    ServerError."""
     asked = ServingRun(
         target=struct_from_arguments(arguments, TargetOptions),
         workload=struct_from_arguments(arguments, WorkloadOptions),
@@ -109,7 +110,7 @@ def bench_serve(arguments: argparse.Namespace) -> int:
 
 
 def check(asked: ServingRun) -> None:
-    """Everything that can be wrong with the command line. Raises OptionError."""
+    """Checks the whole command line. Raises OptionError."""
     check_traffic(asked.traffic)
     parse_goodput(asked.traffic.goodput)
     parse_metrics(asked.result.percentile_metrics)
@@ -125,7 +126,7 @@ def check(asked: ServingRun) -> None:
 
 
 def _check_sampling(options: BodyOptions) -> None:
-    """Raises OptionError for what every server would refuse, a request at a time."""
+    """Raises OptionError for sampling options that a server would refuse in every request."""
     given = {name: getattr(options, name) for name in _SAMPLED if getattr(options, name) is not None}
     try:
         SamplingParams(**given)
@@ -134,7 +135,7 @@ def _check_sampling(options: BodyOptions) -> None:
 
 
 def requests_of(asked: ServingRun) -> tuple[list[BenchRequest], TrafficOptions]:
-    """The workload, and the traffic with what the workload decides. Raises OptionError."""
+    """The workload, and the traffic options with `self_timed` decided. Raises OptionError."""
     tokenizer = None if asked.target.tokenizer is None else FileTokenizer(asked.target.tokenizer)
     maker = PromptMaker(asked.workload.random_vocab_size, tokenizer)
     requests = make_workload(asked.workload, maker)
@@ -146,7 +147,7 @@ def requests_of(asked: ServingRun) -> tuple[list[BenchRequest], TrafficOptions]:
 
 
 def target_of(options: TargetOptions) -> Target:
-    """Raises OptionError."""
+    """The server's address and headers, with an API key from the environment. Raises OptionError."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     headers = records.parse_pairs(options.header, "header")
     key = os.environ.get("OPENAI_API_KEY") or os.environ.get("HEADRACE_API_KEY")
@@ -156,7 +157,7 @@ def target_of(options: TargetOptions) -> Target:
 
 
 def body_of(asked: ServingRun, model: str, request: BenchRequest) -> dict[str, Any]:
-    """The request as JSON."""
+    """The body of the request, before its encoding as JSON."""
     fields = {name: value for name in _SAMPLED if (value := getattr(asked.sampling, name)) is not None}
     if asked.sampling.ignore_eos:
         fields["ignore_eos"] = True
@@ -176,11 +177,11 @@ def body_of(asked: ServingRun, model: str, request: BenchRequest) -> dict[str, A
 
 
 async def _as_texts(asked: ServingRun, requests: list[BenchRequest]) -> list[BenchRequest]:
-    """Chat takes no token ids: what was drawn as such becomes text, by the tokenizer of the server."""
+    """Converts prompts of token ids to text with the server's tokenizer, since the chat API takes no token ids."""
     target, pool = _pool_of(asked.target)
     try:
         model = _model_of(asked.target, await _models(pool, target, asked.target), target)
-        # Some 30 ms each, of 1024 tokens.
+        # About 30 ms for each prompt of 1024 tokens.
         print(f"drawing {len(requests)} prompts with the server's own tokenizer", file=sys.stderr)
         ordinary_ids = PromptMaker(asked.workload.random_vocab_size).ids
         return await as_texts(requests, ServerTokenizer(pool, target, model, ordinary_ids), asked.workload.seed)
@@ -245,7 +246,7 @@ def _request_id(options: TargetOptions, number: int) -> str:
 
 
 async def _tell(pool: Pool, target: Target, path: str) -> None:
-    """Raises ServerError."""
+    """Posts an empty body to the path. Raises ServerError unless the server answers 200."""
     reader = Whole()
     try:
         await pool.send(target.post(path, b""), reader)
@@ -257,7 +258,8 @@ async def _tell(pool: Pool, target: Target, path: str) -> None:
 
 
 async def _models(pool: Pool, target: Target, options: TargetOptions) -> Any:
-    """What the server says it serves; None when it does not say. Waits for it as long as the options allow."""
+    """The server's list of models; None if it has none and the options name the model. Waits for the server as long as
+    the options allow. Raises ServerError."""
     end_s = time.monotonic() + options.ready_check_timeout_sec
     while True:
         try:
@@ -289,7 +291,7 @@ def _first_model(models: Any, target: Target) -> str:
 
 
 async def _json(pool: Pool, target: Target, path: str) -> Any:
-    """A small document of the server's; None where it has none."""
+    """A JSON document of the server; None if there is none at this path."""
     reader = Whole()
     try:
         await pool.send(target.get(path), reader)
@@ -299,7 +301,7 @@ async def _json(pool: Pool, target: Target, path: str) -> Any:
 
 
 def _sample(outcome: Any, request: BenchRequest) -> dict[str, Any]:
-    """The raw sample of one request, without what is empty."""
+    """The raw sample of one request, without empty fields."""
     sample = {key: value for key, value in msgspec.to_builtins(outcome).items() if value not in (None, "", [])}
     sample["asked_tokens"] = request.output_len
     if request.part:
@@ -314,7 +316,7 @@ def _rounded(value: Any) -> Any:
 
 
 class ServerTokenizer:
-    """For a thread beside the pool's loop, which it was made in."""
+    """A TextTokenizer that asks the server. Constructed in the pool's event loop, used from another thread."""
 
     def __init__(self, pool: Pool, target: Target, model: str, ordinary_ids: Sequence[int]) -> None:
         self._pool, self._target, self._model = pool, target, model
@@ -333,7 +335,7 @@ class ServerTokenizer:
         return asyncio.run_coroutine_threadsafe(self._answer(path, body), self._loop).result()
 
     async def _answer(self, path: str, body: dict[str, Any]) -> Any:
-        """Raises OptionError."""
+        """The server's answer as JSON. Raises OptionError."""
         reader = Whole()
         try:
             await self._pool.send(self._target.post(path, msgspec.json.encode({"model": self._model, **body})), reader)
@@ -350,7 +352,7 @@ class ServerTokenizer:
 
 
 async def as_texts(requests: Sequence[BenchRequest], tokenizer: ServerTokenizer, seed: int) -> list[BenchRequest]:
-    """Prompts of token ids as texts of as many tokens, as far as that can be. Raises OptionError."""
+    """Converts prompts of token ids to texts of as many tokens, as far as possible. Raises OptionError."""
     maker, numbers = PromptMaker(0, tokenizer), random.Random(seed)
 
     def make() -> list[BenchRequest]:

@@ -1,4 +1,4 @@
-"""`headrace bench simulate`: many runs of a simulated fleet, and what did not hold in any of them."""
+"""`headrace bench simulate`: many runs of a simulated fleet, and the violations found in them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN_VIOLATIONS = 20
 
 
 def bench_simulate(arguments: argparse.Namespace) -> int:
-    """1 when something did not hold."""
+    """Returns exit status 1 if any run had a violation."""
     asked, result = struct_from_arguments(arguments, SimulateOptions), struct_from_arguments(arguments, ResultOptions)
     records.check_writable(result)
     scenario = scenario_of(asked)
@@ -60,7 +60,7 @@ def scenario_of(asked: SimulateOptions) -> Scenario:
 
 
 def summary(reports: list[Report]) -> dict[str, Any]:
-    """Sums over the runs; gaps in seconds."""
+    """Sums over all runs, and percentiles of the gaps in seconds."""
     counts: dict[str, Counter[str]] = {
         name: sum((Counter(getattr(each, name)) for each in reports), Counter())
         for name in ("failures", "faults", "migrations")

@@ -1,4 +1,4 @@
-"""`headrace bench startup`: from `import headrace` to the first token, by phase, each time in a process of its own."""
+"""`headrace bench startup`: times starts from a new process to the first token, by phase."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHOWN_ERROR_LINES = 30
 
 
 def bench_startup(arguments: argparse.Namespace) -> int:
-    """Raises OptionError, and EngineStartError with the child's own words."""
+    """Raises OptionError, and EngineStartError with the end of the child's stderr."""
     asked, result = struct_from_arguments(arguments, StartupOptions), struct_from_arguments(arguments, ResultOptions)
     options = options_from_arguments(arguments)
     if asked.num_iters_cold + asked.num_iters_warm == 0:
@@ -55,7 +55,7 @@ def bench_startup(arguments: argparse.Namespace) -> int:
 
 
 def one_start(options: str, environment: dict[str, str]) -> dict[str, Any]:
-    """One start in a new process: seconds of each phase, in order, and of all of it."""
+    """One start in a new process: the seconds of each phase, in order, and in total. Raises EngineStartError."""
     began_s = time.time()
     done = subprocess.run(
         [sys.executable, *_CHILD],
@@ -77,7 +77,8 @@ def one_start(options: str, environment: dict[str, str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def empty_cache() -> Iterator[str]:
-    """A cache folder without compiled kernels; a demo model that was fetched already is fetched from the user's own."""
+    """A cache folder without compiled kernels. It links to GGUF models in the user's cache, so that none is downloaded
+    again."""
     own = cache_folder()
     with OwnFolder("cold") as folder:
         for name in os.listdir(own) if os.path.isdir(own) else ():
@@ -87,7 +88,7 @@ def empty_cache() -> Iterator[str]:
 
 
 def startup_figures(name: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Under vLLM's names; a phase that some starts lack took no time there."""
+    """Figures under vLLM's names. A phase that a start lacks counts as 0 s."""
     if not samples:
         return {}
     totals = sorted(sample["total_s"] for sample in samples)
@@ -100,7 +101,7 @@ def startup_figures(name: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def startup_table(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> str:
-    """Medians of each phase; the engine's are part of `start the engine`."""
+    """A table of each phase's median. The engine's own phases are part of `start the engine`."""
     kinds = [(name, samples) for name, samples in (("cold", cold), ("warm", warm)) if samples]
     rows = [["seconds, median", *(f"{name} ({len(samples)})" for name, samples in kinds)]]
     phases = list(dict.fromkeys(phase for _, samples in kinds for sample in samples for phase in sample["phases"]))

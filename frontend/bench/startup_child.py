@@ -1,4 +1,4 @@
-"""One start of an engine, told as JSON: run as a program, with the options on stdin."""
+"""A program that starts an engine once and prints the times as JSON. It reads the options from stdin."""
 
 from __future__ import annotations
 

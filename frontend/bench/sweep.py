@@ -1,7 +1,7 @@
-"""`headrace bench sweep`: a grid over a server's options and the load's, resumable, with a Pareto plot at its end.
+"""`headrace bench sweep`: runs a grid of server options and load options, and draws a Pareto plot.
 
-Each combination of `--serve-params` and `--bench-params` is run `--num-runs` times; every run is a file of its own, so
-that a sweep that was interrupted goes on where it was.
+Each combination of `--serve-params` and `--bench-params` is run `--num-runs` times. Every run writes its own file, so
+that an interrupted sweep can be resumed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Combination(NamedTuple):
 
 
 def bench_sweep(arguments: argparse.Namespace) -> int:
-    """The exit status: 1 when a run failed and `--continue-on-error` went on. Raises OptionError."""
+    """Returns exit status 1 if a run failed and `--continue-on-error` is set. Raises OptionError, and without
+    `--continue-on-error` the error of the first run that failed."""
     points = combinations(
         read_params(arguments.serve_params, "serve-params"), read_params(arguments.bench_params, "bench-params")
     )
@@ -79,7 +80,9 @@ def bench_sweep(arguments: argparse.Namespace) -> int:
 def run_grid(
     points: Sequence[Combination], serve: list[str], bench: list[str], folder: Path, arguments: argparse.Namespace
 ) -> int:
-    """Runs what has no result yet, one server for each group of points that share it. Returns how many runs failed."""
+    """Runs the points without a result, with one server for each group of points that share its options.
+
+    A failure skips the rest of its group. Returns the number of groups that failed."""
     failed = 0
     for serve_params, group in itertools.groupby(points, key=lambda point: point.serve):
         todo = [
@@ -106,7 +109,8 @@ def run_grid(
 def _one_run(
     bench: list[str], point: Combination, path: Path, server: ChildServer | None, arguments: argparse.Namespace
 ) -> None:
-    """Raises ResultError with the end of what the command said."""
+    """Runs the load once. Raises ResultError with the end of the command's output, and EngineStartError if the server
+    has ended."""
     path.parent.mkdir(parents=True, exist_ok=True)
     command = [*bench, *flags(point.bench), "--output-json", str(path), "--label", point.name, "--no-machine-probe"]
     done = subprocess.run(
@@ -115,7 +119,7 @@ def _one_run(
     if server is not None:
         server.check()
     if done.returncode or not path.exists():
-        path.unlink(missing_ok=True)  # a run in which every request failed is to be tried again
+        path.unlink(missing_ok=True)  # so that --resume repeats a run in which every request failed
         said = f"{done.stdout or ''}{done.stderr or ''}".strip()
         raise records.ResultError(f"{shlex.join(command)} ended with exit status {done.returncode}:\n{said[-1500:]}")
     if arguments.after_bench_cmd:
@@ -126,7 +130,7 @@ def _one_run(
 def _server(
     serve: list[str], params: dict[str, Any], bench: list[str], arguments: argparse.Namespace
 ) -> Iterator[ChildServer | None]:
-    """The server of a group, ready; None where one runs already that is not ours."""
+    """Starts a group's server and waits until it is ready; yields None without --serve-cmd, when one runs already."""
     if not serve:
         yield None
         return
@@ -136,7 +140,8 @@ def _server(
 
 
 async def _until_ready(server: ChildServer, bench: list[str], timeout_s: float) -> None:
-    """Until it lists its models where the load will go. Raises EngineStartError with the server's words."""
+    """Waits until the server lists its models at the address of the load. Raises EngineStartError with the end of the
+    server's log."""
     import asyncio
 
     target = target_of(_where(bench))
@@ -159,7 +164,7 @@ async def _until_ready(server: ChildServer, bench: list[str], timeout_s: float) 
 
 
 def _where(bench: Sequence[str]) -> TargetOptions:
-    """Where `bench serve` with these arguments would send its requests."""
+    """The address to which `bench serve` with these arguments sends its requests."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, kind in (("--base-url", str), ("--host", str), ("--port", int)):
         parser.add_argument(name, type=kind, default=argparse.SUPPRESS)
@@ -168,7 +173,7 @@ def _where(bench: Sequence[str]) -> TargetOptions:
 
 
 def own_program(command: list[str]) -> list[str]:
-    """`headrace ...` by the Python that runs this, whatever the PATH says."""
+    """Makes `headrace ...` run with this Python, whatever PATH has."""
     if command and command[0] == "headrace":
         return [sys.executable, "-m", "headrace", *command[1:]]
     return command
@@ -197,7 +202,7 @@ def read_params(path: str | None, option: str) -> list[tuple[str, dict[str, Any]
 def combinations(
     serve: Sequence[tuple[str, dict[str, Any]]], bench: Sequence[tuple[str, dict[str, Any]]]
 ) -> list[Combination]:
-    """Every server with every load, a server's together."""
+    """Every combination of a server and a load, grouped by server."""
     return [
         Combination(_safe("-".join(filter(None, (serve_name, bench_name))) or "default"), serve_params, bench_params)
         for serve_name, serve_params in serve
@@ -218,7 +223,7 @@ def run_paths(point: Combination, folder: Path, num_runs: int) -> list[Path]:
 
 
 def flags(params: dict[str, Any]) -> list[str]:
-    """Options as a command takes them; true and false are flags, lists several values."""
+    """Options as command-line flags: a boolean as --name or --no-name, a list as several values."""
     found: list[str] = []
     for name, value in params.items():
         flag = "--" + name.replace("_", "-")
@@ -232,7 +237,7 @@ def flags(params: dict[str, Any]) -> list[str]:
 
 
 def summarise(points: Sequence[Combination], folder: Path, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Writes and returns the medians over each point's runs; None when no run has a result."""
+    """Writes and returns a summary with the medians of each point's runs; None if no run has a result."""
     rows = []
     for point in points:
         runs = [records.read(path) for path in run_paths(point, folder, arguments.num_runs) if path.exists()]
@@ -263,7 +268,7 @@ def sweep_table(record: dict[str, Any]) -> str:
 
 
 def _plot(folder: Path) -> None:
-    """The Pareto plot beside the results, where plots can be made."""
+    """Writes the Pareto plot beside the results, if matplotlib is installed."""
     from headrace.frontend.bench.results.plot import plot
 
     try:

@@ -1,8 +1,8 @@
-"""`headrace bench compare`: ratios with confidence intervals, and which differences are noise.
+"""`headrace bench compare`: ratios of two results with confidence intervals, and which differences are noise.
 
-With three runs or more of each side (folders of results) a run is the unit, and Welch's t on the logarithms of their
-values gives the interval: that covers what changes from run to run. With fewer, the samples within the runs are
-resampled (bootstrap; Efron 1979), which it says, for that covers less.
+With three or more runs on each side (folders of results), the runs are the samples, and the interval is Welch's t on
+the logarithms of their values; so it covers the variation between runs. With fewer runs, the samples within the runs
+are resampled (bootstrap; Efron 1979), which does not cover it; the output says so.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Measure(NamedTuple):
     unit: str
     higher_is_better: bool
     samples: Sequence[float]
-    """From which the value was made, by `of_samples`; empty when the result holds none."""
+    """The samples from which `of_samples` computes the value; empty if the result has none."""
     is_mean: bool = False
-    """The value is the mean of the samples, else their median."""
+    """Whether the value is the mean of the samples, instead of their median."""
 
     def of_samples(self, samples: Sequence[float]) -> float:
         return statistics.fmean(samples) if self.is_mean else statistics.median(samples)
 
 
 def measures(record: dict[str, Any]) -> dict[str, Measure]:
-    """By name, the most telling first; empty for a benchmark that is not known."""
+    """A result's measures by name, the most informative first; empty for an unknown benchmark."""
     readers = {
         "serve": _serve,
         "latency": _latency,
@@ -57,7 +57,7 @@ def _serve(figures: dict[str, Any], samples: dict[str, Any]) -> dict[str, Measur
     }
     if "request_goodput" in figures:
         found["good requests/s"] = Measure(figures["request_goodput"], "req/s", True, ())
-    # A request is the unit: gaps within one are not independent of each other.
+    # One sample per request, since the gaps within a request are not independent of each other.
     of_requests = {
         "time to first token": [1e3 * each["ttft_s"] for each in good if "ttft_s" in each],
         "time per output token": [
@@ -111,10 +111,10 @@ def _median(samples: Sequence[float], unit: str = "ms") -> Measure:
 
 
 def token_times_s(request: dict[str, Any]) -> list[float]:
-    """When each piece of an answer came, counted from the start of the run."""
+    """When each piece of an answer arrived, in seconds since the start of the run."""
     if "ttft_s" not in request:
         return []
-    # Where a schedule counts, latencies begin when the request was due, unless it waited for its turn here.
+    # With a schedule, latencies count from when the request was due, unless a bound on concurrency made it wait.
     begin_s = request["sent_s"] if "due_s" not in request or request.get("queued_s") else request["due_s"]
     times = [begin_s + request["ttft_s"]]
     for gap_s in request.get("gaps_s", []):
@@ -123,7 +123,8 @@ def token_times_s(request: dict[str, Any]) -> list[float]:
 
 
 def tokens_per_slice(requests: Sequence[dict[str, Any]], figures: dict[str, Any]) -> list[float]:
-    """Tokens per second in each of NUM_SLICES equal slices of the run. A piece of several tokens counts as so many."""
+    """Tokens per second in each of NUM_SLICES equal slices of the run. A request's tokens are spread evenly over its
+    pieces."""
     duration_s = figures["duration"]
     if not duration_s > 0 or not requests:
         return []
@@ -157,12 +158,13 @@ class Comparison(NamedTuple):
     ratio: float
     """new / base"""
     interval: tuple[float, float] | None
-    """Of the ratio, 95%; None where the results hold no samples to tell from."""
+    """The 95% confidence interval of the ratio; None if the results have too few samples."""
     verdict: str
 
 
 def bench_compare(arguments: argparse.Namespace) -> int:
-    """Prints it. Each side is a result, or a folder of results of one thing. Raises OptionError, ResultError."""
+    """Prints a comparison. Each side is a result file, or a folder of results of one configuration. Raises OptionError,
+    ResultError."""
     a, b = ([run for _, run in records.read_all([path])] for path in (arguments.base, arguments.new))
     rows, notes = compare(a, b, arguments.seed), differences(a[0], b[0])
     is_by_run = min(len(a), len(b)) >= LEAST_RUNS
@@ -184,7 +186,7 @@ def bench_compare(arguments: argparse.Namespace) -> int:
 
 
 def compare(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]], seed: int = 0) -> list[Comparison]:
-    """A row for each measure that both have. Raises OptionError when there is none."""
+    """A row for each measure that both sides have. Raises OptionError if there is none."""
     if a[0]["benchmark"] != b[0]["benchmark"]:
         raise OptionError(f"a result of {a[0]['benchmark']} and one of {b[0]['benchmark']} have nothing to compare")
     of_a, of_b = [measures(run) for run in a], [measures(run) for run in b]
@@ -210,7 +212,7 @@ def _pooled(side: list[Measure]) -> Measure:
 
 
 def verdict(ratio: float, interval: tuple[float, float] | None, higher_is_better: bool) -> str:
-    """In words: noise when the interval holds 1."""
+    """The result in words: noise if the interval contains 1."""
     if interval is None or not math.isfinite(ratio):
         return "one value each: cannot tell"
     if interval[0] <= 1 <= interval[1]:
@@ -220,7 +222,7 @@ def verdict(ratio: float, interval: tuple[float, float] | None, higher_is_better
 
 
 def bootstrap(a: Measure, b: Measure, numbers: random.Random) -> tuple[float, float]:
-    """The middle 95% of the ratio over resamples of both sides."""
+    """The interval that holds the middle 95% of the ratios over resamples of both sides."""
     resamples = max(200, min(RESAMPLES, _WORK // (len(a.samples) + len(b.samples))))
     ratios = []
     for _ in range(resamples):
@@ -233,7 +235,7 @@ def bootstrap(a: Measure, b: Measure, numbers: random.Random) -> tuple[float, fl
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Of the ratio of geometric means of two sets of runs (Welch 1947, on logarithms)."""
+    """The 95% interval of the ratio of geometric means, b / a, of two sets of runs (Welch 1947, on logarithms)."""
     if min(*a, *b) <= 0:
         return (0.0, math.inf)
     logs = [[math.log(each) for each in side] for side in (a, b)]
@@ -253,7 +255,7 @@ def _t(freedom: float) -> float:
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """What besides the thing compared differs between two results, in sentences."""
+    """Sentences about other differences between two results: machine, arguments, failed requests."""
     notes = []
     for name, label in (("CPU", "CPU"), ("usable_threads", "number of threads"), ("memory_bytes", "memory")):
         values = [run.get("machine", {}).get(name) for run in (a, b)]

@@ -1,6 +1,6 @@
-"""Figures from raw samples, under the names of vLLM's result files, and the tables that a terminal shows of them.
+"""Computes figures from raw samples, under the names of vLLM's result files, and formats them as tables.
 
-Pure Python: no numpy in a frontend.
+Pure Python, since the frontend does not import numpy.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 BUSY_SHARE = 0.85
 LATE_MS = 10.0
 LEAST_JUDGED_S = 1.0
-"""In a shorter run the start, which is all work and no waiting, is most of it."""
+"""Shorter runs get no warning of a busy generator: most of their time is the start, when it is always busy."""
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of ascending samples, linear between the two nearest ranks, as numpy's default is."""
+    """A percentile of ascending samples, interpolated linearly between the two nearest ranks like numpy's default."""
     at = (len(ordered) - 1) * percent / 100
     low = math.floor(at)
     high = min(low + 1, len(ordered) - 1)
@@ -32,7 +32,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def parse_percentiles(text: str) -> list[float]:
-    """Raises OptionError."""
+    """From `50,90,99`. Raises OptionError."""
     try:
         found = [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -43,7 +43,7 @@ def parse_percentiles(text: str) -> list[float]:
 
 
 def parse_metrics(text: str) -> list[str]:
-    """Raises OptionError."""
+    """From `ttft,tpot`. Raises OptionError."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [each for each in found if each not in METRICS]
     if unknown:
@@ -52,7 +52,7 @@ def parse_metrics(text: str) -> list[str]:
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """`ttft:500 tpot:50` in milliseconds. Raises OptionError."""
+    """Limits in milliseconds by metric, from `ttft:500 tpot:50`. Raises OptionError."""
     limits = {}
     for pair in pairs:
         name, colon, text = pair.partition(":")
@@ -69,7 +69,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
 
 
 def summary(name: str, values_ms: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """mean_, median_, std_ and percentiles of one metric; empty without samples."""
+    """Mean, median, standard deviation, maximum and percentiles of one metric; empty without samples."""
     if not values_ms:
         return {}
     ordered = sorted(values_ms)
@@ -83,7 +83,7 @@ def summary(name: str, values_ms: Sequence[float], percentiles: Sequence[float])
 
 
 def tpot_s(outcome: Outcome) -> float | None:
-    """Time per output token after the first; None with fewer than two."""
+    """Seconds per output token after the first; None with fewer than two tokens."""
     if outcome.e2e_s is None or outcome.ttft_s is None or outcome.num_output_tokens < 2:
         return None
     return (outcome.e2e_s - outcome.ttft_s) / (outcome.num_output_tokens - 1)
@@ -96,9 +96,9 @@ def serving_figures(
     goodput: Mapping[str, float],
     shown: Mapping[str, list[float]],
 ) -> dict[str, Any]:
-    """All figures of a run against a server. `shown` is the percentiles by metric."""
+    """All figures of a run against a server. goodput: limits in ms; shown: percentiles; both by metric."""
     good = [outcome for outcome in load.outcomes if not outcome.cause]
-    # The server's own count, which is what the prompt's text became there; else ours.
+    # The server's count of a prompt's tokens if it reports one, since it tokenises the text; else our own.
     num_input = sum(each.num_prompt_tokens or requests[each.index].num_prompt_tokens or 0 for each in good)
     num_output = sum(outcome.num_output_tokens for outcome in good)
     seconds = max(load.duration_s, 1e-9)
@@ -125,7 +125,7 @@ def serving_figures(
 
 
 def samples_ms(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
-    """The samples of each metric, of requests that succeeded."""
+    """The samples of each metric in milliseconds, from outcomes of requests that succeeded."""
     return {
         "ttft": [1e3 * o.ttft_s for o in outcomes if o.ttft_s is not None],
         "tpot": [1e3 * each for o in outcomes if (each := tpot_s(o)) is not None],
@@ -135,14 +135,14 @@ def samples_ms(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
 
 
 def errors_by_cause(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
-    """How many, and one of them in words, the most frequent first."""
+    """The count of each cause and the detail of its first error, the most frequent first."""
     counts = collections.Counter(outcome.cause for outcome in outcomes if outcome.cause)
     example = {outcome.cause: outcome.detail for outcome in reversed(outcomes)}
     return {cause: {"count": count, "example": example[cause]} for cause, count in counts.most_common()}
 
 
 def generator_figures(load: LoadResult) -> dict[str, Any]:
-    """Whether the figures are the server's or the generator's own."""
+    """The generator's processor time and lateness, with a warning if it may have limited the other figures."""
     late_ms = sorted(1e3 * each for each in load.lateness_s)
     share = load.cpu_s / max(load.duration_s, 1e-9)
     figures: dict[str, Any] = {"cpu_share": share}
@@ -164,7 +164,7 @@ def generator_figures(load: LoadResult) -> dict[str, Any]:
 
 
 def _is_good(outcome: Outcome, limits: Mapping[str, float]) -> bool:
-    """Within every limit; an output of one token has no time per token to exceed."""
+    """Whether the request is within every limit. An output of one token always meets the limit of tpot."""
     found_s = {"ttft": outcome.ttft_s, "tpot": tpot_s(outcome) or 0.0, "e2el": outcome.e2e_s}
     return all((value := found_s[name]) is not None and 1e3 * value <= limit for name, limit in limits.items())
 
@@ -179,7 +179,7 @@ METRIC_NAMES = {
 
 
 def columns(rows: Sequence[Sequence[str]], *, indent: int = 2) -> str:
-    """The first column to the left, the others to the right."""
+    """A table with the first column aligned left and the others right."""
     widths = [max(len(row[at]) for row in rows if at < len(row)) for at in range(max(map(len, rows)))]
     lines = []
     for row in rows:
@@ -192,7 +192,7 @@ def columns(rows: Sequence[Sequence[str]], *, indent: int = 2) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three or more significant digits, with thousands parted."""
+    """A number with three or more significant digits and thousands separators; `-` for None."""
     if value is None:
         return "-"
     magnitude = abs(value)
@@ -202,7 +202,7 @@ def number(value: float | None) -> str:
 
 
 def metric_table(figures: dict[str, Any], names: Iterable[str], unit: str = "ms") -> str:
-    """A row for each metric that has samples, a column for each figure that the first of them has."""
+    """A table with a row for each metric that has samples, and columns for mean, percentiles and maximum."""
     names = [name for name in names if f"median_{name}_{unit}" in figures]
     percents = sorted(
         {
@@ -229,7 +229,7 @@ def error_lines(errors: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def serving_table(record: dict[str, Any]) -> str:
-    """A run against a server."""
+    """The report of a run against a server."""
     figures = record["results"]
     lines = [
         f"{figures['completed']:,} of {figures['completed'] + figures['failed']:,} requests completed in "

@@ -1,4 +1,4 @@
-"""`headrace bench plot`: results as PNG, SVG and one self-contained HTML page. Needs matplotlib (the extra `bench`)."""
+"""`headrace bench plot`: draws results as PNG, SVG and a self-contained HTML page, with matplotlib (extra `bench`)."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ COLOURS = (
     *("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#be123c", "#65a30d", "#475569"),
     *("#ca8a04", "#db2777", "#0f766e", "#78350f"),
 )
-"""Told apart on a screen and in print; a result keeps its colour in every panel."""
+"""Distinguishable on a screen and in print. A result has the same colour in every panel."""
 NUM_BINS = 60
 _MISSING = "plots need matplotlib, which is not installed: in Headrace's clone, pip install '.[bench]'"
 
 
 class Named(NamedTuple):
-    """A result and what to call it."""
+    """A result with the name to show for it."""
 
     name: str
     record: dict[str, Any]
 
 
 def bench_plot(arguments: argparse.Namespace) -> int:
-    """Draws results of one benchmark over each other, or a sweep's folder. Raises OptionError, ResultError."""
+    """Draws one or more results of one benchmark. Raises OptionError, ResultError."""
     plot(arguments.results, arguments.output, arguments.format or PLOT_FORMATS)
     return 0
 
 
 def plot(paths: Sequence[str], output: str, formats: Sequence[str]) -> None:
-    """Writes `output`.png and so on. Raises OptionError, ResultError."""
+    """Writes `output`.FORMAT for each of the formats. Raises OptionError, ResultError."""
     results = load_named(paths)
     figure = draw(results)
     base = Path(output)
@@ -60,7 +60,7 @@ def plot(paths: Sequence[str], output: str, formats: Sequence[str]) -> None:
 
 
 def load_named(paths: Sequence[str]) -> list[Named]:
-    """Results by label, or by file where they have none or share it. Raises OptionError, ResultError."""
+    """Results named by label, or by file if they have no label of their own. Raises OptionError, ResultError."""
     found = records.read_all(paths)
     labels = [record.get("label") or file.stem for file, record in found]
     names = [label if labels.count(label) == 1 else file.stem for label, (file, _) in zip(labels, found, strict=True)]
@@ -68,7 +68,7 @@ def load_named(paths: Sequence[str]) -> list[Named]:
 
 
 def draw(results: Sequence[Named]) -> Any:
-    """A matplotlib Figure. Raises OptionError."""
+    """A matplotlib Figure of the results. Raises OptionError without matplotlib, or if there is no plot for them."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -96,7 +96,7 @@ def draw(results: Sequence[Named]) -> Any:
 
 
 def as_svg(figure: Any) -> str:
-    """The figure as text to put into a page."""
+    """The figure as an SVG element for an HTML page."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()
@@ -111,7 +111,7 @@ def _coloured(results: Sequence[Named]) -> Iterable[tuple[Named, str]]:
 
 
 def _cdf(axis: Any, values: Sequence[float], label: str, colour: str) -> None:
-    """The share of samples at or below a value, in steps; the median marked."""
+    """Draws the empirical distribution function of the samples, and marks the median."""
     if not values:
         return
     ordered = sorted(values)
@@ -150,7 +150,7 @@ def _paint_serve(axes: Any, results: Sequence[Named]) -> None:
             times = token_times_s(request)
             for time_s in times:
                 counts[_bin(time_s, duration_s)] += request.get("num_output_tokens", 0) / len(times)
-            for index, begin_s in enumerate(edges[:-1]):  # at the middle of each bin
+            for index, begin_s in enumerate(edges[:-1]):  # counted at the middle of each bin
                 busy[index] += request["sent_s"] <= begin_s + duration_s / NUM_BINS / 2 < request["end_s"]
         axes[2].stairs([count * NUM_BINS / duration_s for count in counts], edges, color=colour, label=name)
         axes[3].stairs(busy, edges, color=colour, label=name)
@@ -217,7 +217,7 @@ def _paint_startup(axes: Any, results: Sequence[Named]) -> None:
 
 
 def _startup_phases(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The median of each phase; that of the engine in its own phases and the rest of it."""
+    """The median of each phase in seconds. `start the engine` is split into the engine's own phases and the rest."""
     inner = list(dict.fromkeys(phase for sample in samples for phase in sample["engine"]))
     found: dict[str, float] = {}
     for phase in dict.fromkeys(phase for sample in samples for phase in sample["phases"]):
@@ -248,7 +248,7 @@ def _paint_overhead(axes: Any, results: Sequence[Named]) -> None:
 
 
 def _paint_sweep(axes: Any, results: Sequence[Named]) -> None:
-    """Throughput against latency, a point for each combination; the line joins those that nothing beats in both."""
+    """Throughput against latency, a point for each combination; the line joins the points of the Pareto front."""
     for axis, key, title in (
         (axes[0], "median_ttft_ms", "Throughput against time to first token"),
         (axes[1], "median_tpot_ms", "Throughput against time per output token"),
@@ -274,7 +274,7 @@ def _paint_sweep(axes: Any, results: Sequence[Named]) -> None:
 
 
 def pareto(points: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
-    """(latency, throughput, name) of the points that no other beats in both, by latency."""
+    """The points (latency, throughput, name) that no other point beats in both, ordered by latency."""
     front: list[tuple[float, float, str]] = []
     for point in sorted(points, key=lambda each: (each[0], -each[1])):
         if not front or point[1] > front[-1][1]:
@@ -301,7 +301,7 @@ _COMPARABLE = 2
 
 
 def page(results: Sequence[Named], svg: str) -> str:
-    """The whole document."""
+    """The whole HTML document."""
     first = results[0].record
     title = f"headrace bench {first['benchmark']}"
     about = f"{first.get('date', '')} · {first.get('machine', {}).get('CPU', 'unknown machine')}"
@@ -332,7 +332,7 @@ def _cards(result: Named) -> str:
 
 
 def _measures_table(results: Sequence[Named]) -> str:
-    """A row for each measure; of two results the ratio and whether it is noise."""
+    """A table with a row for each measure; for two results also the ratio and whether it is noise."""
     if len(results) < _COMPARABLE:
         return ""
     found = [measures(record) for _, record in results]

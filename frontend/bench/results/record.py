@@ -1,4 +1,4 @@
-"""A result file: what was measured, on what machine, with which versions, and the raw samples."""
+"""Result files: figures, raw samples, arguments, machine and versions of a benchmark, as JSON."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ VERSIONS = ("headrace", "Python", "torch", "transformers", "tokenizers", "numpy"
 
 
 class ResultError(HeadraceError):
-    """A result file that cannot be written or read."""
+    """A result file cannot be written or read."""
 
 
 def parse_pairs(pairs: Sequence[str | Secret], option: str) -> dict[str, str]:
-    """KEY=VALUE each. Raises OptionError."""
+    """A dict from KEY=VALUE pairs. Raises OptionError, which names the option."""
     found = {}
     for pair in pairs:
         key, equals, value = (pair.value if isinstance(pair, Secret) else pair).partition("=")
@@ -42,7 +42,8 @@ def parse_pairs(pairs: Sequence[str | Secret], option: str) -> dict[str, str]:
 
 
 def surroundings(*, probe: bool) -> dict[str, Any]:
-    """This machine and its software; what the machine reaches at best too if `probe` (some seconds of all cores)."""
+    """This machine and its software. probe: also measure the machine's limits, which keeps all cores busy for some
+    seconds."""
     from headrace.frontend.cli.commands.collect_env import collect
 
     found = collect()
@@ -62,7 +63,7 @@ def surroundings(*, probe: bool) -> dict[str, Any]:
 
 
 def measure_limits() -> dict[str, Any]:
-    """Memory bandwidth and arithmetic rates, measured by a child program; with the reason where they cannot be had."""
+    """Memory bandwidth and arithmetic rates, measured by a child program; or the reason why they were not measured."""
     try:
         done = subprocess.run(
             [sys.executable, *_PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
@@ -77,7 +78,7 @@ def measure_limits() -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """The checkout that this code runs from; empty for an installed wheel."""
+    """The git commit that this code runs from, and whether it has changes; empty for an installed wheel."""
     here = Path(__file__).resolve()
 
     def git(*arguments: str) -> str | None:
@@ -89,13 +90,14 @@ def commit() -> dict[str, Any]:
             return None
         return done.stdout.strip()
 
-    if git("ls-files", "--error-unmatch", str(here)) is None:  # a wheel inside somebody else's repository
+    if git("ls-files", "--error-unmatch", str(here)) is None:  # a wheel installed inside another repository
         return {}
     return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "--untracked-files=no"))}
 
 
 def new_record(benchmark: str, options: ResultOptions, arguments: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The record of a run that is about to begin: all but its results. Measures the machine if it will be kept."""
+    """The record of a run that is about to begin, without its results. Measures the machine's limits if the record will
+    be saved. Raises OptionError."""
     return {
         "benchmark": benchmark,
         "schema": SCHEMA,
@@ -114,7 +116,7 @@ def is_kept(options: ResultOptions) -> bool:
 
 
 def given(*structs: msgspec.Struct) -> dict[str, Any]:
-    """What differs from the defaults: the arguments of the run."""
+    """The options that differ from their defaults: the arguments of the run."""
     found: dict[str, Any] = {}
     for struct in structs:
         found |= shown_options(struct)
@@ -122,7 +124,7 @@ def given(*structs: msgspec.Struct) -> dict[str, Any]:
 
 
 def check_writable(options: ResultOptions) -> None:
-    """Before the run, not after it. Raises OptionError."""
+    """Checks before the run that the result can be saved. Raises OptionError."""
     for name in ("output_json", "result_dir"):
         value = getattr(options, name)
         if value is None:
@@ -134,7 +136,8 @@ def check_writable(options: ResultOptions) -> None:
 
 
 def save(record: dict[str, Any], options: ResultOptions) -> Path | None:
-    """Writes it where the options say, whole or not at all; None when it is not to be kept. Raises ResultError."""
+    """Writes the record atomically where the options say, and returns the path; None if they do not ask for it. Raises
+    ResultError."""
     if not is_kept(options):
         return None
     if options.output_json:
@@ -148,7 +151,7 @@ def save(record: dict[str, Any], options: ResultOptions) -> Path | None:
 
 
 def write(path: Path, record: Any) -> None:
-    """Raises ResultError."""
+    """Writes a record as JSON, atomically. Raises ResultError."""
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +162,7 @@ def write(path: Path, record: Any) -> None:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """A result of `headrace bench`, checked for what every reader needs. Raises ResultError."""
+    """Reads a result of `headrace bench`, and checks the fields that every reader needs. Raises ResultError."""
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -172,7 +175,7 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def read_all(paths: Sequence[str]) -> list[tuple[Path, dict[str, Any]]]:
-    """The results in these files and folders, of one benchmark. Raises OptionError, ResultError."""
+    """The results in these files and folders, which must be of one benchmark. Raises OptionError, ResultError."""
     files: list[Path] = []
     for path in map(Path, paths):
         files += sorted(path.glob("*.json")) if path.is_dir() else [path]

@@ -1,1 +1,1 @@
-"""Fleets of thousands of engines on virtual time: real routers and clients, engines that fail."""
+"""Simulated fleets of up to thousands of engines on virtual time: real routers and clients, simulated engines."""

@@ -1,4 +1,7 @@
-"""What a reader of a simulation got, held against what its prompt, seed and places give: each token once."""
+"""Checks that a reader in a simulation got each token of its answer exactly once.
+
+A token of a simulated engine is a function of the prompt, the model's version, the seed and the position.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,19 @@ from headrace.frontend.client.request import RequestStream
 
 
 class AnswerCheck:
-    """Of one output of a request."""
+    """Checks one output of a request."""
 
     def __init__(self, stream: RequestStream, index: int, prompt: bytes | memoryview, violations: list[str]) -> None:
-        """prompt: its tokens, little-endian int32; violations: where what is wrong is added."""
+        """prompt: its tokens as little-endian int32; violations: a list to which errors are added."""
         self._stream, self._index, self._prompt, self._violations = stream, index, prompt, violations
         self.got: list[int] = []
-        self._num_right = 0  # tokens from the beginning that are what they must be, for:
+        self._num_right = 0  # leading tokens that have been checked, for this version, key and seed:
         self._version: str | None = None
         self._key = self._seed = 0
         self._has_ended = False
 
     def take(self, token_ids: Sequence[int], finish_reason: str | None, *, is_delta: bool) -> None:
-        """What was read now: what is new, or all so far."""
+        """Checks an output: the new tokens (is_delta), or all so far."""
         if self._has_ended:
             self._found("it went on after its end")
         if is_delta:
@@ -35,7 +38,8 @@ class AnswerCheck:
             self._check_end(finish_reason)
 
     def _look_up(self) -> bool:
-        """By what its tokens are to be checked. Tokens of another version of the model are wrong from the first on."""
+        """Finds the key and seed to check tokens with; returns whether they can be checked. If the version or the seed
+        has changed, all are checked again, since tokens of another version are wrong from the first on."""
         stream = self._stream
         sequence, version = stream.sequences[self._index], stream.route.version
         seed = sequence.seed if sequence.seed is not None else stream.params.to_wire(1, self._index, {}).seed
@@ -57,7 +61,7 @@ class AnswerCheck:
                 return
             if not ignore_eos and position < last and ends_with(token_id):
                 self._found(f"it went on after its end at {position}")
-        self._num_right = max(0, last)  # the last one again, as others may follow it
+        self._num_right = max(0, last)  # the last token is checked again: it may be an end that others follow
 
     def _check_end(self, finish_reason: str | None) -> None:
         got, params = self.got, self._stream.params

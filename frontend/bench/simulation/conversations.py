@@ -1,8 +1,7 @@
-"""Conversations of several turns at a simulated fleet: how much of the prompts the engines' caches have, and how evenly
-the work is spread, by the rule that chooses engines.
+"""Simulates conversations of several turns at a fleet, to compare routing policies: prefix cache hit rate and balance.
 
-A conversation begins with one of a few system prompts, and each turn sends all that was said before. What one cache
-without bounds would have had is counted beside: every prompt that was sent before, to whatever engine.
+A conversation begins with one of a few system prompts, and each turn sends all previous ones. The hit rate is compared
+with that of a single unbounded cache, which holds every prompt that was sent to any engine.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ _VOCABULARY = 30_000
 
 
 class Conversations(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated. Lengths are means of tokens, times of virtual seconds."""
+    """A scenario. Lengths are means in tokens, times are in virtual seconds."""
 
     num_engines: int = 16
     num_frontends: int = 4
     num_users: int = 1600
-    """Each has one conversation after another."""
+    """Each user has one conversation after another."""
     seconds: float = 100.0
     turns: int = 6
     system_prompts: int = 20
-    """The first is asked for most: of number k by a share of 1 / k."""
+    """Their number. The k-th is chosen in proportion to 1 / k (Zipf)."""
     system_tokens: int = 1024
     user_tokens: int = 100
     answer_tokens: int = 200
     thinking_s: float = 8.0
-    """From an answer to the next turn."""
+    """Mean time from an answer to the next turn."""
     engine: EngineShape = EngineShape(max_num_seqs=64, step_s=0.015, row_s=0.0002, prompt_tokens_per_s=10_000.0)
-    """As of a model of 8 billion parameters on one GPU."""
+    """Roughly a model of 8 billion parameters on one GPU."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,19 +50,19 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     num_requests: int
     hit_rate: float
-    """Of prompt tokens, those that the engines did not compute."""
+    """Share of prompt tokens that came from the engines' prefix caches."""
     infinite_hit_rate: float
-    """The same of one cache without bounds."""
+    """The same for a single unbounded cache."""
     share: float
-    """Of the one in the other."""
+    """hit_rate / infinite_hit_rate."""
     busiest: float
-    """The busiest engine's time of computing, as a multiple of the mean."""
+    """The busiest engine's computing time as a multiple of the mean."""
     mean_answer_s: float
-    """From a turn's submission to its end."""
+    """Mean time from a turn's submission to its end."""
 
 
 def converse(policy: str, seed: int, scenario: Conversations) -> Outcome:
-    """One run. Equal arguments give equal outcomes."""
+    """Runs one simulation. Equal arguments give equal outcomes."""
     return run_virtually(_Talk(policy, seed, scenario).run())
 
 
@@ -135,7 +134,7 @@ class _Talk:
             detokenize=False,
         )
         self._note(prompt)
-        pool, began_s = chance.choice(self._pools), self._loop.time()  # as behind a balancer that knows no users
+        pool, began_s = chance.choice(self._pools), self._loop.time()  # a load balancer without session affinity
         stream = pool.submit(request_id, Prompt(token_ids=list(prompt)), params, model=MODEL)
         output = await stream.final()
         self._answers_s += self._loop.time() - began_s
@@ -143,7 +142,7 @@ class _Talk:
         return list(output.outputs[0].token_ids)
 
     def _note(self, prompt: list[int]) -> None:
-        """What the cache without bounds has of it, and has from now on."""
+        """Counts the prompt's tokens that the unbounded cache has, and adds the prompt to it."""
         keys = prefix_keys(bytes(Tensor.of("int32", prompt).data), "", CHUNK_TOKENS)
         known = 0
         while known < len(keys) and keys[known] in self._seen:

@@ -1,7 +1,7 @@
-"""Coordinators of a simulation, and a network to them that loses, delays, doubles and reorders what it carries.
+"""Simulated coordinators, and a network to them that loses, delays, duplicates and reorders messages.
 
-The registry, the engines' announcements, the frontends' directory and what they do with it are the real ones; time
-passes faster or slower for each of them.
+Registry, announcements, directory and discovery are the real code. The clocks of coordinators and engines run at
+different speeds.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from headrace.ipc.failure import Failure
 
 _MEAN_DELAY_S = 0.001
 _LATE_SHARE, _LONGEST_DELAY_S = 0.02, 8.0
-"""Of messages that come late, some after a lease has run out, and how late."""
+"""The share of messages that are late, and their longest delay, which exceeds a lease."""
 _LOST_SHARE, _DOUBLED_SHARE = 0.05, 0.05
 _SKEW = 0.1
-"""By how much clocks run faster or slower."""
+"""Largest relative deviation of a clock's speed."""
 
 
 class Datagrams:
-    """One direction: each message comes never, once or twice, sooner or later than those before it."""
+    """One direction of an unreliable connection: messages may be lost, duplicated and reordered."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance, self._loop = chance, asyncio.get_running_loop()
@@ -46,7 +46,7 @@ class Datagrams:
 
 
 class SimulatedCoordinator:
-    """`name` is its address. It is up or down, and knows nothing each time that it starts."""
+    """A coordinator that can die and start again, with an empty registry. `name` is its address."""
 
     def __init__(self, name: str, chance: random.Random) -> None:
         self.name, self._chance, self._loop = name, chance, asyncio.get_running_loop()
@@ -70,7 +70,7 @@ class SimulatedCoordinator:
         self._peers.clear()
 
     def receive(self, peer: bytes, answer: Callable[[Any], None], message: Any) -> None:
-        """answer: how the peer is reached."""
+        """Handles a message of a peer. answer: sends a message to that peer."""
         if self.registry is None:
             return
         self._peers[peer] = answer
@@ -94,7 +94,7 @@ class SimulatedCoordinator:
 
 
 class Announcing:
-    """An engine's thread that announces it, for as long as the engine is up."""
+    """The thread of an engine that announces it to coordinators while the engine is up."""
 
     def __init__(
         self, engine: SimulatedEngine, rank: int, coordinators: Sequence[SimulatedCoordinator], chance: random.Random
@@ -125,7 +125,7 @@ class Announcing:
         self._loop.call_later(self._chance.uniform(0.0, self._every_s), self._turn, self._said)
 
     def leave(self) -> None:
-        """The engine has ended in order, and says so."""
+        """Announces that the engine has ended in order."""
         said, self._said = self._said, None
         if said is not None:
             self._send(said.last())
@@ -143,11 +143,11 @@ class Announcing:
 
 
 def _unanswered(message: Any) -> None:
-    """Engines are told only what cannot be taken."""
+    """Ignores a coordinator's answer: engines get answers only to announcements that are refused."""
 
 
 class FollowerLink:
-    """A frontend's way to a coordinator and back; to its `Discovery` it is a transport."""
+    """A frontend's connection to a coordinator; the Transport that its `Discovery` uses."""
 
     is_full = False
 

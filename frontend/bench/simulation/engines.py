@@ -1,7 +1,7 @@
-"""Engines of a simulation: queues, batches, prefix caches, times of steps; tokens by prompt, seed and position.
+"""Simulated engines, with queues, batches, prefix caches and step times. Tokens depend on prompt, seed and position.
 
-An engine checks what it is told of a request that began elsewhere against what it would have said itself: a token that
-was lost, doubled or changed on the way is found there, or by the reader.
+An engine compares the tokens of a resumed request with those that it would have generated itself. So a token that was
+lost, duplicated or changed is found by the engine or by the reader.
 """
 
 from __future__ import annotations
@@ -45,49 +45,49 @@ POISON = 2
 _POSITION = struct.Struct("<qq")
 _VOCABULARY = 32_000
 _END_OF_256 = 3
-"""Of 256 possible draws, how many end an answer that may end."""
+"""Number of token ids out of 256 that end an answer, unless it ignores end-of-sequence tokens."""
 _LOAD_EVERY_S = 1.0
 _PREFIXES_LOST = 0.1
-"""Share of what is told of caches that nobody hears: it may make choices worse, and nothing wrong."""
+"""Share of prefix cache events that are lost: this may make routing worse, but must not make results wrong."""
 
 
 class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What engines of a simulation are like."""
+    """Capacity and speed of a simulated engine."""
 
     max_num_seqs: int = 8
     max_waiting: int = 1_000
     step_s: float = 0.02
-    """Of one that decodes one row."""
+    """Fixed time of a step."""
     row_s: float = 0.0005
-    """More for each row."""
+    """Additional time of a step for each row."""
     prompt_tokens_per_s: float = 20_000.0
     block_size: int = 16
     cached_chunks: int = 4_096
-    """Room of the prefix cache, in chunks of 64 tokens."""
+    """Capacity of the prefix cache, in chunks of 64 tokens."""
 
 
 def token_of(prompt_key: int, seed: int, position: int) -> int:
-    """3 or more."""
+    """The token at this position of an answer; 3 or higher, so that it is never POISON."""
     return 3 + zlib.crc32(_POSITION.pack(seed, position), prompt_key) % (_VOCABULARY - 3)
 
 
 def prompt_key_of(token_ids: bytes | memoryview, version: int) -> int:
-    """token_ids: little-endian int32; version: of the model, which changes every answer."""
+    """The key of a prompt, from which its answers derive. token_ids: little-endian int32; version: of the model."""
     return zlib.crc32(token_ids, version)
 
 
 def version_of(routed: str | None) -> int:
-    """Of what the router calls a version."""
+    """The number in a model version as the router reports it."""
     return int(str(routed).partition(" v")[2].partition(" ")[0])
 
 
 def ends_with(token_id: int) -> bool:
-    """Whether this token ends an answer, unless it is to ignore such tokens."""
+    """Whether this token is an end-of-sequence token."""
     return token_id % 256 < _END_OF_256
 
 
 class _Row:
-    """An output that the engine has."""
+    """One output of a request, waiting or running."""
 
     def __init__(self, link: Link, request: AddRequest, seed: int, version: int) -> None:
         assert isinstance(request.task, Generate)
@@ -106,21 +106,21 @@ class _Row:
 
 
 class SimulatedEngine:
-    """`name` is its address. It serves, stands still (as after SIGSTOP) or is down."""
+    """An engine that serves, is frozen (as by SIGSTOP) or is down. `name` is its address."""
 
     def __init__(self, name: str, shape: EngineShape, chance: random.Random) -> None:
         self.name, self.shape, self._chance = name, shape, chance
         self._loop = asyncio.get_running_loop()
         self.slowness = 1.0
         self.version = self.next_version = 1
-        """Of the model; the next one counts from the next start on."""
+        """The model's version. The next start makes `next_version` the current one."""
         self.violations: list[str] = []
         self.on_death: Callable[[], None] = lambda: None
-        """Called when it has died: its supervisor."""
+        """Called when the engine has died; its supervisor sets it."""
         self.on_start: Callable[[], None] = lambda: None
-        """Called when it is there again."""
+        """Called when the engine has started."""
         self.killed_by: Counter[bytes] = Counter()
-        """Prompts."""
+        """Number of deaths by the prompt of the request that caused them."""
         self.num_deaths = self.num_steps = self.num_generated = 0
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.busy_s = 0.0
@@ -143,7 +143,7 @@ class SimulatedEngine:
         self._prefix_followers: dict[Link, None] = {}
         self._backlog: list[tuple[Link, ClientMessage]] = []
         self._step_due = self._step_is_late = False
-        self._welcome = self._new_welcome()  # one for all: a thousand frontends may connect
+        self._welcome = self._new_welcome()  # shared, since a thousand frontends may connect
         self._loop.call_later(_LOAD_EVERY_S, self._tell_load, self._life)
         self.on_start()
 
@@ -172,7 +172,7 @@ class SimulatedEngine:
             self._step(self._life)
 
     def drain(self) -> None:
-        """Takes no new requests from now on, and leaves when it has none."""
+        """Refuses new requests from now on. The simulation ends the engine later."""
         self._is_draining = True
         self._tell_all(Draining(deadline_s=60.0))
 
@@ -250,7 +250,7 @@ class SimulatedEngine:
         if row.resumed and (seed is None or row.resumed != expected):
             self.violations.append(f"{self.name}: a request is to go on after tokens that it never had")
         self._rows[link, row.slot] = row
-        if row.resumed:  # before what has not begun, as in a core's queue
+        if row.resumed:  # ahead of requests that have not begun, as in a core's queue
             self._waiting.appendleft(row)
         else:
             self._waiting.append(row)
@@ -276,7 +276,7 @@ class SimulatedEngine:
         self._loop.call_later(seconds * self.slowness, self._step, self._life)
 
     def _compute_prompt(self, row: _Row) -> int:
-        """How many tokens of it have to be computed."""
+        """Looks up the row's prompt in the prefix cache and adds it; returns the number of tokens to compute."""
         chunk = 64
         keys = prefix_keys(row.prompt, row.cache_salt, chunk)
         num_cached = 0

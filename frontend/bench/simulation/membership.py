@@ -1,8 +1,7 @@
-"""What must hold of the engines that frontends know, in a simulation with coordinators.
+"""Checks which engines the frontends know, in a simulation with coordinators.
 
-- An engine that has been up for long enough, with a coordinator that has been up and has heard it for as long, is known
-  to every frontend.
-- One that is gone for as long, with a coordinator up, is known to none.
+- Every frontend must know an engine that has been healthy, and connected to a running coordinator, for KNOWN_WITHIN_S.
+- No frontend may know an engine that has been down, while a coordinator ran, for FORGOTTEN_WITHIN_S.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from headrace.frontend.fleet.pool import EnginePool
 from headrace.ipc.coordination import LEASE_S
 
 KNOWN_WITHIN_S = 20.0
-"""An announcement that is lost a few times in a row, a Members that is, and the frontend's question for all of them."""
+"""Allows for several lost announcements and Members messages in a row, and a frontend's request for all members."""
 FORGOTTEN_WITHIN_S = 2 * LEASE_S + FORGET_AFTER_S + 20.0
 
 
 class Membership:
-    """Looked at about once a second."""
+    """Checks membership; `look` is called about once per virtual second."""
 
     def __init__(
         self,
@@ -34,7 +33,7 @@ class Membership:
         self._told: set[tuple[int, str]] = set()
 
     def look(self, now_s: float) -> list[str]:
-        """What does not hold."""
+        """New violations, in words; each is reported once."""
         if not self._coordinators:
             return []
         found: list[str] = []

@@ -1,8 +1,7 @@
-"""Connections between frontends and engines of a simulation: in order, late, cut off in one direction or both.
+"""Simulated connections between frontends and engines: ordered, delayed, and possibly cut in one or both directions.
 
-What a connection carries is never lost or doubled while it stands, as TCP has it: a cut direction holds messages back,
-and a connection whose peer has heard nothing for the peer time-out is closed. A connection's end may take with it what
-was under way.
+As with TCP, an open connection neither loses nor duplicates messages: a direction that is cut holds them back, and a
+connection that is still cut after the peer time-out is closed. Messages under way when a connection ends may be lost.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ PEER_TIMEOUT_S = 60.0
 
 
 class Listener(Protocol):
-    """What a connection reaches: an engine."""
+    """The engine's side of connections."""
 
     name: str
 
@@ -44,7 +43,7 @@ class _Way:
         self._chance, self._deliver = chance, deliver
         self._loop = virtual_loop()
         self._last_s = 0.0
-        self._held: list[Any] | None = None  # what is sent while it is cut
+        self._held: list[Any] | None = None  # messages sent while the direction is cut
         self.is_cut = False
         self.delay_s = MEAN_DELAY_S
 
@@ -67,7 +66,7 @@ class _Way:
 
 
 class Link:
-    """A frontend's connection to an engine; to its client it is a `Transport`."""
+    """A frontend's connection to an engine; the Transport that its CoreClient uses."""
 
     __slots__ = ("_chance", "_listener", "_loop", "_on_closed", "_on_message", "address", "down", "is_open", "up")
     is_full = False
@@ -94,19 +93,19 @@ class Link:
             self.up.send(message)
 
     def push(self, message: CoreMessage) -> None:
-        """The engine's side of `send`."""
+        """Sends a message from the engine to the frontend."""
         if self.is_open:
             self.down.send(message)
 
     def close(self) -> None:
-        """The frontend leaves."""
+        """Closes the connection from the frontend's side."""
         self._on_message = self._on_closed = None
         if self.is_open:
             self.is_open = False
             self._listener.closed(self)
 
     def lose(self, why: str) -> None:
-        """The connection is lost, and both sides see that; of what is under way, what comes later is lost too."""
+        """Ends the connection, and reports that to both sides. Messages that are still under way are lost."""
         was_open, self.is_open = self.is_open, False
         if was_open:
             self._listener.closed(self)
@@ -115,7 +114,7 @@ class Link:
             on_closed(Failure(message=f"{self.address} is gone: {why}", type=CONNECTION_LOST, phase="connection"))
 
     def cut(self, *, up: bool, down: bool) -> None:
-        """Holds messages back, in one direction or both."""
+        """Holds messages back in one or both directions, until `heal` or the peer time-out."""
         for way, is_cut in ((self.up, up), (self.down, down)):
             if is_cut:
                 way.cut()

@@ -1,6 +1,6 @@
-"""Other rules by which a frontend may choose an engine, to compare the router with; each sees what its frontend sent.
+"""Other routing policies, to compare the router with. Each sees only the requests of its own frontend.
 
-They replace the choice alone; what becomes of requests whose engine is lost stays the router's.
+They replace the choice of an engine alone; the router still migrates requests whose engine is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.ipc.prefix_names import CHUNK_TOKENS, prefix_keys
 
 
 class _Rule(Router):
-    """Of engines of one model that are all alike."""
+    """A policy that chooses among usable engines. It assumes that all are alike and serve one model."""
 
     def _choose(self, request: RoutedRequest, now_s: float, *, is_new: bool = False) -> tuple[Member, str]:
         usable = [each for each in self.members.values() if each.is_usable(now_s)]
@@ -44,9 +44,9 @@ class LeastRequests(_Rule):
 
 
 class CacheAware(_Rule):
-    """The rule of SGLang's router (`--policy cache_aware`): while loads are unequal, the engine with the fewest
-    requests; else the one whose tree of prompts sent there has most of this one, if that is enough of it; else the
-    one with the smallest tree."""
+    """The policy cache_aware of SGLang's router: while loads are unequal, chooses the engine with the fewest requests;
+    otherwise the one whose tree of earlier prompts matches the longest prefix, if that is a share of the prompt above
+    CACHE_THRESHOLD; otherwise the one with the smallest tree."""
 
     CACHE_THRESHOLD = 0.3
     BALANCE_ABS_THRESHOLD = 64
@@ -54,7 +54,7 @@ class CacheAware(_Rule):
 
     def __init__(self, options: RouterOptions, chance: random.Random) -> None:
         super().__init__(options, chance)
-        self._sent: dict[int, int] = {}  # by prefix, bits of the engines that it was sent to
+        self._sent: dict[int, int] = {}  # by prefix, a bit mask of the engines that it was sent to
         self._tree_sizes: dict[Member, int] = {}
 
     def _pick(self, request: RoutedRequest, usable: list[Member]) -> Member:

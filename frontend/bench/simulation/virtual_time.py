@@ -1,4 +1,4 @@
-"""An asyncio event loop whose time is a number: nothing waits, and a run with one seed is the same each time."""
+"""An asyncio event loop on virtual time: it never sleeps, and runs with equal seeds are identical."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from unittest import mock
 
 Result = TypeVar("Result")
 _START_S = 1_000.0
-"""Not zero, which some code may take for never."""
+"""Not zero, which some code may take for `never`."""
 _MOST_CANCELLED = 100
-"""So many handles may be cancelled and still stand in the queue, or as many as there are others."""
+"""Cancelled handles are removed from the queue when they are more than this, and more than half of it."""
 
 
 class _NoFiles(selectors.BaseSelector):
-    """The loop's own pipe is all that is registered, and nothing ever comes by it."""
+    """A selector that never reports events: only the loop's own wake-up pipe is registered."""
 
     def __init__(self) -> None:
         self._files: dict[Any, selectors.SelectorKey] = {}
@@ -43,11 +43,11 @@ class _NoFiles(selectors.BaseSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Runs callbacks in the order of their virtual times, and those of one time in the order in which they were asked
-    for. It waits by moving its clock on.
+    """Runs callbacks in order of virtual time, and those of equal times in the order in which they were scheduled. It
+    waits by advancing its clock.
 
-    The queue is its own: asyncio's compares handles by a method of theirs, a dozen times for each callback, which is
-    most of what a large fleet's messages would cost.
+    It has its own queue, because asyncio's compares handles with a Python method, a dozen times per callback, which
+    would be most of the cost of a large fleet's messages.
     """
 
     _ready: collections.deque[asyncio.Handle]
@@ -56,17 +56,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._now_s = _START_S
         self._due: list[tuple[float, int, Callable[[Any], None] | None, Any]] = []
-        """When, a running number, and a function with its argument; or None with a handle."""
+        """A heap of (time, running number, function, its argument), or (time, running number, None, handle)."""
         self._numbers = itertools.count()
-        self._num_cancelled = 0  # of the handles that are due
+        self._num_cancelled = 0  # cancelled handles in _due
         super().__init__(_NoFiles())
 
     def time(self) -> float:
-        """Seconds."""
+        """The virtual time in seconds."""
         return self._now_s
 
     def post(self, when_s: float, deliver: Callable[[Any], None], what: Any) -> None:
-        """`call_at` for what is never cancelled. What it raises ends the run."""
+        """`call_at` for a callback that is never cancelled. An exception in it ends the run."""
         heapq.heappush(self._due, (when_s, next(self._numbers), deliver, what))
 
     def call_at(  # type: ignore[override]  # the base ties the arguments' types to the callback's
@@ -78,7 +78,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Called by each handle that is cancelled."""
+        """Called by each handle when it is cancelled."""
         self._num_cancelled += handle._scheduled  # type: ignore[attr-defined]
         if self._num_cancelled > _MOST_CANCELLED and 2 * self._num_cancelled > len(self._due):
             self._due = [each for each in self._due if each[2] is not None or not each[3].cancelled()]
@@ -86,7 +86,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._num_cancelled = 0
 
     def _run_once(self) -> None:
-        """One turn: what is due now, then what was ready when it began."""
+        """One iteration: advances the clock if nothing is ready, then runs callbacks that are due and ready ones.
+
+        Raises RuntimeError if nothing is ready or scheduled."""
         ready = self._ready
         if not (ready or self._stopping):
             if not self._due:
@@ -108,14 +110,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def virtual_loop() -> VirtualLoop:
-    """That runs now."""
+    """The running event loop, which must be a VirtualLoop."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop), "simulations run on virtual time"
     return loop
 
 
 def run_virtually(main: Coroutine[Any, Any, Result]) -> Result:
-    """`asyncio.run` on virtual time, which `time.monotonic` and `time.time` tell meanwhile."""
+    """`asyncio.run` on virtual time. Meanwhile `time.monotonic` and `time.time` return virtual time too."""
     loop = VirtualLoop()
     with _told_by(loop), contextlib.closing(loop):
         asyncio.set_event_loop(loop)

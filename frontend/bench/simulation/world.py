@@ -1,14 +1,14 @@
-"""One simulated fleet: engines, frontends with their real pools and clients, a workload, faults; and what must hold.
+"""Simulates one fleet (engines, frontends with real pools and clients, a workload, faults), and checks invariants.
 
-What must hold, of every request, whatever fails:
+Whatever fails, these must hold for every request:
 
-- it gets exactly one terminal answer, and no answer after it;
-- its reader gets the tokens of its prompt and seed, in order, none twice, none missing, none after the end;
-- it brings a token, moves or ends within `Scenario.progress_deadline_s` while some engine has been well for so long;
-- it fails only for a reason that is true: two engines died with it in a row, it was moved as often as it may be, all
-  engines were full, or none was there;
-- none kills more than three engines;
-- no engine runs more rows than it has, and none is told to go on after tokens that never were.
+- it gets exactly one terminal answer, and no output after it;
+- its reader gets the tokens of its prompt and seed in order, none twice, none missing, none after the end;
+- it produces a token, moves or ends within `Scenario.progress_deadline_s` while some engine has been healthy that long;
+- it fails only for a true reason: two engines in a row died with it, it was moved as often as allowed, all engines were
+  full, or none was available;
+- it kills at most three engines;
+- no engine runs more rows than its capacity, or is asked to resume after tokens that it would not have generated.
 """
 
 from __future__ import annotations
@@ -52,35 +52,35 @@ from headrace.ipc.process.gc_pauses import lasting_objects
 KINDS_WITH_COORDINATORS = ("coordinator", "deaf", "replace")
 _LOOK_EVERY_S = 1.0
 _MOST_KILLED = 3
-"""By one request: two engines, and where others were on board of both, the one where it was tried alone."""
+"""Most engines that one request kills: two, and if other requests ran on both, the one where it was tried alone."""
 _CONNECT_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 60.0
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated. Rates are per virtual second."""
+    """The fleet, its workload and its faults. Rates are per virtual second."""
 
     num_engines: int = 5
     num_frontends: int = 3
     num_coordinators: int = 0
-    """0: frontends know the engines from the start."""
+    """With 0, frontends know the engines from the start."""
     num_requests: int = 60
     arrivals_per_s: float = 40.0
     mean_prompt_tokens: int = 96
     max_output_tokens: int = 40
     num_sessions: int = 12
     poison_share: float = 0.0
-    """Of requests that kill the engine that computes them."""
+    """Share of requests that kill the engine that computes them."""
     faults_per_s: float = 0.5
     kinds_of_faults: tuple[str, ...] = ("crash", "freeze", "slow", "cut", "late", "drain", "upgrade", "crowd")
     engine: EngineShape = EngineShape()
     router: RouterOptions = RouterOptions()
     progress_deadline_s: float = 45.0
-    """`stalled_after_s` of the router, a time-out of a connection that is tried, and a wait for room."""
+    """Covers the router's `stalled_after_s`, the time-out of a connection attempt, and a wait for capacity."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it."""
+    """The results of a run."""
 
     seed: int
     violations: tuple[str, ...]
@@ -91,20 +91,20 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     virtual_s: float
     gaps_s: dict[str, tuple[float, ...]]
-    """Of each stream that went on elsewhere: from its last token before to its first after, by whether its engine had
-    `died` or was `left` (silent, slow, drained)."""
+    """For each stream that moved to another engine, the time from its last token before to its first after; by whether
+    the old engine had `died` or was `left` (silent, slow, drained)."""
     digest: str
-    """Of all answers with their times: equal for equal seeds."""
+    """A hash of all answers with their times: equal for equal seeds."""
 
 
 def simulate(seed: int, scenario: Scenario | None = None) -> Report:
-    """One run. Equal seeds and scenarios give equal reports."""
+    """Runs one simulation. Equal seeds and scenarios give equal reports."""
     with lasting_objects() as made:
         return run_virtually(_World(seed, scenario or Scenario()).run(on_start=made))
 
 
 class EngineSource(Source):
-    """Where a frontend gets an engine from: its address, tried again for ever."""
+    """A frontend's source of one engine, whose address it tries again for ever."""
 
     is_awaited = True
 
@@ -143,19 +143,19 @@ class EngineSource(Source):
 
 
 class _Watched:
-    """A request, and what is known of it outside the code under test."""
+    """A request, with what the simulation itself records about its progress."""
 
     def __init__(self, frontend: _Frontend, stream: RequestStream, now_s: float) -> None:
         self.frontend, self.stream = frontend, stream
         self.num_tokens, self.progress_s = 0, now_s
         self.engine = _engine_of(stream)
         self.step_s = 0.0
-        """When tokens last came, and from where: the engine and how often it had died."""
+        """When tokens last arrived; `step_engine` is the engine they came from, with its number of deaths by then."""
         self.step_engine: tuple[str | None, int] | None = None
 
 
 class _Frontend:
-    """A process with a pool."""
+    """A frontend process with its pool of engines."""
 
     def __init__(
         self,
@@ -180,13 +180,13 @@ class _Frontend:
         known = [] if coordinators else self.sources
         self.pool = EnginePool(known, scenario.router, chance=chance, discovery=discovery)
         self._well_since_s: dict[int, float] = {}
-        """Since when some engine of a version has been well for it."""
+        """By model version, since when this frontend has had a healthy engine of that version."""
 
     def _source(self, engine: SimulatedEngine) -> EngineSource:
         return EngineSource(engine, self._links)
 
     def add(self, engine: SimulatedEngine) -> None:
-        """There is another one, of which the pool does not know."""
+        """Adds a new engine's source. The pool does not know the engine until it is discovered."""
         source = self._by_address[engine.name] = self._source(engine)
         self.sources.append(source)
 
@@ -196,7 +196,7 @@ class _Frontend:
         return source
 
     def look(self, now_s: float, versions: set[int]) -> None:
-        """versions: of engines that are well, each of which it looks for."""
+        """Updates which versions have a healthy, reachable engine. versions: those of all healthy engines."""
         well = set[int]()
         for source in self.sources:
             if well >= versions:
@@ -206,7 +206,7 @@ class _Frontend:
         self._well_since_s = {version: self._well_since_s.get(version, now_s) for version in well}
 
     def well_since_s(self, stream: RequestStream) -> float | None:
-        """The same of an engine that may have this request."""
+        """Since when some engine that may run this request has been healthy; None if there is none."""
         if stream.route.version is not None and stream.route.has_begun:
             return self._well_since_s.get(version_of(stream.route.version))
         return min(self._well_since_s.values(), default=None)
@@ -219,7 +219,7 @@ class _World:
         self._violations: list[str] = []
         self._digest = hashlib.sha256()
         self._num_answers = bytearray(scenario.num_requests)
-        """Terminal answers to each request."""
+        """The number of terminal answers to each request."""
         self._failures: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
         self._live: dict[str, _Watched] = {}
@@ -230,7 +230,7 @@ class _World:
         self._heads = functools.cache(self._head)
 
     async def run(self, on_start: Callable[[], None]) -> Report:
-        """on_start: called when all frontends have their engines."""
+        """Runs the simulation. on_start: called when all frontends are connected to their engines."""
         scenario = self.scenario
         self._loop = asyncio.get_running_loop()
         self.engines = [
@@ -265,7 +265,7 @@ class _World:
             task.add_done_callback(requests.discard)
         disturb.cancel()
         if requests:
-            # All that fails is mended by now or soon: what has not ended long after that never will.
+            # All faults are over now or soon: a request that has not ended long after that never will.
             _, stuck = await asyncio.wait(set(requests), timeout=10 * scenario.progress_deadline_s)
             self._violations += [f"{len(stuck)} requests never ended"] if stuck else []
         virtual_s = self._loop.time() - began_s
@@ -277,7 +277,7 @@ class _World:
         return self._report(virtual_s)
 
     def _look_after(self, engine: SimulatedEngine) -> None:
-        """As its supervisor and its announcer do."""
+        """Plays the part of the engine's supervisor, and with coordinators of the thread that announces it."""
         restarts = random.Random(f"{self.seed} restarts {engine.name}")
         engine.on_death = functools.partial(self._restart_later, engine, restarts)
         if self.coordinators:
@@ -347,7 +347,7 @@ class _World:
         self._end(number, stream, frontend, failure)
 
     def _prompt(self, session: int, chance: random.Random, *, is_poison: bool) -> list[int]:
-        """A conversation's beginning, which its requests share, and something of its own."""
+        """A beginning that all requests of the session share, and random tokens of its own."""
         return [POISON] * is_poison + self._heads(session) + self._some_tokens(chance)
 
     def _head(self, session: int) -> list[int]:
@@ -359,7 +359,8 @@ class _World:
     async def _read(
         self, stream: RequestStream, params: SamplingParams, prompt: list[int], leaves: random.Random | None
     ) -> HeadraceError | None:
-        """Reads all of it, and checks each token when it is read."""
+        """Reads the whole stream, and checks each token when it is read. leaves: decides when to abort the request, if
+        given. Returns the error that ended it."""
         is_delta = params.output_kind is RequestOutputKind.DELTA
         data = Tensor.of("int32", prompt).data
         outputs = [AnswerCheck(stream, index, data, self._violations) for index in range(params.n)]
@@ -386,7 +387,7 @@ class _World:
         self._digest.update(repr((f"request-{number}", kind, f"{self._loop.time():.9f}")).encode())
 
     def _reason(self, stream: RequestStream | None, frontend: _Frontend, error: HeadraceError) -> str:
-        """Why it failed, in a word; what is no true reason is a violation."""
+        """The reason of a failure in a few words. A failure without a true reason is a violation."""
         text = str(error)
         route = stream.route if stream is not None else None
         if "died with this request on board" in text and route is not None and route.is_suspect:
@@ -407,7 +408,7 @@ class _World:
     # --- what is looked at meanwhile ----------------------------------------------------------------------------
 
     def _on_step(self, watched: _Watched, now_s: float) -> None:
-        """Of a stream whose every token is told at once."""
+        """Measures the gaps of a DELTA stream that moves between engines."""
         name, before = _engine_of(watched.stream), watched.step_engine
         if name is not None:
             watched.step_engine = name, self._by_index(name).num_deaths
@@ -417,7 +418,7 @@ class _World:
         watched.step_s = now_s
 
     def _by_index(self, name: str) -> SimulatedEngine:
-        """The pool's name of an engine is `engine INDEX`."""
+        """The engine with the pool's name for it, `engine INDEX`."""
         return self.engines[int(name.rpartition(" ")[2])]
 
     async def _look(self) -> None:
@@ -441,7 +442,7 @@ class _World:
             return
         waited_s, deadline_s = now_s - max(watched.progress_s, well_since_s), self.scenario.progress_deadline_s
         if stream.route.moves_without_token >= self.scenario.router.max_migrations:
-            deadline_s += PEER_TIMEOUT_S  # it stays, and fails if the engine does not go on
+            deadline_s += PEER_TIMEOUT_S  # it may not move again, and fails only when the connection is given up
         if waited_s > deadline_s:
             self._violations.append(f"{stream.request_id} stood still for {waited_s:.0f} s at {engine or 'no engine'}")
             watched.progress_s = now_s
@@ -485,7 +486,7 @@ class _World:
         chance.choice(self.engines).die()
 
     def _restart_later(self, engine: SimulatedEngine, chance: random.Random) -> None:
-        """As its supervisor does."""
+        """Restarts the engine after a while, as its supervisor would."""
         self._after(chance.uniform(0.5, 10.0), functools.partial(_restart, engine))
 
     def _freeze(self, chance: random.Random) -> None:
@@ -499,7 +500,7 @@ class _World:
         self._after(chance.uniform(5.0, 30.0), functools.partial(setattr, engine, "slowness", 1.0))
 
     def _cut(self, chance: random.Random) -> None:
-        """One frontend, or all, and one engine; one direction, or both."""
+        """Cuts one engine off from one frontend or all, in one direction or both."""
         index = chance.randrange(len(self.engines))
         frontends = [chance.choice(self.frontends)] if chance.random() < 0.7 else self.frontends
         directions = chance.choice(((True, True), (True, False), (False, True)))
@@ -514,20 +515,20 @@ class _World:
         self._after(chance.uniform(1.0, 20.0), functools.partial(source.set_delay, None, 0.0005))
 
     def _drain(self, chance: random.Random) -> None:
-        """An engine leaves in order, and comes back: a rolling change."""
+        """Drains an engine, which comes back: a rolling restart."""
         engine = chance.choice(self.engines)
         if engine.is_healthy:
             engine.drain()
             self._after(chance.uniform(2.0, 20.0), functools.partial(self._leave, engine, "it was drained"))
 
     def _leave(self, engine: SimulatedEngine, why: str) -> None:
-        """It has been drained, and ends in order."""
+        """Ends a drained engine in order."""
         if engine.name in self.announcing and engine.listens:
             self.announcing[engine.name].leave()
         engine.die(why)
 
     def _upgrade(self, chance: random.Random) -> None:
-        """An engine comes back with another version of the model."""
+        """Drains an engine, which comes back with another version of the model."""
         engine = chance.choice(self.engines)
         engine.next_version = 3 - engine.version
         if engine.is_healthy:
@@ -540,14 +541,14 @@ class _World:
         self._after(chance.choice((0.2, 3.0, 30.0)), coordinator.start)
 
     def _deafen(self, chance: random.Random) -> None:
-        """One coordinator, or all, do not hear an engine for a while."""
+        """Cuts an engine's announcements to one coordinator, or to all, for a while."""
         ways = chance.choice(list(self.announcing.values())).ways
         for way in [chance.choice(ways)] if chance.random() < 0.7 else ways:
             way.is_cut = True
             self._after(chance.choice((1.0, 6.0, 25.0)), functools.partial(setattr, way, "is_cut", False))
 
     def _replace(self, chance: random.Random) -> None:
-        """An engine leaves for good, in order or by dying, and another one comes: the fleet is scaled."""
+        """Removes an engine for good, in order or by its death, and adds a new one."""
         engine = chance.choice(self.engines)
         if not engine.is_healthy:
             return
@@ -565,7 +566,7 @@ class _World:
         self._look_after(new)
 
     def _crowd(self, chance: random.Random) -> None:
-        """Many come at once."""
+        """Makes requests arrive ten times as fast for a while."""
         self._crowding = 10.0
         self._after(chance.uniform(1.0, 5.0), functools.partial(setattr, self, "_crowding", 1.0))
 

@@ -1,1 +1,1 @@
-"""What a benchmark sends, to whom and when."""
+"""The traffic of benchmarks: requests, their times, and the client that sends them."""

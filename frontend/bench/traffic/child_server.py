@@ -1,4 +1,4 @@
-"""A server started for a benchmark, as a program, and ended with it."""
+"""A server that a benchmark starts as a child process and stops at its end."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SHOWN_LOG_LINES = 25
 
 
 class ChildServer:
-    """The program and its log. `url` is known once `wait_line` has found it."""
+    """The server's process and its log."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
-        """Raises EngineStartError when the program cannot be started at all."""
+        """Starts the program. Raises EngineStartError if it cannot be started at all."""
         self.command, self._log = list(command), log
         with log.open("wb") as file:
             try:
@@ -37,7 +37,8 @@ class ChildServer:
                 raise EngineStartError(f"{self.command[0]} cannot be started: {error.strerror}") from None
 
     def wait_line(self, marker: str, timeout_s: float) -> str:
-        """The first line of its log that has this in it. Raises EngineStartError with the end of the log."""
+        """Waits for the first line of the log that contains `marker`, and returns it. Raises EngineStartError with the
+        end of the log."""
         end_s = time.monotonic() + timeout_s
         while True:
             text = self._log.read_text(encoding="utf-8", errors="replace")
@@ -48,7 +49,8 @@ class ChildServer:
             time.sleep(POLL_S)
 
     def check(self, failed: bool = False, how: str = "") -> None:
-        """Raises EngineStartError when it has ended, or `failed` for another reason."""
+        """Raises EngineStartError, with the end of the log, if the server has ended or `failed` is set. how: what went
+        wrong."""
         status = self.process.poll()
         if status is not None:
             failed, how = True, f"ended with exit status {status}"
@@ -57,7 +59,7 @@ class ChildServer:
             raise EngineStartError(f"the server ({' '.join(self.command)}) {how}:\n" + "\n".join(lines))
 
     def stop(self) -> None:
-        """Asks it to end, and ends its process group if it does not."""
+        """Terminates the server, and after STOP_DEADLINE_S at most kills what is left of its process group."""
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -69,7 +71,7 @@ class ChildServer:
 
 @contextlib.contextmanager
 def running(command: Sequence[str]) -> Iterator[ChildServer]:
-    """The server while the block runs."""
+    """Runs the server while the `with` block runs."""
     with OwnFolder("bench") as folder:
         server = ChildServer(command, folder.path / "log")
         try:

@@ -1,7 +1,7 @@
-"""A lean HTTP client for load generation: kept-alive connections, event streams, and every fault told by its cause.
+"""A lean HTTP client for load generation: keep-alive connections, event streams, and a cause for every failure.
 
-One `Connection` serves one exchange at a time. Bytes go from the socket's callback straight to the exchange, with
-the time at which they came, so that no task switch stands between an event and its timestamp.
+A `Connection` handles one exchange at a time. The socket's callback passes bytes directly to the exchange's reader,
+with the time of their arrival, so that no task switch delays a timestamp.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OUT_OF_FILES = "out of file descriptors"
 
 
 class ExchangeError(Exception):
-    """What ended an exchange: `cause` is one of few words to count by, `detail` tells of this one."""
+    """An exchange failed. `cause` is one of a few texts, for counting; `detail` describes this failure."""
 
     def __init__(self, cause: str, detail: str = "") -> None:
         super().__init__(f"{cause}: {detail}" if detail else cause)
@@ -36,17 +36,17 @@ class ExchangeError(Exception):
 
 
 class Reader(Protocol):
-    """Who takes a response as it comes; times are of time.perf_counter. It may raise ExchangeError."""
+    """Receives a response while it arrives. Times are those of time.perf_counter. May raise ExchangeError."""
 
     def on_status(self, status: int, headers: Mapping[bytes, bytes]) -> None: ...
     def on_body(self, data: bytes, now_s: float) -> None: ...
 
 
 class Target:
-    """A server's address and what goes before every request's body."""
+    """A server's address, and the headers of every request."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str], *, insecure: bool = False) -> None:
-        """Raises OptionError for an address that is none, and for headers that cannot be sent."""
+        """Raises OptionError for an invalid address, and for headers that cannot be sent."""
         try:
             parts = urlsplit(base_url)
             port = parts.port
@@ -69,7 +69,7 @@ class Target:
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
 
     def post(self, path: str, body: bytes, more_headers: str = "") -> bytes:
-        """more_headers: lines, each with its end."""
+        """A whole POST request. more_headers: header lines, each with its line break."""
         headers = self._headers + more_headers
         head = f"POST {self._path}{path} HTTP/1.1\r\n{headers}Content-Type: application/json\r\n"
         return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
@@ -79,7 +79,7 @@ class Target:
 
 
 class Connection(asyncio.Protocol):
-    """One connection. `exchange` sends a request and gives its response to a reader."""
+    """One connection. `exchange` sends a request and passes its response to a reader."""
 
     def __init__(self) -> None:
         self.last_heard_s = 0.0
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         self._body_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, by its methods alone
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has the methods, but is no subclass
         with contextlib.suppress(OSError, AttributeError):
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -105,11 +105,12 @@ class Connection(asyncio.Protocol):
 
     @property
     def heard_nothing(self) -> bool:
-        """Of the exchange that ended last: not one byte of an answer came."""
+        """Whether the last exchange received no byte of an answer."""
         return not self._heard_any
 
     async def exchange(self, request: bytes, reader: Reader) -> None:
-        """Until the response is whole. Raises ExchangeError, after which the connection is closed."""
+        """Sends the request, and returns when the response is complete. Raises ExchangeError, and then closes the
+        connection."""
         assert self._transport is not None
         self._reader, self._headers, self.reusable, self._heard_any = reader, {}, False, False
         self._parser = httptools.HttpResponseParser(self)
@@ -137,7 +138,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._body_s = self.last_heard_s = time.perf_counter()
         self._heard_any = True
-        if self._parser is None:  # nobody asked
+        if self._parser is None:  # data without a request
             self.close()
             return
         try:
@@ -155,12 +156,12 @@ class Connection(asyncio.Protocol):
         if self._done is None or self._done.done():
             return
         if self._parser is not None and not self._headers_end_body():
-            with contextlib.suppress(Exception):  # a body that lasts until the connection ends
+            with contextlib.suppress(Exception):  # the end of the connection ends the body
                 self.on_message_complete()
                 return
         self.fail(ExchangeError(DROPPED, str(error) if error else "the server closed it in mid-answer"))
 
-    # What httptools calls.
+    # Callbacks of httptools.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.lower()] = value
@@ -175,18 +176,18 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._parser is not None and self._parser.get_status_code() < 200:
-            return  # an interim answer
+            return  # an interim response
         self.reusable = self.is_open and self._parser is not None and self._parser.should_keep_alive()
         if self._done is not None and not self._done.done():
             self._done.set_result(None)
 
     def _headers_end_body(self) -> bool:
-        """False once a response has begun whose end is that of the connection."""
+        """False if the response has begun and its body ends only with the connection."""
         return not self._headers or b"content-length" in self._headers or b"transfer-encoding" in self._headers
 
 
 class Pool:
-    """Connections to one target, made when needed and kept. WatchedEngines for exchanges that hear nothing."""
+    """Connections to one target, opened when needed and kept. Ends exchanges that stall or take too long."""
 
     def __init__(self, target: Target, *, connect_timeout_s: float, stall_timeout_s: float, request_timeout_s: float):
         self._target = target
@@ -206,7 +207,7 @@ class Pool:
             try:
                 await connection.exchange(request, reader)
             except ExchangeError as error:
-                # A server may close a kept connection just when it is used again; that is no fault of the request.
+                # A server may close a kept connection just as it is used again: the request is sent again.
                 if error.cause == DROPPED and was_kept and connection.heard_nothing:
                     continue
                 raise
@@ -254,7 +255,7 @@ class Pool:
         return connection
 
     async def _watch_exchanges(self) -> None:
-        """Ends exchanges that are past their deadlines. One walk for all costs less than a timer for each event."""
+        """Ends exchanges that are past their deadlines. A periodic check of all costs less than a timer per event."""
         period_s = min(0.25, self._stall_s / 4, self._request_s / 4)
         while True:
             await asyncio.sleep(period_s)
@@ -267,7 +268,7 @@ class Pool:
 
 
 class Whole:
-    """Reads a response to its end: for small answers that are not streams."""
+    """A Reader that collects a small response that is not a stream."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -310,7 +311,7 @@ class _Event(msgspec.Struct):
 class CompletionStream:
     """A Reader of one answer of /v1/completions or /v1/chat/completions with `stream`.
 
-    An event with a choice is a piece, as `vllm bench serve` counts them; one that only tells the role is none.
+    An event with a choice counts as a piece, as in `vllm bench serve`, but not one that has only the role.
     """
 
     __slots__ = (
@@ -326,18 +327,18 @@ class CompletionStream:
         self._is_done = False
         self._last_s = 0.0
         self.first_s: float | None = None
-        """When the first piece came (time.perf_counter)."""
+        """When the first piece arrived (time.perf_counter)."""
         self.gaps_s: list[float] = []
-        """Between one piece and the next."""
+        """Times between consecutive pieces."""
         self.num_pieces = 0
         self.num_output_tokens: int | None = None
         self.num_prompt_tokens: int | None = None
-        """As the server counted; None when it did not say."""
+        """Both counts are the server's; None if it did not report them."""
         self.text: list[str] = []
 
     @property
     def last_s(self) -> float:
-        """When the last piece came."""
+        """When the last piece arrived (time.perf_counter)."""
         return self._last_s
 
     def on_status(self, status: int, headers: Mapping[bytes, bytes]) -> None:
@@ -358,7 +359,7 @@ class CompletionStream:
             self._on_event(event, now_s)
 
     def finish(self) -> None:
-        """To be called at the end of the response. Raises ExchangeError unless it was a whole and proper answer."""
+        """Must be called at the end of the response. Raises ExchangeError unless the answer was complete and valid."""
         if self._status != 200:
             raise ExchangeError(f"HTTP {self._status}", _sentence(self._error_body))
         if self._buffer.strip():
@@ -414,7 +415,7 @@ def event_decoder() -> msgspec.json.Decoder[_Event]:
 
 
 def _sentence(body: bytes) -> str:
-    """What an error's body says: OpenAI's `error.message`, or its beginning."""
+    """The message in an error's body: OpenAI's `error.message`, or else the body's beginning."""
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

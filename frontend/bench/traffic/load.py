@@ -1,8 +1,8 @@
-"""Sends requests at their times and keeps what came of each. An open loop: no answer is waited for to send the next.
+"""Sends requests at their scheduled times and records the outcome of each. An open loop: it does not wait for answers.
 
-A request that is due is sent, or, with a bound on concurrency, waits here for its turn and has that wait told apart.
-Where there is a schedule, latencies count from when a request was due, so a generator that is late makes figures
-worse and not better (no coordinated omission; Tene 2013).
+With a schedule, latencies count from when a request was due, so that a late generator makes figures worse and not
+better (no coordinated omission; Tene 2013). With a bound on concurrency, a request that is due may wait here for its
+turn; that wait is recorded separately, and latencies count from when the request was sent.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ TICK_S = 0.25
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """What became of one request. Seconds; times are counted from the start of the run."""
+    """The outcome of one request. Times are in seconds; due_s, sent_s and end_s count from the start of the run."""
 
     index: int
     due_s: float | None = None
     sent_s: float = 0.0
     end_s: float = 0.0
     queued_s: float = 0.0
-    """Waited in the client for the bound on concurrency."""
+    """Wait in the client for the bound on concurrency."""
     ttft_s: float | None = None
+    """Until the first piece. Like e2e_s, counted from when the request was due; from when it was sent if there is no
+    schedule or a bound on concurrency."""
     e2e_s: float | None = None
-    """From when it was due (or sent, where all are due at once) to the last piece."""
+    """Until the last piece; None if the request failed."""
     gaps_s: list[float] = []
     num_prompt_tokens: int | None = None
     num_output_tokens: int = 0
     cause: str = ""
-    """Why it failed, in few words to count by; empty when it did not."""
+    """Why the request failed, as one of a few texts; empty if it succeeded."""
     detail: str = ""
     text: str | None = None
 
@@ -45,11 +47,11 @@ class Outcome(msgspec.Struct, kw_only=True):
 class LoadResult(msgspec.Struct, kw_only=True):
     outcomes: list[Outcome]
     duration_s: float
-    """From the start to the end of the last request."""
+    """From the start of the run to the end of the last request."""
     cpu_s: float
-    """Processor time of this process meanwhile."""
+    """Processor time of this process during the run."""
     lateness_s: list[float]
-    """Of each request with a time: how long after it the request was sent, less the wait for the bound."""
+    """For each request with a due time, how much later it was sent, without the wait for the bound on concurrency."""
     max_in_flight: int
 
 
@@ -65,7 +67,7 @@ class Load:
         max_concurrency: int | None,
         keep_text: bool,
     ) -> None:
-        """`bodies` are whole requests as they go over the wire; `due_s` None sends them all at once."""
+        """bodies: whole requests as sent over the wire. due_s: seconds after the start; None sends all at once."""
         self._pool, self._bodies, self._due_s, self._keep_text = pool, bodies, due_s, keep_text
         self._turns = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         self._decoder = event_decoder()
@@ -93,7 +95,7 @@ class Load:
 
     @property
     def num_output_tokens(self) -> int:
-        """So far, by pieces for what is unfinished."""
+        """Output tokens so far; unfinished requests count their pieces."""
         return self._num_done_tokens + sum(stream.num_pieces for stream in self._active.values())
 
     @property
@@ -101,7 +103,7 @@ class Load:
         return time.perf_counter() - self._start_s
 
     async def run(self, tick: Tick | None = None) -> LoadResult:
-        """All requests, to the end of the last; `tick` is called from time to time."""
+        """Sends all requests, and waits for the end of the last. `tick` is called every TICK_S seconds."""
         gc.collect()
         gc.freeze()
         self._start_s, cpu_began_s = time.perf_counter(), time.process_time()
@@ -170,7 +172,7 @@ class Load:
 
 
 class ProgressBar:
-    """What a run is doing, live, on stderr: requests done, and the rates of the last second."""
+    """Live progress on stderr: requests done, the token rate of the last second, and requests in flight."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
         from tqdm import tqdm
@@ -197,6 +199,6 @@ class ProgressBar:
 
 
 async def _until(at_s: float) -> None:
-    """Not before `at_s` of the performance counter; uvloop's timers may ring within the millisecond before."""
+    """Sleeps until `at_s` of time.perf_counter. Loops, since uvloop's timers may fire up to a millisecond early."""
     while (wait_s := at_s - time.perf_counter()) > 0:
         await asyncio.sleep(wait_s)

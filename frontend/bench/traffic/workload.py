@@ -1,7 +1,7 @@
-"""What requests a benchmark sends, from a dataset's name or file, and when (an open loop's schedule is fixed before).
+"""The requests of a benchmark, from a dataset's name or file, and their schedule, which is fixed before the run.
 
-The same options and seed give the same requests at the same times. Every fault of a file names the file, the line and
-the field.
+The same options and seed give the same requests at the same times. An error in a file names the file, the line and the
+field.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ _FIT_ROUNDS = 8
 class BenchRequest(NamedTuple):
     prompt: str | list[int]
     num_prompt_tokens: int | None
-    """None where only the server can count them."""
+    """None if only the server can count them."""
     output_len: int
     at_s: float | None = None
-    """When the file says that it arrived, counted from the first."""
+    """The arrival time in the dataset's file, in seconds since the first request's."""
     part: str = ""
-    """Of a mixed workload: the part that it is from."""
+    """In a mixed workload, the name of the part that it comes from."""
 
 
 class TextTokenizer(Protocol):
-    """What a workload needs of a tokenizer."""
+    """The tokenizer methods that a workload uses."""
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, token_ids: Sequence[int]) -> str: ...
     @property
     def ordinary_ids(self) -> Sequence[int]:
-        """Those that are no special tokens."""
+        """The ids of all tokens that are not special."""
         ...
 
 
 class FileTokenizer:
-    """A tokenizer.json."""
+    """A tokenizer from a tokenizer.json."""
 
     def __init__(self, path: str) -> None:
-        """Of the file, or of the folder that holds it. Raises OptionError."""
+        """path: the file, or the folder that holds it. Raises OptionError."""
         import tokenizers
 
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
@@ -77,7 +77,7 @@ class FileTokenizer:
 
 
 class PromptMaker:
-    """Draws prompts of a given length: as text where there is a tokenizer, else as token ids."""
+    """Draws random prompts of a given length: as text if there is a tokenizer, else as token ids."""
 
     def __init__(self, vocab_size: int, tokenizer: TextTokenizer | None = None) -> None:
         self.tokenizer = tokenizer
@@ -91,12 +91,13 @@ class PromptMaker:
         return numbers.choices(self.ids, k=length)
 
     def prompt(self, token_ids: list[int], numbers: random.Random) -> tuple[str | list[int], int]:
-        """These tokens as a prompt, and its length. Text keeps the length, where its tokens may become others."""
+        """These tokens as a prompt, and its length. A text is adjusted so that it encodes to as many tokens, which may
+        be others; the length returned is the one reached."""
         if self.tokenizer is None:
             return token_ids, len(token_ids)
         length, tokens = len(token_ids), token_ids
         text = ""
-        for _ in range(_FIT_ROUNDS):  # tokens that meet may join, so text is fitted until its length stays
+        for _ in range(_FIT_ROUNDS):  # neighbouring tokens may merge when encoded again
             text = self.tokenizer.decode(tokens)
             again = self.tokenizer.encode(text)
             if len(again) == length:
@@ -108,7 +109,7 @@ class PromptMaker:
         return None if self.tokenizer is None else len(self.tokenizer.encode(text))
 
     def estimate(self, text: str) -> int:
-        """The number of tokens; without a tokenizer from the four characters that a token of English has."""
+        """The number of tokens; without a tokenizer, one for every four characters, as in English text."""
         counted = self.count(text)
         return max(1, len(text) // 4) if counted is None else counted
 
@@ -117,7 +118,7 @@ Dataset = Callable[[WorkloadOptions, PromptMaker], list[BenchRequest]]
 
 
 def make_workload(options: WorkloadOptions, maker: PromptMaker) -> list[BenchRequest]:
-    """As many requests as asked for, or fewer with `no_oversample`. Raises OptionError that names file and line."""
+    """The requests: num_prompts, or fewer with `no_oversample`. Raises OptionError, which names file and line."""
     makers: dict[str, Dataset] = {
         "random": _random,
         "prefix_repetition": _prefix_repetition,
@@ -169,7 +170,7 @@ def _prefix_repetition(options: WorkloadOptions, maker: PromptMaker) -> list[Ben
 
 
 class _Mix(msgspec.Struct, forbid_unknown_fields=True):
-    """The file of a mixed workload: parts with a weight and the options of their dataset."""
+    """The file of a mixed workload: parts, each with a weight and the options of its dataset."""
 
     parts: dict[str, dict[str, Any]]
 
@@ -198,7 +199,7 @@ def _mixed(options: WorkloadOptions, maker: PromptMaker) -> list[BenchRequest]:
             raise OptionError(f"--dataset-path={path}: part {name}: {error}") from None
         if own.dataset_name == "mixed":
             raise OptionError(f"--dataset-path={path}: part {name}: a mix cannot hold a mix")
-        if own.dataset_path is not None:  # beside the mix, wherever the command runs
+        if own.dataset_path is not None:  # relative to the mix's file, not to the working directory
             own = msgspec.structs.replace(own, dataset_path=str(path.parent / own.dataset_path))
         requests += [request._replace(part=name) for request in make_workload(own, maker)]
     if not options.disable_shuffle:
@@ -207,7 +208,7 @@ def _mixed(options: WorkloadOptions, maker: PromptMaker) -> list[BenchRequest]:
 
 
 def _shares(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in proportion to the weights that add up to `total` (largest remainders)."""
+    """Integers in proportion to the weights, whose sum is `total` (largest remainder method)."""
     exact = [total * weight / sum(weights) for weight in weights]
     shares = [int(each) for each in exact]
     order = sorted(range(len(exact)), key=lambda at: shares[at] - exact[at])
@@ -219,7 +220,7 @@ def _shares(weights: Sequence[float], total: int) -> list[int]:
 T = TypeVar("T")
 
 DEFAULT_CUSTOM_OUTPUT_LEN = 256
-# A conversation is left out when its turns are outside these, as vLLM does: tokens.
+# As in vLLM, a conversation is left out if its turns are outside these limits, in tokens.
 SHAREGPT_LEAST, SHAREGPT_LONGEST_PROMPT, SHAREGPT_LONGEST = 4, 1024, 2048
 BURST_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 CUSTOM_FIELDS = ("prompt", "output_tokens")
@@ -237,7 +238,7 @@ def read_file(options: WorkloadOptions) -> tuple[Path, str]:
 
 
 def sharegpt(options: WorkloadOptions, maker: PromptMaker) -> list[BenchRequest]:
-    """Each conversation's first turn; the length of its second is that of the output."""
+    """The first turn of each conversation is the prompt; the second's length is the output length."""
     path, text = read_file(options)
     rows = _json(path, text)
     if not isinstance(rows, list):
@@ -261,7 +262,7 @@ def sharegpt(options: WorkloadOptions, maker: PromptMaker) -> list[BenchRequest]
 
 
 def custom(options: WorkloadOptions, maker: PromptMaker) -> list[BenchRequest]:
-    """One JSON object a line: `prompt` (text or token ids), and perhaps `output_tokens`."""
+    """JSON lines with `prompt` (text or token ids) and optionally `output_tokens`."""
     path, text = read_file(options)
     found = []
     for number, row in _json_lines(path, text):
@@ -284,9 +285,9 @@ def custom(options: WorkloadOptions, maker: PromptMaker) -> list[BenchRequest]:
 
 
 def burstgpt(options: WorkloadOptions, maker: PromptMaker) -> list[BenchRequest]:
-    """A CSV in the form of BurstGPT (Wang et al. 2024): when, and how long; prompts are drawn.
+    """A CSV file in the form of BurstGPT (Wang et al. 2024): arrival times and lengths; prompts are random.
 
-    Failed rows are left out. Rows keep their order and times, so `--self-timed` replays the trace.
+    Rows of failed requests are left out. Rows keep their order and times, so `--self-timed` replays the trace.
     """
     path, text = read_file(options)
     reader = csv.DictReader(io.StringIO(text))
@@ -312,7 +313,7 @@ def burstgpt(options: WorkloadOptions, maker: PromptMaker) -> list[BenchRequest]
 
 
 def timed_trace(options: WorkloadOptions, maker: PromptMaker) -> list[BenchRequest]:
-    """JSON lines in the form of Mooncake's traces (Qin et al. 2024): when, how long, and which blocks are shared."""
+    """JSON lines in the form of Mooncake's traces (Qin et al. 2024): arrival times, lengths and shared blocks."""
     path, text = read_file(options)
     labels = (
         options.timed_trace_label_timestamp,
@@ -335,7 +336,7 @@ def timed_trace(options: WorkloadOptions, maker: PromptMaker) -> list[BenchReque
     requests = []
     for (_, input_len, output_len, hashes), at_s in _replayed(rows, options):
         tokens: list[int] = []
-        for each in hashes:  # a hash names its block's content, so that prompts share what the trace shared
+        for each in hashes:  # the hash id seeds its block's tokens, so that prompts share blocks as in the trace
             block = random.Random(f"{options.seed}/{each}")
             tokens += maker.draw(block, options.timed_trace_chunk_hash_size)
         tokens = tokens[:input_len] + maker.draw(numbers, max(0, input_len - len(tokens)))
@@ -349,7 +350,7 @@ def _is_turn(turn: object) -> bool:
 
 
 def _replayed(rows: Sequence[Any], options: WorkloadOptions) -> list[tuple[Any, float]]:
-    """The first rows in order with their seconds since the first; a trace that is too short begins anew."""
+    """The first num_prompts rows in order of time, with seconds since the first. A shorter trace is repeated."""
     rows = sorted(rows, key=lambda row: row[0])
     if not rows:
         return []
@@ -365,7 +366,7 @@ def _drawn(maker: PromptMaker, numbers: random.Random, *, input_len: int, output
 
 
 def _take(found: list[BenchRequest], options: WorkloadOptions) -> list[BenchRequest]:
-    """As many as asked for; a file with fewer is repeated."""
+    """num_prompts of the requests, shuffled unless disabled. Fewer are repeated, unless `no_oversample` is set."""
     numbers = random.Random(options.seed)
     if not options.disable_shuffle:
         numbers.shuffle(found)
@@ -394,7 +395,7 @@ def _json_lines(path: Path, text: str) -> list[tuple[int, dict[str, Any]]]:
 
 
 def check_traffic(options: TrafficOptions) -> None:
-    """Raises OptionError for rates that cannot be, all of them told at once."""
+    """Raises OptionError for invalid rates; one error names all of them."""
     problems = []
     if not options.request_rate > 0:
         problems.append(f"--request-rate={options.request_rate:g}: it must be over 0, or inf for all at once")
@@ -419,8 +420,8 @@ def check_traffic(options: TrafficOptions) -> None:
 def schedule(requests: Sequence[BenchRequest], options: TrafficOptions, seed: int) -> list[float] | None:
     """Seconds after the start at which each request is due, ascending; None when all are sent at once.
 
-    Intervals are gamma-distributed with mean 1 / rate and shape `burstiness`; without a ramp they are stretched so
-    that the last request is due at exactly len(requests) / rate, and runs with different seeds offer the same load.
+    Intervals are gamma-distributed with mean 1 / rate and shape `burstiness`. Without a ramp they are scaled so that
+    the last request is due at exactly len(requests) / rate, so that runs with different seeds offer the same load.
     Raises OptionError.
     """
     if options.self_timed:
@@ -450,7 +451,7 @@ def _interval_s(numbers: random.Random, rate: float, burstiness: float) -> float
 
 
 def _rate(options: TrafficOptions, progress: float) -> float:
-    """Requests per second when this share of the requests has been sent."""
+    """The rate in requests per second when this share of the requests (0 to 1) has been sent."""
     start, end = options.ramp_up_start_rps, options.ramp_up_end_rps
     if options.ramp_up_strategy is None or start is None or end is None:
         return options.request_rate
