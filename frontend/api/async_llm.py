@@ -107,7 +107,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
 
     @classmethod
     async def attach(cls, transport: Transport, timeout_s: float = CONNECT_TIMEOUT_S) -> AsyncLLM:
-        """The same over any transport, such as a MemoryTransport to a core in this process."""
+        """Attaches over any transport, such as a MemoryTransport to a core in this process. Raises as `connect`."""
         self = cls.__new__(cls)
         self._prepare([])
         self._loop = asyncio.get_running_loop()

@@ -34,10 +34,10 @@ class BeamSearchParams(msgspec.Struct, forbid_unknown_fields=True):
     length_penalty: float = 1.0
     """Above 1 prefers longer sequences, below 1 shorter ones."""
     include_stop_str_in_output: bool = False
-    """Keep the end-of-sequence token in the text."""
+    """Whether the text keeps the end-of-sequence token."""
     structured_outputs: None = None
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Whether special tokens are left out of the text."""
     watermarking: None = None
     allowed_token_ids: None = None
 
@@ -64,7 +64,7 @@ class BeamSearchSequence(msgspec.Struct):
     """A sequence, complete or still growing (a beam)."""
 
     tokens: list[int]
-    """Prompt and output, an end-of-sequence token included."""
+    """Token ids of prompt and output, including an end-of-sequence token."""
     logprobs: list[LogprobsOfPosition]
     """For each output token, the 2 * beam_width candidates of its position."""
     lora_request: None = None
@@ -79,7 +79,7 @@ class BeamSearchSequence(msgspec.Struct):
 
 class BeamSearchOutput(msgspec.Struct):
     sequences: list[BeamSearchSequence]
-    """The best beam_width, best first."""
+    """The best beam_width sequences, best first."""
 
 
 async def beam_search(

@@ -19,7 +19,7 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(Explained, frozen=True, kw_only=True):
-    """`LLM.llm_engine.model_config`, `AsyncLLM.model_config`."""
+    """vLLM's ModelConfig, as `LLM.llm_engine.model_config` and `AsyncLLM.model_config` return it."""
 
     model: str
     served_model_name: str
@@ -57,7 +57,7 @@ class SchedulerConfig(Explained, frozen=True, kw_only=True):
 
 
 class EngineConfig(Explained, frozen=True, kw_only=True):
-    """`vllm_config`."""
+    """vLLM's VllmConfig, as `LLMEngine.vllm_config` and `AsyncLLM.vllm_config` return it."""
 
     model_config: ModelConfig
     cache_config: CacheConfig

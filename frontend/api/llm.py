@@ -113,7 +113,7 @@ class LLM(Controls, NamesWhatIsMissing):
 
     @classmethod
     def attach(cls, transport: Transport, timeout_s: float = CONNECT_TIMEOUT_S) -> LLM:
-        """The same over any transport, such as a MemoryTransport to a core in this process."""
+        """Attaches over any transport, such as a MemoryTransport to a core in this process. Raises as `connect`."""
         self = cls.__new__(cls)
         self._open(CoreClient(transport), None, timeout_s)
         return self
@@ -208,7 +208,8 @@ class LLM(Controls, NamesWhatIsMissing):
         priority: int | Sequence[int] | None = None,
         **template_options: Any,
     ) -> list[str]:
-        """Submits conversations as `enqueue` does prompts. Arguments and errors are those of `chat`."""
+        """Submits conversations and returns their request ids, as `enqueue` does for prompts. Arguments and errors are
+        those of `chat`."""
         self._check_usable()
         check_arguments("enqueue_chat", {"lora_request": lora_request})
         prompts, readers = self._conversations(messages, template_options)

@@ -204,7 +204,7 @@ class LLMEngine:
                 running.pump.cancel()
 
     def do_log_stats(self) -> None:
-        """As `LLM.do_log_stats`."""
+        """The same as `LLM.do_log_stats`."""
         self._llm.do_log_stats()
 
     def has_unfinished_requests(self) -> bool:

@@ -192,7 +192,7 @@ class RequestOutput(msgspec.Struct):
     outputs: list[CompletionOutput] = []
     finished: bool = False
     metrics: RequestMetrics | None = None
-    """Set on the last output."""
+    """Set on the request's last output."""
     lora_request: None = None
     encoder_prompt: None = None
     """This field and the other ones that are always None are vLLM's: encoder-decoder and multimodal models are not

@@ -42,7 +42,7 @@ class SyncStream:
             raise StopIteration
         try:
             item = take(self._outputs)
-        except BaseException:  # Ctrl-C
+        except BaseException:  # such as KeyboardInterrupt
             self.close()
             raise
         if isinstance(item, RequestOutput):

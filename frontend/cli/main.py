@@ -126,7 +126,7 @@ def _parser(given: list[str]) -> OptionParser:
     usage = "headrace [-h] [--version] COMMAND ..."
     parser = OptionParser(prog="headrace", usage=usage, description="Headrace, an LLM inference engine.")
     parser.add_argument("--version", action="store_true", help="Print the version")
-    # argparse gives commands a column two characters too narrow for the longest name, unless the heading is longer.
+    # Padded, since argparse's column is two characters too narrow for the longest name unless the heading is longer.
     longest = max(map(len, commands()))
     column = "COMMAND".ljust(longest + 2)
     subparsers = parser.add_subparsers(dest="command", metavar=column, title="commands", prog="headrace")

@@ -106,7 +106,7 @@ class RemoteLLM:
         """Does nothing: the server has the template, or refuses the first message."""
 
     def apply_chat_template(self, conversation: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> list[int]:
-        """Token ids. Raises HeadraceError with the server's reason."""
+        """The conversation's token ids, rendered by the server. Raises HeadraceError with the server's reason."""
         body = {"messages": conversation, "add_generation_prompt": add_generation_prompt}
         return list(self._ask("POST", "/tokenize", body)["tokens"])
 

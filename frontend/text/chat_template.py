@@ -94,7 +94,7 @@ def _render(template: str, context: dict[str, Any]) -> str:
     import jinja2
 
     try:
-        # As one mapping: a variable may have the name of a parameter of `render`.
+        # Passed as one mapping, since a variable may have the name of a parameter of `render`.
         return _compile(template).render({**context, _DEADLINE: time.monotonic() + _LONGEST_RENDERING_S})
     except jinja2.TemplateError as error:
         raise InvalidRequestError(f"the chat template refused these messages: {error}") from error

@@ -126,7 +126,7 @@ class Tokenizer(TransformersNames):
         return texts
 
     def decode_token(self, token_id: int) -> str:
-        """One token's text alone, as log-probabilities show it. Cached."""
+        """The text of a single token, as log-probabilities show it. Cached."""
         text = self._decoded_tokens.get(token_id)
         if text is None:
             text = self._decoded_tokens[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)

@@ -128,7 +128,7 @@ class SimulatedEngine:
         self._life = 0
         self.start()
 
-    # --- what may happen to it ----------------------------------------------------------------------------------
+    # --- life cycle and faults ----------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._is_up, self._is_frozen, self._is_draining = True, False, False
@@ -196,7 +196,7 @@ class SimulatedEngine:
     def is_healthy(self) -> bool:
         return self._is_up and not self._is_frozen and not self._is_draining
 
-    # --- what comes ---------------------------------------------------------------------------------------------
+    # --- messages from clients ----------------------------------------------------------------------------------
 
     def opened(self, link: Link) -> None:
         self.links[link] = None
@@ -259,7 +259,7 @@ class SimulatedEngine:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Begins a step unless one runs."""
+        """Starts a step, unless one is running or there is nothing to do."""
         if self._step_due or not (self._running or self._waiting):
             return
         self._step_due = True
@@ -348,7 +348,7 @@ class SimulatedEngine:
         elif row in self._waiting:
             self._waiting.remove(row)
 
-    # --- what it tells ------------------------------------------------------------------------------------------
+    # --- messages to clients ------------------------------------------------------------------------------------
 
     def _tell_load(self, life: int) -> None:
         if life != self._life:

@@ -38,7 +38,7 @@ class Membership:
             return []
         found: list[str] = []
         steady_s = now_s - min(each.up_since_s for each in self._coordinators)
-        expected, gone = dict[str, float](), dict[str, float]()  # by name: for how long
+        expected, gone = dict[str, float](), dict[str, float]()  # seconds in that state, by the engine's name
         for name, announcing in self._announcing.items():
             self._note(name, announcing, now_s)
             heard_s = now_s - self._heard_since_s.get(name, now_s)

@@ -223,7 +223,7 @@ class _World:
         self._failures: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
         self._live: dict[str, _Watched] = {}
-        self.announcing: dict[str, Announcing] = {}  # by engine
+        self.announcing: dict[str, Announcing] = {}  # by the engine's name
         self._num_tokens = 0
         self._crowding = 1.0
         self._gaps_s: dict[str, list[float]] = {"died": [], "left": []}
@@ -405,7 +405,7 @@ class _World:
         self._violations.append(f"{stream.request_id if stream else 'a submission'} failed without need: {text}")
         return "other"
 
-    # --- what is looked at meanwhile ----------------------------------------------------------------------------
+    # --- checks during the run ----------------------------------------------------------------------------------
 
     def _on_step(self, watched: _Watched, now_s: float) -> None:
         """Measures the gaps of a DELTA stream that moves between engines."""

@@ -39,7 +39,7 @@ class ChannelParser(OutputParser):
     def _read(self, prompt: str) -> Reads:
         form = self._format
         headers = make_markers((form.start, form.channel, *form.ends, *self._left_out))
-        if (yield from self._accept(_RECIPIENT)):  # the prompt ends within a header, which names a recipient
+        if (yield from self._accept(_RECIPIENT)):  # the prompt has begun a header, which the answer continues so
             if header := (yield from self._short_until_or_end(form.message)):
                 yield from self._message(*self._said_in(_RECIPIENT + header))
             else:
