@@ -59,6 +59,9 @@ FORMER_CLIENTS = 4096
 """How many identities of former clients are remembered, to tell their late messages from those of unknown senders."""
 COUNTED_BYTES = 4096
 """Size from which messages count towards `unread_bytes`; for smaller ones the number of messages is limit enough."""
+DONE_WITHIN_S = 0.25
+"""How long the port waits before it dismisses a client that is over `unread_bytes`: a thread of pyzmq's reports which
+messages ZeroMQ is done with, and on a busy machine that thread is late. Each client costs this wait at most once."""
 _SENT, _FULL, _GONE = "sent", "full", "gone"
 
 
@@ -71,11 +74,12 @@ class _Unread:
 
     def send(self, sock: zmq.Socket[bytes], identity: bytes, frames: Sequence[Frame], most_bytes: int) -> bool:
         """Returns False, and sends nothing, if more than `most_bytes` would wait. A single message may be larger."""
-        while self._sent and all(tracker.done for tracker in self._sent[0][1]):
-            self._bytes -= self._sent.popleft()[0]
+        self._drop_done(0.0)
         size_bytes = sum(map(len, frames))
         if self._bytes and self._bytes + size_bytes > most_bytes:
-            return False
+            self._drop_done(DONE_WITHIN_S)
+            if self._bytes and self._bytes + size_bytes > most_bytes:
+                return False
         try:
             counted = [zmq.Frame(frame, track=True, copy=False, copy_threshold=0) for frame in frames]
         except Exception:  # such as a lack of memory
@@ -85,6 +89,16 @@ class _Unread:
         self._bytes += size_bytes
         self._sent.append((size_bytes, [frame.tracker for frame in counted]))
         return True
+
+    def _drop_done(self, within_s: float) -> None:
+        """Stops counting the messages that ZeroMQ is done with, or reports to be within this time."""
+        end_s = time.monotonic() + within_s
+        with contextlib.suppress(zmq.NotDone):
+            while self._sent:
+                for tracker in self._sent[0][1]:
+                    if not tracker.done:
+                        tracker.wait(max(0.0, end_s - time.monotonic()))
+                self._bytes -= self._sent.popleft()[0]
 
 
 class ZmqPort:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import termios
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from fake_core import FakeCore, ZmqCore, zmq_core
-from http_server import address_of_engine, metric, serving
+from http_server import address_of_engine, metric, serving, wait_until
 from terminal import on_terminal
 from test_cli_ps import stats_of
 
@@ -60,8 +62,26 @@ def test_rates_are_counter_differences_over_the_time_between() -> None:
     assert (first["IN tok/s"], first["DONE/s"], first["NEXT ms"]) == ("-", "-", "-")
 
 
+class SeenByClients:
+    """Means of the server's histograms, over the requests since the last call."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self._client = client
+        self._before: dict[str, tuple[float, float]] = {}
+
+    def mean_s(self, name: str) -> float:
+        now = tuple(metric(self._client, f"headrace:{name}_seconds_{part}") for part in ("sum", "count"))
+        before = self._before.get(name, (0.0, 0.0))
+        self._before[name] = now[0], now[1]
+        return (now[0] - before[0]) / (now[1] - before[1])
+
+
 def test_latencies_are_those_that_clients_see() -> None:
-    """The engine's means beside the server's histograms, over requests that begin and end at different times."""
+    """The engine's means beside the server's histograms, over requests that begin and end at different times.
+
+    The engine does not see how long a request or a token waits for a busy machine outside of it, so a round agrees
+    where nothing has waited.
+    """
     asked = {"prompt": [5, 6], "ignore_eos": True}
     with serving(null_model={"step_delay_s": 0.01}) as server, ThreadPoolExecutor(4) as pool, server.client() as client:
 
@@ -75,20 +95,23 @@ def test_latencies_are_those_that_clients_see() -> None:
             watch.close()
             return before, after
 
-        before, after = asyncio.run(look_around())
-        told = dict(zip(HEADER, row(after, before), strict=True))
+        seen, rounds = SeenByClients(client), itertools.count(1)
 
-        def seen_s(name: str) -> float:
-            return metric(client, f"headrace:{name}_seconds_sum") / metric(client, f"headrace:{name}_seconds_count")
+        def agree() -> bool:
+            before, after = asyncio.run(look_around())
+            told = dict(zip(HEADER, row(after, before), strict=True))
+            num_tokens = next(rounds) * (100 - 4)
+            assert metric(client, "headrace:inter_token_latency_seconds_count") == num_tokens
+            assert after.stats is not None
+            assert after.stats.times.num_later_tokens == num_tokens
+            first_s, total_s = seen.mean_s("time_to_first_token"), seen.mean_s("e2e_request_latency")
+            # A core takes requests up between steps: what they waited for the end of one it does not see.
+            assert 0.01 <= float(told["FIRST ms"]) / 1e3 <= first_s + 0.001
+            assert 0.25 <= float(told["TOTAL s"]) <= total_s + 0.02
+            token_s = pytest.approx(seen.mean_s("inter_token_latency"), rel=0.1, abs=0.002)
+            return float(told["NEXT ms"]) / 1e3 == token_s and float(told["TOTAL s"]) >= 0.9 * total_s - 0.02
 
-        # A core takes requests up between steps: what they waited for the end of one, or for the server, it does not
-        # see. A step at the least it does.
-        assert 0.01 <= float(told["FIRST ms"]) / 1e3 <= seen_s("time_to_first_token") + 0.001
-        assert float(told["NEXT ms"]) / 1e3 == pytest.approx(seen_s("inter_token_latency"), rel=0.1, abs=0.002)
-        assert float(told["TOTAL s"]) == pytest.approx(seen_s("e2e_request_latency"), rel=0.1, abs=0.02)
-        assert metric(client, "headrace:inter_token_latency_seconds_count") == 100 - 4
-        assert after.stats is not None
-        assert after.stats.times.num_later_tokens == 100 - 4
+        wait_until(agree, 60, "a round in which engine and clients measure the same")
 
 
 def test_engines_come_and_go(runtime_directory: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -42,7 +43,7 @@ from headrace.ipc.messages import (
 )
 from headrace.ipc.transport import sockets
 
-BIG = Tensor.of("int32", [7] * 200_000)
+BIG, NOTHING = Tensor.of("int32", [7] * 200_000), Tensor.of("int32", [])
 
 
 class Port:
@@ -174,6 +175,27 @@ def test_what_a_client_leaves_unread_is_bounded_in_bytes_and_one_that_reads_has_
             assert len(leaves.heard) < 25
             reads.send(FetchTokenizer(call=41))
             assert reads.receive(Reply).call == 41
+    finally:
+        port.port.close()
+
+
+def test_a_client_that_has_read_is_not_dismissed_because_that_is_reported_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of pyzmq's reports it, which on a busy machine runs late."""
+    monkeypatch.setattr(zmq_port, "DONE_WITHIN_S", 60.0)
+    was_read = threading.Event()
+    port = Port(unread_bytes=len(BIG.data))
+    try:
+        with WireClient(port.port.address) as client:
+            unread = zmq_port._Unread()
+            unread._sent.append((len(BIG.data), [zmq.MessageTracker(was_read)]))
+            unread._bytes = len(BIG.data)
+            (identity,) = port.port._client_of
+            port.port._unread[identity] = unread
+            report = threading.Timer(0.05, was_read.set)
+            report.start()
+            port.port.send(1, StepOutputs(step=1, slots=BIG, token_ids=NOTHING))
+            report.join()
+            assert client.receive(StepOutputs).slots == BIG
     finally:
         port.port.close()
 
