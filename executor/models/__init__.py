@@ -1,1 +1,1 @@
-"""Models as data: architectures, families, layers, and the decoder that runs them."""
+"""Models described as data (specs, families, blocks), the eager decoder that computes them, and the KV cache."""

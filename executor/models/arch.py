@@ -27,7 +27,7 @@ class RopeSpec:
     kind: RopeKind = "default"
     factor: float = 1.0
     original_max_positions: int = 0
-    """The context before scaling: dynamic, llama3, yarn, longrope."""
+    """The context length, in tokens, that the model was trained for before scaling: dynamic, llama3, yarn, longrope."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     attention_factor: float = 1.0
@@ -37,56 +37,56 @@ class RopeSpec:
     truncate: bool = True
     """Whether yarn's ramp starts and ends on whole dimensions."""
     divisors: tuple[float, ...] = ()
-    """What each frequency is divided by in contexts up to the original: longrope."""
+    """Divisor of each frequency, [rotary_dim / 2], in contexts up to original_max_positions: longrope."""
     long_divisors: tuple[float, ...] = ()
-    """The same in longer ones; `ArchSpec.for_context` chooses."""
+    """Divisors for longer contexts; `ArchSpec.for_context` chooses between the two."""
     interleaved: bool = False
-    """The checkpoint's pairs are neighbours. Its rows are reordered as they are read, so that pairs are halves apart
-    wherever anything is computed."""
+    """Whether the checkpoint rotates dimension 2i with 2i + 1. Its rows are then reordered on reading, so that all
+    computation rotates dimension i with i + rotary_dim / 2."""
 
 
 @dataclass(frozen=True)
 class TokenCache:
-    """What a mixer keeps of each token: a key of each key/value head, and a value beside it or within it."""
+    """What a mixer caches per token: for each key/value head a key, and a value unless it is a part of the key."""
 
     num_heads: int
-    """Of all ranks, which divide them; fewer heads than ranks are repeated."""
+    """Key/value heads of the whole model; `ArchSpec.own_caches` gives those of one rank."""
     key_size: int
     value_size: int
-    """0 where a value is a part of its key, as in latent attention."""
+    """0 where the value is a part of the key, as in latent attention."""
 
     @property
     def rows(self) -> int:
-        """Vectors of one token: a quantised cache keeps a scale for each."""
+        """Vectors per token; a quantised cache keeps one scale per vector."""
         return self.num_heads * (2 if self.value_size else 1)
 
     @property
     def elements(self) -> int:
-        """Values of one token."""
+        """Cached elements per token."""
         return self.num_heads * (self.key_size + self.value_size)
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What reads other tokens, and what works on each token alone: two blocks around the residual stream."""
+    """A layer's two blocks on the residual stream: a mixer, which reads other tokens, and an FFN, which does not."""
 
     mixer: Mixer
     ffn: Ffn
     cache_of: int | None = None
-    """The number of the layer before it whose keys and values its mixer reads; None where it keeps its own."""
+    """Index of the earlier layer whose cached keys and values the mixer reads; None if the layer has its own cache."""
 
     @property
     def sliding_window(self) -> int | None:
-        """A token sees itself and the sliding_window - 1 before it; None sees all."""
+        """A token attends to itself and the sliding_window - 1 tokens before it; None: to all."""
         return self.mixer.sliding_window
 
 
 @dataclass(frozen=True)
 class LayerTable:
-    """Token embeddings beside those that the stream begins with."""
+    """A second table of token embeddings, which a `Stream` reads besides the model's own."""
 
     name: str
-    """Below the model's prefix, without `.weight`."""
+    """Relative to the model's prefix, without `.weight`."""
     vocab_size: int
     width: int
     scale: float
@@ -97,33 +97,36 @@ class NormSpec:
     kind: Literal["rms", "layer"]
     eps: float
     weight_offset: float = 0.0
-    """Added to the stored weight: 1 where the checkpoint holds the difference from 1 (Gemma)."""
+    """Added to the stored weight: 1 where the checkpoint stores weight - 1 (Gemma)."""
     affine: bool = True
-    """Whether there are weights at all (and, for layer norm, biases)."""
+    """Whether the norm has weights (and a layer norm, biases)."""
     bias: bool = True
-    """Of an affine layer norm."""
+    """Whether an affine layer norm has biases."""
 
 
 @dataclass(frozen=True)
 class Fused:
-    """Matrices of a layer that a checkpoint stores as one, their rows in groups: g0: q k v, g1: q k v, ...
+    """Matrices of a layer that a checkpoint stores as one tensor, whose rows come in groups: g0: q k v, g1: q k v, ...
 
-    Names are below the layer's prefix, without `.weight` or `.bias`. A checkpoint that has the parts by themselves is
-    read as it is.
+    Names are relative to the layer's prefix, without `.weight` or `.bias`. A checkpoint that stores the parts
+    separately is read too.
     """
 
     name: str
     parts: tuple[tuple[str, int], ...]
-    """(name, its rows in each group), in order."""
+    """(name, number of its rows in each group), in order."""
     groups: int = 1
     transposed: bool = False
-    """[columns, rows], as GPT-2's are."""
+    """Whether the tensor is stored as [columns, rows], as GPT-2's are."""
 
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """How a checkpoint holds the matrices of all experts of a layer, [num_experts, rows, columns] each. Whole names
-    below the layer's prefix; a checkpoint that has each expert by itself is read as it is."""
+    """Tensors in which a checkpoint stores the matrices of all experts of a layer, [num_experts, rows, columns] each.
+
+    Names are relative to the layer's prefix and complete (with `.weight`, if they end so). A checkpoint that stores
+    each expert separately is read too.
+    """
 
     gate_up: str
     """The gate's rows, then the up projection's."""
@@ -131,17 +134,18 @@ class StackedExperts:
     gate_up_bias: str = ""
     down_bias: str = ""
     transposed: bool = False
-    """[num_experts, columns, rows]."""
+    """Whether the tensors are stored as [num_experts, columns, rows]."""
     alternating: bool = False
-    """The gate's rows and the up projection's alternate."""
+    """Whether the gate's and the up projection's rows alternate in `gate_up`."""
 
 
 @dataclass(frozen=True)
 class WeightNames:
-    """Hugging Face names. Those of a layer are below `{prefix}{layers}.{i}.`, without `.weight` or `.bias`."""
+    """Names of a checkpoint's tensors, without `.weight` or `.bias`; by default those of Llama in Hugging Face format.
+    A layer's names are relative to `{prefix}{layers}.{i}.`."""
 
     prefixes: tuple[str, ...] = ("model.",)
-    """What comes before everything but the head; the first under which the embedding is found is used."""
+    """Possible prefixes of all names but the head's; the first under which the embedding exists is used."""
     lm_heads: tuple[str, ...] = ("lm_head",)
     layers: str = "layers"
     embedding: str = "embed_tokens"
@@ -155,7 +159,7 @@ class WeightNames:
     value: str = "self_attn.v_proj"
     output: str = "self_attn.o_proj"
     sinks: str = "self_attn.sinks"
-    """The whole name."""
+    """A complete name: no `.weight` follows."""
     query_norm: str = "self_attn.q_norm"
     query_down: str = "self_attn.q_a_proj"
     query_down_norm: str = "self_attn.q_a_layernorm"
@@ -169,70 +173,71 @@ class WeightNames:
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
-    """Each expert's matrices are below `{experts}.{number}.`."""
+    """The matrices of expert i are named `{experts}.{i}.{expert_gate}` and so on."""
     expert_gate: str = "gate_proj"
     expert_up: str = "up_proj"
     expert_down: str = "down_proj"
     shared_expert: str = "mlp.shared_expert"
     shared_router: str = "mlp.shared_expert_gate"
     router_correction: str = "mlp.gate.e_score_correction_bias"
-    """The whole name."""
+    """A complete name: no `.weight` follows."""
     attention_norm: str = "input_layernorm"
     attention_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     mlp_post_norm: str = "post_feedforward_layernorm"
     ignorable: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
-    """Regular expressions, searched for, of tensors that a checkpoint may hold and the decoder does not need."""
+    """Regular expressions (`re.search`) of tensors that a checkpoint may hold and the decoder does not need."""
 
     def layer(self, prefix: str, index: int) -> str:
-        """What the names of a layer's weights begin with."""
+        """The prefix of the names of a layer's weights."""
         return f"{prefix}{self.layers}.{index}."
 
     def prefix_in(self, held: Container[str]) -> str:
-        """Of these weights: the prefix under which the embedding is among them."""
+        """The first prefix under which these names include the embedding; the first of all if none does."""
         return next((p for p in self.prefixes if f"{p}{self.embedding}.weight" in held), self.prefixes[0])
 
 
 @dataclass(frozen=True)
 class ArchSpec:
-    """Everything the decoder is built from. Raises ModelError when the numbers do not fit together."""
+    """All that the decoder is built from. Raises ModelError when the numbers are inconsistent."""
 
     architecture: str
     hidden_size: int
     vocab_size: int
     max_positions: int
-    """The longest context the model was made for, rope scaling included."""
+    """The longest context that the model supports, in tokens, rope scaling included."""
     layers: tuple[LayerSpec, ...]
     norm: NormSpec
     norm_placement: Placement = "pre"
-    """pre: before mixer and FFN; sandwich: before and after, inside the residual; output: after, inside the residual;
-    parallel: before both, which read the same stream (with one norm where their norms' names are one); post: after the
-    residual."""
+    """Where a layer's norms are. pre: on the input of the mixer and of the FFN; sandwich: on their inputs and outputs;
+    output: on their outputs, before these are added to the stream; parallel: on the inputs, and both blocks read the
+    same stream (one norm serves both if the two norms have one name); post: on the stream after each addition."""
     final_soft_cap: float | None = None
     tied_head: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """Multiplies what mixers and FFNs add. What is computed is the stream divided by it: `Norm.of_stream`."""
+    """Multiplies the outputs of mixers and FFNs. It costs no op: the stream is kept divided by it, see
+    `Norm.of_stream`."""
     logit_scale: float = 1.0
-    """Multiplies the logits; it is applied by the final norm."""
+    """Multiplies the logits; the final norm's weights include it."""
     head_bias: bool = False
     unit_head: bool = False
-    """The head's rows are divided by their lengths as they are read."""
+    """Whether the head's rows are divided by their L2 norms on reading."""
     embedding_norm: bool = False
     """Whether embeddings are normed before the first layer."""
     foreign: tuple[Weight, ...] = ()
-    """All weights of a model whose code is transformers', where nothing is known of them but names and shapes."""
+    """All weights of a model that transformers' code computes: names and shapes, since its blocks declare none."""
     fused: tuple[Fused, ...] = ()
-    """What a checkpoint of this model stores together."""
+    """Matrices that checkpoints of this model store as one tensor."""
     embedding_size: int = 0
-    """Width of the embedding and head where projections lead in and out of hidden_size; 0 is hidden_size."""
+    """Width of the embedding and head where projections lead to and from hidden_size; 0: it is hidden_size."""
     learned_position_offset: int | None = None
-    """Learned positions, whose row for position 0 is this; None without them."""
+    """Row of the table of learned positions for position 0; None: there are no learned positions."""
     final_norm: bool = True
     names: WeightNames = WeightNames()
     stacked: StackedExperts | None = None
     stream: Stream | None = None
-    """What stands around the blocks, where that is not one row of hidden values: of the norms, those of a sandwich."""
+    """Replaces the residual stream of one row of hidden values per token. It needs norm_placement "sandwich"."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "vocab_size", "max_positions"):
@@ -303,7 +308,7 @@ class ArchSpec:
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """The distinct ones, in order of first use."""
+        """The distinct mixers, in order of first use."""
         return tuple(dict.fromkeys(layer.mixer for layer in self.layers))
 
     @property
@@ -317,7 +322,7 @@ class ArchSpec:
 
     @property
     def intermediate_size(self) -> int:
-        """Of the FFNs' inner sizes the largest."""
+        """The largest inner size of the FFNs."""
         return max(ffn.inner for ffn in {layer.ffn for layer in self.layers})
 
     @property
@@ -326,18 +331,19 @@ class ArchSpec:
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """The distinct ones, in order of first use."""
+        """The distinct rotary specs, in order of first use."""
         return tuple(dict.fromkeys(mixer.rope for mixer in self.mixers if mixer.rope is not None))
 
     @property
     def uses_prompt_lens(self) -> bool:
-        """Whether a token's rotation depends on its prompt's length beyond the trained context (dynamic NTK)."""
+        """Whether the rotation beyond the trained context depends on the prompt's length (dynamic NTK)."""
         return any(rope.kind == "dynamic" for rope in self.ropes)
 
     def for_context(self, max_model_len: int | None) -> ArchSpec:
-        """Itself with the rotation for requests of up to so many tokens (by default as many as it was made for).
+        """The spec with the rotation for requests of up to max_model_len tokens (default: max_positions).
 
-        LongRoPE has one for contexts up to the original and another for longer ones; one engine has one of them.
+        LongRoPE has one set of divisors for contexts up to the original length and one for longer contexts; an engine
+        uses one set for all requests.
         """
         longest = max_model_len or self.max_positions
         found: dict[LayerSpec, LayerSpec] = {}
@@ -349,10 +355,11 @@ class ArchSpec:
         return replace(self, layers=tuple(found[layer] for layer in self.layers))
 
     def for_ranks(self, tp_size: int, inner_block: int = 1) -> ArchSpec:
-        """Itself with as many heads and inner columns as `tp_size` ranks can share evenly; those added weigh nothing.
+        """The spec with heads and inner columns padded so that `tp_size` ranks share them evenly; padding has zero
+        weights.
 
-        inner_block: what each rank's share of an FFN's inner size is a multiple of. Raises ModelError for more ranks
-        than query heads.
+        inner_block: each rank's share of an FFN's inner size becomes a multiple of it. Raises ModelError if there are
+        more ranks than query heads.
         """
         padded = {
             layer: replace(
@@ -365,6 +372,6 @@ class ArchSpec:
         return replace(self, layers=tuple(padded[layer] for layer in self.layers))
 
     def own_caches(self, tp_size: int) -> tuple[TokenCache, ...]:
-        """What each layer keeps of a token on one of `tp_size` ranks. Raises ModelError."""
+        """What each layer caches per token on one of `tp_size` ranks. Raises ModelError as `for_ranks` does."""
         whole = (layer.mixer.cache for layer in self.for_ranks(tp_size).layers)
         return tuple(replace(cache, num_heads=max(1, cache.num_heads // tp_size)) for cache in whole)

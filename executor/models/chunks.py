@@ -1,11 +1,11 @@
-"""Attention within chunks of a context (Llama 4): a token sees the tokens of its own chunk up to itself.
+"""Chunked attention (Llama 4): a token attends to the tokens of its own chunk up to itself.
 
-A sequence whose tokens lie in several chunks becomes as many sequences, each with the blocks of its chunk, so that
-every kernel for paged attention serves:
+A sequence whose new tokens lie in several chunks is split into one sequence per chunk, each with the blocks of its
+chunk, so that any kernel for paged attention can compute it:
 
-    chunks of 8, blocks of 4     context 0 1 2 3 | 4 5 6 7 || 8 9 10 11 | 12         computed now: 6 .. 12
+    chunks of 8, blocks of 4     context 0 1 2 3 | 4 5 6 7 || 8 9 10 11 | 12         computed in this step: 6 .. 12
     first sequence               blocks of 0 .. 7, length 8, computes 6 and 7
-    second                       blocks of 8 .. 12, length 5, computes 8 .. 12
+    second sequence              blocks of 8 .. 12, length 5, computes 8 .. 12
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from headrace.kernels.reference.attention import PagedBatch
 
 
 def in_chunks(batch: PagedBatch, size: int) -> PagedBatch:
-    """The batch whose sequences are chunks of `size` tokens. Made once per step."""
+    """The batch with its sequences split into chunks of `size` tokens; made once per step (`batch.memo`). Raises
+    ModelError if block_size does not divide `size`."""
     key = ("chunks", size)
     if key not in batch.memo:
         if size % batch.block_size:
@@ -33,8 +34,8 @@ def in_chunks(batch: PagedBatch, size: int) -> PagedBatch:
 
 
 def _of_one_token(batch: PagedBatch, size: int) -> PagedBatch:
-    """Where each sequence computes one, nothing is read from the device: a graph may replay it."""
-    passed = (batch.seq_lens - 1).clamp(min=0) // size  # whole chunks before the token's
+    """For sequences that compute one token each. Reads nothing back from the device, so a CUDA graph may capture it."""
+    passed = (batch.seq_lens - 1).clamp(min=0) // size  # whole chunks before the token's chunk
     tables = _tables(batch, torch.arange(len(batch.seq_lens), device=passed.device), passed, size)
     return replace(batch, seq_lens=batch.seq_lens - passed * size, block_tables=tables, memo={})
 
@@ -64,15 +65,16 @@ def _of_several(batch: PagedBatch, size: int) -> PagedBatch:
 
 
 def _tables(batch: PagedBatch, sequences: Tensor, chunks: Tensor, size: int) -> Tensor:
-    """[num_chunks, blocks of a chunk] int32. Entries beyond a sequence's own repeat its last one."""
+    """Block tables of chunks, [num_chunks, blocks of a chunk] int32. Entries beyond the sequence's table repeat its
+    last column."""
     width, per_chunk = batch.block_tables.shape[1], size // batch.block_size
     columns = chunks.long()[:, None] * per_chunk + torch.arange(min(per_chunk, width), device=chunks.device)
     return batch.block_tables[sequences[:, None].long(), columns.clamp(max=width - 1)]
 
 
 def query_growth(batch: PagedBatch, positions_per_step: int, share: float) -> Tensor:
-    """What queries are multiplied by, so that they stay apart in long contexts (Llama 4's temperature):
-    1 + share * log(1 + floor((position + 1) / positions_per_step)). [num_tokens] float32"""
+    """Factor of each token's queries, [num_tokens] float32, which keeps attention sharp in long contexts (Llama 4's
+    attention temperature): 1 + share * log(1 + floor((position + 1) / positions_per_step))."""
     key = ("query growth", positions_per_step, share)
     if key not in batch.memo:
         tokens = torch.arange(len(batch.slot_mapping), device=batch.seq_lens.device)

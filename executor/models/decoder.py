@@ -1,4 +1,4 @@
-"""The one decoder: an `ArchSpec` and its weights as a forward pass over a step's tokens."""
+"""`Decoder`: computes any `ArchSpec` eagerly, op by op: the forward pass over a step's tokens, and their logits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from headrace.kernels.expert_places import replica_keys
 from headrace.kernels.reference.rotary_cache import LayerCache
 
 CallLayer = Callable[[Tensor, Tensor | None, Step, LayerCache], tuple[Tensor, Tensor | None]]
-"""A `Layer`, or what does more around one."""
+"""A `Layer`, or a wrapper around one."""
 KeepLayer = Callable[[int, Layer], CallLayer]
 
 
@@ -51,7 +51,7 @@ class Decoder:
         choose: ChooseKernel = kernels.choose,
         keep: KeepLayer | None = None,
     ) -> None:
-        """keep: is given each layer as it is read, and gives what is called in its place."""
+        """keep: called as keep(index, layer) once a layer is read; its result is called in the layer's place."""
         spec, weights = padded_for(spec, as_declared(spec, weights), place)
         checked = EagerWeights(weights, dtype, torch.device(device), place, choose, spec.ropes)
         prefix = spec.names.prefix_in(checked)
@@ -76,7 +76,7 @@ class Decoder:
         if place.is_first_stage:
             self._read_beginning(checked, prefix)
         self._layers: list[CallLayer] = []
-        self._sharing: list[Layer] = []  # whose experts are divided among engine cores
+        self._sharing: list[Layer] = []  # layers whose experts are divided among engine cores
         for i in place.layers(spec.num_layers):
             layer = Layer(checked, spec.names.layer(prefix, i), spec, spec.layers[i])
             self._layers.append(layer if keep is None else keep(i, layer))
@@ -89,7 +89,7 @@ class Decoder:
         self.weight_bytes = checked.nbytes
         """Memory that the weights take."""
         self.balanced = tuple(checked.balanced)
-        """Experts that may change ranks."""
+        """Experts that load balancing may move between ranks."""
 
     def _read_beginning(self, checked: EagerWeights, prefix: str) -> None:
         spec, names, hidden = self.spec, self.spec.names, self.spec.hidden_size
@@ -112,7 +112,7 @@ class Decoder:
         self._head = VocabParallelHead(checked, head, tied, (spec.vocab_size, width), spec.head_bias, self._place)
 
     def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
-        """Runs a step, as the runner asks for it."""
+        """Computes one step for the model runner: writes the cache, returns logits. Ignores `draws`."""
         inputs = StepInputs.on(self.device, arrays)
         if self._place.is_last_stage:
             return step_in_two(self, inputs, kv_cache)
@@ -121,7 +121,7 @@ class Decoder:
 
     @torch.inference_mode()
     def compute_for_others(self) -> None:
-        """This core's part of a step in which it has no tokens, and others that share its experts do."""
+        """Computes this core's experts in a step in which it has no tokens but other cores that share them do."""
         for layer in self._sharing:
             layer.compute_for_others(self.dtype)
 
@@ -129,8 +129,8 @@ class Decoder:
     def forward(self, inputs: StepInputs, kv_cache: KVCache) -> Tensor:
         """The hidden state of every token, after the final norm: [num_tokens, hidden] in the model's dtype.
 
-        Writes the tokens' keys and values into `kv_cache`. A stage that is not the last sends its states on, and
-        returns them.
+        Writes the tokens' keys and values into `kv_cache`. A pipeline stage that is not the last sends its hidden
+        states to the next one, and returns them.
         """
         hidden, delta = self._embed(inputs) if self._place.is_first_stage else self._receive(len(inputs.token_ids))
         cos_sin = tuple(rotary.cos_sin(inputs) for rotary in self._rotaries)
@@ -148,7 +148,7 @@ class Decoder:
         return hidden if delta is None else hidden + delta
 
     def _embed(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
-        """The stream, [num_tokens, hidden], to which nothing is to be added yet."""
+        """The stream before the first layer, [num_tokens, hidden], and no delta."""
         assert self._embedding is not None, "the first stage has the embedding"
         hidden = self._embedding(inputs.token_ids)
         if self._project_in is not None:
@@ -162,7 +162,7 @@ class Decoder:
         return hidden, None
 
     def _send(self, hidden: Tensor, delta: Tensor | None) -> None:
-        """To the next stage. A stream goes in parts as wide as hidden values, for which there is room."""
+        """Sends to the next stage. A `Stream` is sent in parts of hidden_size columns, for which the link has room."""
         if self.spec.stream is None:
             self._place.link.send(torch.stack([hidden] if delta is None else [hidden, delta]))
             return
@@ -170,7 +170,7 @@ class Decoder:
             self._place.link.send(part[None].contiguous())
 
     def _receive(self, num_tokens: int) -> tuple[Tensor, Tensor | None]:
-        """What the layers of the stage before returned."""
+        """(hidden, delta) of the previous stage's last layer."""
         if (stream := self.spec.stream) is not None:
             width, most = stream.width(self._place.layers(self.spec.num_layers).start), self.spec.hidden_size
             sizes = [min(most, width - first) for first in range(0, width, most)]
@@ -182,7 +182,7 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden], rows of what `forward` returned -> [n, vocab_size] float32, soft cap applied."""
+        """hidden [n, hidden], rows of a result of `forward` -> [n, vocab_size] float32, soft cap applied."""
         assert self._head is not None, "the last stage has the head"
         if self._project_out is not None:
             hidden = self._project_out(hidden)

@@ -1,6 +1,6 @@
-"""Ops run at once on tensors, and the weights that they take: one implementation of `blocks.Ops`.
+"""Eager execution: the implementation of `blocks.Ops` that runs each op at once on tensors, and its weights.
 
-What a weight looks like in memory is known only to the `LinearWeight` that the `linear` op packs; a layer calls
+Only a `LinearWeight`, which the kernel registry's `linear` op packs, knows the layout of its weight; a layer calls
 `apply`. Nothing here keeps state between steps.
 """
 
@@ -30,14 +30,15 @@ from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
 from headrace.kernels.reference.rows import LinearWeight
 
 ChooseKernel = Callable[..., Callable[..., Any]]
-"""(op's name, **facts) -> the function that serves; `kernels.choose` is one."""
+"""(op's name, **facts) -> the function that computes the op; `kernels.choose` is one."""
 
 
 @runtime_checkable
 class FusableLinear(Protocol):
-    """A `LinearWeight` whose kernel takes in what stands around it, up to some number of rows of x."""
+    """A `LinearWeight` whose kernel can also compute the norm before the product and the ops after it."""
 
     most_fused_rows: int
+    """Most rows of x for which `apply_fused` may be called; 0: none."""
 
     def apply_fused(
         self,
@@ -46,30 +47,31 @@ class FusableLinear(Protocol):
         activation: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """x [num_rows, in_features] -> RMS norm (weight [in_features] float32, eps), product and bias, the ops
-        `activate_and_multiply` and addition, in this order and without what is None."""
+        """x [num_rows, in_features] -> the result of these ops in order, without those whose argument is None: RMS norm
+        (weight [in_features] float32, eps), product and bias, `activate_and_multiply`, addition of `residual`."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What every layer of one forward pass shares."""
+    """Inputs that all layers of one forward pass share."""
 
     batch: PagedBatch
     cos_sin: tuple[tuple[Tensor, Tensor], ...]
     """One pair per distinct rotary spec, each [num_tokens, rotary_dim / 2] float32"""
     replica_keys: Tensor | None = None
-    """[num_tokens] int64, where experts may have copies: see `kernels.expert_places`."""
+    """[num_tokens] int64: each token's choice among an expert's replicas (`kernels.expert_places`). None where experts
+    have no replicas."""
 
 
 class EagerNorm:
-    """RMS or layer norm, with the residual's addition before it."""
+    """RMS or layer norm; a residual can be added before it in the same kernel."""
 
     def __init__(self, weights: EagerWeights, declared: blocks.Norm, prefix: str) -> None:
         name, self.place = prefix + declared.name, weights.place
         own, self._whole_size = own_part(declared.size, weights.place), size_of(declared.size)
         self.columns = self._whole_size if own is None else own.stop - own.start
-        """Of this rank."""
+        """Columns of this rank."""
         weight = bias = None
         if declared.affine:
             weight = weights.vector(f"{name}.weight", self._whole_size, declared.weight_offset, own)
@@ -87,7 +89,8 @@ class EagerNorm:
         return normed, total
 
     def of_part(self, x: Tensor) -> Tensor:
-        """x [num_tokens, columns], of which each rank has its own: RMS-normed as one row of all ranks' columns."""
+        """RMS norm of rows whose columns the ranks divide: x has this rank's, [num_tokens, columns]. The mean square is
+        that of all ranks' columns."""
         if self.columns == self._whole_size:
             return self(x.contiguous())[0]
         assert self.weight is not None, "whole norms have weights"
@@ -102,13 +105,13 @@ class EagerNorm:
 
     @property
     def parameters(self) -> tuple[Tensor, float]:
-        """Of an RMS norm: weight and eps."""
+        """(weight, eps) of an RMS norm."""
         assert self.weight is not None, "an RMS norm without one has ones"
         return self.weight, self.eps
 
 
 class EagerWeights(CheckedWeights):
-    """Reads a source into tensors of the final dtype, packed for the kernels that serve on the device."""
+    """Reads a source into tensors of the model's dtype, packed for the device's kernels."""
 
     def __init__(
         self,
@@ -141,7 +144,7 @@ class EagerWeights(CheckedWeights):
     def linear(
         self, parts: Sequence[Part], in_features: int, columns: slice | None, bias: bool, role: Role
     ) -> LinearWeight:
-        """The parts' rows (and their `columns`) one below the other, packed for the kernel that serves here."""
+        """The parts' rows, or their `columns` alone, stacked and packed for the kernel that the registry chooses."""
         if (grouped := self._grouped(parts, in_features, columns, bias, role)) is not None:
             return grouped
         weight = self.stack([(f"{part.name}.weight", part) for part in parts], in_features, columns)
@@ -151,7 +154,7 @@ class EagerWeights(CheckedWeights):
     def _grouped(
         self, parts: Sequence[Part], in_features: int, columns: slice | None, bias: bool, role: Role
     ) -> LinearWeight | None:
-        """The same of weights that are stored with group scales; None where they are not, or no kernel takes them."""
+        """As `linear`, but quantised; None unless all parts are stored with group scales and a kernel takes them."""
         packed = getattr(stored_source(self._source), "packed", None)
         if packed is None or (self.device.type == "cpu" and not self.fused_kernel("linear_int4", shape=(1, 1))):
             return None
@@ -178,17 +181,17 @@ class EagerWeights(CheckedWeights):
         return result
 
     def pack(self, role: Role, weight: Tensor, bias: Tensor | None) -> LinearWeight:
-        """weight [out, in] and bias [out] in the layout of the kernel that serves them."""
+        """weight [out, in] and bias [out] in the layout of the kernel that the registry chooses."""
         packed: LinearWeight = self.kernel("linear", shape=tuple(weight.shape), role=role)(weight, bias)
         self.nbytes += packed.nbytes
         return packed
 
     def kernel(self, op: str, **facts: Any) -> Callable[..., Any]:
-        """The version of `op` that serves this model's device and dtype, and these facts."""
+        """The version of `op` that the registry chooses for this model's device and dtype and these facts."""
         return self._choose(op, device=self.device, dtype=self.dtype, **facts)
 
     def fused_kernel(self, op: str, **facts: Any) -> Callable[..., Any] | None:
-        """As `kernel`; None where only the reference serves, which gains nothing over the ops that it is made of."""
+        """As `kernel`, for a fused op; None if there is only the reference, which is no faster than the single ops."""
         found = self.kernel(op, **facts)
         return None if found is kernels.choose_reference(op) else found
 
@@ -210,7 +213,7 @@ class EagerWeights(CheckedWeights):
 
 
 def _arguments_of_kernel(weight: GroupedWeight) -> tuple[Any, ...] | None:
-    """What the ops linear_int4, linear_int8 and linear_fp8 take; None where they do not take its like."""
+    """Arguments of the ops linear_int4, linear_int8 and linear_fp8; None if they do not support such a weight."""
     if weight.order is not None:
         return None
     scales = weight.scales.float() if weight.scales.dtype == torch.bfloat16 else weight.scales
@@ -225,7 +228,7 @@ def _arguments_of_kernel(weight: GroupedWeight) -> tuple[Any, ...] | None:
 
 @dataclass(frozen=True, eq=False)
 class EagerLinear:
-    """A `Linear`'s packed weight, and what is applied to its product."""
+    """A `Linear`'s packed weight, and the activation of its product."""
 
     weight: LinearWeight
     activate: Callable[[Tensor, str], Tensor] | None = None
@@ -250,7 +253,7 @@ class EagerLinear:
 
 
 class EagerAttend:
-    """An `Attend` with the kernels that serve it."""
+    """An `Attend` with its kernels."""
 
     def __init__(self, weights: EagerWeights, declared: Attend, prefix: str) -> None:
         size = weights.place.tp_size
@@ -269,7 +272,7 @@ class EagerAttend:
         self._reads_only = declared.reads_only
         self._rotate = weights.kernel("rotary", head_dim=head_dim)
         self._write = weights.kernel("write_cache", head_dim=head_dim)
-        # The three before attention as one kernel, where the device has it: they are small, and each costs a launch.
+        # Norms, rotation and cache write as one kernel, where the device has it: each is small and costs a launch.
         is_fusable = not declared.reads_only and (query_norm is None or query_norm.kind == "rms")
         self._prepare = weights.fused_kernel("rotary_and_write", head_dim=head_dim) if is_fusable else None
         self._attend = weights.kernel(
@@ -279,7 +282,8 @@ class EagerAttend:
         )
 
     def __call__(self, qkv: Tensor, step: Step, cache: LayerCache) -> Tensor:
-        """qkv [num_tokens, (num_heads + 2 num_kv_heads) head_dim] -> [num_tokens, num_heads * head_dim]"""
+        """qkv [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], or [num_tokens, num_heads * head_dim] if the layer
+        only reads the cache -> [num_tokens, num_heads * head_dim]"""
         num_kv_heads = 0 if self._reads_only else self.num_kv_heads
         heads = qkv.view(len(qkv), self.num_heads + 2 * num_kv_heads, self.head_dim)
         query, key, value = heads.split((self.num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -311,7 +315,7 @@ class EagerAttend:
 
 
 class EagerLatent:
-    """An `AttendLatent` with its projections and the kernels that serve it."""
+    """An `AttendLatent` with its up-projection and its kernels."""
 
     def __init__(self, weights: EagerWeights, declared: blocks.AttendLatent, prefix: str) -> None:
         self._declared, self._num_heads = declared, declared.num_heads // weights.place.tp_size
@@ -338,7 +342,7 @@ class EagerLatent:
         query = query.view(len(query), self._num_heads, -1)
         queries, q = query.split((declared.nope_dim, declared.rope_dim), dim=-1)
         compressed, k = latent[:, None].split((declared.latent_dim, declared.rope_dim), dim=-1)
-        if declared.interleaved:  # in both, so that products stay what they are
+        if declared.interleaved:  # both are reordered alike, so their products do not change
             q, k = (each.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for each in (q, k))
         q, k = self._rotate(q.contiguous(), k.contiguous(), *step.cos_sin[self._rope_index])
         vector = torch.cat([compressed, k], dim=-1)
@@ -349,7 +353,7 @@ class EagerLatent:
 
 
 class EagerExperts:
-    """An `ExpertStack`'s weights with the kernels that serve them."""
+    """An `ExpertStack`'s weights with their kernels."""
 
     def __init__(self, weights: EagerWeights, declared: blocks.ExpertStack, prefix: str) -> None:
         inner, hidden = declared.inner.size, declared.hidden
@@ -378,7 +382,7 @@ class EagerExperts:
         self._experts: ExpertWeights = pack(gate_up, down, declared.activation, *given)
         weights.nbytes += self._experts.nbytes
         if self._places is not None and self._loads is not None:
-            movable: Any = self._experts  # as those of a CPU are
+            movable: Any = self._experts  # a CPU's packed experts are MovableExperts
             weights.note_balanced(movable, self._places, self._loads)
 
     def __call__(
@@ -399,8 +403,8 @@ def _names(stack: blocks.ExpertStack) -> tuple[tuple[str, ...], ...]:
 
 
 class EagerOps:
-    """`blocks.LayerOps` of one layer in one step. `delta` is the part of the stream that is not yet added to `hidden`:
-    the addition waits for the next norm, so that one kernel does both."""
+    """`blocks.LayerOps` of one layer in one step. The residual stream is hidden + delta: the last contribution stays in
+    `delta` until the next norm, whose kernel also adds."""
 
     def __init__(self, place: RankPlace, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache) -> None:
         """hidden, delta: [num_tokens, hidden]"""
@@ -468,21 +472,21 @@ class EagerOps:
 
 
 class Normed(NamedTuple):
-    """The norm of the stream, left to the matrix that reads it."""
+    """The norm of the stream, not yet computed: the kernel of the matrix that reads it does so."""
 
     norm: EagerNorm
 
 
 class FusedProduct(NamedTuple):
-    """A contribution, left to the matrix to add."""
+    """A contribution, not yet computed: the matrix's kernel adds its product to the stream."""
 
     weight: FusableLinear
     x: Tensor
 
 
 class FusedOps(EagerOps):
-    """Of few tokens, whose matrices' kernels take in the norms before them, their activations, and the additions after
-    them. For layers of which `why_not_fused` has nothing to say."""
+    """`EagerOps` for steps of few tokens: each matrix's kernel also computes the norm before it, its activation and the
+    addition after it. `Layer._rows_to_fuse` gives the most tokens for which a layer uses it."""
 
     def linear(self, weight: EagerLinear, x: Tensor | Normed) -> Tensor:
         fusable: Any = weight.weight
@@ -531,17 +535,17 @@ class Layer:
         return ops.hidden, ops.delta
 
     def compute_for_others(self, dtype: torch.dtype) -> None:
-        """What this rank's experts make of the tokens of other engine cores, in a step without tokens of its own."""
+        """Computes this rank's experts for tokens of other engine cores, in a step in which this one has none."""
         if any(isinstance(each, EagerExperts) and each.are_divided for each in self._held.ffn.values()):
             nothing = torch.empty(0, self._spec.hidden_size, dtype=dtype)
-            # Attention, which needs a step and a cache, is left out.
+            # Only the FFN is computed; a step and a cache are for attention.
             ops = EagerOps(self._place, nothing, None, Step(None, ()), None)  # type: ignore[arg-type]
             self._layer.ffn.emit(ops, self._held.ffn, nothing)
 
     def _rows_to_fuse(self) -> int:
-        """Up to how many tokens `FusedOps` compute this layer; 0 for none."""
+        """Most tokens of a step that `FusedOps` compute in this layer; 0: never."""
         spec = self._spec
-        # Ranks add their parts after each matrix, and other norms do not begin one.
+        # Fused kernels support RMS norms before the blocks only, and no sum over ranks between product and addition.
         if spec.norm.kind != "rms" or spec.norm_placement != "pre" or self._place.world_size > 1:
             return 0
         rows = []

@@ -1,4 +1,4 @@
-"""Which implementation computes a model: a family of blocks here, or transformers' code (`--model-impl`)."""
+"""Chooses what computes a model (`--model-impl`): one of Headrace's families, or transformers' code."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ HOW_TO_ADD = "docs/models.md shows how a package adds an architecture"
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A checkpoint, and what its model is."""
+    """A checkpoint and its model's architecture."""
 
     checkpoint: Checkpoint
     spec: ArchSpec
     config: Any = None
-    """transformers' configuration, where its code computes the model."""
+    """transformers' configuration object if its code computes the model, else None."""
 
 
 def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
-    """Raises ModelError, naming the architecture and what was tried, when nothing can compute the model."""
+    """The spec of the checkpoint's model: by a family, else by transformers' code, as far as `model_impl` allows each.
+
+    Raises ModelError, naming the architecture and what was tried, if none can compute the model.
+    """
     named = checkpoint.config.get("architectures") or ["none"]
     reason: ModelError
     if options.model_impl != "transformers":
@@ -98,8 +101,8 @@ def _config_of(checkpoint: Checkpoint, options: Options) -> Any:
 
 
 def _tell_transformers(architecture: str, model_class: Any) -> None:
-    """A registered class becomes one of those that transformers finds by a config's model_type. Raises ModelError for
-    a class that is none of transformers'."""
+    """Registers a model class with transformers' auto classes, under its config's model_type. Raises ModelError for a
+    class that does not derive from transformers' PreTrainedModel and PreTrainedConfig."""
     if not isinstance(model_class, type):
         return
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -118,7 +121,7 @@ def _tell_transformers(architecture: str, model_class: Any) -> None:
 
 
 def load_foreign(found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype, options: Options) -> Any:
-    """The model of a FoundModel with a config, of this checkpoint's weights."""
+    """Loads, with this checkpoint's weights, a FoundModel that transformers' code computes."""
     from headrace.executor.models.transformers_model import TransformersModel
 
     return TransformersModel(found.spec, checkpoint, found.config, dtype, trust_remote_code=options.trust_remote_code)

@@ -1,4 +1,4 @@
-"""What one forward pass computes, as tensors on the device, and what comes of it. Made per step, never stored."""
+"""Inputs of one forward pass as tensors on the device, and its logits. Made anew for each step, and never kept."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class StepInputs:
     """For each cache group [num_seqs, max_blocks] int32; entries beyond a sequence's blocks, and those that a sliding
     window has passed, are never read"""
     logits_indices: Tensor
-    """[num_logits] int64: the rows of `hidden` whose logits are wanted"""
+    """[num_logits] int64: the rows of `hidden` for which logits are computed"""
     block_size: int
     prompt_lens: Tensor | None = None
-    """[num_seqs] int32, read only by models whose rotary base grows with the prompt (`ArchSpec.uses_prompt_lens`).
-    Without it such a model takes `seq_lens`, so its answers beyond the trained context depend on chunking."""
+    """[num_seqs] int32, read only by models whose rotary base grows with the prompt (`ArchSpec.uses_prompt_lens`). If
+    None, such a model uses `seq_lens`, so its results beyond the trained context depend on how prompts are chunked."""
     max_query_len: int | None = None
-    """The host's bound on the tokens of any one sequence, where it is known; see `PagedBatch`."""
+    """Upper bound of the tokens that any one sequence computes; None: not known on the host. See `PagedBatch`."""
 
     @cached_property
     def paged_batches(self) -> tuple[PagedBatch, ...]:
-        """The part that attention and the cache write need, for each cache group."""
+        """The inputs of attention and of the cache write, for each cache group."""
         return tuple(
             PagedBatch(
                 self.query_start,
@@ -58,7 +58,7 @@ class StepInputs:
 
     @classmethod
     def on(cls, device: torch.device, arrays: StepArrays) -> StepInputs:
-        """The host's arrays on a device."""
+        """Copies the host's arrays to a device."""
         values = dict(vars(arrays))
         block_size = values.pop("block_size")
         del values["reads_logits"]
@@ -72,40 +72,40 @@ class StepInputs:
 
 
 class BegunBlocks(NamedTuple):
-    """Sequences of a repeated step whose token begins a block."""
+    """Sequences of a repeated decode step whose new token is the first of a block."""
 
     sequences: list[int]
-    """By their place in the step."""
-    places: np.ndarray  # [num_sequences] int32: the block's, in its sequence's block tables
+    """Their indices in the step."""
+    places: np.ndarray  # [num_sequences] int32: index of the block in its sequence's block tables
     block_ids: np.ndarray  # [num_groups, num_sequences] int32
 
 
 class Chosen(NamedTuple):
-    """Tokens for rows of logits."""
+    """Tokens that the model itself chose for rows of logits."""
 
     token_ids: np.ndarray  # [num_rows] int32; meaningless where `best` is not finite
-    best: np.ndarray  # [num_rows] float32: each row's highest logit, NaN where it holds one
+    best: np.ndarray  # [num_rows] float32: each row's highest logit, NaN if the row contains NaN
 
 
 @dataclass(frozen=True)
 class StepLogits:
-    """A step's logits. All of it may be memory that the next call of `at`, or the next step, writes again."""
+    """A step's logits. The next call of `at`, or the next step, may overwrite their memory."""
 
     sampled: Tensor  # [len(logits_indices), vocab_size] float32
     at: Callable[[int, int], Tensor]
     """(first, last) -> the logits of the step's tokens [first, last), [last - first, vocab_size] float32."""
     chosen: Chosen | None = None
-    """Tokens for the sampled rows as they are, from a model that chooses them within the step."""
+    """Tokens for the rows of `sampled`, if the model chose them within the step; else None."""
 
 
 def no_logits() -> StepLogits:
-    """What a stage of a pipeline has that is not the last."""
+    """The result of a pipeline stage that is not the last."""
     nothing = torch.empty(0, 0)
     return StepLogits(nothing, lambda first, last: nothing)
 
 
 class HiddenStateModel(Protocol):
-    """A model that is asked for hidden states first and for logits of some of them then."""
+    """A model that computes hidden states, and in a second call the logits of some of them."""
 
     def forward(self, inputs: StepInputs, kv_cache: Any) -> Tensor:
         """[num_tokens, hidden_size]; writes the step's keys and values into the cache."""
@@ -116,7 +116,7 @@ class HiddenStateModel(Protocol):
 
 @torch.inference_mode()
 def step_in_two(model: HiddenStateModel, inputs: StepInputs, kv_cache: Any) -> StepLogits:
-    """One step of such a model."""
+    """One step of a `HiddenStateModel`."""
     hidden = model.forward(inputs, kv_cache)
     wanted = len(inputs.logits_indices)
     if wanted:

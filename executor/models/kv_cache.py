@@ -1,4 +1,4 @@
-"""The paged key/value cache's memory. Which block holds what is the core's business."""
+"""Memory of the paged key/value cache. The core decides which block holds which tokens."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ from headrace.kernels.reference.attention import CacheScales
 from headrace.kernels.reference.rotary_cache import LayerCache
 
 SCALED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-"""What a cache can keep only with scales."""
+"""Cache dtypes that need scales."""
 LayerScales = tuple[tuple[float, ...], tuple[float, ...]]
-"""What a layer's keys and its values are divided by before they are rounded: one number, or one for each head."""
+"""A layer's (key scales, value scales): one number, or one per head. Values are divided by them before rounding."""
 
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """A key and a value tensor for each of a rank's layers, [blocks, num_kv_heads, block_size, head_dim], over memory
-    that it shares with layers of other cache groups. Where a value is a part of its key, both are one tensor.
+    """A key and a value tensor for each of a rank's layers, [blocks, num_kv_heads, block_size, head_dim]. Layers of
+    different cache groups share memory. Where a value is a part of its key, both are one tensor.
 
-    A block belongs to one group at a time, and is number n * layers_in_place of the group's tensors (see `Layout`). In
-    int8 and fp8 (float8_e4m3fn, float8_e5m2) each row of head_dim elements is stored divided by its scale, or by its
-    layer's or head's.
+    A block belongs to one group at a time; block n is entry n * layers_in_place of its group's tensors (see `Layout`).
+    In int8 and fp8 (float8_e4m3fn, float8_e5m2) each row of head_dim elements is stored divided by a scale of the row,
+    of its head or of its layer.
     """
 
     num_blocks: int
     memory: tuple[Tensor, ...]
-    """All of it, of which the others are views."""
+    """All allocated tensors; keys, values and scales are views of them."""
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     key_scales: tuple[Tensor, ...] = ()  # per layer, where scaled: [blocks, num_kv_heads, block_size] float32
     value_scales: tuple[Tensor, ...] = ()
     layer_scales: tuple[CacheScales, ...] = ()
-    """Per layer, where those of the checkpoint are used."""
+    """Scales of each layer, where the checkpoint gives them."""
     groups: tuple[int, ...] = ()
-    """Of each layer: the number of its cache group, whose block tables it reads."""
+    """Number of each layer's cache group, whose block tables the layer reads."""
     num_groups: int = 1
-    """Of the whole model; a stage of a pipeline may have no layer of some."""
+    """Cache groups of the whole model; a pipeline stage may have no layer of some of them."""
     pages: tuple[mmap.mmap, ...] = ()
-    """A CPU's memory of all of them, from which pages can be given back."""
+    """On a CPU, the mappings that hold `memory`; `release` returns their pages to the system."""
 
     @cached_property
     def layers(self) -> tuple[LayerCache, ...]:
-        """As a layer's kernels take them."""
+        """Each layer's tensors in the form that kernels take."""
         kept = zip(self.keys, self.values, strict=True)
         return tuple(LayerCache(k, v, self.scales(layer)) for layer, (k, v) in enumerate(kept))
 
@@ -66,8 +66,8 @@ class KVCache:
         return self.layer_scales[layer] if self.layer_scales else None
 
     def release(self) -> None:
-        """Gives its memory back, with what it held, until `restore`. The tensors stay the same objects; on a device
-        they then have no memory, and new addresses afterwards."""
+        """Frees the cache's memory and drops its contents, until `restore`. The tensors stay the same objects; on a GPU
+        they have no storage meanwhile, and new addresses after `restore`."""
         for page in self.pages:
             page.madvise(mmap.MADV_DONTNEED)
         if not self.pages:
@@ -75,7 +75,7 @@ class KVCache:
                 tensor.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Zeroed memory again."""
+        """Undoes `release`: the memory is there again, zeroed."""
         if not self.pages:
             for tensor in self.memory:
                 tensor.untyped_storage().resize_(tensor.nbytes)
@@ -91,8 +91,8 @@ class KVCache:
 
 
 def cache_groups(spec: ArchSpec, max_model_len: int | None = None, tp_size: int = 1) -> tuple[CacheGroup, ...]:
-    """The groups of a model whose requests have at most max_model_len tokens: a window that hides none of them is
-    none."""
+    """The cache groups of a model whose requests have at most max_model_len tokens. A sliding window of at least that
+    size hides nothing, so its layers count as full attention."""
     longest = min(spec.max_positions, max_model_len or spec.max_positions)
     own = [index for index, layer in enumerate(spec.layers) if layer.cache_of is None]
     windows = [spec.layers[index].sliding_window for index in own]
@@ -105,7 +105,7 @@ def cache_groups(spec: ArchSpec, max_model_len: int | None = None, tp_size: int 
 
 
 def group_of_layers(spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> tuple[int, ...]:
-    """For each of a rank's layers: the number of its group, or of that whose cache it reads."""
+    """For each of a rank's layers the number of its cache group; a layer that reads another's cache has its group."""
     if len(groups) == 1:
         return (0,) * len(place.layers(spec.num_layers))
     numbers = {layer: number for number, group in enumerate(groups) for layer in group.layers}
@@ -116,30 +116,30 @@ def group_of_layers(spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGrou
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """Where in a block a layer's part is."""
+    """Where a layer's part of a block is."""
 
     group: int
     place: int
     nth: int
-    """Of those that share the place."""
+    """The layer's position among the group's layers that share the place."""
     sharing: int
-    """Layers of the group that may share it."""
+    """Number of the group's layers for which the place has room."""
     cache: TokenCache
-    """What the rank keeps of a token in this layer."""
+    """What the rank caches per token in this layer."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A block as a rank has it: places one after another, each in memory of its own over all blocks.
+    """How a rank lays out a block: as a number of places, each with its own allocation, which spans all blocks.
 
-    Where several layers share a place, their tensors begin one layer's part after another, and each has `sharing` times
-    as many blocks, of which it uses every `sharing`th:
+    If `sharing` layers of a group share a place, each layer's tensor has `sharing` times as many entries, of which the
+    layer uses every `sharing`th, and begins one entry after the tensor of the layer before it:
 
-        block          0           1           2
-        place      [ f0 | f1 ] [ f0 | f1 ] [ f0 | f1 ]      f0's blocks: 0, 2, 4; f1's, which begins a part later: too
-        the same   [    w0   ] [    w0   ] [    w0   ]      w0's blocks: 0, 1, 2
+        block                  0           1           2
+        place, group f     [ f0 | f1 ] [ f0 | f1 ] [ f0 | f1 ]   f0 and f1 each use entries 0, 2, 4 of their tensors
+        same place, w      [    w0   ] [    w0   ] [    w0   ]   w0 uses entries 0, 1, 2
 
-    So a layer's kernels see a tensor of its own, and its group's block tables name every `sharing`th block of it.
+    So kernels see one ordinary tensor per layer, and the group's block tables name every `sharing`th entry of it.
     """
 
     layers: tuple[LayerPlace, ...]
@@ -160,14 +160,14 @@ class Layout:
 
     @property
     def elements(self) -> int:
-        """Values of one token in a block."""
+        """Elements of a block per token."""
         places = {each.place: each.sharing * each.cache.elements for each in self.layers}
         return sum(places.values())
 
     @property
     def rows(self) -> int:
-        """Vectors of one token in a block, each of which has a scale where the cache is quantised. Layers of one place
-        that differ in their heads share no scales."""
+        """Vectors of a block per token; a quantised cache has a scale for each. Layers that share a place but differ in
+        their number of heads do not share memory for scales."""
         kinds = {(each.place, each.sharing, each.cache.num_heads): each for each in self.layers}
         return sum(each.sharing * each.cache.rows for each in kinds.values())
 
@@ -179,7 +179,7 @@ def block_bytes(
     place: RankPlace = SINGLE,
     groups: Sequence[CacheGroup] = ONE_GROUP,
 ) -> int:
-    """Memory of one block of a rank, keys and values."""
+    """Bytes of one block on one rank: keys, values and scales of all layers."""
     layout = Layout.of(spec, place, groups)
     scale_bytes = layout.rows * torch.float32.itemsize if dtype in SCALED else 0
     return block_size * (layout.elements * dtype.itemsize + scale_bytes)
@@ -188,7 +188,8 @@ def block_bytes(
 def _own_scale(
     scale: tuple[float, ...], num_heads: int, place: RankPlace, device: torch.device | str
 ) -> float | Tensor:
-    """The rank's part of one scale for all heads, or of one for each; num_heads: with those of padding."""
+    """This rank's part of a layer's scale: one number for all heads, or [own heads] float32. num_heads: including heads
+    of padding, whose scale is 1."""
     if len(scale) == 1:
         return scale[0]
     own = Axis(num_heads).own(place) or slice(None)
@@ -197,7 +198,7 @@ def _own_scale(
 
 
 class _Memory:
-    """Memory of layers' parts, which those of one key share."""
+    """Allocations, one per key: layers with the same key get views of the same memory."""
 
     def __init__(self, num_blocks: int, block_size: int, device: torch.device | str) -> None:
         self._num_blocks, self._block_size, self._device = num_blocks, block_size, device
@@ -205,7 +206,7 @@ class _Memory:
         self.of_key: dict[tuple[object, ...], Tensor] = {}
 
     def view(self, key: tuple[object, ...], layer: LayerPlace, row_size: int, dtype: torch.dtype) -> Tensor:
-        """[blocks, num_heads, block_size, row_size], or without row_size where that is 0: the layer's part."""
+        """The layer's tensor, [blocks, num_heads, block_size, row_size], or without the last axis if row_size is 0."""
         shape = (layer.cache.num_heads, self._block_size, *((row_size,) if row_size else ()))
         whole = (self._num_blocks * layer.sharing, *shape)
         if key not in self.of_key:
@@ -218,8 +219,8 @@ class _Memory:
         # torch.zeros would write every page; fresh anonymous memory reads as zeros and costs nothing until written.
         self.pages.append(mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # Blocks lie in any order, and each short one would cost a walk of the page tables.
-            with suppress(OSError):  # of a kernel without them
+            # Blocks are read in any order; with small pages, each read would cost a walk of the page tables.
+            with suppress(OSError):  # a kernel without huge pages
                 self.pages[-1].madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(self.pages[-1], dtype=dtype)
 
@@ -234,9 +235,10 @@ def allocate(
     groups: Sequence[CacheGroup] = ONE_GROUP,
     layer_scales: Sequence[LayerScales] = (),
 ) -> KVCache:
-    """A rank's zeroed cache; on a CPU its pages take memory once they are written. Raises ModelError if it cannot.
+    """A rank's zeroed cache. On a CPU its pages take memory only once they are written. Raises ModelError if the memory
+    cannot be allocated, or if num_blocks or block_size is below 1.
 
-    layer_scales: of the whole model's layers and heads; without, a quantised cache has one for each row.
+    layer_scales: for all layers and heads of the whole model; without them, a quantised cache has a scale per row.
     """
     if num_blocks < 1 or block_size < 1:
         raise ModelError(f"a cache needs at least one block of one token, got {num_blocks} blocks of {block_size}")
@@ -264,7 +266,7 @@ def allocate(
     for layer in place.layers(spec.num_layers) if layer_scales else ():
         key, value = layer_scales[layer]
         heads = spec.for_ranks(place.tp_size).layers[layer].mixer.cache.num_heads
-        if values is keys:  # what is written of a value is its key
+        if values is keys:  # latent attention writes the key only; the value is a part of it
             value = key
         own_scales.append(CacheScales(_own_scale(key, heads, place, device), _own_scale(value, heads, place, device)))
     return KVCache(

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's weights as they are declared: checked, and this rank's part alone."""
+"""Reads a checkpoint's weights as the blocks declare them: checks their shapes, and takes only this rank's part."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from headrace.kernels.expert_places import ExpertPlaces
 from headrace.kernels.reference.moe import MovableExperts
 
 TIED_ROWS_COMPARED, TIED_DIFFERENCE = 64, 0.3
-"""How many rows of a head are compared with the embedding's, and how much of their norm the difference may have: a copy
-may be quantised, and another matrix is all of it away."""
+"""To check that a head is a copy of the embedding, about so many rows are compared; the norm of their difference may be
+this fraction of the embedding's. A quantised copy stays below it, and for an unrelated matrix it is about 1 or more."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a checkpoint's matrix that become rows of ours."""
+    """The rows of a checkpoint's matrix that a rank reads."""
 
     name: str
-    """Without `.weight` or `.bias`."""
+    """Name of the matrix, without `.weight` or `.bias`."""
     num_rows: int
-    """Of the whole matrix in the checkpoint."""
+    """Rows of the whole matrix in the checkpoint."""
     rows: slice | None = None
-    """None takes them all."""
+    """Rows to read; None: all."""
 
     @property
     def taken(self) -> int:
@@ -52,22 +52,22 @@ class Part:
 
 
 def own_slopes(declared: Attend, place: RankPlace, device: torch.device | str = "cpu") -> Tensor | None:
-    """What `AttentionParams.alibi` is of this rank's heads."""
+    """ALiBi slopes of this rank's heads, [num_heads of the rank] float32, for `AttentionParams`; None without ALiBi."""
     own = Axis(declared.num_heads, groups=declared.num_kv_heads).own(place)
     slopes = declared.alibi if own is None else declared.alibi[own]
     return torch.tensor(slopes, dtype=torch.float32, device=device) if slopes else None
 
 
 def own_part(dimension: Dimension, place: RankPlace) -> slice | None:
-    """A rank's part of a dimension; None is all of it."""
+    """A rank's slice of a dimension; None: all of it."""
     return dimension.own(place) if isinstance(dimension, Axis) else None
 
 
 class CheckedWeights:
-    """Reads a source into what one rank computes with, checking each shape first and noting what was used.
+    """Reads one rank's weights from a source: checks each shape first, and records which tensors were used.
 
-    A subclass reads declared things for its ops: `models.eager`, `cpu.weights`. Raises ModelError, naming the weight,
-    where source and config disagree.
+    Subclasses (`models.eager`, `cpu.weights`) turn declared things into the form that their ops take. Raises
+    ModelError, naming the weight, where source and config disagree.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class CheckedWeights:
     ) -> None:
         self.dtype, self.device, self.place = dtype, device, place
         self.nbytes = 0
-        """Memory of what was read so far, in its final layout."""
+        """Memory of the weights read so far, in their final layout."""
         self.balanced: list[BalancedExperts] = []
-        """Those that were read so far, in the order of their layers."""
+        """Experts read so far that load balancing may move between ranks, in the order of their layers."""
         self._source = source
         self._names = source.names()
         self._used: set[str] = set()
@@ -86,7 +86,7 @@ class CheckedWeights:
         return name in self._names
 
     def read(self, declared: Declared, prefix: str) -> Any:
-        """What the subclass's ops take for it. Its names are below `prefix`."""
+        """The declared thing in the form that the subclass's ops take. Its names are relative to `prefix`."""
         raise NotImplementedError
 
     def read_layer(self, spec: ArchSpec, layer: LayerSpec, prefix: str) -> LayerHeld:
@@ -98,7 +98,7 @@ class CheckedWeights:
         return LayerHeld(mixer, ffn, norms, stream)
 
     def _floats(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """That part of a weight, of whatever float type. Raises ModelError for whole numbers, which are no weights."""
+        """Part of a weight, in the float dtype in which it is stored. Raises ModelError for integers."""
         tensor = self._source.get(name, rows=rows, columns=columns)
         if not tensor.is_floating_point():
             stored = str(tensor.dtype).removeprefix("torch.")
@@ -106,14 +106,14 @@ class CheckedWeights:
         return tensor
 
     def vector(self, name: str, size: int, offset: float = 0.0, take: slice | None = None) -> Tensor:
-        """Elements `take` of [size], float32, plus `offset`: norm weights stay wide, they cost nothing."""
+        """Elements `take` of a [size] vector, plus `offset`. float32, since norm weights take little memory."""
         self._check(name, (size,))
         tensor = self._floats(name, take).to(self.device, torch.float32) + offset
         self.nbytes += tensor.nbytes
         return tensor
 
     def values(self, declared: Vector, prefix: str) -> Tensor:
-        """This rank's, [size] float32."""
+        """This rank's part of a `Vector`, [size of the part] float32."""
         name, size, own = prefix + declared.name, size_of(declared.size), own_part(declared.size, self.place)
         if not declared.is_row:
             return self.vector(name, size, take=own)
@@ -123,14 +123,14 @@ class CheckedWeights:
         return row
 
     def matrix(self, name: str, rows: int, columns: int, take: slice | None = None) -> Tensor:
-        """Rows `take` of a [rows, columns] matrix as it is, in the model's dtype."""
+        """Rows `take` of a [rows, columns] matrix in the model's dtype, not packed."""
         self._check(name, (rows, columns))
         tensor = self._floats(name, take).to(self.device, self.dtype)
         self.nbytes += tensor.nbytes
         return tensor
 
     def parts_of(self, linear: Linear, prefix: str) -> tuple[list[Part], slice | None, bool]:
-        """What this rank reads of a `Linear`: rows of each matrix, columns of all, and whether it adds the bias."""
+        """This rank's share of a `Linear`: rows of each matrix, columns of all, and whether it adds the bias."""
         parts = [Part(prefix + name, size_of(rows), own_part(rows, self.place)) for name, rows in linear.matrices]
         adds_bias = linear.bias
         if linear.bias and isinstance(linear.columns, Axis) and self.place.tp_rank > 0:
@@ -140,7 +140,8 @@ class CheckedWeights:
         return parts, own_part(linear.columns, self.place), adds_bias
 
     def own_experts(self, declared: ExpertStack, prefix: str) -> tuple[Sequence[int], slice | None]:
-        """This rank's experts, and which of their inner columns; the others' names are noted as used."""
+        """This rank's experts, and the slice of their inner columns (None: all). Weights of experts that only other
+        ranks read are checked and recorded as used."""
         count = len(declared.gates)
         own = self.place.experts(count)
         if not self.place.has_whole_experts(count):
@@ -153,8 +154,8 @@ class CheckedWeights:
         return own, None
 
     def expert_places(self, declared: ExpertStack) -> tuple[ExpertPlaces | None, Tensor | None]:
-        """Of experts that are divided whole: where they are, and, where they are to be balanced, what counts the rows
-        of each of this rank's."""
+        """For experts that are divided among ranks as wholes: the rank and index of each, and, with load balancing, the
+        counters of tokens computed per expert of this rank, [own experts] int64. (None, None) for other experts."""
         place, count = self.place, len(declared.gates)
         if not place.has_whole_experts(count):
             return None, None
@@ -162,13 +163,13 @@ class CheckedWeights:
         return places, torch.zeros(len(place.experts(count)), dtype=torch.int64) if place.balances_experts else None
 
     def note_balanced(self, experts: MovableExperts, places: ExpertPlaces, loads: Tensor) -> None:
-        """These may change ranks."""
+        """Records experts that load balancing may move between ranks."""
         placement = self.place.expert_placement(len(places.replicas))
         self.balanced.append(BalancedExperts(experts, places, loads, [list(each) for each in placement]))
 
     def expert_biases(self, declared: ExpertStack, prefix: str) -> tuple[Tensor, Tensor]:
-        """[num_experts, 2 * inner] and [num_experts, hidden] float32, of this rank's experts; of ranks that share an
-        expert, the first adds the latter."""
+        """Biases of this rank's experts, float32: [num_experts, 2 * inner] of gate and up, [num_experts, hidden] of
+        down. Where ranks share each expert, only the first has the biases of down; the others have zeros."""
         experts, own = self.own_experts(declared, prefix)
         adds_last = own is None or self.place.tp_rank == 0
         first, last = [], []
@@ -181,8 +182,8 @@ class CheckedWeights:
         return torch.stack(first), torch.stack(last)
 
     def check_rest(self, spec: ArchSpec, prefix: str) -> None:
-        """Raises ModelError when the source holds a tensor that nothing read and nothing excuses, or a head of its own
-        where the config says that the embedding is the head."""
+        """Raises ModelError if the source holds a tensor that was not read and is not ignorable, or if its head is not
+        a copy of the embedding although the config ties them."""
         if spec.tied_head and self.place.is_last_stage:
             self._check_tied(spec, prefix)
         ignorable = _not_read(spec, self.place, prefix)
@@ -222,7 +223,7 @@ class CheckedWeights:
 def _not_read(spec: ArchSpec, place: RankPlace, prefix: str) -> list[str]:
     """Patterns of tensors that a checkpoint may hold and this rank does not read."""
     names, own = spec.names, place.layers(spec.num_layers)
-    # A tied checkpoint may carry a copy of the embedding as its head, which was compared.
+    # A tied checkpoint may hold a copy of the embedding as its head; `_check_tied` has compared the two.
     excused = names.lm_heads if spec.tied_head or not place.is_last_stage else ()
     if not place.is_first_stage:
         firsts = (names.embedding, names.positions, names.embedding_norm, names.project_in)
@@ -239,5 +240,5 @@ def _not_read(spec: ArchSpec, place: RankPlace, prefix: str) -> list[str]:
 
 
 def _stems(declared: Mapping[str, Declared], prefix: str) -> tuple[str, ...]:
-    """Names of what holds these weights."""
+    """The weights' full names without their last component (`weight`, `bias`)."""
     return tuple(prefix + weight.name.rpartition(".")[0] for each in declared.values() for weight in each.weights())

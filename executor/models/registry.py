@@ -1,10 +1,11 @@
-"""Models of other packages: registered by a call, or by an entry point of `headrace.plugins`. Imports no torch.
+"""Models from other packages, registered by a call or by an entry point `headrace.plugins`. Imports no torch.
 
     from headrace import ModelRegistry
-    ModelRegistry.register_model("TinyForCausalLM", "tiny_models:FAMILY")        # a Family: blocks of this package
-    ModelRegistry.register_model("OtherForCausalLM", "tiny_models:OtherModel")   # a class for transformers
+    ModelRegistry.register_model("TinyForCausalLM", "tiny_models:FAMILY")        # a Family: Headrace's decoder runs it
+    ModelRegistry.register_model("OtherForCausalLM", "tiny_models:OtherModel")   # a class: transformers' code runs it
 
-What is registered by a call is known to the engines that this process starts: their processes inherit its environment.
+A call's registration reaches the engines that this process starts through an environment variable, which their
+processes inherit.
 """
 
 from __future__ import annotations
@@ -18,19 +19,18 @@ from headrace.ipc.failure import OptionError
 from headrace.ipc.plugins import load_plugins
 
 VARIABLE = "HEADRACE_REGISTERED_MODELS"
-"""JSON: by architecture, module:name of what computes it."""
+"""Environment variable: a JSON object from architecture to module:name of its Family or class."""
 
 
 class ModelRegistry:
-    """vLLM's spelling."""
+    """Named as in vLLM."""
 
     @staticmethod
     def register_model(model_arch: str, model_cls: str | type[Any] | Any) -> None:
-        """From now on models of this architecture (as in a config's `architectures`) are computed by `model_cls`, a
-        Family or a class derived from transformers' PreTrainedModel, or module:name of one. It comes before what this
-        package has for the architecture.
+        """Registers `model_cls` for models whose config's `architectures` names `model_arch`: a Family, a class derived
+        from transformers' PreTrainedModel, or module:name of one. It takes precedence over Headrace's own family.
 
-        Raises OptionError for what a process of its own could not import.
+        Raises OptionError if another process could not import it.
         """
         if not isinstance(model_arch, str) or not model_arch:
             raise OptionError(f"model_arch must be an architecture's name, got {model_arch!r}")
@@ -43,7 +43,7 @@ class ModelRegistry:
 
     @staticmethod
     def get_supported_archs() -> frozenset[str]:
-        """Those that this package has, and what is registered."""
+        """The architectures of Headrace's families, of registrations and of plugins."""
         from headrace.executor.models.families import Family, families
 
         plugins = [name for family in load_plugins(Family)[0] for name in family.architectures]
@@ -51,8 +51,8 @@ class ModelRegistry:
 
 
 def registered_model(architecture: str) -> Any:
-    """The Family or class that is registered for it by a call; None without. Raises OptionError when it cannot be
-    loaded, or is neither."""
+    """The Family or class that a call registered for the architecture; None if there is none. Raises OptionError if it
+    cannot be imported, or is neither."""
     from headrace.executor.models.families import Family
 
     path = _registered().get(architecture)
@@ -74,7 +74,7 @@ def registered_model(architecture: str) -> Any:
 
 
 def class_of_plugin(architecture: str) -> type | None:
-    """A class of this name that a plugin brings."""
+    """The class with this name that a plugin provides; None if there is none."""
     return next((found for found in load_plugins(type)[0] if found.__name__ == architecture), None)
 
 

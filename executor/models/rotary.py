@@ -12,7 +12,7 @@ from headrace.executor.models.inputs import StepInputs
 
 
 def inverse_frequencies(rope: RopeSpec) -> Tensor:
-    """[rotary_dim / 2] float32, radians per position; for `dynamic` those up to the original context."""
+    """[rotary_dim / 2] float32, radians per position; for `dynamic`, those of contexts up to the original length."""
     base = 1.0 / rope.theta ** (_exponents(rope))
     if rope.kind == "linear":
         return base / rope.factor
@@ -41,7 +41,7 @@ def _yarn(rope: RopeSpec, base: Tensor) -> Tensor:
     """NTK by parts (Peng et al. 2023, section 3.2)."""
 
     def dimension(rotations: float) -> float:
-        """The dimension that turns this often over the original context."""
+        """The index of the dimension that makes this many rotations over the original context."""
         turns = rope.original_max_positions / (rotations * 2 * math.pi)
         return rope.rotary_dim * math.log(turns) / (2 * math.log(rope.theta))
 
@@ -67,20 +67,20 @@ class Rotary:
         frequencies = self._dynamic(inputs) if self._rope.kind == "dynamic" else self._frequencies
         angles = inputs.positions.float()[:, None] * frequencies
         scale = self._rope.attention_factor
-        if scale == 1.0:  # two launches of every step on a GPU
+        if scale == 1.0:  # saves a GPU two kernel launches per step
             return angles.cos(), angles.sin()
         return angles.cos() * scale, angles.sin() * scale
 
     def _dynamic(self, inputs: StepInputs) -> Tensor:
-        """[num_tokens, rotary_dim / 2]: the base grows with the context beyond the original (dynamic NTK).
+        """[num_tokens, rotary_dim / 2] frequencies, whose base grows with a context beyond the original (dynamic NTK).
 
-        As transformers does: a prompt's tokens take the base for the prompt's length, a later token that for its
-        own position. So it is a function of prompt length and position, whatever the chunks and the batch.
+        As in transformers, prompt tokens use the base for the prompt's length, and later tokens that for their own
+        position. So frequencies depend on prompt length and position only, not on chunks or the rest of the batch.
         """
         rope = self._rope
         prompt_lens = inputs.seq_lens if inputs.prompt_lens is None else inputs.prompt_lens
         counts = (inputs.query_start[1:] - inputs.query_start[:-1]).long()
-        num_tokens = len(inputs.positions)  # given, so that a GPU need not be asked
+        num_tokens = len(inputs.positions)  # passed below, so that a GPU need not be synchronised
         repeated = prompt_lens.long().repeat_interleave(counts, output_size=num_tokens)
         length = torch.maximum(repeated, inputs.positions + 1)
         stretched = length.clamp(min=rope.original_max_positions).float() / rope.original_max_positions

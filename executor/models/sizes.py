@@ -1,5 +1,4 @@
-"""What a model reads and how much memory it takes, from its `ArchSpec` alone: all of it follows from what the blocks
-declare."""
+"""A model's weights and memory, derived from its `ArchSpec` alone, that is from what its blocks declare."""
 
 from __future__ import annotations
 
@@ -15,14 +14,16 @@ from headrace.executor.parallel.rank_place import SINGLE, RankPlace, World, coll
 from headrace.kernels.reference.attention import MAX_GATHER_ROWS
 
 LOGITS_COPIES = 4
-"""float32 logits, what the sampler derives from them (tempered, int64 keys: twice the size), with nothing freed."""
+"""Peak memory of sampling in units of the float32 logits: the logits, logits divided by the temperature, and int64 sort
+keys, which count twice; none is freed before the end."""
 LOGITS_PASSES = 2
-"""The time of a prompt token's logits and of reading them, beside that of their product alone. On a CPU, of
-a vocabulary of 49,152 and a hidden size of 576: 1.4 for its own log-probability alone, 1.7 for the 20 likeliest too."""
+"""Upper bound of the time to compute and read a prompt token's logits, in units of the time of the head's product.
+Measured on a CPU, vocabulary 49,152 and hidden size 576: 1.4 for the token's own log-probability alone, 1.7 with those
+of the 20 likeliest tokens."""
 
 
 def model_weights(spec: ArchSpec, prefix: str | None = None) -> Iterator[Weight]:
-    """Every weight of the model under its name in the checkpoint; `prefix` is by default the first of the names'."""
+    """Every weight of the model under its name in the checkpoint. prefix: by default the first of `WeightNames`."""
     if spec.foreign:
         yield from spec.foreign
         return
@@ -36,7 +37,7 @@ def model_weights(spec: ArchSpec, prefix: str | None = None) -> Iterator[Weight]
 
 
 def outer_weights(spec: ArchSpec, prefix: str) -> Iterator[Weight]:
-    """Those that are of no layer."""
+    """The weights outside the layers: embeddings, final norm, head."""
     names, hidden, width = spec.names, spec.hidden_size, spec.embedding_width
     yield Weight(f"{prefix}{names.embedding}.weight", (spec.vocab_size, width), "embedding")
     if spec.learned_position_offset is not None:
@@ -59,12 +60,12 @@ def outer_weights(spec: ArchSpec, prefix: str) -> Iterator[Weight]:
 
 
 def weight_shapes(spec: ArchSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every weight, so that random ones can stand in."""
+    """Name and shape of every weight, as dummy weights need them."""
     return {weight.name: weight.shape for weight in model_weights(spec)}
 
 
 def weight_elements(spec: ArchSpec) -> int:
-    """The model's parameters."""
+    """Number of the model's parameters."""
     if spec.foreign:
         return sum(math.prod(weight.shape) for weight in spec.foreign)
     outer = sum(math.prod(weight.shape) for weight in outer_weights(spec, ""))
@@ -73,12 +74,12 @@ def weight_elements(spec: ArchSpec) -> int:
 
 
 def layer_elements(spec: ArchSpec, layer: LayerSpec) -> int:
-    """The parameters of one layer."""
+    """Number of a layer's parameters."""
     return sum(math.prod(weight.shape) for weight in LayerDeclaration.of(spec, layer).weights())
 
 
 def repeated_elements(spec: ArchSpec) -> int:
-    """Those that a CPU keeps a second time: latent attention's up-projection, by heads and whole."""
+    """Number of parameters that a CPU holds in two layouts: latent attention's up-projection, by heads and whole."""
     found = 0
     for layer in () if spec.foreign else spec.layers:
         for declared in LayerDeclaration.of(spec, layer).mixer.values():
@@ -88,7 +89,7 @@ def repeated_elements(spec: ArchSpec) -> int:
 
 
 def redundant_elements(spec: ArchSpec, num_redundant: int) -> int:
-    """Those of copies that ranks have of so many of each layer's experts."""
+    """Number of parameters of `num_redundant` expert replicas in each layer."""
     found = 0
     for layer in () if spec.foreign else spec.layers:
         if isinstance(ffn := layer.ffn, Experts):
@@ -98,10 +99,10 @@ def redundant_elements(spec: ArchSpec, num_redundant: int) -> int:
 
 
 def prompt_logprobs_cost(spec: ArchSpec) -> float:
-    """What a prompt token whose log-probabilities are reported costs more than another, in prompt tokens.
+    """Extra cost of a prompt token whose log-probabilities are reported, in units of an ordinary prompt token's cost.
 
-    The product with the vocabulary's matrix beside those of the layers, by parameters; and as much again, for what
-    reads the logits (whether they are finite, their sum, the likeliest ones).
+    That is the head's parameters over the layers' parameters per token, times LOGITS_PASSES, since the logits are also
+    read (to check that they are finite, to sum them, to find the likeliest).
     """
     head = spec.vocab_size * spec.embedding_width
     if spec.foreign:
@@ -113,16 +114,17 @@ def prompt_logprobs_cost(spec: ArchSpec) -> float:
 
 
 def _elements_of_token(spec: ArchSpec, layer: LayerSpec) -> float:
-    """Of a layer's parameters those that compute one token."""
+    """Number of a layer's parameters that a token is computed with: those of the chosen experts only."""
     weights = LayerDeclaration.of(spec, layer).weights()
     return sum(math.prod(each.shape) * (layer.ffn.chosen_share if each.role == "expert" else 1.0) for each in weights)
 
 
 def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int, place: RankPlace = SINGLE) -> int:
-    """Upper bound of what a step of max_num_batched_tokens needs on one rank at once besides weights and cache.
+    """Upper bound, in bytes, of the memory that a step of max_num_batched_tokens needs on one rank besides weights and
+    cache.
 
-    One layer's tensors live together (residual, normalised input, contribution, and what its blocks work on), the keys
-    and values that attention gathers, the logits of every row, and this rank's part of what the ranks share.
+    It is the sum of one layer's tensors (residual, normed input, contribution, and its blocks' intermediates), the keys
+    and values that attention gathers, the logits of every row, and this rank's share of the ranks' shared memory.
     """
     spec = spec.for_ranks(place.tp_size)
     mixers = max(mixer.values_per_token(place.tp_size) for mixer in spec.mixers)

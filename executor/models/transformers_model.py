@@ -1,6 +1,7 @@
-"""A model computed by transformers' code, whose attention is ours: over the paged cache, with the scheduler's steps.
+"""A model computed by transformers' code, whose attention functions are replaced by Headrace's over the paged cache.
 
-All tokens of a step are one row; each has its own position, and attention alone knows which sequence it is of.
+All tokens of a step form one row of transformers' batch. Each has its own position; only attention knows to which
+sequence a token belongs.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from headrace.kernels.reference.rotary_cache import LayerCache
 
 
 class TransformersModel:
-    """Stands where a `Decoder` does. Raises ModelError, naming the tensor, when weights and config disagree."""
+    """Used in place of a `Decoder`. Raises ModelError, naming the tensor, if weights and config disagree."""
 
     choose = None
-    """The sampler's own torch ops choose."""
+    """No kernels to choose tokens: the sampler uses its torch ops."""
 
     def __init__(
         self,
@@ -53,20 +54,20 @@ class TransformersModel:
 
     @torch.inference_mode()
     def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
-        """Runs a step, as the runner asks for it."""
+        """Computes one step for the model runner: writes the cache, returns logits. Ignores `draws`."""
         inputs = StepInputs.on(self.device, arrays)
         wanted = inputs.logits_indices
         logits = self._run(inputs, kv_cache, wanted if len(wanted) else wanted.new_zeros(1))
 
         def at(first: int, last: int) -> Tensor:
-            # The model's last matrix is not to be had by itself: the step runs again, and writes what is there.
+            # The head cannot be run separately, so the step runs again; it writes the same keys and values.
             return self._run(inputs, kv_cache, torch.arange(first, last, device=self.device))
 
         return StepLogits(logits[: len(wanted)], at)
 
     @torch.inference_mode()
     def _run(self, inputs: StepInputs, kv_cache: KVCache, rows: Tensor) -> Tensor:
-        """The logits of these tokens of the step, [len(rows), vocab_size] float32; writes keys and values."""
+        """Logits of tokens `rows` of the step, [len(rows), vocab_size] float32; writes all tokens' keys and values."""
         self._step.batches, self._step.cache = inputs.paged_batches, kv_cache
         try:
             kept = {"logits_to_keep": rows} if self._keeps_rows else {}
@@ -80,14 +81,14 @@ class TransformersModel:
 
 
 class _Step:
-    """What the attention of all layers reads while a step runs."""
+    """The inputs that the attention of all layers reads while a step runs."""
 
     batches: tuple[PagedBatch, ...] = ()
     cache: KVCache | None = None
 
 
 class PagedAttention:
-    """What an attention module of the model calls: keys and values go to the cache, queries attend to all of it."""
+    """The function that one attention module calls: it writes keys and values to the cache, then attends over it."""
 
     def __init__(self, model: TransformersModel, step: _Step, index: int, layer: ForeignAttention) -> None:
         self._step, self._index, self._layer = step, index, layer
@@ -116,7 +117,7 @@ class PagedAttention:
         return attended
 
     def _rows(self, heads: Tensor) -> Tensor:
-        """[1, heads, tokens, size] -> [tokens, heads, head_dim], with zeros where the cache is wider."""
+        """[1, heads, tokens, size] -> [tokens, heads, head_dim], padded with zeros to the cache's head_dim."""
         rows = heads[0].transpose(0, 1)
         missing = self._layer.head_dim - rows.shape[-1]
         return torch.nn.functional.pad(rows, (0, missing)) if missing else rows.contiguous()
@@ -145,7 +146,7 @@ def _load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, trust_remote_
             dtype=dtype,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are named
+            ignore_mismatched_sizes=True,  # so that the error below can name them
             use_safetensors=checkpoint.format == "safetensors",
             **options,
         )
@@ -168,7 +169,7 @@ def _load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, trust_remote_
 
 
 def _shown(weight: Any) -> str:
-    """A weight of transformers' report: its name, or that with its shape in the checkpoint and by the config."""
+    """Text for an entry of transformers' loading report: a name, or (name, stored shape, shape by the config)."""
     if isinstance(weight, str):
         return weight
     name, stored, needed = weight

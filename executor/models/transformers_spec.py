@@ -1,7 +1,7 @@
-"""What a model that transformers computes looks like from outside: its sizes, and what its attention keeps of a token.
+"""Derives the `ArchSpec` of a model that transformers computes: its sizes, and what its attention caches per token.
 
-Nothing is known of such a model but its code. It is built on the meta device, where weights take no memory, and
-computes two tokens there: each call of its attention says how many heads of what size it has, and what else it asks.
+Only the model's code describes it. So the model is built on the meta device, where weights take no memory, and computes
+two tokens there; the arguments of its attention calls give the number and size of heads, and what it requires besides.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from headrace.executor.models.blocks import Declared, Ffn, Mixer, Weight
 from headrace.ipc.failure import ModelError, OptionError
 
 ATTENTION = "headrace"
-"""What our attention is called in transformers' table of attention functions."""
+"""The name of Headrace's attention in transformers' table of attention functions."""
 BINDING = "_headrace_attention"
-"""The attribute of an attention module that says what its calls do."""
+"""The attribute of an attention module that holds the function that its attention calls."""
 
 
 class ForeignError(ModelError):
-    """Why transformers cannot compute a model here."""
+    """Transformers' code cannot compute a model in this engine; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ForeignAttention(Mixer):
     """An attention layer of transformers' code."""
 
     module: str
-    """Its name in the model."""
+    """The attention module's name in the model."""
     num_heads: int
     num_kv_heads: int
     key_size: int
@@ -42,7 +42,7 @@ class ForeignAttention(Mixer):
 
     @property
     def head_dim(self) -> int:
-        """Keys and values are kept with as many values as the wider of both has."""
+        """Head size in the cache: keys and values are padded to the larger of their sizes."""
         return max(self.key_size, self.value_size)
 
     @property
@@ -79,7 +79,7 @@ class ForeignFfn(Ffn):
 
 
 def foreign_spec(config: Any, trust_remote_code: bool) -> ArchSpec:
-    """config: a transformers configuration. Raises ForeignError, in a sentence, when its model cannot run here."""
+    """The spec of a transformers configuration's model. Raises ForeignError, with the reason, if it cannot run here."""
     _check_config(config)
     model = _on_meta(config, trust_remote_code)
     recorder = _Recorder({id(module): name for name, module in model.named_modules()}, config)
@@ -153,7 +153,7 @@ def _on_meta(config: Any, trust_remote_code: bool) -> Any:
 
 
 def register() -> None:
-    """Our attention in transformers' table: what a call does is said by its module's binding."""
+    """Adds `ATTENTION` to transformers' table of attention functions. It calls the module's `BINDING`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
@@ -170,7 +170,7 @@ def _attention(
 
 
 class _Recorder:
-    """In the place of attention: notes what it is called with."""
+    """Replaces attention on the meta device and records each call as a `ForeignAttention`."""
 
     def __init__(self, names: Mapping[int, str], config: Any) -> None:
         self.layers: list[ForeignAttention] = []

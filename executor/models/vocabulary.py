@@ -1,5 +1,5 @@
-"""Both ends of a model: token embeddings and the head, their vocabulary divided among the ranks; and those of a stream
-of its own."""
+"""Both ends of a model: token embeddings and the head, with the vocabulary divided among the ranks, and the beginning
+and end of a `Stream`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from headrace.kernels.reference.rows import DenseLinear, LinearWeight
 
 
 def stream_scale(spec: ArchSpec, dtype: torch.dtype) -> float:
-    """What embeddings are multiplied by to be the stream as it is kept."""
-    # Rounded to the model's dtype, as the models that have a scale were trained.
+    """Factor from the embedding to the residual stream, which is kept divided by `residual_scale`."""
+    # The scale is rounded to the model's dtype, as it was when the models that have one were trained.
     return float(torch.tensor(spec.embedding_scale, dtype=dtype)) / spec.residual_scale
 
 
@@ -32,7 +32,7 @@ class VocabParallelEmbedding:
         self._rows = place.vocabulary(vocab_size)
         table = weights.matrix(f"{name}.weight", vocab_size, width, self._rows if place.tp_size > 1 else None)
         self.table: LinearWeight = DenseLinear(table, None)
-        """A tied head puts its packed weight here, so that the table is in memory once."""
+        """A tied head replaces it with its packed weight, so that the table is in memory once."""
         self._num_rows = len(table)
         self._embed, self._scale = weights.fused_kernel("embed"), scale
 
@@ -52,7 +52,8 @@ class VocabParallelEmbedding:
 
 
 class VocabParallelHead:
-    """Logits over the whole vocabulary, each rank computing its own rows; tied heads share the embedding's table."""
+    """The output head. Each rank computes the logits of its part of the vocabulary, which are then gathered. A tied
+    head shares the embedding's table."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class VocabParallelHead:
         self._place = place
         if embedding is not None:
             dense = embedding.table
-            assert isinstance(dense, DenseLinear)  # it has just been read
+            assert isinstance(dense, DenseLinear)  # no head has replaced it yet
             weights.nbytes -= dense.nbytes
             self.weight = embedding.table = weights.pack("head", dense.weight, None)
         else:
@@ -80,13 +81,13 @@ class VocabParallelHead:
         size = self._place.tp_size
         if size == 1:
             return logits
-        missing = -(-self._vocab_size // size) - logits.shape[1]  # of a last rank's columns
+        missing = -(-self._vocab_size // size) - logits.shape[1]  # the last rank may have fewer columns
         whole = self._place.all_gather(torch.nn.functional.pad(logits, (0, missing)))
         return whole if whole.shape[1] == self._vocab_size else whole[:, : self._vocab_size].contiguous()
 
 
 class EagerStream:
-    """A spec's `Stream` at both ends of a model, each read by the stage that has it."""
+    """A spec's `Stream` at both ends of a model. The first pipeline stage reads its beginning, the last its end."""
 
     def __init__(self, weights: EagerWeights, spec: ArchSpec, stream: Stream, prefix: str) -> None:
         self._stream, self._place = stream, weights.place
@@ -109,10 +110,10 @@ class EagerStream:
         return result
 
     def end(self, stream: Tensor) -> Tensor:
-        """-> [num_tokens, hidden]"""
+        """stream [num_tokens, ...] -> [num_tokens, hidden]"""
         result: Tensor = self._stream.end(self._ops(stream), self._end, stream)
         return result
 
     def _ops(self, x: Tensor) -> EagerOps:
-        """Without a step and a cache, which attention alone needs."""
+        """Ops without a step and a cache, which only attention needs."""
         return EagerOps(self._place, x, None, Step(None, ()), None)  # type: ignore[arg-type]

@@ -1,12 +1,12 @@
 """A layer's blocks. A block declares its weights once and emits its ops once.
 
-    Attention, Dense, Experts          a block: numbers, `declare`, `emit`; one file each
-      declare(spec) -> Linear, Norm, ...   what it reads: names, shapes, how ranks divide them, what they are for
-      emit(ops, held, x) -> Contribution   what it computes, of the declared things as a reader of `Ops` holds them
+    Attention, Dense, Experts              a block: numbers, `declare`, `emit`; one file each
+      declare(spec) -> Linear, Norm, ...   the weights it reads: names, shapes, how ranks divide them, their roles
+      emit(ops, held, x) -> contributions  the ops it computes; `held` has the declared things as `ops` takes them
 
 `Ops` has two implementations: `models.eager` computes on tensors, `cpu.program` writes a CPU program. Shapes, memory
-estimates, dummy weights, padding and the ranks' parts derive from the declarations (`models.sizes`). A family of
-another package brings a block of its own by subclassing `Block`. Nothing here imports torch.
+estimates, dummy weights, padding and the ranks' parts derive from the declarations (`models.sizes`). A family in
+another package adds a block of its own by subclassing `Mixer` or `Ffn`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from headrace.executor.parallel.rank_place import RankPlace
 
 Role = Literal["matrix", "bias", "norm", "embedding", "head", "router", "expert"]
-"""What a weight is for, which is what a quantised format goes by: matrices and experts are quantised as asked, the
-embedding and the head more finely or not at all, and the rest stays."""
+"""What a weight is for, which decides its quantisation: matrices and experts are quantised as the option asks, the
+embedding and the head more finely or not at all, the rest not."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Axis:
 
     size: int
     unit: int = 1
-    """What stays together: a head."""
+    """Elements that stay on one rank: those of a head."""
     groups: int = 1
-    """Runs of equal size that each keep their place when the dimension is padded: query heads by key/value head."""
+    """Parts of equal size, each of which padding extends at its end: the query heads of each key/value head."""
 
     def own(self, place: RankPlace) -> slice | None:
-        """A rank's part; None where it is all there is. Fewer units than ranks are repeated."""
+        """A rank's slice; None: the whole dimension. With fewer units than ranks, several ranks have the same unit."""
         if place.tp_size == 1:
             return None
         units = self.size // self.unit
@@ -68,20 +68,20 @@ class Weight:
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x W^T + b of matrices whose rows stand one below the other, and what is applied to y.
+    """y = x W^T + b, where W stacks the rows of one or several matrices, and an activation of y.
 
-    Ranks divide the rows (each computes its columns of y), or the columns (each computes a part of the sum, to which
-    the first rank alone adds the bias).
+    Ranks divide the rows (each computes some columns of y) or the columns (each computes a partial sum, to which the
+    first rank alone adds the bias).
     """
 
     matrices: tuple[tuple[str, Dimension], ...]
-    """(name without `.weight`, rows) of each."""
+    """(name without `.weight`, rows) of each matrix."""
     columns: Dimension
     bias: bool = False
     role: Role = "matrix"
     activation: str | None = None
     gated: bool = False
-    """Two matrices: the activated result of the first is multiplied by that of the second."""
+    """Whether there are two matrices, and y is activation(first product) * second product."""
 
     def weights(self) -> Iterator[Weight]:
         for name, rows in self.matrices:
@@ -92,7 +92,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Norm:
-    """The spec's norm over rows of `size` values."""
+    """A norm of rows of `size` values."""
 
     name: str
     size: Dimension
@@ -101,7 +101,7 @@ class Norm:
     weight_offset: float
     affine: bool
     bias: bool = False
-    """Of a layer norm."""
+    """Whether there is a bias: layer norms only."""
     scale: float = 1.0
     """Multiplies the result."""
 
@@ -113,7 +113,7 @@ class Norm:
 
     @classmethod
     def of_stream(cls, spec: ArchSpec, name: str, scale: float = 1.0) -> Norm:
-        """Of the residual stream, which is kept divided by `residual_scale`: a norm sees that in its eps alone."""
+        """A norm of the residual stream. The stream is kept divided by `residual_scale`, so eps is scaled to match."""
         norm = cls.of(spec, name, spec.hidden_size)
         return replace(norm, eps=norm.eps / spec.residual_scale**2, scale=scale)
 
@@ -126,10 +126,10 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention over the paged cache, with what is done to queries and keys before."""
+    """Attention over the paged cache, with the norms and rotation of queries and keys before it."""
 
     num_heads: int
-    """Of all ranks."""
+    """Heads here and in num_kv_heads are those of all ranks together."""
     num_kv_heads: int
     head_dim: int
     scale: float
@@ -137,18 +137,18 @@ class Attend:
     sliding_window: int | None = None
     soft_cap: float | None = None
     query_norm: Norm | None = None
-    """Of each head."""
+    """Norm of each head's query; key_norm likewise."""
     key_norm: Norm | None = None
     sinks: Vector | None = None
-    """Of each head the score of a token that is not there, which takes a share of the softmax."""
+    """Attention sinks: one score per head that takes part in the softmax and has no value."""
     alibi: tuple[float, ...] = ()
-    """Of each head what a score loses for each token between the two (Press et al. 2022); empty without."""
+    """ALiBi slope of each head, by which a score falls per token of distance (Press et al. 2022); empty: no ALiBi."""
     chunk_size: int | None = None
-    """A token sees those of its chunk alone: `executor.models.chunks`."""
+    """Tokens per chunk if a token attends only within its chunk (`executor.models.chunks`); None: no chunks."""
     query_growth: tuple[int, float] | None = None
-    """How queries grow with their positions: tokens of a step, and the share of the logarithm (same module)."""
+    """positions_per_step and share of `executor.models.chunks.query_growth`; None: queries are not scaled."""
     reads_only: bool = False
-    """Queries alone are given: the keys and values are those that another layer writes."""
+    """Whether the layer has queries only and attends to keys and values that another layer writes."""
 
     def weights(self) -> Iterator[Weight]:
         for each in (self.query_norm, self.key_norm, self.sinks):
@@ -158,10 +158,10 @@ class Attend:
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """The gated MLPs of experts, all of one shape. Each is down(activation(gate(x)) * up(x))."""
+    """Experts: gated MLPs of one shape, each down(activation(gate(x)) * up(x))."""
 
     gates: tuple[str, ...]
-    """Of each expert, without `.weight`."""
+    """Name of each expert's gate matrix, without `.weight`; ups and downs likewise."""
     ups: tuple[str, ...]
     downs: tuple[str, ...]
     hidden: int
@@ -182,22 +182,22 @@ class ExpertStack:
 
 @dataclass(frozen=True)
 class AttendLatent:
-    """Latent attention over the paged cache: see `kernels.reference.latent`. The rotary dimensions come last."""
+    """Latent attention over the paged cache: see `kernels.reference.latent`. Rotary dimensions come last in a head."""
 
     num_heads: int
-    """Of all ranks."""
+    """Heads of all ranks together."""
     nope_dim: int
-    """Of a head's query and key, without rotary positions."""
+    """Dimensions of a head's query and key without rotary positions."""
     rope_dim: int
     latent_dim: int
     value_dim: int
     scale: float
     rope: RopeSpec
     interleaved: bool
-    """Dimension 2i is rotated with 2i + 1, instead of i with i + rope_dim / 2."""
+    """Whether dimension 2i is rotated with 2i + 1, instead of i with i + rope_dim / 2."""
     up: str
-    """The matrix, without `.weight`, that makes keys and values of the compressed vector: of each head nope_dim rows of
-    its key, then value_dim rows of its value."""
+    """Name, without `.weight`, of the up-projection from the compressed vector to keys and values: for each head
+    nope_dim rows for its key, then value_dim rows for its value."""
 
     @property
     def up_rows(self) -> Axis:
@@ -210,12 +210,12 @@ class AttendLatent:
 
 @dataclass(frozen=True)
 class Vector:
-    """Values that a block's ops take as they are, in float32."""
+    """A vector that a block's ops take directly, in float32."""
 
     name: str
     size: Dimension
     is_row: bool = False
-    """Stored as [1, size]."""
+    """Whether the checkpoint stores it as [1, size]."""
 
     def weights(self) -> Iterator[Weight]:
         yield Weight(self.name, (1, self.size) if self.is_row else (self.size,), "bias")
@@ -223,14 +223,14 @@ class Vector:
 
 Declared = Linear | Norm | Attend | AttendLatent | ExpertStack | Vector
 Held = Mapping[str, Any]
-"""What `declare` named, as a reader holds it for its `Ops`."""
+"""The things of a `declare`, by its names, in the form that an implementation of `Ops` takes."""
 Value = Any
-"""What flows between ops: a tensor, or a buffer of a program. [num_tokens, ...]."""
+"""Input or result of an op: a tensor, or a buffer of a program. [num_tokens, ...]."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How a router's logits become experts and their weights: see `kernels.reference.moe.route_experts`."""
+    """How a router's logits select experts and weight them: see `kernels.reference.moe.route_experts`."""
 
     num_chosen: int
     scoring: Literal["softmax", "sigmoid", "sparsemixer"]
@@ -238,91 +238,91 @@ class Routing:
     scale: float = 1.0
     groups: ExpertGroups = ALL_EXPERTS
     margin: float = 0.0
-    """Of sparsemixer."""
+    """For sparsemixer."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """As arguments of `route_experts`, beside how many it chooses."""
+        """Keyword arguments of `route_experts`, without the number of experts that it chooses."""
         return {name: getattr(self, name) for name in ("scoring", "renormalise", "scale", "groups", "margin")}
 
 
 class Ops(Protocol):
-    """What a block emits its ops to. Values hold this rank's part of what ranks divide."""
+    """The ops that a block can emit. Along an axis that ranks divide, values have this rank's part only."""
 
     def linear(self, weight: Any, x: Value) -> Value:
-        """Of a `Linear`, its activation applied."""
+        """The product of a `Linear`, its activation applied."""
 
     def norm(self, norm: Any, x: Value, first: int = 0, last: int | None = None) -> Value:
         """x with its columns first .. last - 1 normed; x itself may be overwritten."""
 
     def attend(self, attend: Any, qkv: Value) -> Value:
-        """qkv: query, key and value heads side by side -> [num_tokens, heads * head_dim]; writes the cache. Of one that
-        reads only, queries alone."""
+        """qkv: query, key and value heads side by side -> [num_tokens, heads * head_dim]; writes the cache. If
+        `Attend.reads_only`, qkv has query heads only, and nothing is written."""
 
     def attend_latent(self, attend: Any, query: Value, latent: Value) -> Value:
-        """query: of each head nope_dim and rope_dim columns; latent: latent_dim and rope_dim columns -> [num_tokens,
+        """query: nope_dim, then rope_dim columns per head; latent: latent_dim, then rope_dim columns -> [num_tokens,
         heads * value_dim]; writes the cache."""
 
     def product(self, weight: Any, x: Value) -> Value:
-        """A contribution: a `Linear` without an activation, computed as it is added."""
+        """A contribution: a `Linear` without an activation. It may be computed only when it is added."""
 
     def experts(self, stack: Any, x: Value, logits: Value, routing: Routing, correction: Any = None) -> Value:
-        """A contribution: the weighted sum of what the chosen experts of an `ExpertStack` make of x. correction: a
-        `Vector` that is added to the scores to choose, and to nothing else."""
+        """A contribution: the weighted sum of the chosen experts' results for x. correction: a `Vector` that is added
+        to the scores for the choice of experts only, not for their weights."""
 
     def call(self, function: Callable[..., Value], *values: Any) -> Value:
-        """Any torch function of tensors. Only where ops run eagerly: a block that needs it says so in
-        `why_no_program`. So are the two below."""
+        """The result of any torch function of tensors. This op, `gathered` and `total` exist only where ops run
+        eagerly: a block that needs them gives the reason in `why_no_program`."""
 
     def gathered(self, x: Value) -> Value:
-        """The columns of all ranks side by side, of what each has a part of."""
+        """All-gather: the columns of all ranks side by side. x has this rank's columns."""
 
     def total(self, contributions: Sequence[Value]) -> Value:
-        """The contributions' sum over the ranks."""
+        """All-reduce: the contributions' sum over the ranks."""
 
 
 class Block:
     """A part of a layer. Subclasses are frozen dataclasses of numbers, so that equal layers are equal."""
 
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        """What it reads, under names of its own. Weights' names are those below a layer's prefix."""
+        """What the block reads, under keys that `emit` uses. Names of weights are relative to the layer's prefix."""
         raise NotImplementedError
 
     def emit(self, ops: Ops, held: Held, x: Value) -> Sequence[Value]:
-        """x [num_tokens, hidden] -> contributions, which are added over ranks and to the residual stream."""
+        """x [num_tokens, hidden] -> contributions, whose sum over the ranks is added to the residual stream."""
         raise NotImplementedError
 
     def for_ranks(self, tp_size: int, inner_block: int) -> Self:
-        """Itself padded to what the ranks can divide evenly: see `ArchSpec.for_ranks`."""
+        """The block padded so that the ranks divide it evenly: see `ArchSpec.for_ranks`."""
         return self
 
     def values_per_token(self, tp_size: int) -> int:
-        """About how many values of a token live at once on one rank while this computes."""
+        """Estimate of the elements per token that are in memory at once on one rank while the block computes."""
         raise NotImplementedError
 
     def problem(self) -> str:
-        """What is inconsistent in its numbers, as a sentence's end; "" when nothing is."""
+        """What is inconsistent in the block's numbers, as the end of a sentence; "" if nothing is."""
         return ""
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        """Why it cannot be written into a CPU program, in a sentence; "" when it can."""
+        """Why a CPU program cannot compute the block, as a sentence; "" if it can."""
         return ""
 
 
 class Ffn(Block):
-    """A block that works on each token alone."""
+    """A block that computes each token independently."""
 
     inner: int
-    """Its widest row of values, over all ranks."""
+    """Its inner (intermediate) size, over all ranks."""
 
     @property
     def chosen_share(self) -> float:
-        """The part of its experts that computes one token."""
+        """The fraction of its experts that compute a token; 1 without experts."""
         return 1.0
 
 
 class Mixer(Block):
-    """A block that reads other tokens, by way of what it keeps of each."""
+    """A block that reads other tokens through the cache that it writes for each token."""
 
     num_heads: int
     rope: RopeSpec | None
@@ -330,38 +330,38 @@ class Mixer(Block):
 
     @property
     def cache(self) -> TokenCache:
-        """What it keeps of a token."""
+        """What it caches per token."""
         raise NotImplementedError
 
 
 class Stream:
-    """What a model keeps of each token from layer to layer, where that is more than one row of hidden values. It stands
-    around both blocks of each layer in the place of `emit_layer`, and runs op by op, whole on each rank of a stage.
-    Subclasses are frozen dataclasses of numbers."""
+    """A residual stream with more than one row of hidden values per token. Its `emit_layer` replaces the module's and
+    surrounds both blocks of each layer. It runs op by op, undivided on each rank of a stage. Subclasses are frozen
+    dataclasses of numbers."""
 
     @property
     def table(self) -> LayerTable:
-        """Of the token embeddings that `begin` is given beside the first."""
+        """The second embedding table, which gives the `inputs` of `begin`."""
         raise NotImplementedError
 
     def declare_beginning(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        """What `begin` reads. Weights' names are those below the model's prefix."""
+        """What `begin` reads. Names of weights are relative to the model's prefix."""
         raise NotImplementedError
 
     def declare_end(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        """What `end` reads."""
+        """What `end` reads. Names of weights are relative to the model's prefix."""
         raise NotImplementedError
 
     def width(self, num_layers: int) -> int:
-        """Values of a token after so many layers."""
+        """Elements of the stream per token after `num_layers` layers."""
         raise NotImplementedError
 
     def declare_layer(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        """What `emit_layer` reads beside the layer's blocks and norms. Names below a layer's prefix."""
+        """What `emit_layer` reads besides the layer's blocks and norms. Names are relative to the layer's prefix."""
         raise NotImplementedError
 
     def begin(self, ops: Ops, held: Held, embedded: Value, inputs: Value) -> Value:
-        """embedded [num_tokens, hidden], inputs [num_tokens, width of the table] -> the stream, [num_tokens, ...]"""
+        """embedded [num_tokens, hidden], inputs [num_tokens, table.width] -> the stream, [num_tokens, width(0)]"""
         raise NotImplementedError
 
     def emit_layer(self, layer: LayerSpec, held: LayerHeld, ops: Ops, x: Value) -> Value:
@@ -373,29 +373,30 @@ class Stream:
         raise NotImplementedError
 
     def values_per_token(self) -> int:
-        """About how many values of a token live at once beside those of a layer's blocks."""
+        """Estimate of the elements per token that are in memory at once, besides those of a layer's blocks."""
         raise NotImplementedError
 
     def problem(self) -> str:
-        """As a block's."""
+        """What is inconsistent in its numbers, as the end of a sentence; "" if nothing is."""
         return ""
 
 
 def rounded_up(size: int, step: int) -> int:
-    """The next multiple of `step`."""
+    """The least multiple of `step` that is not below `size`."""
     return -(-size // step) * step
 
 
 @dataclass(frozen=True)
 class LayerDeclaration:
-    """All that a layer reads, with names below its prefix."""
+    """All that a layer reads; names are relative to its prefix."""
 
     mixer: Mapping[str, Declared]
     ffn: Mapping[str, Declared]
     norms: Mapping[str, Norm]
-    """Of the spec's placement: mixer and ffn before these, mixer_post and ffn_post after them."""
+    """Those of the spec's placement: "mixer" and "ffn" on the blocks' inputs, "mixer_post" and "ffn_post" on their
+    outputs; with placement "post", "mixer" and "ffn" are on the stream after each."""
     stream: Mapping[str, Declared]
-    """Of the spec's `Stream`."""
+    """What `Stream.declare_layer` declares; empty without a `Stream`."""
 
     @classmethod
     def of(cls, spec: ArchSpec, layer: LayerSpec) -> LayerDeclaration:
@@ -419,7 +420,7 @@ class LayerDeclaration:
 
 @dataclass(frozen=True)
 class LayerHeld:
-    """A `LayerDeclaration`'s things as a reader holds them."""
+    """The things of a `LayerDeclaration` in the form that an implementation of `Ops` takes."""
 
     mixer: Held
     ffn: Held
@@ -428,23 +429,23 @@ class LayerHeld:
 
 
 class LayerOps(Ops, Protocol):
-    """`Ops` with the residual stream that a layer's blocks stand around."""
+    """`Ops` with the residual stream, which a layer's blocks read and add to."""
 
     def stream(self) -> Value:
-        """The residual stream as it is."""
+        """The residual stream, not normed."""
 
     def normed(self, norm: Any) -> Value:
-        """The norm of the stream, which stays as it is."""
+        """The norm of the stream, which itself does not change."""
 
     def add(self, contributions: Sequence[Value], post_norm: Any = None) -> None:
-        """stream += [post_norm of] the contributions' sum over the ranks."""
+        """stream += the contributions' sum over the ranks, or post_norm of that sum."""
 
     def norm_stream(self, norm: Any) -> None:
         """stream = norm(stream)"""
 
 
 def emit_layer(spec: ArchSpec, layer: LayerSpec, held: LayerHeld, ops: LayerOps) -> None:
-    """A layer's ops, in order."""
+    """Emits a layer's ops in order."""
     norms = held.norms
     if spec.norm_placement == "post":  # the original transformer's order
         ops.add(layer.mixer.emit(ops, held.mixer, ops.stream()))
@@ -452,7 +453,7 @@ def emit_layer(spec: ArchSpec, layer: LayerSpec, held: LayerHeld, ops: LayerOps)
         ops.add(layer.ffn.emit(ops, held.ffn, ops.stream()))
         ops.norm_stream(norms["ffn"])
         return
-    if spec.norm_placement == "parallel":  # as in GPT-J; the second norm may be of fewer rows than the first
+    if spec.norm_placement == "parallel":  # as in GPT-J; in a CPU program's last layer, the FFN's norm has fewer rows
         mixed = layer.mixer.emit(ops, held.mixer, ops.normed(norms["mixer"]))
         ops.add([*mixed, *layer.ffn.emit(ops, held.ffn, ops.normed(norms.get("ffn", norms["mixer"])))])
         return

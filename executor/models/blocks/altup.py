@@ -1,6 +1,6 @@
-"""A residual stream of several rows, of which each layer computes one and corrects all (alternating updates: Baykal et
-al. 2023), beside it a residual of low rank (LAuReL: Menghani et al. 2024), and a row of its own token embeddings for
-each layer. Gemma 3n has all three."""
+"""Gemma 3n's residual stream: several rows of hidden values, of which each layer computes one and corrects all
+(alternating updates, AltUp: Baykal et al. 2023), with a low-rank residual (LAuReL: Menghani et al. 2024) and token
+embeddings for each layer (per-layer inputs)."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from headrace.executor.models.blocks import Declared, LayerHeld, Linear, Norm, O
 from headrace.executor.models.blocks.dense import Activation
 
 LEAST_SQUARE = 1e-5
-"""Below which the mean square of a projected row is not taken, lest it be divided by zero."""
+"""Lower bound of a projected row's mean square, by which is divided."""
 
 
 @dataclass(frozen=True)
 class AltUp(Stream):
-    """Between layers, of each token:
+    """The stream between layers, per token:
 
-        row 0 | row 1 | ... | the next layer's input | that of the one after it | ...
+        row 0 | row 1 | ... | the next layer's input | the input of the layer after it | ...
 
-    Each layer takes its input off, so that the last leaves the rows alone.
+    Each layer removes its input, so that only the rows are left after the last.
     """
 
     hidden: int
     num_rows: int
     active: int
-    """The row that layers compute."""
+    """Index of the row that the layers' blocks compute."""
     laurel_rank: int
     input_size: int
-    """Of each layer's input."""
+    """Size of each layer's input."""
     num_layers: int
     layer_vocab_size: int
-    """Tokens that have inputs of their own for the layers; the others have those of token 0."""
+    """Number of token ids with per-layer embeddings; larger ids use those of token 0."""
     activation: Activation
     scales_active: bool = True
-    """Whether what gates a layer's input is scaled before."""
+    """Whether the active row is scaled before it gates the layer's input."""
 
     @property
     def table(self) -> LayerTable:
@@ -107,7 +107,7 @@ class AltUp(Stream):
         return ops.call(self._next, corrected, ops.norm(own["input_norm"], added), x)
 
     def values_per_token(self) -> int:
-        """The stream before and after, rows predicted and corrected, and what goes in at the beginning."""
+        """The stream before and after a layer, the predicted and corrected rows, and the per-layer inputs."""
         return 6 * self.num_rows * self.hidden + 4 * self.num_layers * self.input_size
 
     def problem(self) -> str:
@@ -119,7 +119,7 @@ class AltUp(Stream):
         return ""
 
     def _routed(self, ops: Ops, own: Mapping[str, Any], x: Value) -> Value:
-        """x: a stream, of which the active row is read, or that row -> [num_tokens, num_rows], each within -1 and 1."""
+        """Router of the active row. x: a stream, or its active row alone -> [num_tokens, num_rows], in [-1, 1]."""
         active = ops.call(lambda stream: self._active(stream).clone(), x)
         return ops.call(_tanh, ops.linear(own["router"], ops.norm(own["router_norm"], active)))
 
@@ -143,7 +143,7 @@ class AltUp(Stream):
         return x
 
     def _predicted(self, x: Value, shares: Value) -> Value:
-        """x: a stream, shares [num_tokens, num_rows * num_rows] -> its rows, and to each its shares of all"""
+        """x: a stream, shares [num_tokens, num_rows * num_rows] -> its rows, each plus a linear combination of all"""
         rows = self._rows(x)
         return shares.unflatten(-1, (self.num_rows, self.num_rows)) @ rows + rows
 
@@ -153,13 +153,13 @@ class AltUp(Stream):
         return news[:, None] * (shares + 1.0)[:, :, None] + predicted
 
     def _with_input(self, gated: Value, x: Value) -> Value:
-        """gated [num_tokens, input_size], x: the stream that the layer was given"""
+        """gated [num_tokens, input_size], x: the stream before the layer -> gated * the layer's input"""
         first = self.num_rows * self.hidden
         return gated * x[:, first : first + self.input_size]
 
     def _next(self, corrected: Value, added: Value, x: Value) -> Value:
-        """corrected [num_tokens, num_rows, hidden], of which all but the first row get what is added; x: the stream
-        that the layer was given -> that which the next is given"""
+        """corrected [num_tokens, num_rows, hidden]; added [num_tokens, hidden], for all rows but the first; x: the
+        stream before the layer -> the stream after it"""
         width = self.num_rows * self.hidden
         corrected[:, 1:] += added[:, None]
         following = x.new_empty(len(x), x.shape[-1] - self.input_size)
@@ -173,7 +173,7 @@ def _row(rows: Value, index: int) -> Value:
 
 
 def _copy(x: Value) -> Value:
-    """For what norms overwrite."""
+    """A copy, since norms may overwrite their input."""
     return x.clone()
 
 
@@ -189,7 +189,7 @@ def _total(*parts: Value) -> Value:
 
 
 def _half_power(active: Value, mixed: Value, normed: Value, laurel: Value) -> Value:
-    """Attention's residual and LAuReL's, together as large as each."""
+    """Sum of attention's residual and LAuReL's, scaled by 1/sqrt(2) to keep its magnitude."""
     return ((active + mixed) + (normed + laurel)) * 2**-0.5
 
 
@@ -202,7 +202,7 @@ def _mean_square(x: Value) -> Value:
 
 
 def _as_large(x: Value, pattern: Value) -> Value:
-    """x with the mean square of `pattern`, row by row."""
+    """x with each row scaled to the mean square of the row of `pattern`."""
     return x * _mean_square(pattern).sqrt() / _mean_square(x).clamp(min=LEAST_SQUARE).sqrt()
 
 

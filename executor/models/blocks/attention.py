@@ -1,4 +1,4 @@
-"""Attention with grouped queries (Ainslie et al. 2023), whose keys and values stay in the paged cache."""
+"""Grouped-query attention (Ainslie et al. 2023) over keys and values in the paged cache."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Attention(Mixer):
     num_kv_heads: int
     head_dim: int
     scale: float
-    """Multiplies the products of queries and keys."""
+    """Multiplies the scores (products of queries and keys)."""
     rope: RopeSpec | None
-    """None for a layer without rotary positions."""
+    """None: the layer has no rotary positions."""
     sliding_window: int | None = None
-    """A token sees itself and the sliding_window - 1 before it; None sees all."""
+    """A token attends to itself and the sliding_window - 1 tokens before it; None: to all."""
     bias: bool = False
-    """On the query, key and value projections."""
+    """Whether the query, key and value projections have biases."""
     output_bias: bool = False
     qk_norm: Literal["no", "head", "whole"] = "no"
-    """What is normed before rotation: each head's query and key, or those of all heads as one row."""
+    """Norm of queries and keys before rotation: "head": of each head; "whole": of all heads as one row."""
     soft_cap: float | None = None
     sinks: bool = False
-    """Each head gives a share of its softmax to a token that is not there."""
+    """Whether each head has an attention sink: a score that takes part in the softmax and has no value."""
     alibi: tuple[float, ...] = ()
-    """Of each head what a score loses for each token between the two; empty without."""
+    """ALiBi slope of each head, by which a score falls per token of distance; empty: no ALiBi."""
 
     @property
     def cache(self) -> TokenCache:
@@ -76,8 +76,8 @@ class Attention(Mixer):
         return [ops.product(held["output"], ops.attend(held["attend"], qkv))]
 
     def for_ranks(self, tp_size: int, inner_block: int) -> Attention:
-        """Key/value heads become a multiple of tp_size, or one of its divisors where they are fewer than ranks: then
-        each is repeated on several ranks, which divide its query heads."""
+        """Pads key/value heads to a multiple of tp_size or, if they are fewer than ranks, to a divisor of it: then
+        several ranks hold a copy of each and divide its query heads."""
         if self.num_heads < tp_size:
             raise ModelError(
                 f"{self.num_heads} attention heads cannot be divided among {tp_size} ranks: each needs at least one"
@@ -101,7 +101,7 @@ class Attention(Mixer):
         )
 
     def values_per_token(self, tp_size: int) -> int:
-        """Queries, keys and values, and the attended."""
+        """Queries, keys and values, and attention's results."""
         return 2 * (self.num_heads // tp_size + max(1, self.num_kv_heads // tp_size)) * self.head_dim
 
     def problem(self) -> str:

@@ -1,4 +1,4 @@
-"""The FFN that every token goes through: up, activation, down; gated (Shazeer 2020) or not."""
+"""The dense FFN: up projection, activation, down projection; gated (Shazeer 2020) or not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Dense(Ffn):
         return self if tp_size == 1 else replace(self, inner=rounded_up(self.inner, tp_size * inner_block))
 
     def values_per_token(self, tp_size: int) -> int:
-        """Both halves, and their product."""
+        """Gate, up projection, and their product."""
         return 3 * self.inner // tp_size
 
     def problem(self) -> str:

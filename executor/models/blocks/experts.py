@@ -22,7 +22,7 @@ from headrace.executor.models.blocks import (
 from headrace.executor.models.blocks.dense import Activation
 
 SHARED = Routing(num_chosen=1, scoring="sigmoid", renormalise=False)
-"""The shared expert is one of one, weighted by the sigmoid of its gate."""
+"""Routing of a gated shared expert: the only expert of its stack, weighted by the sigmoid of its gate's logit."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,18 @@ class Experts(Ffn):
     num_experts: int
     routing: Routing
     inner: int
-    """Of each expert."""
+    """Inner size of each expert."""
     activation: Activation | Literal["clamped_silu"]
     shared_inner: int = 0
-    """Of an expert that every token goes to, beside those chosen; 0 for none."""
+    """Inner size of the shared expert, which every token uses besides the chosen ones; 0: there is none."""
     shared_gate: bool = True
-    """What the shared expert makes is weighted by a gate of its own."""
+    """Whether the shared expert's result is weighted by a gate of its own."""
     router_bias: bool = False
     expert_bias: bool = False
-    """On the experts' matrices."""
+    """Whether the experts' matrices have biases."""
     correction: Literal["no", "vector", "row"] = "no"
-    """Whether experts are chosen by their scores and a vector added to them, and how that is stored."""
+    """Whether a vector is added to the scores when experts are chosen, and whether it is stored as [num_experts]
+    ("vector") or [1, num_experts] ("row")."""
 
     @property
     def chosen_share(self) -> float:
@@ -83,14 +84,14 @@ class Experts(Ffn):
         return found
 
     def for_ranks(self, tp_size: int, inner_block: int) -> Experts:
-        """Every rank has a share of each expert, and the whole router."""
+        """Pads inner sizes, since each rank has a share of each expert's inner columns, and the whole router."""
         if tp_size == 1:
             return self
         inner, shared = (rounded_up(size, tp_size * inner_block) for size in (self.inner, self.shared_inner))
         return replace(self, inner=inner, shared_inner=shared)
 
     def values_per_token(self, tp_size: int) -> int:
-        """The router's logits; of each chosen expert both halves and their product, and its result."""
+        """The router's logits, and of each chosen expert gate, up projection and their product."""
         inner = 3 * (self.routing.num_chosen * self.inner + self.shared_inner) // tp_size
         return self.num_experts + inner
 

@@ -22,28 +22,28 @@ from headrace.executor.models.blocks import (
 from headrace.ipc.failure import ModelError
 
 LATENT_EPS = 1e-6
-"""Of the norms of compressed vectors, whatever the model's other norms have."""
+"""eps of the norms of compressed vectors; the model's other norms may have another."""
 
 
 @dataclass(frozen=True)
 class LatentAttention(Mixer):
     num_heads: int
     nope_dim: int
-    """Of a head's query and key, without rotary positions."""
+    """Dimensions of a head's query and key without rotary positions."""
     rope_dim: int
-    """Of a head's query, and of the one rotated key of all heads."""
+    """Rotary dimensions of a head's query, and of the rotary key that all heads share."""
     value_dim: int
     latent_dim: int
-    """Of the compressed vector."""
+    """Size of the compressed vector."""
     scale: float
-    """Multiplies the products of queries and keys."""
+    """Multiplies the scores (products of queries and keys)."""
     rope: RopeSpec
     interleaved: bool = True
-    """Dimension 2i is rotated with 2i + 1, instead of i with i + rope_dim / 2."""
+    """Whether dimension 2i is rotated with 2i + 1, instead of i with i + rope_dim / 2."""
     query_rank: int | None = None
-    """Of the vector that queries are compressed to; None where they are not."""
+    """Size of the compressed vector of queries; None: queries are not compressed."""
     bias: bool = False
-    """On what compresses, and on the output."""
+    """Whether the down-projections and the output projection have biases."""
     sliding_window: None = None
 
     @property
@@ -88,7 +88,7 @@ class LatentAttention(Mixer):
         return [ops.product(held["output"], ops.attend_latent(held["attend"], query, latent))]
 
     def for_ranks(self, tp_size: int, inner_block: int) -> LatentAttention:
-        """Every rank has some heads, and all of the compressed vectors."""
+        """Pads heads to a multiple of tp_size: ranks divide the heads, and each has the whole compressed vectors."""
         if self.num_heads < tp_size:
             raise ModelError(
                 f"{self.num_heads} attention heads cannot be divided among {tp_size} ranks: each needs at least one"
@@ -96,7 +96,8 @@ class LatentAttention(Mixer):
         return replace(self, num_heads=rounded_up(self.num_heads, tp_size))
 
     def values_per_token(self, tp_size: int) -> int:
-        """Queries as they are and absorbed, what is attended, results, and the compressed vectors."""
+        """Queries before and after absorption, attention's results in the latent space and as values, and the
+        compressed vectors."""
         latent = self.latent_dim + self.rope_dim
         each = 2 * (self.nope_dim + self.rope_dim) + 2 * latent + 2 * self.value_dim
         return self.num_heads // tp_size * each + 3 * latent + 2 * (self.query_rank or 0)
