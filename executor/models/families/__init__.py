@@ -1,6 +1,6 @@
-"""Adapters from a checkpoint's config to an `ArchSpec`. A new family is one new module with a constant `FAMILY`.
+"""Model families: adapters from a checkpoint's config to an `ArchSpec`. A family is a module with a constant `FAMILY`.
 
-It is here, or in another package that registers it under `headrace.plugins`; then it may bring blocks of its own.
+It is in this folder, or in another package that registers it under the entry point `headrace.plugins`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Config = Mapping[str, Any]
 
 
 class UnknownArchitectureError(ModelError):
-    """No family here, nor one of another package, has it."""
+    """Neither a family of Headrace's nor one of another package has the architecture."""
 
 
 class NotNativeError(ModelError):
-    """What a family's model has and its blocks do not: the transformers back-end may run it."""
+    """Headrace's blocks do not support something that this model needs; transformers' code may compute it."""
 
 
 @dataclass(frozen=True)
 class Family:
     architectures: tuple[str, ...]
-    """As in the config's `architectures`."""
+    """Names as in a config's `architectures`."""
     build: Callable[[Config], ArchSpec]
-    """Takes the config with `architectures` set. What it returns may hold blocks of the family's own. Raises
-    ModelError naming the field that is missing or wrong, NotNativeError for what the blocks cannot compute."""
+    """Builds the spec from a config, which has `architectures`. The spec may use blocks that the family defines. Raises
+    ModelError, naming the field that is missing or wrong, and NotNativeError for what the blocks do not support."""
 
 
 @functools.cache
@@ -51,9 +51,9 @@ def families() -> Mapping[str, Family]:
 
 @functools.cache
 def family_of_plugin(architecture: str) -> Family:
-    """The family of another package, which registers it under `headrace.plugins`: see `ipc.plugins`. Raises
-    UnknownArchitectureError
-    when none has this architecture, naming those that could not be loaded."""
+    """The family that another package registers under `headrace.plugins` (see `ipc.plugins`). Raises NotNativeError if
+    a package has a class for transformers instead, and UnknownArchitectureError if none has the architecture, naming
+    the plugins that could not be loaded."""
     found, problems = load_plugins(Family)
     others = {name: family for family in found for name in family.architectures}
     if architecture in others:
@@ -66,10 +66,10 @@ def family_of_plugin(architecture: str) -> Family:
 
 
 def spec_from_config(config: Config) -> ArchSpec:
-    """The model that a Hugging Face `config.json` describes.
+    """The spec of the model that a Hugging Face `config.json` describes.
 
-    Raises ModelError when the architecture is unknown (listing the known ones), a field is missing or of the wrong
-    kind, or the numbers do not fit together.
+    Raises ModelError if the architecture is unknown (listing the known ones), a field is missing or of the wrong type,
+    or the numbers are inconsistent.
     """
     named = config.get("architectures")
     if not isinstance(named, list | tuple) or not named or not isinstance(named[0], str):

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face config: typed fields, rotary parameters old and new, layers, and the Llama-like whole."""
+"""Reads Hugging Face configs for families: typed fields, rotary parameters old and new, layers, Llama-like models."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ ROPE_KINDS: dict[str, RopeKind] = {
 
 
 LARGEST = 2**31 - 1
-"""What kernels count with."""
+"""The largest int32, which kernels count with."""
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts"), 4096),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 65536),
 }
-"""Of what something is made of each: a config that is damaged, or meant to, must not take for ever."""
+"""Limits of fields for which a loop runs or an object is made per unit, so that a damaged or malicious config cannot
+keep the engine busy without end."""
 
 
 def integer(config: Config, key: str, default: int | None = None) -> int:
@@ -104,7 +105,7 @@ def _shown(config: Config, key: str) -> str:
 
 
 def _spelt(config: Config, key: str) -> str:
-    """As the file has it, which those look into who are told that it is wrong; both names where it has neither."""
+    """The field's name in the config file, for error messages; both possible names if the file has neither."""
     own = config.own.get(key) if isinstance(config, Renamed) else None
     if own is None or (config.get(own) is None and config.get(key) is not None):
         return key
@@ -112,9 +113,9 @@ def _spelt(config: Config, key: str) -> str:
 
 
 def rope(config: Config, head_dim: int, default_theta: float, layer_type: str | None = None) -> RopeSpec:
-    """The rotary parameters, of `layer_type` where they are given per type.
+    """The rotary parameters; those of `layer_type` if the config has them per type.
 
-    Reads `rope_parameters` (transformers 5) as well as `rope_theta` and `rope_scaling` (before).
+    Reads `rope_parameters` (transformers 5) as well as `rope_theta` and `rope_scaling` (before). Raises ModelError.
     """
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if layer_type is not None and layer_type in given:
@@ -165,7 +166,7 @@ def rope(config: Config, head_dim: int, default_theta: float, layer_type: str | 
 
 
 def _longrope(config: Config, given: dict[str, Any], theta: float, rotary_dim: int) -> RopeSpec:
-    """LongRoPE (Ding et al. 2024): each frequency divided by a factor of its own, other ones in long contexts."""
+    """LongRoPE (Ding et al. 2024): each frequency has its own divisor, and another one for long contexts."""
     max_positions = integer(config, "max_position_embeddings")
     original = integer(given, "original_max_position_embeddings", -1)
     if original < 1:
@@ -193,7 +194,8 @@ def _longrope(config: Config, given: dict[str, Any], theta: float, rotary_dim: i
 
 
 def _yarn_attention_factor(given: dict[str, Any], factor: float) -> float:
-    """The temperature of YaRN (Peng et al. 2023, eq. 22), or its quotient where the config names both scales."""
+    """YaRN's temperature (Peng et al. 2023, eq. 22), or the quotient of two if the config has mscale and
+    mscale_all_dim."""
     named = optional_number(given, "attention_factor")
     if named is not None:
         return named
@@ -206,7 +208,7 @@ def _yarn_attention_factor(given: dict[str, Any], factor: float) -> float:
 
 
 def scaled_context(config: Config, rotary: RopeSpec, default: int) -> int:
-    """The longest context, in tokens, that the rope scaling was made for."""
+    """The longest context, in tokens, that the rope scaling supports."""
     max_positions = integer(config, "max_position_embeddings", default)
     if rotary.kind in ("linear", "dynamic"):
         return int(max_positions * rotary.factor)
@@ -216,7 +218,8 @@ def scaled_context(config: Config, rotary: RopeSpec, default: int) -> int:
 
 
 def layer_types(config: Config, num_layers: int, default: Sequence[str]) -> list[str]:
-    """One of full_attention, sliding_attention per layer: the config's `layer_types`, else the default."""
+    """full_attention or sliding_attention for each layer: the config's `layer_types`, else the default. Raises
+    ModelError for other types or too few."""
     given = config.get("layer_types")
     types = list(default if given is None else given)
     if unknown := sorted(set(map(str, types)) - {"full_attention", "sliding_attention"}):
@@ -227,23 +230,23 @@ def layer_types(config: Config, num_layers: int, default: Sequence[str]) -> list
 
 
 class Renamed(dict[str, Any]):
-    """A config with fields under common names, too."""
+    """A config whose fields can also be read under their common names."""
 
     def __init__(self, fields: Config, own: Mapping[str, str]) -> None:
-        """own: by common name, that which the config's writer used."""
+        """own: from a common name to the name in the config file."""
         super().__init__(fields)
         self.own = own
 
 
 def renamed(config: Config, **names: str) -> Renamed:
-    """The config with fields under the common name too: common=own."""
+    """The config with aliases of fields: common_name=own_name."""
     return Renamed(
         dict(config) | {common: config[own] for common, own in names.items() if config.get(own) is not None}, names
     )
 
 
 def biases(config: Config, key: str, default: bool) -> dict[str, bool]:
-    """Fields of `Attention`, for a family that has biases on all projections or on none."""
+    """The bias fields of `Attention`, for a family whose projections all have biases or none does."""
     bias = flag(config, key, default)
     return {"bias": bias, "output_bias": bias}
 
@@ -258,27 +261,27 @@ def plain(config: Config, inner: int, key: str, default: str, *, bias: bool = Tr
 
 
 class Positions(NamedTuple):
-    """How a layer's attention sees positions."""
+    """A layer's rotation and sliding window."""
 
     rope: RopeSpec | None
     sliding_window: int | None = None
 
 
 def alibi_slopes(num_heads: int, scale: float = 1.0) -> tuple[float, ...]:
-    """Those of ALiBi (Press et al. 2022), times scale: powers of 2^(-8 / heads); of numbers of heads between two powers
-    of two every other one of the larger number's comes first."""
+    """ALiBi's slopes (Press et al. 2022), times scale: powers of 2^(-8 / num_heads). If num_heads is no power of two,
+    they are those of the power of two below it, then every other one of the power above it."""
     size = 1 << (num_heads - 1).bit_length()
     slopes = [2.0 ** (-8 * index / size) * scale for index in range(1, size + 1)]
     return tuple(slopes if size == num_heads else (slopes[1::2] + slopes[::2])[:num_heads])
 
 
 def by_type(types: Sequence[str], rotary: RopeSpec, window: int | None) -> list[Positions]:
-    """Layers of one rope, of which those of type sliding_attention have the window."""
+    """Positions of layers with one rope; those of type sliding_attention have the window."""
     return [Positions(rotary, window if kind == "sliding_attention" else None) for kind in types]
 
 
 def head_dim_of(config: Config, default: int | None = None) -> int:
-    """The config's; where it has none, the default, or what the heads of the hidden size have each."""
+    """The config's head_dim; without it the default, or hidden_size / num_attention_heads."""
     if default is None:
         num_heads = integer(config, "num_attention_heads")
         if num_heads < 1:
@@ -288,7 +291,7 @@ def head_dim_of(config: Config, default: int | None = None) -> int:
 
 
 def qwen_positions(config: Config, rotary: RopeSpec) -> list[Positions]:
-    """Qwen 2 and 3: the layers from `max_window_layers` on slide, when the config turns windows on."""
+    """Qwen 2 and 3: if `use_sliding_window`, layers from `max_window_layers` on have sliding windows."""
     num_layers = integer(config, "num_hidden_layers")
     window = integer(config, "sliding_window", 4096) if flag(config, "use_sliding_window", False) else None
     first = integer(config, "max_window_layers", 28)
@@ -297,7 +300,8 @@ def qwen_positions(config: Config, rotary: RopeSpec) -> list[Positions]:
 
 
 def qwen_moe_positions(config: Config, rotary: RopeSpec) -> list[Positions]:
-    """Qwen 2 with experts: of the first `max_window_layers` every other slides, when the config turns windows on."""
+    """Qwen 2 with experts: if `use_sliding_window`, every other one of the first `max_window_layers` layers has a
+    sliding window."""
     num_layers = integer(config, "num_hidden_layers")
     window = integer(config, "sliding_window", 4096) if flag(config, "use_sliding_window", False) else None
     first = integer(config, "max_window_layers", 28)
@@ -308,19 +312,19 @@ def qwen_moe_positions(config: Config, rotary: RopeSpec) -> list[Positions]:
 
 
 def dense(config: Config, key: str = "hidden_act", default: str = "silu", *, bias: bool = False) -> Dense:
-    """A gated FFN of the config's size; `key` names its activation."""
+    """A gated FFN of the config's intermediate_size; `key` names its activation."""
     return Dense(integer(config, "intermediate_size"), activation(config, key, default), bias=bias)
 
 
 def experts(config: Config, inner: int, *, renormalise: bool, shared_inner: int = 0) -> Experts:
-    """Experts chosen by softmax, as many as the config says under either of its names."""
+    """Experts with softmax routing; their number is the config's num_experts or num_local_experts."""
     key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
     routing = Routing(integer(config, "num_experts_per_tok"), "softmax", renormalise)
     return Experts(integer(config, key), routing, inner, activation(config, "hidden_act", "silu"), shared_inner)
 
 
 def corrected_routing(config: Config) -> Routing:
-    """DeepSeek V3's: scores by sigmoid, groups by their two best."""
+    """DeepSeek V3's routing: sigmoid scores; groups of experts are chosen by the sum of their two best scores."""
     num_groups = integer(config, "n_group", 1)
     return Routing(
         integer(config, "num_experts_per_tok"),
@@ -334,7 +338,7 @@ def corrected_routing(config: Config) -> Routing:
 def mixture_after_dense(
     config: Config, routing: Routing, *, correction: bool = True, default_dense: int = 0
 ) -> Callable[[int], Ffn]:
-    """DeepSeek's: some dense layers, then mixtures with shared experts that every token goes to."""
+    """DeepSeek's FFNs by layer index: first some dense layers, then mixtures with shared experts."""
     inner = integer(config, "moe_intermediate_size")
     mixture = Experts(
         integer(config, "n_routed_experts"),
@@ -350,14 +354,14 @@ def mixture_after_dense(
 
 
 def further_layers(config: Config) -> WeightNames:
-    """DeepSeek's, whose checkpoints hold layers beyond the last one, which predict further tokens."""
+    """DeepSeek's names. Its checkpoints hold additional layers for multi-token prediction, which are ignored."""
     num_layers, further = integer(config, "num_hidden_layers"), integer(config, "num_nextn_predict_layers", 1)
     ignorable = tuple(rf"^model\.layers\.{num_layers + index}\." for index in range(max(1, further)))
     return WeightNames(shared_expert="mlp.shared_experts", ignorable=(*WeightNames.ignorable, *ignorable))
 
 
 def sparse_layers(config: Config, mixture: Experts) -> Callable[[int], Ffn]:
-    """Qwen's: the mixture in every `decoder_sparse_step`th layer but those of `mlp_only_layers`."""
+    """Qwen's FFNs by layer index: the mixture in every `decoder_sparse_step`th layer except `mlp_only_layers`."""
     step = integer(config, "decoder_sparse_step", 1)
     dense_layers = config.get("mlp_only_layers") or []
     if step < 1:
@@ -379,11 +383,12 @@ def llama_like(
     interleaved: bool = False,
     **overrides: Any,
 ) -> ArchSpec:
-    """The shape most families share: RMS norms before, a gated FFN, rotary positions, grouped-query attention.
+    """The architecture that most families share: RMS norms before the blocks, a gated FFN, rotary positions,
+    grouped-query attention.
 
-    positions: of each layer; by default all rotate with the config's rope. attention: fields of `Attention`. ffn: of
-    every layer, or of the layer of that number. tied_head: where the config does not say. interleaved: the
-    checkpoint's rotated pairs are neighbours. `overrides` are fields of ArchSpec.
+    positions: of each layer; by default all use the config's rope. attention: overrides fields of `Attention`. ffn: for
+    all layers, or a function of the layer's index. tied_head: if the config does not say. interleaved: see
+    `RopeSpec.interleaved`. overrides: fields of ArchSpec.
     """
     head_dim = head_dim or head_dim_of(config)
     rotary = replace(rope(config, head_dim, 10000.0), interleaved=interleaved)

@@ -1,4 +1,4 @@
-"""What families with latent attention share."""
+"""Specs shared by families with latent attention."""
 
 import math
 from collections.abc import Callable
@@ -23,12 +23,13 @@ from headrace.executor.models.families._config import (
 
 
 def deepseek(config: Config, routing: Routing, *, correction: bool) -> ArchSpec:
-    """Latent attention, and dense layers before mixtures."""
+    """DeepSeek's decoder: latent attention, and dense FFNs in the first layers before mixtures. correction: whether a
+    vector is added to the scores when experts are chosen."""
     return latent_like(config, mixture_after_dense(config, routing, correction=correction))
 
 
 def latent_like(config: Config, ffn: Callable[[int], Ffn], **overrides: Any) -> ArchSpec:
-    """A decoder with latent attention in all layers. `overrides` are fields of ArchSpec."""
+    """A decoder with latent attention in all layers. ffn: by layer index. overrides: fields of ArchSpec."""
     nope_dim, rope_dim = integer(config, "qk_nope_head_dim"), integer(config, "qk_rope_head_dim")
     rotary = replace(rope(config, rope_dim, 10000.0), rotary_dim=rope_dim)
     mixer = LatentAttention(
@@ -58,7 +59,7 @@ def latent_like(config: Config, ffn: Callable[[int], Ffn], **overrides: Any) -> 
 
 
 def _temperature(config: Config, factor: float) -> float:
-    """Of yarn (Peng et al. 2023, eq. 22), by which queries and keys are both multiplied."""
+    """YaRN's temperature (Peng et al. 2023, eq. 22), a factor of both queries and keys; 1 without scaling."""
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if (given.get("rope_type") or given.get("type") or "default") == "default":
         return 1.0

@@ -1,4 +1,4 @@
-"""Apertus: Llama's shape with normed queries and keys, and an FFN without a gate whose activation is learned."""
+"""Apertus: Llama's shape with normed queries and keys, and an FFN without a gate and with a learned activation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BETA, EPS = 0.5, -1e-6
 
 @dataclass(frozen=True)
 class LearnedActivation(Ffn):
-    """down(xielu(up(x))), whose two slopes are weights of each layer."""
+    """down(xielu(up(x))). Each layer has its own two slopes as weights."""
 
     inner: int
 
@@ -43,7 +43,7 @@ class LearnedActivation(Ffn):
         return self if tp_size == 1 else replace(self, inner=rounded_up(self.inner, tp_size * inner_block))
 
     def values_per_token(self, tp_size: int) -> int:
-        """What goes in, what comes out, and as float32 what is between: twice the width, three at a time."""
+        """The activation's input and output, and three intermediates in float32, which count twice."""
         return 8 * self.inner // tp_size
 
     def problem(self) -> str:
@@ -54,7 +54,8 @@ class LearnedActivation(Ffn):
 
 
 def xielu(x: Any, positive: Any, negative: Any) -> Any:
-    """xIELU (Huang and Schlag 2024), in float32. x [num_tokens, inner]; the slopes [1], before their softplus."""
+    """xIELU (Huang and Schlag 2024), in float32. x [num_tokens, inner]; positive, negative [1]: slopes before their
+    softplus."""
     wide = x.float()
     above = positive.logaddexp(positive.new_zeros(1)) * wide * wide
     below = (wide.clamp(max=EPS).expm1() - wide) * (BETA + negative.logaddexp(negative.new_zeros(1)))

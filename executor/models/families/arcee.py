@@ -1,4 +1,4 @@
-"""Arcee (AFM): Llama's shape with an FFN of squared ReLU."""
+"""Arcee (AFM): Llama's shape with squared ReLU in an FFN without a gate."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family

@@ -1,11 +1,11 @@
-"""Baichuan 1 and 2: Llama's shape with fused projections; the 13B has ALiBi, and version 2 a head of unit rows."""
+"""Baichuan 1 and 2: Llama's shape with fused projections; the 13B has ALiBi, version 2 a head with normalised rows."""
 
 from headrace.executor.models.arch import ArchSpec, Fused
 from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import Positions, alibi_slopes, integer, llama_like
 
 ROTATED_HIDDEN = 4096
-"""The hidden size of the 7B, which rotates: nothing else in a config tells it from the 13B of the same architecture."""
+"""The hidden size of the 7B, which has rotary positions: nothing else in a config distinguishes it from the 13B."""
 VERSION_2_VOCAB = 125_696
 
 

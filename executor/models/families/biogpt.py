@@ -14,7 +14,7 @@ NAMES = WeightNames(
     attention_norm="self_attn_layer_norm",
     mlp_norm="final_layer_norm",
 )
-POSITION_OFFSET = 2  # rows 0 and 1 of the position table belonged to padding
+POSITION_OFFSET = 2  # rows 0 and 1 of the position table are for padding
 
 
 def build(config: Config) -> ArchSpec:

@@ -1,4 +1,4 @@
-"""BLOOM: layer norms, no rotation but scores that fall with the distance (ALiBi), and an embedding that is normed."""
+"""BLOOM: layer norms, ALiBi instead of rotary positions, and normed embeddings."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Command R: layer norms without biases, rotation by neighbouring pairs, mixer and FFN beside each other."""
+"""Command R: layer norms without biases, interleaved rotation (neighbouring pairs), attention and FFN in parallel."""
 
 from headrace.executor.models.arch import ArchSpec, WeightNames
 from headrace.executor.models.families import Config, Family, NotNativeError

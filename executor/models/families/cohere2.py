@@ -1,4 +1,4 @@
-"""Command R7B and A: Command R's shape; three sliding layers with rotation to one full without."""
+"""Command R7B and A: Command R's shape with three sliding-window layers with rotation per full one without."""
 
 from dataclasses import replace
 

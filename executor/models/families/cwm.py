@@ -1,4 +1,4 @@
-"""Code World Model: Llama's shape, most of whose layers slide."""
+"""Code World Model: Llama's shape with sliding windows in most layers."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family

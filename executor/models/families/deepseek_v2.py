@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V2 Lite: latent attention, and beside the chosen experts some that every token goes to."""
+"""DeepSeek V2 and V2 Lite: latent attention, and mixtures with shared experts."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Routing

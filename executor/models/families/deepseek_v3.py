@@ -1,4 +1,4 @@
-"""DeepSeek V3, R1 and Kimi K2: DeepSeek V2's shape, with experts scored by sigmoid and chosen by corrected scores."""
+"""DeepSeek V3, R1 and Kimi K2: DeepSeek V2's shape; experts have sigmoid scores and are chosen by corrected scores."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family

@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense: Llama's shape with rotation by neighbouring pairs."""
+"""ERNIE 4.5, dense: Llama's shape with interleaved rotation (of neighbouring pairs)."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family

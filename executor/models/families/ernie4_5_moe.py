@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts, chosen by corrected scores, beside some that every token goes to."""
+"""ERNIE 4.5 with experts, chosen by corrected scores, and shared experts."""
 
 from headrace.executor.models.arch import ArchSpec, WeightNames
 from headrace.executor.models.blocks import Routing
@@ -10,7 +10,7 @@ from headrace.ipc.failure import ModelError
 NAMES = WeightNames(
     shared_expert="mlp.shared_experts",
     router_correction="mlp.moe_statics.e_score_correction_bias",
-    # Layers beyond the last one predict further tokens.
+    # Layers beyond the last are for multi-token prediction.
     ignorable=(*WeightNames.ignorable, r"^model\.mtp_"),
 )
 

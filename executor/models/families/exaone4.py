@@ -1,4 +1,4 @@
-"""EXAONE 4: norms after mixer and FFN, heads' queries and keys normed; full layers of a hybrid do not rotate."""
+"""EXAONE 4: norms after attention and FFN and of each head's query and key; a hybrid's full layers have no rotation."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family

@@ -1,4 +1,4 @@
-"""Falcon 1 to 3's own shape: layer norms, one or a few key/value heads, mixer and FFN beside each other."""
+"""Falcon (FalconForCausalLM): layer norms, one or a few key/value heads, attention and FFN in parallel or in order."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def build(config: Config) -> ArchSpec:
     parts = ((NAMES.query, num_heads // max(groups, 1) * head_dim), (NAMES.key, head_dim), (NAMES.value, head_dim))
     alibi: tuple[float, ...] = ()
     positions = None
-    if flag(config, "alibi", False):  # scaled as the products are
+    if flag(config, "alibi", False):  # Falcon scales the biases like the scores
         alibi = alibi_slopes(num_heads, head_dim**-0.5)
         positions = [Positions(None)] * integer(config, "num_hidden_layers")
     inner = integer(config, "ffn_hidden_size", 4 * integer(config, "hidden_size"))

@@ -1,4 +1,4 @@
-"""Gemma 1: Llama's shape with norm weights less one, wide heads, scaled embeddings."""
+"""Gemma 1: Llama's shape with norm weights stored minus 1, wide heads, scaled embeddings."""
 
 from headrace.executor.models.arch import ArchSpec, NormSpec
 from headrace.executor.models.families import Config, Family

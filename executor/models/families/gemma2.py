@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and after, every other layer sliding, soft caps on scores and logits."""
+"""Gemma 2: norms before and after each block, sliding windows in every other layer, soft caps on scores and logits."""
 
 from headrace.executor.models.arch import ArchSpec, NormSpec, WeightNames
 from headrace.executor.models.families import Config, Family

@@ -1,6 +1,6 @@
-"""Gemma 3: norms before and after, five sliding layers to one full, two rotary bases. Text only.
+"""Gemma 3: norms before and after each block, five sliding-window layers per full one, two rotary bases. Text only.
 
-A multimodal checkpoint (Gemma3ForConditionalGeneration) serves its language model; the vision tower is not read.
+Of a multimodal checkpoint (Gemma3ForConditionalGeneration) only the language model is read, not the vision tower.
 """
 
 from headrace.executor.models.arch import ArchSpec, NormSpec, WeightNames
@@ -19,7 +19,7 @@ from headrace.executor.models.families._config import (
 from headrace.ipc.failure import ModelError
 
 LOCAL_THETA, GLOBAL_THETA = 10_000.0, 1_000_000.0
-# Multimodal configs leave out what equals these.
+# Multimodal configs leave out fields with these values.
 DEFAULTS = {
     "vocab_size": 262_208,
     "hidden_size": 2304,
@@ -47,7 +47,7 @@ def build(config: Config) -> ArchSpec:
     pattern = integer(text, "sliding_window_pattern", 6)
     default = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
     full = Positions(rope(text, head_dim, GLOBAL_THETA, "full_attention"))
-    # The older fields scale the full layers only, and name the local base apart.
+    # The fields before transformers 5 scale the full layers only, and have a separate base for sliding layers.
     local = text if "sliding_attention" in (text.get("rope_parameters") or {}) else {}
     theta = number(text, "rope_local_base_freq", LOCAL_THETA)
     sliding = Positions(rope(local, head_dim, theta, "sliding_attention"), integer(text, "sliding_window", 4096))

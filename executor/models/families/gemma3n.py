@@ -1,7 +1,7 @@
-"""Gemma 3n: a stream of several rows (`blocks.altup`), values that are normed, last layers that read the keys and
-values of others, and first layers whose FFNs keep only what stands out of a row. Text only.
+"""Gemma 3n: a residual stream of several rows (`blocks.altup`), normed values, last layers that read the cache of
+earlier ones, and first layers with sparse FFN activations. Text only.
 
-A multimodal checkpoint serves its language model; the vision and audio towers are not read.
+Of a multimodal checkpoint only the language model is read, not the vision and audio towers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from headrace.ipc.failure import ModelError
 
 LOCAL_THETA, GLOBAL_THETA = 10_000.0, 1_000_000.0
 SPARSE_LAYERS, SPARSITY = 10, 0.95
-"""Of a config that does not say which layers are sparse, where it has more of them."""
-# Multimodal configs leave out what equals these.
+"""Default of activation_sparsity_pattern: the first SPARSE_LAYERS layers of a model with more layers have SPARSITY."""
+# Multimodal configs leave out fields with these values.
 DEFAULTS = {
     "vocab_size": 262_400,
     "vocab_size_per_layer_input": 262_144,
@@ -63,8 +63,8 @@ NAMES = WeightNames(
 
 @dataclass(frozen=True)
 class NormedValues(Attention):
-    """Attention whose values are normed by head, without weights. One that reads another layer's cache has queries
-    alone."""
+    """Attention that norms each head's values, without weights. With reads_only it has queries only, and attends to
+    another layer's cache."""
 
     reads_only: bool = False
     eps: float = 1e-6
@@ -89,7 +89,7 @@ class NormedValues(Attention):
         return "the program norms no values."
 
     def _with_normed_values(self, qkv: Any, num_kv_heads: int) -> Any:
-        """qkv [num_tokens, (num_heads + 2 num_kv_heads) head_dim] of a rank, of which the values are overwritten"""
+        """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] of a rank; its values are normed in place."""
         values = qkv.unflatten(-1, (-1, self.head_dim))[:, -num_kv_heads:]
         wide = values.float()
         values.copy_(wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt())
@@ -98,11 +98,12 @@ class NormedValues(Attention):
 
 @dataclass(frozen=True)
 class OutstandingDense(Dense):
-    """A gated FFN whose gate keeps of a row, over all ranks, what lies `cutoff` standard deviations above its mean."""
+    """A gated FFN with sparse activations: the gate becomes relu(gate - (mean + cutoff * standard deviation)), of each
+    row over all ranks."""
 
     cutoff: float = 0.0
     num_counted: int = 0
-    """Columns of a gate without those of padding; 0 for all."""
+    """Columns of the gate that are not padding, over which mean and deviation are taken; 0: all."""
 
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
         names, inner, hidden = spec.names, Axis(self.inner), spec.hidden_size
@@ -125,17 +126,17 @@ class OutstandingDense(Dense):
         return self if tp_size == 1 else replace(self, inner=inner, num_counted=self.num_counted or self.inner)
 
     def values_per_token(self, tp_size: int) -> int:
-        """With the gate of all ranks."""
+        """As of a dense FFN, and the gathered gate of all ranks, in float32 too."""
         return super().values_per_token(tp_size) + 2 * self.inner
 
     def _outstanding(self, gate: Any, whole: Any) -> Any:
-        """gate [num_tokens, a rank's columns], whole [num_tokens, inner]"""
+        """gate [num_tokens, this rank's columns], whole [num_tokens, inner] -> the sparse gate, as `gate`"""
         counted = whole[:, : self.num_counted or self.inner].float()
         lowest = counted.mean(-1, keepdim=True) + self.cutoff * counted.std(-1, keepdim=True, correction=0)
         return (gate.float() - lowest).relu().to(gate.dtype)
 
     def _gated(self, gate: Any, up: Any) -> Any:
-        from torch.nn import functional  # families are read where there is no torch
+        from torch.nn import functional  # families are also imported where torch is not installed
 
         if self.activation == "gelu_tanh":
             return functional.gelu(gate, approximate="tanh") * up
@@ -190,8 +191,8 @@ def build(config: Config) -> ArchSpec:
 
 
 def _names(spec: ArchSpec, layers: Sequence[LayerSpec]) -> WeightNames:
-    """With what published checkpoints hold and nothing computes: keys and values of layers that read others', under the
-    names of GGUF files too."""
+    """The names, with patterns to ignore unused tensors of published checkpoints: keys and values of layers that read
+    another layer's cache, also under GGUF's names."""
     needless = [
         rf"\.{index}\.(self_attn\.(k_proj|v_proj|k_norm)|attn_(k|v|k_norm))\."
         for index, layer in enumerate(layers)
@@ -204,7 +205,7 @@ def _names(spec: ArchSpec, layers: Sequence[LayerSpec]) -> WeightNames:
 
 
 def _of_layers(config: Config, key: str, num_layers: int) -> list[float]:
-    """A number of each layer, or one of all."""
+    """One number per layer, from a config field that is a list or one number for all. Raises ModelError."""
     given = config[key]
     found = given if isinstance(given, list) else [given] * num_layers
     if len(found) != num_layers or not all(isinstance(each, int | float) for each in found):
@@ -220,7 +221,7 @@ def _default_sparsity(config: Config, num_layers: int) -> dict[str, Any]:
 
 
 def _sparse(ffn: Dense, share: float) -> Ffn:
-    """share: of a row's values, those that a gate leaves out were they normally distributed."""
+    """share: the fraction of a row's values that the gate sets to 0 if they are normally distributed."""
     if share and ffn.activation not in ("gelu_tanh", "gelu", "silu", "relu"):
         raise NotNativeError(f"sparse activations of {ffn.activation} are not supported")
     if not 0 <= share < 1:
@@ -229,7 +230,8 @@ def _sparse(ffn: Dense, share: float) -> Ffn:
 
 
 def _sources(types: Sequence[str], first: int) -> list[int | None]:
-    """Of each layer the one whose cache it reads: from `first` on, the last of its type before that."""
+    """For each layer the one whose cache it reads: for layers from `first` on, the last layer of the same type before
+    `first`; None for the others."""
     if not 0 < first <= len(types):
         raise ModelError(f"the config's num_kv_shared_layers leave {first} of {len(types)} layers with a cache")
     own = {kind: index for index, kind in enumerate(types[:first])}

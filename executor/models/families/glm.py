@@ -1,4 +1,4 @@
-"""GLM 4 9B (glm-4-9b-chat-hf): Llama's shape with half of each head rotated by neighbouring pairs."""
+"""GLM 4 9B (glm-4-9b-chat-hf): Llama's shape with interleaved rotation (of neighbouring pairs) of half of each head."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def build(config: Config) -> ArchSpec:
 
 
 def glm_like(config: Config, **overrides: Any) -> ArchSpec:
-    """GLM 4's projections; `overrides` are fields of ArchSpec."""
+    """GLM 4's projections. overrides: fields of ArchSpec."""
     inner = integer(config, "intermediate_size")
     return llama_like(
         {"partial_rotary_factor": 0.5, **config},

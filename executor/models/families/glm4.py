@@ -1,4 +1,4 @@
-"""GLM 4 0414 (GLM-4-32B, GLM-Z1): GLM 4's shape with norms after mixer and FFN too."""
+"""GLM 4 0414 (GLM-4-32B, GLM-Z1): GLM 4's shape with additional norms after attention and FFN."""
 
 from headrace.executor.models.arch import ArchSpec, WeightNames
 from headrace.executor.models.families import Config, Family

@@ -1,4 +1,4 @@
-"""GLM 4.5 to 4.7 with experts: DeepSeek V3's mixtures beside grouped-query attention."""
+"""GLM 4.5 to 4.7 with experts: grouped-query attention and DeepSeek V3's mixtures."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family

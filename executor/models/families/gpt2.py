@@ -1,6 +1,7 @@
-"""GPT-2 and its like: layer norms, learned positions, biases, matrices stored transposed.
+"""GPT-2 and models like it: layer norms, learned positions, biases, matrices stored transposed.
 
-The matrices have names of their own here, beside the published ones for the transposed: a GGUF file has them upright.
+The spec names its matrices differently from the transposed ones of published checkpoints, since a GGUF file holds them
+not transposed.
 """
 
 from headrace.executor.models.arch import ArchSpec, Fused, WeightNames

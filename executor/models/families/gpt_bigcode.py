@@ -1,4 +1,4 @@
-"""GPT BigCode (SantaCoder, StarCoder 1): GPT-2's shape with one key/value head and matrices as they are."""
+"""GPT BigCode (SantaCoder, StarCoder 1): GPT-2's shape with one key/value head; matrices are not stored transposed."""
 
 from dataclasses import replace
 

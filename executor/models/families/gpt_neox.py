@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: layer norms, biases, partial rotary positions, mixer and FFN beside each other."""
+"""GPT-NeoX and Pythia: layer norms, biases, partial rotary positions, attention and FFN in parallel."""
 
 from headrace.executor.models.arch import ArchSpec, Fused, WeightNames
 from headrace.executor.models.families import Config, Family

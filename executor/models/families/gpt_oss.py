@@ -1,4 +1,4 @@
-"""gpt-oss: every other layer slides, attention has sinks, and experts are clamped and have biases."""
+"""gpt-oss: sliding windows in every other layer, attention sinks, experts with clamped activations and biases."""
 
 from headrace.executor.models.arch import ArchSpec, StackedExperts, WeightNames
 from headrace.executor.models.blocks import Routing

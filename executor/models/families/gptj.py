@@ -1,4 +1,4 @@
-"""GPT-J: layer norms, partial rotation by neighbouring pairs, mixer and FFN beside each other."""
+"""GPT-J: layer norms, partial interleaved rotation (of neighbouring pairs), attention and FFN in parallel."""
 
 from headrace.executor.models.arch import ArchSpec, WeightNames
 from headrace.executor.models.families import Config, Family

@@ -1,4 +1,4 @@
-"""Granite 3 with experts: Granite's multipliers, and experts in all layers."""
+"""Granite 3 with experts: Granite's shape with experts in all layers."""
 
 from headrace.executor.models.arch import ArchSpec, StackedExperts, WeightNames
 from headrace.executor.models.families import Config, Family

@@ -1,4 +1,4 @@
-"""HyperCLOVA X: Granite's multipliers, and norms after mixer and FFN too."""
+"""HyperCLOVA X: Granite's shape; with use_post_norm, additional norms after attention and FFN."""
 
 from headrace.executor.models.arch import ArchSpec, WeightNames
 from headrace.executor.models.families import Config, Family

@@ -1,4 +1,4 @@
-"""InternLM 2 and 2.5: Llama's shape under names of its own, with queries, keys and values fused by key/value head."""
+"""InternLM 2 and 2.5: Llama's shape under other names, with queries, keys and values fused by key/value head."""
 
 from headrace.executor.models.arch import ArchSpec, Fused, WeightNames
 from headrace.executor.models.families import Config, Family

@@ -1,4 +1,4 @@
-"""InternLM 3: Llama's shape with heads of a size of their own, and biases where the config says so."""
+"""InternLM 3: Llama's shape with a head_dim independent of the hidden size, and biases if the config has them."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family

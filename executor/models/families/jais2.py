@@ -1,4 +1,4 @@
-"""Jais 2: layer norms, biases everywhere, an FFN of squared ReLU."""
+"""Jais 2: layer norms, biases everywhere, squared ReLU."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family

@@ -1,8 +1,8 @@
-"""Llama 4: every fourth layer without rotation, rotated queries and keys normed, and one expert of a token beside one
-that all go to, whose input and not whose result is weighted. Text only.
+"""Llama 4: no rotation in every fourth layer, normed queries and keys in the others, and per token one routed expert,
+whose input (not its result) is weighted, beside a shared one. Text only.
 
-Rotated layers attend within chunks of 8,192 tokens, and the queries of the others grow with their positions from the
-8,191st on. A multimodal checkpoint serves its language model; the vision tower is not read.
+Layers with rotation attend within chunks of 8,192 tokens; in the others, queries are scaled up from position 8,191 on.
+Of a multimodal checkpoint only the language model is read, not the vision tower.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ NAMES = WeightNames(
 )
 STACKED = StackedExperts("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", transposed=True)
 ONE_WHOLE = Routing(1, "softmax", renormalise=True)
-"""The best expert of each token, weighted by 1."""
+"""Routing to each token's best expert, with weight 1."""
 
 
 @dataclass(frozen=True)
 class LongAttention(Attention):
-    """Attention within chunks, or with queries that grow with their positions. Each head's query and key are normed
-    without weights, where they are; that rotation turns pairs and leaves lengths as they are, so it may come before or
-    after."""
+    """Attention within chunks, or with queries scaled by their positions. With qk_norm, each head's query and key are
+    normed without weights. Llama 4 does so after the rotation and `Attend` before it, which is the same: rotation does
+    not change lengths."""
 
     chunk_size: int | None = None
     query_growth: tuple[int, float] | None = None
@@ -77,7 +77,7 @@ class LongAttention(Attention):
 
 @dataclass(frozen=True)
 class InputScaledExperts(Experts):
-    """The best expert's input is scaled by the sigmoid of its logit."""
+    """Experts whose input, not their result, is scaled by the sigmoid of the best expert's logit."""
 
     def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
         logits = ops.linear(held["router"], x)
@@ -132,7 +132,7 @@ def build(config: Config) -> ArchSpec:
 
 
 def _chunked(config: Config, rotates: Sequence[bool]) -> list[bool]:
-    """Whether each layer attends within chunks: by its type, and without types if it is rotated."""
+    """Whether each layer attends within chunks: by the config's layer_types, else if the layer has rotation."""
     types = config.get("layer_types")
     if types is None:
         return list(rotates)
@@ -144,7 +144,7 @@ def _chunked(config: Config, rotates: Sequence[bool]) -> list[bool]:
 
 
 def _rotates(config: Config, num_layers: int) -> list[bool]:
-    """Of each layer."""
+    """Whether each layer has rotary positions."""
     interval = integer(config, "no_rope_layer_interval", 4)
     found = config.get("no_rope_layers") or [(index + 1) % max(1, interval) != 0 for index in range(num_layers)]
     if not isinstance(found, list) or len(found) < num_layers:

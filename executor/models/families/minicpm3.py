@@ -9,7 +9,7 @@ from headrace.executor.models.families._latent import latent_like
 
 
 def multipliers(config: Config) -> dict[str, Any]:
-    """Fields of `ArchSpec` that all MiniCPMs have."""
+    """The multipliers, as fields of `ArchSpec`, that all MiniCPM models have."""
     base = config.get("dim_model_base")
     scaling = integer(config, "hidden_size") / positive(config, "dim_model_base") if base is not None else 1.0
     return {

@@ -1,4 +1,4 @@
-"""MiniMax M2: experts in all layers, scored by sigmoid and chosen by corrected scores."""
+"""MiniMax M2: experts in all layers, with sigmoid scores and chosen by corrected scores."""
 
 from dataclasses import replace
 

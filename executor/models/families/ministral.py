@@ -1,4 +1,4 @@
-"""Ministral: Mistral's shape with windows where the config's layer types say so."""
+"""Ministral: Mistral's shape with sliding windows in the layers that the config's layer_types name."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family

@@ -1,4 +1,4 @@
-"""Mistral: Llama's shape; where the config has a window, every layer slides."""
+"""Mistral: Llama's shape; if the config has a sliding window, every layer has it."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family

@@ -1,5 +1,5 @@
-"""What Mistral publishes beside or instead of a Hugging Face model: a params.json and consolidated files, whose names
-and rotation are its own. `checkpoints/checkpoint.py` gives such a folder's config this architecture."""
+"""Mistral's own format, published beside or instead of a Hugging Face model: params.json and consolidated files, with
+other names and rotation. `checkpoints/checkpoint.py` gives the config of such a folder this architecture."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's shape with experts, of which the chosen ones' weights are renormalised."""
+"""Mixtral: Mistral's shape with experts; the weights of the chosen ones are renormalised."""
 
 from headrace.executor.models.arch import ArchSpec, WeightNames
 from headrace.executor.models.families import Config, Family

@@ -1,4 +1,4 @@
-"""MPT: layer norms without biases, no rotation but scores that fall with the distance (ALiBi)."""
+"""MPT: layer norms without biases, ALiBi instead of rotary positions."""
 
 from headrace.executor.models.arch import ArchSpec, Fused, WeightNames
 from headrace.executor.models.blocks.dense import Dense

@@ -1,4 +1,4 @@
-"""Nemotron 3 and 4, Minitron: layer norms of weights less one, an FFN of squared ReLU, partial rotation."""
+"""Nemotron 3 and 4, Minitron: layer norms whose weights are stored minus 1, squared ReLU, partial rotary positions."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family

@@ -1,4 +1,4 @@
-"""OLMo 2: norms after mixer and FFN, inside the residual; queries of all heads are normed as one row."""
+"""OLMo 2: norms on the outputs of attention and FFN; queries (and keys) of all heads are normed as one row."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family

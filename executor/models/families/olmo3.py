@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2's shape; three sliding layers to one full, the full ones with their own rotation."""
+"""OLMo 3: OLMo 2's shape with three sliding-window layers per full one; the full ones have their own rotation."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family
@@ -20,7 +20,7 @@ def build(config: Config) -> ArchSpec:
     default = ["full_attention" if (index + 1) % 4 == 0 else "sliding_attention" for index in range(num_layers)]
     full = Positions(rope(config, head_dim, 10000.0, "full_attention"))
     given = config.get("rope_parameters")
-    # The older fields scale the full layers only.
+    # The fields before transformers 5 scale the full layers only.
     local = config if isinstance(given, dict) and "sliding_attention" in given else without_scaling(config)
     sliding = Positions(
         rope(local, head_dim, 10000.0, "sliding_attention"), optional_integer(config, "sliding_window") or 4096

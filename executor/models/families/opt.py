@@ -1,4 +1,4 @@
-"""OPT: layer norms, learned positions, biases everywhere, and in its 350m size norms after and a narrow embedding."""
+"""OPT: layer norms, learned positions, biases everywhere; the 350m has norms after blocks and a narrow embedding."""
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, WeightNames
 from headrace.executor.models.blocks.attention import Attention
@@ -7,7 +7,7 @@ from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import activation, flag, integer
 from headrace.ipc.failure import ModelError
 
-POSITION_OFFSET = 2  # rows 0 and 1 of the position table belonged to padding
+POSITION_OFFSET = 2  # rows 0 and 1 of the position table are for padding
 NAMES = WeightNames(
     prefixes=("model.decoder.", "decoder."),
     final_norm="final_layer_norm",

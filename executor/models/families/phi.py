@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2: layer norms, partial rotary positions, mixer and FFN beside each other, biases everywhere."""
+"""Phi 1, 1.5 and 2: layer norms, partial rotary positions, attention and FFN in parallel, biases everywhere."""
 
 from headrace.executor.models.arch import ArchSpec, WeightNames
 from headrace.executor.models.families import Config, Family, NotNativeError

@@ -1,4 +1,4 @@
-"""Phi 3, 3.5 and 4: Llama's shape with fused projections, LongRoPE, and in the 4 mini partial rotation."""
+"""Phi 3, 3.5 and 4: Llama's shape with fused projections, LongRoPE; the 4 mini has partial rotary positions."""
 
 from headrace.executor.models.arch import ArchSpec, Fused
 from headrace.executor.models.families import Config, Family

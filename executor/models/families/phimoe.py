@@ -48,7 +48,8 @@ def build(config: Config) -> ArchSpec:
 
 
 def _with_attention_factor(config: Config) -> Config:
-    """The config whose LongRoPE is scaled as its short_mscale and long_mscale say, where it has them."""
+    """The config with LongRoPE's attention_factor set from short_mscale and long_mscale, if it has them. Raises
+    NotNativeError if they differ."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given: Any = config.get(key)
     if not isinstance(given, dict) or given.get("short_mscale") is None:

@@ -1,7 +1,7 @@
 """Qwen 1: Llama's shape under GPT-2's names, with fused projections that have biases.
 
-Within the context that it was trained for, which is the longest here, neither its dynamic rotation nor its logarithmic
-scale of queries changes anything.
+Contexts are limited to the trained length, within which its dynamic rotation and its logarithmic scaling of queries
+change nothing; neither is implemented.
 """
 
 from headrace.executor.models.arch import ArchSpec, Fused, WeightNames

@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2 with experts: Qwen 2's attention, and beside the chosen experts one that every token goes to."""
+"""Qwen 1.5 and 2 with experts: Qwen 2's attention, and mixtures with a gated shared expert."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family

@@ -1,4 +1,4 @@
-"""Qwen 3, dense: Llama's shape with each head's query and key normalised."""
+"""Qwen 3, dense: Llama's shape with a norm of each head's query and key."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family

@@ -1,4 +1,4 @@
-"""Qwen 3 with experts: Qwen 3's attention."""
+"""Qwen 3 with experts: Qwen 3's attention, and mixtures."""
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family

@@ -1,4 +1,4 @@
-"""VaultGemma: Gemma 2's shape without norms after mixer and FFN."""
+"""VaultGemma: Gemma 2's shape without norms after attention and FFN."""
 
 from headrace.executor.models.arch import ArchSpec, NormSpec, WeightNames
 from headrace.executor.models.families import Config, Family
