@@ -1,4 +1,4 @@
-"""Tokenizers in the `tokenizers` library's form, of vocabularies made in tiktoken's way: bytes and their ranks."""
+"""Builds `tokenizers` library tokenizers from vocabularies in tiktoken's form, which map bytes to ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from headrace.ipc.failure import ModelError
 def byte_level_tokenizer(
     path: Path, ranks: Mapping[bytes, int], pattern: str, *, first: Sequence[str] = (), last: Sequence[str] = ()
 ) -> Any:
-    """ranks: from 0 without a gap. pattern: what cuts a text into pieces. first, last: special tokens, whose ids come
-    before and after those of the vocabulary.
+    """ranks: 0, 1, ... without a gap. pattern: regular expression that splits a text into pieces. first, last: special
+    tokens, whose ids come before and after those of the vocabulary.
 
-    Raises ModelError, naming the file, where it is not sound.
+    Raises ModelError, naming the file, if the vocabulary is not valid.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -27,7 +27,7 @@ def byte_level_tokenizer(
     vocabulary = {name: index for index, name in enumerate(first)}
     vocabulary |= {texts[token]: len(first) + rank for token, rank in ranks.items()}
     try:
-        # A piece that is a token is taken at once, as tiktoken does it.
+        # ignore_merges: a piece that is itself a token is not merged step by step, as in tiktoken.
         tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
         steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated")]
     except Exception as error:  # the library raises plain Exception for every fault
@@ -42,7 +42,8 @@ def byte_level_tokenizer(
 
 
 def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Every way to make a token of two, tokens of lower rank first: tiktoken joins what makes the lowest rank."""
+    """BPE merges: every pair of tokens that make a token, in order of that token's rank, since tiktoken first joins the
+    pair whose result has the lowest rank."""
     found = []
     for token in sorted(ranks, key=ranks.__getitem__):
         parts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
@@ -52,8 +53,8 @@ def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _letters() -> list[str]:
-    """The character that stands for each byte in byte-level tokenizers (GPT-2's): itself where it is visible, else
-    one of those from 256 on."""
+    """The character for each byte in byte-level tokenizers (GPT-2's): the byte's own character if it is visible, else
+    one from 256 on."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     by_byte = dict(zip(visible, map(chr, visible), strict=True))

@@ -1,4 +1,4 @@
-"""`open_checkpoint`: from the options to a checkpoint on this machine, its config read and its weights in reach."""
+"""`open_checkpoint` finds the model that the options name, fetches it if needed, and reads its config."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SAFETENSORS_INDEX, TORCH_INDEX = "model.safetensors.index.json", "pytorch_model.
 SHARDED_STATE = "model-rank-*-part-0.safetensors"
 MISTRAL_PARAMS, MISTRAL_FILES = "params.json", "consolidated*.safetensors"
 MISTRAL_END = 2
-"""The token that ends an answer in every tokenizer of Mistral's: its params.json does not name it."""
-# What lies beside weights and holds none of the model's.
+"""The end-of-sequence token id of all of Mistral's tokenizers, which params.json does not give."""
+# Beginnings of the names of files beside the weights that hold none of the model's weights.
 NOT_WEIGHTS = ("adapter_model", "consolidated", "optimizer", "scheduler", "scaler", "training_args", "rng_state")
 # generation_config.json's names -> SamplingParams'.
 SAMPLING_FIELDS = {mark.stored_as: name for name, (mark, _, _) in model_defaults(Sampling).items() if mark.stored_as}
@@ -43,50 +43,51 @@ SAMPLING_FIELDS = {mark.stored_as: name for name, (mark, _, _) in model_defaults
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A model as it lies on this machine. Opening it reads no weight."""
+    """A model on this machine: its config, and access to its weights. Opening it reads no weights."""
 
     name: str
-    """What the user called it."""
+    """The model's name in the options."""
     path: Path
-    """The folder, or the .gguf file."""
+    """The model's folder, or its .gguf file."""
     format: Format
     config: dict[str, Any]
-    """As in a Hugging Face config.json, with `hf_overrides` applied."""
+    """The content of a Hugging Face config.json, with `hf_overrides` applied."""
     dtype_name: str
     """float32, float16 or bfloat16, or the name of a quantised type."""
     generation_config: dict[str, Any]
-    """Sampling defaults that the model sets, under SamplingParams' names."""
+    """The model's defaults of sampling fields, under SamplingParams' names."""
     eos_token_ids: tuple[int, ...]
     config_folder: Path | None = None
-    """Whose config.json it is, where that is not the folder of the weights."""
+    """The folder of config.json if it is not that of the weights (hf_config_path)."""
     load_strategy: Strategy = "lazy"
     """How safetensors files are read."""
     library: str = ""
-    """The load format whose library reads them; empty where ours does."""
+    """Load format of the library that reads safetensors files; empty: Headrace's own reader."""
     gguf: GGUFFile | None = field(default=None, repr=False)
-    """The opened file, where the config came from one."""
+    """The opened GGUF file; None for a folder."""
     tensorizer: TensorizerFile | None = None
     quantisation: Quantisation | None = field(default=None, repr=False)
-    """What a folder's weights are stored in; None for floats."""
+    """The quantised format of a folder's weights; None for floats."""
     as_loaded: AsLoaded | None = None
-    """What floats become as they are read."""
+    """How float weights are quantised while they load; None: not at all."""
 
     @property
     def stored_as(self) -> str:
-        """The quantised format whose matrices stay packed; empty for floats and GGUF files."""
+        """Name of the quantised format in which matrices stay packed in memory; empty for floats and GGUF files."""
         if self.as_loaded is not None:
             return self.as_loaded.name
         return "" if self.quantisation is None else self.quantisation.names[0]
 
     @property
     def stored_bytes(self) -> int | None:
-        """Memory of quantised weights as they are stored; None for floats."""
+        """Memory of quantised weights as stored in the checkpoint; None for floats."""
         if self.quantisation is not None:
             return sum(file.stat().st_size for file in _weight_files(self.path))
         return None if self.gguf is None else self.gguf.kept_bytes
 
     def kept_bytes(self, spec: ArchSpec) -> int | None:
-        """Memory of weights that stay packed, `stored_bytes` or what floats become; None for floats."""
+        """Memory of weights that stay packed: `stored_bytes`, or the size of floats quantised while they load; None for
+        floats."""
         if self.as_loaded is None:
             return self.stored_bytes
         from headrace.executor.checkpoints.quantisation.as_loaded import bytes_as_loaded
@@ -94,9 +95,9 @@ class Checkpoint:
         return bytes_as_loaded(self.as_loaded, spec, DTYPE_BYTES.get(self.dtype_name, 2))
 
     def cache_scales(self, spec: ArchSpec) -> tuple[LayerScales, ...]:
-        """What keys and values of each layer are divided by in an fp8 cache; empty where the checkpoint does not say.
+        """Scales of each layer's keys and values for an fp8 cache; empty if the checkpoint has none.
 
-        Raises ModelError for a scale that is no number above 0.
+        Raises ModelError for a scale that is not a positive number.
         """
         if self.quantisation is None or self.format not in ("safetensors", "pt"):
             return ()
@@ -106,7 +107,7 @@ class Checkpoint:
 
     @property
     def weight_files(self) -> list[Path]:
-        """All on this machine that weights are read from."""
+        """All local files from which weights are read."""
         if self.gguf is not None:
             return self.gguf.files
         if self.tensorizer is not None:
@@ -116,13 +117,13 @@ class Checkpoint:
         return sorted(self.path.glob(MISTRAL_FILES)) if self.format == "mistral" else _weight_files(self.path)
 
     on_read: OnRead | None = field(default=None, repr=False)
-    """Hears how much of the weights has been read."""
+    """Callback for the progress of reading weights."""
 
     def weights(self, shapes: Mapping[str, tuple[int, ...]] | None = None, place: RankPlace = SINGLE) -> WeightSource:
-        """Where the weights come from. `shapes`: of dummy weights; by default what the config calls for. `place`: of
-        the rank that reads them, which is all that a sharded state has for it.
+        """The source of the weights. `shapes`: of dummy weights; by default those of the config's model. `place`: the
+        rank that reads them; of a sharded state it gets its own file only.
 
-        Raises ModelError, naming the file, when one is missing, foreign or truncated.
+        Raises ModelError, naming the file, if one is missing, truncated or of another format.
         """
         source = self._source(shapes, place)
         if self.as_loaded is not None:
@@ -163,9 +164,9 @@ class Checkpoint:
 
 
 def open_checkpoint(options: Options) -> Checkpoint:
-    """Finds the model that the options name, fetching it when needed, and reads its config.
+    """Finds the model that the options name, fetches it if needed, and reads its config.
 
-    Raises ModelError when it is missing, foreign or truncated, and OptionError when `load_format` does not fit it.
+    Raises ModelError if it is missing, truncated or of an unknown format, and OptionError if load_format does not fit.
     """
     asked = options.load_format
     library, options = library_of(agreeing_formats(options))
@@ -203,13 +204,13 @@ def open_checkpoint(options: Options) -> Checkpoint:
 
 
 def _names_demo_model(options: Options) -> bool:
-    """By none, or by the name that it is served under."""
+    """Whether the options name no model, or the demo model by its name."""
     return not options.model or (options.model == demo_model.NAME and not Path(options.model).exists())
 
 
 def config_at_hand(options: Options) -> dict[str, Any] | None:
-    """The config of the model that the options name, `hf_overrides` applied, without opening its weights or bringing
-    torch. None where it is not here yet, or cannot be read: `open_checkpoint` fetches it, and says what is wrong.
+    """The config of the model that the options name, `hf_overrides` applied, if it is on this machine. Opens no weights
+    and imports no torch. None if it is not here, or has no `architectures`. Raises ModelError if it cannot be read.
     """
     options = agreeing_formats(options)
     path = demo_model.demo_model_path() if _names_demo_model(options) else Path(options.model).expanduser()
@@ -240,7 +241,8 @@ def _cached_config_file(options: Options, choice: HubChoice) -> Path | None:
 
 
 def _folder_format(folder: Path, load_format: str) -> tuple[Path, Format]:
-    """What a folder holds: its path (of the one .gguf file, where that is it) and format."""
+    """(path, format) of a folder's model; the path is that of its one .gguf file if its format is gguf. Raises
+    ModelError."""
     ggufs = sorted(folder.glob("*.gguf"))
     ggufs = [file for file in ggufs if "-of-" not in file.name or "-00001-of-" in file.name]
     if load_format == "gguf" or (load_format in ("auto", "dummy") and ggufs and not _weight_files(folder)):
@@ -356,7 +358,8 @@ def _asks_for_params(options: Options) -> bool:
 
 
 def _config_file(folder: Path, options: Options, found: str = "") -> Path:
-    """Mistral's params.json where it is asked for, stands alone, or alone fits the weights that were found."""
+    """The folder's config file: Mistral's params.json if the options ask for it, if there is no config.json, or if the
+    weights are Mistral's own; else config.json."""
     params, config = folder / MISTRAL_PARAMS, folder / "config.json"
     if options.config_format == "hf":
         return config
@@ -365,7 +368,7 @@ def _config_file(folder: Path, options: Options, found: str = "") -> Path:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """As of a Hugging Face model. Raises ModelError."""
+    """A config file's content in Hugging Face's form. Raises ModelError."""
     content = read_json(file)
     if file.name != MISTRAL_PARAMS:
         return content
@@ -375,7 +378,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _config_folder(options: Options) -> Path:
-    """What hf_config_path names. Raises ModelError where no config is there."""
+    """The folder that hf_config_path names, fetched if needed. Raises ModelError if it has no config."""
     asked = options.hf_config_path
     assert asked is not None
     if not asked.strip():
@@ -390,7 +393,7 @@ def _config_folder(options: Options) -> Path:
 
 
 def _with_quantisation(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The config with what hf_quant_config.json beside it says, where it says nothing itself."""
+    """The config with the quantization of hf_quant_config.json beside it, unless it has its own. Raises ModelError."""
     file = folder / "hf_quant_config.json"
     if config.get("quantization_config") or not file.is_file():
         return config
@@ -403,7 +406,7 @@ def _with_quantisation(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ModelError for anything else."""
+    """The JSON object in a file. Raises ModelError if the file cannot be read or holds anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -414,7 +417,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields replaced; those of a nested config (text_config and the like) one by one."""
+    """The config with fields replaced; nested configs (text_config and the like) are merged field by field."""
     changed = dict(config)
     for name, value in overrides.items():
         old = config.get(name)
@@ -424,7 +427,7 @@ def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[st
 
 
 def _read_generation_config(folder: Path | None, options: Options) -> dict[str, Any]:
-    """The file's content; {} where there is none. The options may name another folder than the model's."""
+    """Content of generation_config.json; {} if there is none. The options may name another folder than the model's."""
     if options.generation_config not in ("auto", "vllm"):
         named = Path(options.generation_config).expanduser()
         if not (named / "generation_config.json").is_file():
@@ -439,7 +442,7 @@ def _read_generation_config(folder: Path | None, options: Options) -> dict[str, 
 
 
 def _check_default(name: str, value: Any, what: str) -> None:
-    """name: in the file. Raises ModelError."""
+    """Checks a sampling default. name: of the field in the file; what: its description. Raises ModelError."""
     _, kind, allowed = model_defaults(Sampling)[SAMPLING_FIELDS[name]]
     if value is None or (kind is int and value == -1):  # "all of them", as vLLM writes it
         return
@@ -450,7 +453,8 @@ def _check_default(name: str, value: Any, what: str) -> None:
 
 
 def _sampling_defaults(generation: Mapping[str, Any], options: Options, file: Path) -> dict[str, Any]:
-    """The fields that are set; transformers' own defaults, `do_sample` among them, say nothing about sampling here."""
+    """The sampling fields that the generation config sets, under SamplingParams' names; it may have others, which are
+    ignored (`do_sample`)."""
     given = {} if options.generation_config == "vllm" else generation
     where = file if options.generation_config == "auto" else Path(options.generation_config) / "generation_config.json"
     known = {name: value for name, value in given.items() if name in SAMPLING_FIELDS}
@@ -460,7 +464,8 @@ def _sampling_defaults(generation: Mapping[str, Any], options: Options, file: Pa
 
 
 def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """From the generation config, else the config, else its text model's. Raises ModelError for other than ids."""
+    """The end-of-sequence ids of the generation config, else the config, else its text_config. Raises ModelError for
+    values that are not token ids."""
     text = config.get("text_config")
     sources = [generation, config, text if isinstance(text, Mapping) else {}]
     found = next((each["eos_token_id"] for each in sources if each.get("eos_token_id") is not None), ())
@@ -471,7 +476,7 @@ def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 
 def _dtype_name(config: Mapping[str, Any], folder: Path, found: Format, tensorized: TensorizerFile | None) -> str:
-    """The config's dtype, or the weights' own where it names none."""
+    """The config's dtype, else that of the weights."""
     text = config.get("text_config")
     for each in (config, text if isinstance(text, Mapping) else {}):
         named = each.get("dtype") or each.get("torch_dtype")

@@ -1,5 +1,5 @@
-"""A checkpoint as a model declares its weights, where it stores them otherwise: several matrices as one, transposed, or
-with the pairs that are rotated together side by side.
+"""Maps a checkpoint's tensors to the weights that a model's blocks declare, where the checkpoint stores several
+matrices as one, transposed, or with interleaved rotary pairs.
 
     stored   query_key_value [12, in]      head 0: q q k k v v   head 1: q q k k v v
     declared query [4, in]                 rows 0 1 6 7
@@ -25,8 +25,8 @@ from headrace.kernels.grouped import GroupedWeight
 
 
 def as_declared(spec: ArchSpec, source: WeightSource) -> WeightSource:
-    """The source under the names and with the rows that the model's blocks declare, quantised where it is to be; itself
-    where they are the same."""
+    """The source with the names and rows that the model's blocks declare, and quantised if it is to be while loading.
+    Returns the source itself if nothing differs."""
     source = each_expert(spec, source)
     if spec.unit_head:
         source = UnitRows(source, f"{spec.names.lm_heads[0]}.weight")
@@ -37,7 +37,7 @@ def as_declared(spec: ArchSpec, source: WeightSource) -> WeightSource:
 
 
 def stored_weights(spec: ArchSpec, held: frozenset[str]) -> Iterator[Weight]:
-    """What the model reads of a checkpoint that holds these tensors, under the names that it stores them by."""
+    """The weights that the model reads from a checkpoint with these tensors, under the checkpoint's names."""
     prefix = spec.names.prefix_in(held)
     declared = {weight.name: weight for weight in model_weights(spec, prefix)}
     places = _places(spec, held)
@@ -51,18 +51,18 @@ def stored_weights(spec: ArchSpec, held: frozenset[str]) -> Iterator[Weight]:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where the rows of a declared tensor are."""
+    """Where the rows of a declared tensor are stored."""
 
     name: str
-    """Of the stored tensor."""
+    """Name of the stored tensor."""
     num_stored: int
-    """Rows that it must have."""
+    """Number of rows that the stored tensor must have."""
     rows: np.ndarray  # [declared rows] int64
     transposed: bool = False
 
 
 class UnitRows(WrappedWeights):
-    """A `WeightSource` over another, of one matrix of which each row is divided by its length."""
+    """A `WeightSource` around another that divides each row of one matrix by its L2 norm."""
 
     def __init__(self, source: WeightSource, matrix: str) -> None:
         super().__init__(source)
@@ -83,8 +83,8 @@ class UnitRows(WrappedWeights):
 
 
 class DeclaredWeights(WrappedWeights):
-    """A `WeightSource` over another. Raises ModelError, when a shape is asked for, where a stored tensor is of another
-    shape than its parts make."""
+    """A `WeightSource` of declared tensors around one of stored tensors. `shape` and `get` raise ModelError if a stored
+    tensor has another number of rows than its parts together."""
 
     def __init__(self, source: WeightSource, places: dict[str, Place]) -> None:
         stored = frozenset(place.name for name, place in places.items() if place.name != name)
@@ -123,7 +123,7 @@ class DeclaredWeights(WrappedWeights):
         return found[torch.from_numpy(wanted - span.start)]
 
     def _packed(self, name: str) -> Packed | None:
-        """As the source's `packed`, with the declared rows."""
+        """The source's `packed` weight with the declared rows; None for floats and transposed tensors."""
         place = self._places.get(name)
         if place is None:
             return super()._packed(name)
@@ -138,7 +138,7 @@ class DeclaredWeights(WrappedWeights):
 
 
 def _places(spec: ArchSpec, held: frozenset[str]) -> dict[str, Place]:
-    """Every declared tensor that is stored otherwise."""
+    """From each declared tensor that is stored differently to its place."""
     names, found = spec.names, dict[str, Place]()
     prefix = names.prefix_in(held)
     for index, layer in enumerate(spec.layers):
@@ -164,7 +164,7 @@ def _places(spec: ArchSpec, held: frozenset[str]) -> dict[str, Place]:
 
 
 def _parts_of(fused: Fused, start: str, held: frozenset[str]) -> dict[str, Place]:
-    """Of one layer, whose names begin with `start`."""
+    """Places of the parts of a fused matrix and its bias in one layer, whose names begin with `start`."""
     found: dict[str, Place] = {}
     stride = sum(count for _, count in fused.parts)
     for kind in ("weight", "bias"):
@@ -180,6 +180,6 @@ def _parts_of(fused: Fused, start: str, held: frozenset[str]) -> dict[str, Place
 
 
 def _halves_apart(head_dim: int, rotary_dim: int) -> np.ndarray:
-    """For each row of a head: which stored row it is, where stored pairs are neighbours."""
+    """For each row of a head, [head_dim] int64, the index of the stored row; stored pairs are neighbours."""
     rotated = np.arange(rotary_dim).reshape(-1, 2).T.reshape(-1)
     return np.concatenate([rotated, np.arange(rotary_dim, head_dim)])

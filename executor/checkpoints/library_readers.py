@@ -1,5 +1,5 @@
-"""Libraries that read safetensors files in ways of their own (`--load-format runai_streamer`, `fastsafetensors`): all
-tensors into memory at once, by several threads, for storage that one thread does not keep busy."""
+"""Third-party readers of safetensors files (`--load-format runai_streamer`, `fastsafetensors`). They read all tensors
+into memory with several threads, for storage that one thread cannot saturate."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from headrace.ipc.failure import ModelError, OptionError
 @dataclass(frozen=True)
 class Library:
     package: str
-    """As it is imported; the extra of pyproject.toml is called as the load format."""
+    """The module's name; the extra in pyproject.toml has the load format's name."""
     tensors: Callable[[Sequence[Path]], Iterator[tuple[str, Tensor]]]
-    """Each is the caller's own: what the library does next leaves it as it is."""
+    """Reads all tensors of files. Each tensor is a copy that the library does not change later."""
 
 
 def _by_runai(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
@@ -29,7 +29,7 @@ def _by_runai(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
     with SafetensorsStreamer() as streamer:
         streamer.stream_files([str(file) for file in files])
         for name, tensor in streamer.get_tensors():
-            yield name, tensor.clone()  # of a buffer that is used again
+            yield name, tensor.clone()  # the library reuses its buffer
 
 
 def _by_fastsafetensors(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
@@ -42,7 +42,7 @@ def _by_fastsafetensors(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
         held = loader.copy_files_to_device()
         try:
             for name in list(held.key_to_rank_lidx):
-                yield name, held.get_tensor(name).clone()  # of memory that goes with `held`
+                yield name, held.get_tensor(name).clone()  # close() frees the memory
         finally:
             held.close()
     finally:
@@ -55,16 +55,16 @@ LIBRARIES: Mapping[str, Library] = MappingProxyType(
         "fastsafetensors": Library("fastsafetensors", _by_fastsafetensors),
     }
 )
-"""By load format."""
+"""The libraries, by load format."""
 
 
 def check_installed(load_format: str) -> None:
-    """Raises OptionError, with the line that installs it."""
+    """Raises OptionError, with the command that installs it, if a load format's library is missing."""
     require(LIBRARIES[load_format].package, load_format)
 
 
 def require(package: str, load_format: str) -> None:
-    """As above, of a library that reads files of its own."""
+    """Raises OptionError, with the command that installs it, if a package that a load format needs is missing."""
     if util.find_spec(package) is None:
         raise OptionError(
             f"load_format={load_format} needs {package}, which is not installed: "
@@ -73,7 +73,8 @@ def require(package: str, load_format: str) -> None:
 
 
 class LibraryWeights(HeldWeights):
-    """The tensors that `stored` has, read by a library. Raises ModelError where both disagree about the files."""
+    """The tensors of `stored`, read by a library. Raises ModelError if the library fails, or if names or shapes differ
+    from those of `stored`."""
 
     def __init__(self, load_format: str, files: Sequence[Path], stored: WeightSource) -> None:
         found = dict[str, Tensor]()

@@ -1,4 +1,4 @@
-"""What the options of loading ask for, and whether they go together: `load_format`, `config_format` and settings."""
+"""Checks that the options for loading agree (load_format, config_format and their settings), and resolves them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from headrace.core.options.engine_options import Options
 from headrace.ipc.failure import OptionError
 
 BY_LIBRARY = ("runai_streamer", "fastsafetensors")
-"""Load formats that name a library for safetensors files."""
+"""Load formats that name a library that reads safetensors files."""
 BITSANDBYTES = "bitsandbytes"
-"""The one that names what weights are quantised in, whose files are those of any model."""
+"""A load format that names a quantisation, not a kind of file: its files are ordinary ones."""
 
 
 def agreeing_formats(options: Options) -> Options:
-    """The options with the files that they ask for as load_format. Raises OptionError for those that exclude each
-    other."""
+    """The options with load_format resolved to a kind of file, or auto. Raises OptionError for options that exclude
+    each other."""
     if options.code_revision is not None and not options.trust_remote_code:
         raise OptionError(
             f"code_revision={options.code_revision} is of code that the model brings, which runs with "
@@ -43,14 +43,15 @@ def agreeing_formats(options: Options) -> Options:
 
 
 def library_of(options: Options) -> tuple[str, Options]:
-    """The load format whose library is to read safetensors files, and the options that ask for these files.
+    """(load format of the library that reads safetensors files, options with load_format safetensors), or ("", the
+    options) if they name no library.
 
-    Raises OptionError where it is not installed, or something else is asked of their reading.
+    Raises OptionError if the library is not installed, or with another safetensors_load_strategy than lazy.
     """
     asked = options.load_format
     if asked not in BY_LIBRARY:
         return "", options
-    from headrace.executor.checkpoints.library_readers import check_installed  # brings torch
+    from headrace.executor.checkpoints.library_readers import check_installed  # imports torch
 
     check_installed(asked)
     if options.safetensors_load_strategy != "lazy":
@@ -59,13 +60,13 @@ def library_of(options: Options) -> tuple[str, Options]:
 
 
 def options_of_another(options: Options, model: str) -> Options:
-    """For weights in the place of those that the options name, read as those are."""
+    """Options to read the weights of another model the way that the options read theirs."""
     given = options.model_loader_extra_config
     given = {**given, **given.get("tensorizer_config", {})}
     return msgspec.structs.replace(
         options,
         model=model,
-        # Random weights were for want of a checkpoint; whoever names one wants what is in it.
+        # dummy was for a model without a checkpoint; now one is named, so its weights are read.
         load_format="auto" if options.load_format == "dummy" else options.load_format,
         model_loader_extra_config={name: value for name, value in given.items() if not name.startswith("tensorizer_")},
     )

@@ -1,8 +1,8 @@
 """Safetensors files, read in one of three ways: `--safetensors-load-strategy`.
 
-    lazy        the file is mapped; a tensor's pages are read when it is copied
-    eager       the file is read whole, from beginning to end, when its first tensor is asked for
-    prefetch    as lazy, while a thread reads all files from beginning to end so that their pages are there already
+    lazy        the file is memory-mapped; a tensor's pages are read when it is copied
+    eager       the whole file is read sequentially when its first tensor is requested
+    prefetch    as lazy, while a thread reads all files sequentially into the page cache
 
 Format: https://github.com/safetensors/safetensors#format: a u64 length, that many bytes of JSON, then the tensors.
 """
@@ -31,17 +31,18 @@ from headrace.ipc.failure import ModelError
 
 Strategy = Literal["lazy", "eager", "prefetch"]
 BLOCK_BYTES = 16 << 20
-"""What the prefetching thread reads at once."""
+"""Size of a read of the prefetching thread."""
 PROBES = 16
-"""Bytes of a block that are asked for to know whether it is in memory."""
+"""Bytes that are probed to find out whether a block is in the page cache."""
 MOST_BUFFERS = 2
-"""Files that are kept in memory when they are read whole: a layer may begin in one and end in the next."""
+"""With eager, files kept in memory at once: a layer may begin in one and end in the next."""
 
 logger = logging.getLogger(__name__)
 
 
 class SafetensorsWeights:
-    """Tensors of one or more safetensors files. Raises ModelError for a foreign or truncated file."""
+    """Tensors of one or more safetensors files. Raises ModelError for a file that is truncated or of another format,
+    and for a weight that two files hold or that the index has but its file does not."""
 
     def __init__(
         self,
@@ -50,7 +51,8 @@ class SafetensorsWeights:
         strategy: Strategy = "lazy",
         place: RankPlace = SINGLE,
     ) -> None:
-        """weight_map: of an index, the file name for each tensor; without one, the files must not overlap."""
+        """weight_map: from a tensor's name to its file's, as in an index; without it, no two files may have a tensor of
+        one name."""
         self._file_of: dict[str, SafetensorsFile] = {}
         for file in open_sound_files(files, strategy):
             for name in file.names:
@@ -75,7 +77,7 @@ class SafetensorsWeights:
         return self._file_of[name].shape(name)
 
     def dtype_name(self) -> str:
-        """Of the largest tensor, in torch's words; safetensors' own where torch has no such type."""
+        """dtype of the largest tensor: float32, float16, bfloat16, or safetensors' name for any other type."""
         largest = max(self._file_of, key=lambda name: math.prod(self.shape(name)), default=None)
         if largest is None:
             return "float32"
@@ -87,7 +89,7 @@ class SafetensorsWeights:
 
 
 def open_sound_files(paths: Sequence[Path], strategy: Strategy) -> list[SafetensorsFile]:
-    """Raises ModelError, naming the first that is foreign or truncated."""
+    """Opens files. Raises ModelError, naming the first file that is truncated or of another format."""
     from safetensors import SafetensorError
 
     opened: list[SafetensorsFile] = []
@@ -100,13 +102,13 @@ def open_sound_files(paths: Sequence[Path], strategy: Strategy) -> list[Safetens
 
 
 class SafetensorsFile:
-    """One file, mapped. Raises SafetensorError or OSError where it is not a whole one."""
+    """One memory-mapped file. Raises SafetensorError or OSError if it is not a complete safetensors file."""
 
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
 
         self.path = path
-        with path.open("rb") as file:  # a mount that hangs does so here: safe_open would hold the interpreter's lock
+        with path.open("rb") as file:  # a hanging mount blocks here, where the GIL is released; safe_open holds it
             file.read(1)
         self._file = safe_open(path, framework="pt")
         self.names = frozenset(self._file.keys())
@@ -119,11 +121,11 @@ class SafetensorsFile:
         return tuple(self._file.get_slice(name).get_shape())
 
     def stored_type(self, name: str) -> str:
-        """As the format calls it: F32, BF16, ..."""
+        """The type's name in the format: F32, BF16, ..."""
         return str(self._file.get_slice(name).get_dtype())
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """The tensor or that part of it; nothing else is read. It is the file's own memory, to be left unchanged."""
+        """The tensor or a part of it; nothing else is read. It is a view of the mapped file and must not be written."""
         shape = self.shape(name)
         if not shape:
             scalar: Tensor = self._file.get_tensor(name)
@@ -132,20 +134,20 @@ class SafetensorsFile:
         if self._pages is None and part.numel():
             self._pages = MappedPages.of(self.path, part.data_ptr())
         if self._pages is not None:
-            # Columns are a view of whole rows.
+            # A part of the columns is a view of whole rows.
             num_bytes = int(part.untyped_storage().nbytes() - part.storage_offset() * part.itemsize)
             self._pages.read(part.data_ptr(), num_bytes)
         return part
 
 
 class Buffers:
-    """Files that were read whole, the last MOST_BUFFERS of them."""
+    """The MOST_BUFFERS files that were last used, whole in memory."""
 
     def __init__(self) -> None:
         self._read: OrderedDict[Path, Tensor] = OrderedDict()
 
     def of(self, path: Path) -> Tensor:
-        """[size of the file] uint8. Raises OSError."""
+        """The file's bytes, [size of the file] uint8, read if needed. Raises OSError."""
         if path not in self._read:
             while len(self._read) >= MOST_BUFFERS:
                 self._read.popitem(last=False)
@@ -155,7 +157,7 @@ class Buffers:
 
 
 class EagerFile(SafetensorsFile):
-    """One file, read whole when it is first needed. What it gives is memory of its own."""
+    """One file, read whole when it is first needed. The tensors that it returns are copies."""
 
     def __init__(self, path: Path, buffers: Buffers) -> None:
         super().__init__(path)
@@ -169,7 +171,7 @@ class EagerFile(SafetensorsFile):
         first, last = self._header[name]["data_offsets"]
         shape = self.shape(name)
         raw = self._buffers.of(self.path)[self._data_start + first : self._data_start + last]
-        # A tensor may begin at any byte, which no view of wider numbers can.
+        # A tensor may begin at any byte, where a view of a wider dtype cannot, so the bytes are cloned first.
         dtype = super().get(name, rows=slice(0, 0) if shape else None).dtype
         if columns is None and len(shape) > 1 and raw.numel():
             start, stop = bounds(rows, shape[0])
@@ -179,17 +181,17 @@ class EagerFile(SafetensorsFile):
 
 
 def open_files(paths: Sequence[Path], strategy: Strategy) -> Iterator[SafetensorsFile]:
-    """One after the other. Raises what opening one that is unsound raises."""
+    """Opens the files one by one. Raises SafetensorError or OSError for the first that is not a complete one."""
     buffers = Buffers()
     for path in paths:
         yield EagerFile(path, buffers) if strategy == "eager" else SafetensorsFile(path)
 
 
 def prefetch(owner: object, paths: Sequence[Path], rank: int, num_ranks: int) -> threading.Thread:
-    """Fills the page cache with the files from a thread, for as long as `owner` lives.
+    """Starts a thread that reads the files into the page cache. It stops when `owner` is garbage-collected.
 
-    Each rank begins at its own share and goes on with the others', passing over what is there already: so the ranks
-    of a host read each file once together, wherever they were placed.
+    Each rank begins with its own share of the files, continues with the others', and skips blocks that are already in
+    the page cache. So the ranks of a host together read each file once, whichever ranks these are.
     """
     first = len(paths) * rank // num_ranks
     stop = threading.Event()
@@ -205,8 +207,8 @@ def _read_ahead(paths: Sequence[Path], stop: threading.Event) -> None:
     for path in paths:
         try:
             with path.open("rb", buffering=0) as file, path.open("rb", buffering=0) as probed:
-                # A question about a byte that is not there makes the system read it and what follows, which on a
-                # descriptor read at random is that page alone: the next questions would be answered by the first.
+                # Probing a byte that is not cached makes the system read it ahead, with what follows it, and later
+                # probes would find that. With POSIX_FADV_RANDOM it reads the probed page alone.
                 os.posix_fadvise(probed.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
                 size = os.fstat(file.fileno()).st_size
                 for start in range(0, size, BLOCK_BYTES):
@@ -214,15 +216,15 @@ def _read_ahead(paths: Sequence[Path], stop: threading.Event) -> None:
                         return
                     if not _is_cached(probed.fileno(), start, min(start + BLOCK_BYTES, size)):
                         os.preadv(file.fileno(), [block], start)
-        except OSError as error:  # whoever needs the file says so
+        except OSError as error:  # the rank that needs the file reports the error
             logger.info("%s is not read ahead: %s", path, error)
 
 
 def _is_cached(fd: int, start: int, end: int) -> bool:
-    """Whether reading these bytes would wait for no disk; False where the file system cannot say.
+    """Whether these bytes are in the page cache; False if the file system cannot tell.
 
-    Some bytes stand for all. One would not do: a page may have stayed behind alone, or have come in while it was asked
-    about.
+    Several bytes are probed. One is not enough: its page may be the only one left in the cache, or have been read
+    because of an earlier probe.
     """
     probes = [*range(start, end, BLOCK_BYTES // PROBES or 1), end - 1]
     with contextlib.suppress(OSError):
@@ -231,7 +233,7 @@ def _is_cached(fd: int, start: int, end: int) -> bool:
 
 
 def _read_whole(path: Path) -> Tensor:
-    """From beginning to end, in large pieces. Raises OSError."""
+    """The file's bytes, [size] uint8, read sequentially in large pieces. Raises OSError."""
     with path.open("rb", buffering=0) as file:
         data = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8)
         into, done = data.numpy(), 0

@@ -1,11 +1,11 @@
-"""A model's weights as its ranks read them, one file each: `--load-format sharded_state`, and the program that saves.
+"""Sharded state: a model's weights in one file per rank. `--load-format sharded_state` reads it; `save` writes it.
 
-    model-rank-0-part-0.safetensors     what rank 0 read, each part under the name NAME|rows|columns
+    model-rank-0-part-0.safetensors     the parts that rank 0 reads, each under the name NAME|rows|columns
     model-rank-1-part-0.safetensors     ...
-    config.json, tokeniser files        as beside the checkpoint that it was made of
+    config.json, tokeniser files        copies of those of the original checkpoint
 
-A rank then reads one file from beginning to end, and nothing of the others'. The header of each file tells for which
-world it was made, and the shapes of all weights.
+So each rank reads one file sequentially, and nothing else. Each file's header has the parallel sizes that it was made
+for, and the shapes of all weights.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.inde
 
 
 class SavedWorld(msgspec.Struct, frozen=True):
-    """For whom a file was made."""
+    """The parallel sizes and the rank's layers that a file was made for."""
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
     layers: tuple[int, int]
-    """First and last + 1 of the rank's."""
+    """The rank's first layer, and its last + 1."""
 
     @classmethod
     def of(cls, place: RankPlace, num_layers: int) -> SavedWorld:
@@ -49,17 +49,17 @@ class SavedWorld(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """In each file's metadata."""
+    """The JSON in each file's metadata under `HEADER`."""
 
     world: SavedWorld
     shapes: dict[str, tuple[int, ...]]
-    """Of every weight of the model, whole."""
+    """Whole shape of every weight of the model."""
 
 
 class ShardedWeights:
-    """A `WeightSource` of what one rank of such a world reads, and of nothing else.
+    """A `WeightSource` of the parts that one rank reads; it has no others.
 
-    Raises ModelError when the rank's file is missing, foreign, or of another world.
+    Raises ModelError if the rank's file is missing, of another format, or for other parallel sizes.
     """
 
     def __init__(self, folder: Path, place: RankPlace, num_layers: int, strategy: Strategy = "lazy") -> None:
@@ -102,7 +102,7 @@ class ShardedWeights:
 
 
 class _Noted:
-    """A source that remembers every part that was read."""
+    """A source that records every part that is read."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
@@ -121,7 +121,7 @@ class _Noted:
 
 
 def part_name(name: str, shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> str:
-    """One name for a part, however it was asked for."""
+    """The name of a part in a file: equal for all slices that mean the same part."""
     if not shape:
         return name
     first, last = bounds(rows, shape[0])
@@ -130,9 +130,10 @@ def part_name(name: str, shape: tuple[int, ...], rows: slice | None, columns: sl
 
 
 def save(options: Options, folder: Path) -> list[Path]:
-    """Writes the model's sharded state for the world that the options ask for, and what lies beside its weights.
+    """Writes the model's sharded state for the options' parallel sizes, and copies the files beside its weights.
+    Returns the files of weights.
 
-    Reads one rank's part at a time, and needs memory for that. Raises OptionError and ModelError.
+    Needs memory for one rank's part at a time. Raises OptionError and ModelError.
     """
     from safetensors.torch import save_file
 
@@ -160,7 +161,7 @@ def save(options: Options, folder: Path) -> list[Path]:
     for rank in range(options.tensor_parallel_size * options.pipeline_parallel_size):
         place = RankPlace.of_options(rank, options)
         noted = _Noted(source)
-        # On the device that keeps nothing, so that only what was read takes memory.
+        # On the meta device, so that only the recorded parts take memory.
         Decoder(spec, noted, torch.float32, "meta", place, choose=choose_reference)
         header = Header(SavedWorld.of(place, spec.num_layers), shapes)
         path = folder / FILE_NAME.format(rank=rank)

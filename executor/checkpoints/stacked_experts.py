@@ -1,4 +1,4 @@
-"""A checkpoint that holds the matrices of all experts of a layer as one tensor, read as if each were by itself."""
+"""Reads single experts from checkpoints that store the matrices of all experts of a layer as one tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.ipc.failure import ModelError
 
 
 def each_expert(spec: ArchSpec, source: WeightSource) -> WeightSource:
-    """The source under the names that experts are declared with; itself where it stacks none."""
+    """The source with a tensor per expert, under the names that blocks declare; the source itself if it stacks none."""
     if spec.stacked is None:
         return source
     held, found = source.names(), dict[str, _Place]()
@@ -25,17 +25,17 @@ def each_expert(spec: ArchSpec, source: WeightSource) -> WeightSource:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an expert's matrix or bias is."""
+    """Where an expert's matrix or bias is stored."""
 
     stored: str
     expert: int
     rows: slice
-    """Of the expert's part, once that is [rows, columns]."""
+    """Rows in the expert's part of the stored tensor, after the transposition, if any."""
     transposed: bool
 
 
 class EachExpert(WrappedWeights):
-    """A `WeightSource` over another."""
+    """A `WeightSource` of single experts around one of stacked experts."""
 
     def __init__(self, source: WeightSource, places: dict[str, _Place]) -> None:
         super().__init__(source, frozenset(place.stored for place in places.values()), frozenset(places))
@@ -61,7 +61,7 @@ class EachExpert(WrappedWeights):
         return take_part(part, tuple(part.shape), rows, columns)
 
     def _packed(self, name: str) -> Packed | None:
-        """As the source's; what is taken of a stack is floats."""
+        """The source's packed weight; None for experts from a stack, which are floats."""
         return None if name in self._places else super()._packed(name)
 
     def _group_of(self, name: str) -> int | None:
@@ -71,7 +71,7 @@ class EachExpert(WrappedWeights):
 def _places(
     spec: ArchSpec, stacked: StackedExperts, start: str, source: WeightSource, held: frozenset[str]
 ) -> dict[str, _Place]:
-    """Of one layer, whose names begin with `start`."""
+    """Places of the experts of one layer, whose names begin with `start`. Raises ModelError."""
     names, found = spec.names, dict[str, _Place]()
     kinds = ((".weight", stacked.gate_up, stacked.down), (".bias", stacked.gate_up_bias, stacked.down_bias))
     for kind, gate_up, down in kinds:

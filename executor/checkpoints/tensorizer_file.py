@@ -1,5 +1,5 @@
-"""Files that CoreWeave's library `tensorizer` wrote of a Hugging Face model, read by it (`--load-format tensorizer`):
-all tensors into memory, from a file of this machine, an HTTP server or a bucket of S3's."""
+"""Reads files that CoreWeave's library `tensorizer` wrote from a Hugging Face model (`--load-format tensorizer`). The
+library reads all tensors into memory, from a local file, an HTTP server or an S3 bucket."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ NOT_TAKEN: Mapping[str, str] = MappingProxyType(
         "stream_kwargs": "s3_endpoint is what can be set",
     }
 )
-"""Keys of vLLM's TensorizerConfig that are refused where they ask for something, and why."""
+"""Keys of vLLM's TensorizerConfig that are refused if they are set, and the reason."""
 REMOTE = ("http", "https", "s3", "redis")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _COMPUTED = re.compile(r"(inv_freq|embed_scale)$")
-"""Buffers of transformers' modules that follow from the config: the library writes them with the weights."""
+"""Buffers of transformers' modules that the library writes with the weights. They are skipped, since they are computed
+from the config."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of model_loader_extra_config, or of its tensorizer_config: as vLLM's TensorizerConfig has them."""
+    """Settings in model_loader_extra_config, or in its tensorizer_config, named as in vLLM's TensorizerConfig."""
 
     tensorizer_uri: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     tensorizer_dir: Annotated[str, msgspec.Meta(min_length=1)] | None = None
@@ -51,19 +52,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True)
 class TensorizerFile:
-    """Where a model's tensors lie, and how they are to be read. Opening it reads nothing."""
+    """Location of a model's tensors, and the settings to read them. Nothing is read before `weights`."""
 
     uri: str
     settings: Settings
 
     @property
     def path(self) -> Path | None:
-        """None where it is on another machine."""
+        """The local path; None for a remote URI."""
         return None if _SCHEME.match(self.uri) else Path(self.uri).expanduser()
 
     def weights(self) -> HeldWeights:
-        """Reads all tensors. Raises ModelError, naming the file, where it is foreign, truncated or not as it was
-        written."""
+        """Reads all tensors. Raises ModelError, naming the file, if it is truncated, of another format, does not match
+        its hash (verify_hash), or was written from vLLM's own modules."""
         tensors = self._read()
         if any("vllm_tensorized_marker" in name for name in tensors):
             raise ModelError(
@@ -98,10 +99,9 @@ class TensorizerFile:
 
 
 def tensorizer_file(folder: Path, given: Mapping[str, Any]) -> TensorizerFile:
-    """given: model_loader_extra_config; without a place in it, the file lies beside the config in `folder`.
+    """given: model_loader_extra_config. If it gives no location, the file is model.tensors in `folder`.
 
-    Raises OptionError where the library is not installed or a setting is not understood, ModelError for a file that is
-    not there.
+    Raises OptionError if the library is not installed or a setting is not valid, ModelError if there is no such file.
     """
     require(LIBRARY, "tensorizer")
     settings = _settings(given)

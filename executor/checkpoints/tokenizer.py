@@ -1,7 +1,7 @@
-"""`load_bundle`: a model's tokenizer in the form that frontends use, converted once where it has another form.
+"""`load_bundle` reads a model's tokenizer in the form that frontends use, and converts it if it has another form.
 
-transformers is imported only to convert; what it makes is kept (converted_tokenizers.py), so a second start of the
-same model needs none of it.
+transformers is imported only to convert. The result is cached on disk (converted_tokenizers.py), so a second start of
+the same model does not import it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headrace.executor.checkpoints.tiktoken_files import TiktokenKind, tiktoken_
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
 
-# What transformers can convert, where there is no tokenizer.json.
+# Files that transformers can convert if there is no tokenizer.json.
 SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 SLOW_PATTERNS = ("*.tiktoken",)
 OF_MISTRAL = "tekken.json or tokenizer.model.v1 to v7"
@@ -34,14 +34,14 @@ OF_MISTRAL = "tekken.json or tokenizer.model.v1 to v7"
 def load_bundle(checkpoint: Checkpoint, options: Options) -> TokenizerBundle | None:
     """The tokenizer that the options name, else the model's own; None with skip_tokenizer_init.
 
-    Raises ModelError when there is none, or it cannot be read or converted.
+    Raises ModelError if there is none, or it cannot be read or converted; OptionError if tokenizer_mode does not fit.
     """
     if options.skip_tokenizer_init:
         return None
     header = checkpoint.gguf.header if checkpoint.gguf is not None else None
     path = checkpoint.path
     if options.tokenizer:
-        # Only the weights depend on the load format, and dummy ones need no file.
+        # `beside` sets load_format=dummy, so that no weights are fetched with the tokenizer.
         try:
             path = locate(options.tokenizer, HubChoice.of(options).beside(options.tokenizer_revision))
         except ModelError as error:
@@ -73,7 +73,7 @@ def _library_versions() -> str:
 
 
 def _fast(folder: Path) -> TokenizerBundle:
-    """A folder's tokenizer.json as it is, but for what the files beside it add, as transformers reads them."""
+    """A folder's tokenizer.json with the tokens that the files beside it add, as transformers reads them."""
     path = folder / "tokenizer.json"
     config = _config(folder)
     special = _special_tokens(folder, config)
@@ -86,9 +86,9 @@ def _fast(folder: Path) -> TokenizerBundle:
 
 
 def _completed(data: bytes, config: Mapping[str, Any], special: Mapping[str, str]) -> bytes:
-    """The tokenizer.json with the tokens of tokenizer_config.json that it lacks. As transformers 5 does it.
+    """The tokenizer.json with the tokens of tokenizer_config.json that it lacks, as in transformers 5.
 
-    What is put around a text is the tokenizer.json's to say: its post-processor, whatever add_bos_token reads.
+    Its post-processor alone decides which special tokens surround a text; add_bos_token is ignored.
     """
     from tokenizers import AddedToken, Tokenizer
 
@@ -109,7 +109,7 @@ def _completed(data: bytes, config: Mapping[str, Any], special: Mapping[str, str
 
 
 def _of_tiktoken(folder: Path, kind: TiktokenKind) -> TokenizerBundle:
-    """A vocabulary of tiktoken's, with its chat templates and special tokens."""
+    """Converts a tokenizer in tiktoken's file format, with its chat templates and special tokens."""
     config = _config(folder)
     digest = hashlib.sha256(f"{_library_versions()} {kind}".encode())
     for file in (folder / kind.file, *sorted(folder.glob("*.json")), *sorted(folder.rglob("*.jinja"))):
@@ -129,7 +129,8 @@ def _of_tiktoken(folder: Path, kind: TiktokenKind) -> TokenizerBundle:
 
 
 def _of_mistral(folder: Path) -> TokenizerBundle:
-    """Raises OptionError where the folder, or this machine, lacks what it takes."""
+    """The tokenizer of tokenizer_mode=mistral. Raises OptionError if the folder has no file for it, or the library is
+    not installed."""
     file = mistral.tokenizer_file(folder)
     if file is None:
         raise OptionError(f"tokenizer_mode=mistral reads {OF_MISTRAL}, and {folder} has none; use auto")
@@ -138,8 +139,8 @@ def _of_mistral(folder: Path) -> TokenizerBundle:
 
 
 def _only_mistrals(folder: Path) -> Path | None:
-    """Mistral's own file where no other tokenizer lies beside it. A tokenizer.model is others' too: theirs has a
-    tokenizer_config.json, or lies in a folder without a params.json."""
+    """Mistral's own tokenizer file, if the folder has no other tokenizer; else None. Other families also have a
+    tokenizer.model: it has a tokenizer_config.json beside it, or no params.json."""
     file = mistral.tokenizer_file(folder)
     if file is None or file.name == mistral.TEKKEN:
         return file
@@ -148,13 +149,14 @@ def _only_mistrals(folder: Path) -> Path | None:
 
 
 def _without_mode(file: Path) -> TokenizerBundle:
-    """With the folder's chat templates; without any, the library's where it is installed."""
+    """Mistral's tokenizer without tokenizer_mode=mistral: with the folder's chat templates or, if it has none, with
+    that of the library, if it is installed."""
     templates = _chat_templates(file.parent, _config(file.parent))
     return mistral.mistral_bundle(file, templates, made=not templates and is_installed(mistral.LIBRARY))
 
 
 def _slow(folder: Path, trust_remote_code: bool) -> TokenizerBundle:
-    """A tokenizer in an older form, converted by transformers."""
+    """A tokenizer in an older file format, converted by transformers. Raises ModelError if there is none."""
     files = [folder / name for name in SLOW_FILES if (folder / name).is_file()]
     files += [file for pattern in SLOW_PATTERNS for file in sorted(folder.glob(pattern))]
     if not files:
@@ -197,7 +199,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token and its like, by name, from special_tokens_map.json and, before it, tokenizer_config.json."""
+    """Special tokens by role (bos_token, ...), from tokenizer_config.json, else from special_tokens_map.json."""
     merged = _read_json(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
     found = {}
     for name, value in merged.items():
@@ -208,7 +210,8 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name. A template's own file goes before what the config holds, one text or a list of named ones."""
+    """Chat templates by name. Those in files of their own take precedence over the config's chat_template, which is one
+    template or a list of named ones."""
     held = config.get("chat_template")
     found: dict[str, Any] = {"default": held}
     if isinstance(held, list):

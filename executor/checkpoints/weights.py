@@ -1,4 +1,4 @@
-"""Where a model's weights come from, as the decoder sees it, and the sources that are not GGUF."""
+"""`WeightSource`, the interface through which weights are read, and sources for PyTorch files and dummy weights."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from headrace.executor.checkpoints.quantisation import AsLoaded
 
 Packed = tuple[str, np.ndarray] | GroupedWeight
-"""What a source's `packed` gives: a GGUF type's name and [rows, bytes of a row] uint8, or codes with group scales."""
+"""A quantised weight as stored: (GGUF type's name, [rows, bytes of a row] uint8), or codes with group scales."""
 OnRead = Callable[[int, int], None]
-"""Bytes that have been read, and of how many."""
+"""Called with (bytes read so far, total bytes)."""
 ON_READ_INTERVAL_S = 0.1
 LAYER = re.compile(r"\.(\d+)\.")
 DUMMY_STANDARD_DEVIATION = 0.02
@@ -32,19 +32,23 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 class WeightSource(Protocol):
-    """A checkpoint under Hugging Face names. Reads only what is asked for."""
+    """A checkpoint's tensors under Hugging Face names, each read on request.
+
+    A source of quantised weights also has `packed(name)`, which returns a weight as stored (`Packed`; None for floats),
+    and `group_of(name)`, the number of neighbours in a row that share a scale.
+    """
 
     def names(self) -> frozenset[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """The tensor, or that part of it. A slice has a start and a stop within the shape, and no step."""
+        """The tensor, or the part of these rows and columns. Slices have no step, and bounds within the shape."""
         ...
 
 
 def bounds(part: slice | None, size: int) -> tuple[int, int]:
-    """Start and stop of a slice of `size` things; None is all of them. Raises ValueError for any other slice."""
+    """Start and stop of a slice of `size` elements; None is all. Raises ValueError for a step or bounds outside."""
     if part is None:
         return 0, size
     start, stop = 0 if part.start is None else part.start, size if part.stop is None else part.stop
@@ -54,7 +58,7 @@ def bounds(part: slice | None, size: int) -> tuple[int, int]:
 
 
 def take_part(tensor: Any, shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> Tensor:
-    """Works on a tensor and on a safetensors slice alike."""
+    """The part of a tensor, or of a safetensors slice (get_slice), with the given rows and columns."""
     index = [slice(*bounds(rows, shape[0]))] if shape else []
     if columns is not None:
         index += [slice(None)] * (len(shape) - 2) + [slice(*bounds(columns, shape[-1]))]
@@ -63,7 +67,7 @@ def take_part(tensor: Any, shape: tuple[int, ...], rows: slice | None, columns: 
 
 
 class HeldWeights:
-    """Tensors in memory, by name."""
+    """A `WeightSource` of tensors in memory, by name."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
@@ -85,8 +89,8 @@ class HeldWeights:
 class TorchWeights(HeldWeights):
     """Tensors of one or more files that torch.save wrote, memory-mapped where their format allows it.
 
-    A pickle can name any function to call, so only plain tensors are taken. Raises ModelError for a pickle that wants
-    more, and for a foreign or truncated file.
+    A pickle can call any function, so only plain tensors are loaded (torch's weights_only). Raises ModelError for a
+    pickle that needs more, for a file that is truncated or of another format, and for a weight in two files.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -105,8 +109,8 @@ class TorchWeights(HeldWeights):
 
 
 class DummyWeights:
-    """Random weights of given shapes, made on a device: normal, small, and on one kind of device the same for the same
-    name and shape. A CPU would take a minute for the numbers of an 8-billion-parameter model that a GPU has at once.
+    """Random weights of given shapes, made on a device: normally distributed, small, and on one kind of device always
+    the same for a name and shape. On a CPU an 8-billion-parameter model takes about a minute.
     """
 
     def __init__(
@@ -132,13 +136,13 @@ class DummyWeights:
 
 
 class WrappedWeights:
-    """A `WeightSource` over another, which it passes on but for what a subclass changes. It has `packed`, `group_of`
-    and `as_loaded` where the other has them."""
+    """A `WeightSource` around another one; subclasses change some tensors and pass on the rest. It has `packed` and
+    `group_of` if the other one has them."""
 
     def __init__(
         self, source: WeightSource, replaced: frozenset[str] = frozenset(), given: frozenset[str] = frozenset()
     ) -> None:
-        """replaced: names of the other's that this source does not have. given: names that it has instead."""
+        """replaced: names in the other source that this one does not have. given: names that it adds."""
         self.source = source
         self._names = frozenset((source.names() - replaced) | given)
         if hasattr(source, "packed"):
@@ -146,7 +150,7 @@ class WrappedWeights:
         if hasattr(source, "group_of"):
             self.group_of = self._group_of
         self.as_loaded: AsLoaded | None = getattr(source, "as_loaded", None)
-        """What its floats are to become as they are read."""
+        """How floats are to be quantised while they load; None: not at all."""
 
     def names(self) -> frozenset[str]:
         return self._names
@@ -164,10 +168,11 @@ class WrappedWeights:
 
 
 class WatchedWeights(WrappedWeights):
-    """Another source, of which `on_read` hears what part of it has been asked for, ten times a second at most."""
+    """Another source whose reading progress is reported to `on_read`, at most every ON_READ_INTERVAL_S."""
 
     def __init__(self, source: WeightSource, on_read: OnRead, layers: range, total_bytes: int | None = None) -> None:
-        """layers: those that are going to be read. total_bytes: of all weights, two for each element by default."""
+        """layers: indices of the layers that will be read. total_bytes: size of all weights of the model; by default
+        two bytes per element."""
         super().__init__(source)
         self._on_read = on_read
         elements = {name: math.prod(source.shape(name)) for name in source.names()}
@@ -195,7 +200,7 @@ class WatchedWeights(WrappedWeights):
 
 
 def _is_of(name: str, layers: range) -> bool:
-    """Whether a weight is of these layers, or of none."""
+    """Whether a weight belongs to one of these layers, or to no layer."""
     layer = LAYER.search(name)
     return layer is None or int(layer[1]) in layers
 
@@ -224,19 +229,19 @@ def _load_torch(file: Path) -> dict[Any, Any]:
 
 
 def _wanted_global(text: str) -> str:
-    """What torch's refusal names, as in `Unsupported global: GLOBAL posix.mkdir was not an allowed global`; or ""."""
+    """The function in torch's message `Unsupported global: GLOBAL posix.mkdir was not an allowed global`; else ""."""
     match = re.search(r"GLOBAL\s+([A-Za-z_][\w.]*)", text)
     return match[1] if match else ""
 
 
 def _unpickling_reason(text: str) -> str:
-    """The cause alone: torch goes on to advise loading the file without its guard."""
+    """The cause in torch's message, without its advice to load the file with weights_only=False."""
     match = re.search(r"WeightsUnpickler error:\s*(.+)", text)
     return match[1] if match else text
 
 
 def unreadable(file: Path, expected: str, reason: str) -> ModelError:
-    """What to raise for a file that is not what was `expected`."""
+    """The error to raise for a file that is not what was `expected`: it recognises Git LFS pointers."""
     try:
         with file.open("rb") as opened:
             start = opened.read(len(LFS_POINTER))
