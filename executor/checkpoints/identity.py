@@ -1,8 +1,8 @@
-"""What weights are, in a word that is equal for equal checkpoints wherever they lie.
+"""A hash that identifies a checkpoint's weights, independent of where the files are.
 
-Engines go on with each other's requests where it is equal (frontend/fleet). So it must differ when a model was trained
-on: configs, names and sizes of files are the same then. Reading all of the files would take as long as loading them; of
-each a few pages are read, as training moves nearly every weight.
+Engines with the same hash may continue each other's requests (frontend/fleet). So it must change when a model is
+trained further, which changes neither config nor names and sizes of files. Hashing the files whole would take as long
+as loading them; a few pages of each suffice, since training changes nearly every weight.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _PAGES, _PAGE_BYTES = 16, 4096
 _SAID_OF_FILES = ("_name_or_path", "transformers_version")
-"""Of a config: by whom it was written and where it lay, which changes no token."""
+"""Config fields that are left out of the hash: the path and the library version that wrote the config."""
 
 
 def weights_identity(checkpoint: Checkpoint) -> str:
-    """16 hexadecimal digits. Raises ModelError where a file cannot be read."""
+    """The hash, 16 hexadecimal digits. Raises ModelError if a file cannot be read."""
     config = {name: value for name, value in checkpoint.config.items() if name not in _SAID_OF_FILES}
     file = checkpoint.tensorizer
     elsewhere = file.uri if file is not None and file.path is None else None
@@ -39,7 +39,7 @@ def _canonical(value: Any) -> bytes:
 
 
 def _pages(files: Iterable[Path]) -> Iterable[bytes]:
-    """Of each file its size, its first and last page, and some between."""
+    """For each file its size (8 bytes), then its first and last page and some in between. Raises ModelError."""
     for path in files:
         try:
             with path.open("rb") as file:

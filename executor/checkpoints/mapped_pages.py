@@ -1,5 +1,5 @@
-"""Pages of mapped checkpoint files that have been read: taken out of this process's memory again, so that packed
-weights and the files that they were packed from are never there both as a whole. The page cache keeps them.
+"""Releases pages of memory-mapped checkpoint files after they were read (madvise), so that a process never holds both
+the packed weights and the whole files that they were packed from. The page cache keeps the pages.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 WINDOW_BYTES = 8 << 20
-"""What may stay: more than a tensor usually has, so that it is not read twice."""
+"""Bytes that may be read before pages are released: more than most tensors have, so that no tensor is read twice."""
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) .{4} \S+ \S+ \S+\s+(/.*)")
 _MADV_DONTNEED = 4
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -18,9 +18,9 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class MappedPages:
-    """Of one mapping, from `first` up to `last` (addresses). What is mapped must be left unchanged.
+    """One mapping, from address `first` up to `last`. It must not be written, since releasing pages loses changes.
 
-    A page that is still in use comes back by itself: it is read once more, mostly from the page cache.
+    A released page that is accessed again is read again, mostly from the page cache.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -29,8 +29,8 @@ class MappedPages:
 
     @classmethod
     def of(cls, path: Path, address: int) -> MappedPages:
-        """Of the mapping of this file that the address lies in; of none where there is no such mapping, or where this
-        system has no table of them."""
+        """The file's mapping that contains the address; an empty one if there is none, or on systems without
+        /proc/self/maps."""
         table = Path("/proc/self/maps")
         lines = table.read_text(encoding="utf-8", errors="replace").splitlines() if table.exists() else []
         for line in lines:
@@ -42,8 +42,8 @@ class MappedPages:
         return cls(0, 0)
 
     def read(self, address: int, num_bytes: int) -> None:
-        """So much is about to be read; what was read WINDOW_BYTES before it is let go. Memory elsewhere is passed
-        over."""
+        """Call before reading num_bytes at an address. Releases the mapping's pages if more than WINDOW_BYTES would
+        have been read since the last release. Ignores addresses outside the mapping."""
         if num_bytes == 0 or not self._first <= address < self._last:
             return
         if self._read_bytes + num_bytes > WINDOW_BYTES:
@@ -51,7 +51,7 @@ class MappedPages:
         self._read_bytes += num_bytes
 
     def _let_go(self) -> None:
-        """All of the mapping, as the kernel maps more than is read: neighbours that are in the page cache, up to a huge
-        page of them."""
+        """Releases the whole mapping, not only the pages that were read: the kernel also maps their neighbours in the
+        page cache, up to a huge page."""
         _madvise(self._first, self._last - self._first, _MADV_DONTNEED)
         self._read_bytes = 0

@@ -1,8 +1,8 @@
-"""Code that a checkpoint names (`auto_map` of its config files), brought beside its files, from where transformers runs
-it. Nothing is run here.
+"""Fetches the code that a checkpoint's config files reference (`auto_map`) and puts it beside the checkpoint's files,
+from where transformers runs it. Nothing is run here.
 
-A reference is FILE.CLASS of the checkpoint's own files, or OWNER/NAME--FILE.CLASS of another repository on the hub.
-`code_revision` says of which revision: of the model's own repository, too, whose files are those of `revision` else.
+A reference is FILE.CLASS in the checkpoint's own files, or OWNER/NAME--FILE.CLASS in another repository on the hub.
+`code_revision` is the revision of the code, also of code in the model's own repository; by default that has `revision`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from headrace.ipc.failure import ModelError, OptionError
 NAMING_FILES = ("config.json", "tokenizer_config.json")
 ELSEWHERE = "--"
 FOLDER = "remote_code"
-"""In the cache folder: a folder for each checkpoint whose code lies elsewhere."""
+"""Name in the cache folder. It has a folder for each checkpoint whose code is in another place than its files."""
 
 
 def with_code(folder: Path, options: Options) -> Path:
-    """The folder, or one with the same files and the code that they name, where that lies elsewhere.
+    """The folder itself or, if its code is in another repository or revision, a folder with links to the same files and
+    that code.
 
-    Raises ModelError for code that cannot be fetched, and OptionError for a code_revision that nothing has.
+    Raises ModelError for code that cannot be fetched or is in several places, and OptionError for a code_revision of a
+    model that is not on the hub.
     """
     if not options.trust_remote_code:
         return folder
@@ -62,7 +64,7 @@ def with_code(folder: Path, options: Options) -> Path:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """As JSON; what is wrong with it is said by those who need what it says."""
+    """The file's JSON object; {} if it is not valid. Others that need the file report the error."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -71,7 +73,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _references(auto_map: Any) -> Iterator[str]:
-    """Of an auto_map, whose values are references, lists of them, and null."""
+    """The references in an auto_map, whose values are references, lists of them, or null."""
     if isinstance(auto_map, str):
         yield auto_map
     elif isinstance(auto_map, dict | list):
@@ -80,7 +82,7 @@ def _references(auto_map: Any) -> Iterator[str]:
 
 
 def _as_own(auto_map: Any) -> Any:
-    """With references as they are beside the code."""
+    """The auto_map with references to files beside the config, without a repository."""
     if isinstance(auto_map, str):
         return auto_map.rpartition(ELSEWHERE)[2]
     if isinstance(auto_map, dict):
@@ -89,7 +91,8 @@ def _as_own(auto_map: Any) -> Any:
 
 
 def _assembled(folder: Path, configs: dict[str, dict[str, Any]], code: Path) -> Path:
-    """A folder with links to the files of one, the code of the other, and configs that name it there."""
+    """A folder in the cache with links to the files of `folder`, copies of the code in `code`, and configs that
+    reference these copies."""
     written = {
         name: json.dumps({**config, "auto_map": _as_own(config.get("auto_map"))}) for name, config in configs.items()
     }

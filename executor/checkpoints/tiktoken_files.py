@@ -1,7 +1,7 @@
-"""Tokenizers whose vocabulary is a file of tiktoken's: a line for each token, its bytes in base64 and its rank.
+"""Tokenizers in tiktoken's file format: one line per token, with its bytes in base64 and its rank.
 
-The rest stands in code of the checkpoint (how text is cut, which tokens are special), which is not run: `KINDS` has it
-of each class of tokenizers that is known. Others are left to transformers.
+How text is split and which tokens are special is in the checkpoint's Python code, which is not run. `KINDS` has it for
+each known tokenizer class; others are converted by transformers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class TiktokenKind:
     file: str
     split: Split
     special: tuple[str, ...] = ()
-    """Tokens that follow the vocabulary, where tokenizer_config.json does not list them."""
+    """Special tokens after the vocabulary, if tokenizer_config.json does not list them."""
     unnamed: str = "<|reserved_token_{}|>"
-    """What an id is called that lies between those listed."""
+    """Name of an id between listed special tokens that is not listed itself."""
 
 
 _QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{index}|>" for index in range(205)))
@@ -36,17 +36,17 @@ KINDS: Mapping[str, TiktokenKind] = MappingProxyType(
         "QWenTokenizer": TiktokenKind("qwen.tiktoken", SPLITS["qwen2"], _QWEN_SPECIAL),
     }
 )
-"""By the config's tokenizer_class."""
+"""From the tokenizer_class in tokenizer_config.json."""
 
 
 def tiktoken_kind(folder: Path, config: Mapping[str, Any]) -> TiktokenKind | None:
-    """config: of tokenizer_config.json. None where the folder has no such tokenizer."""
+    """The folder's kind of tiktoken tokenizer; None if it has none. config: content of tokenizer_config.json."""
     kind = KINDS.get(str(config.get("tokenizer_class")))
     return kind if kind is not None and (folder / kind.file).is_file() else None
 
 
 def tiktoken_json(folder: Path, kind: TiktokenKind, config: Mapping[str, Any]) -> bytes:
-    """The tokenizer.json of the same tokenizer. Raises ModelError, naming the file, where it is not sound."""
+    """The tokenizer converted to a tokenizer.json. Raises ModelError, naming the file, if it is not valid."""
     path = folder / kind.file
     ranks = _ranks(path)
     assert kind.split.regex is not None
@@ -56,7 +56,7 @@ def tiktoken_json(folder: Path, kind: TiktokenKind, config: Mapping[str, Any]) -
 
 
 def _ranks(path: Path) -> dict[bytes, int]:
-    """By token, from 0 without a gap. Raises ModelError."""
+    """The rank of each token: 0, 1, ... without a gap. Raises ModelError."""
     found: dict[bytes, int] = {}
     try:
         for line in path.read_bytes().splitlines():
@@ -71,7 +71,7 @@ def _ranks(path: Path) -> dict[bytes, int]:
 
 
 def _special(path: Path, kind: TiktokenKind, config: Mapping[str, Any], first: int) -> list[str]:
-    """In order of their ids, of which the first is that of the first token."""
+    """The special tokens in order of their ids, which begin at `first`. Raises ModelError."""
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, Mapping) or not listed:
         return list(kind.special)

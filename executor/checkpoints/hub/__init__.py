@@ -1,7 +1,7 @@
-"""From what the user called the model to a folder or .gguf file on this machine.
+"""Resolves a model's name to a folder or .gguf file on this machine, and downloads it if needed.
 
-A name is tried as a local path first, then on the Hugging Face hub (`hugging_face.py`), or on ModelScope where the
-environment's HEADRACE_USE_MODELSCOPE asks for it (`model_scope.py`). One file of a repository of GGUF files is named by
+A name is first tried as a local path, then on the Hugging Face hub (`hugging_face.py`), or on ModelScope if the
+environment variable HEADRACE_USE_MODELSCOPE is set (`model_scope.py`). One file of a repository of GGUF files is named
 `owner/name:FILE.gguf`, `owner/name/FILE.gguf` or `owner/name:Q4_K_M`.
 """
 
@@ -30,7 +30,7 @@ WEIGHT_PATTERNS = {
     "mistral": ("consolidated*.safetensors",),
     "tensorizer": ("*.tensors",),
 }
-# Of a training run, or the same weights once more for another program.
+# Files that are not fetched: state of a training run, and the same weights in another format.
 NEEDLESS = ("*/*", "consolidated*", "optimizer*", "scheduler*", "training_args*", "rng_state*", "tf_model*", "flax_*")
 _HUB_NAME = re.compile(r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?::(?P<tag>[^:]+))?")
 _HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<tag>.+\.gguf)")
@@ -38,22 +38,22 @@ _HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<tag>.+\.gguf)")
 
 @dataclass(frozen=True)
 class HubChoice:
-    """Where to look on the hub, and for what."""
+    """Which revision and files to fetch from a hub, where to store them, and the token."""
 
     revision: str | None = None
     download_dir: str | None = None
     load_format: str = "auto"
-    """As the option; dummy fetches no weights."""
+    """As the option; with dummy no weights are fetched."""
     ignore_patterns: tuple[str, ...] = ()
-    """Files that are not fetched."""
+    """Patterns of files that are not fetched."""
     token: Secret | None = None
-    """None leaves it to the library: HF_TOKEN, or what its login saved."""
+    """None: the library uses HF_TOKEN, or the token that its login saved."""
     with_code: bool = False
-    """Fetches what the model's code is in, too."""
+    """Whether to fetch the model's Python files too."""
 
     @classmethod
     def of(cls, options: Options) -> HubChoice:
-        """For the model itself. Raises OptionError for a token that cannot be one."""
+        """The choice for the model itself. Raises OptionError for an invalid token."""
         token = options.hf_token
         if token is not None and not (token.value.isascii() and token.value.isprintable() and token.value.strip()):
             raise OptionError("hf_token is no token: it must be printable ASCII characters, and some")
@@ -67,14 +67,15 @@ class HubChoice:
         )
 
     def beside(self, revision: str | None = None) -> HubChoice:
-        """For another repository that has no weights of the model: a tokenizer, a config."""
+        """The choice for another repository, from which no weights are needed: of a tokenizer, a config."""
         return replace(self, revision=revision, load_format="dummy", ignore_patterns=())
 
 
 def locate(model: str, choice: HubChoice) -> Path:
-    """The folder or .gguf file that `model` names, fetched from the hub when it is not here.
+    """The folder or .gguf file that `model` names, downloaded from the hub if it is not on this machine.
 
-    Raises ModelError, saying what was tried and what would be right.
+    Raises ModelError, which says what was tried and suggests corrections, and OptionError if ModelScope is asked for
+    and its library is not installed or hf_token is given.
     """
     path = Path(model).expanduser()
     try:
@@ -102,13 +103,13 @@ def locate(model: str, choice: HubChoice) -> Path:
 
 
 def repository_of(model: str) -> str | None:
-    """The hub's repository that a name is of; None for what is no such name."""
+    """The hub repository in a model's name; None if the name has not the form of one."""
     match = _HUB_FILE.fullmatch(model) or _HUB_NAME.fullmatch(model)
     return None if match is None else match["repo"]
 
 
 def cached_config(model: str, choice: HubChoice, file: str = "config.json") -> Path | None:
-    """The config of a model of the hub, where it is on this machine already. Asks nobody."""
+    """Path of a hub model's config if it is in the cache, else None. Accesses no network."""
     match = _HUB_NAME.fullmatch(model)
     if match is None or match["tag"] is not None:
         return None
@@ -116,12 +117,12 @@ def cached_config(model: str, choice: HubChoice, file: str = "config.json") -> P
 
 
 def _source() -> Source:
-    """Raises OptionError where its library is not installed."""
+    """The hub to use. Raises OptionError if its library is not installed."""
     return ModelScope() if is_asked_for() else HuggingFace()
 
 
 def _nearest(path: Path) -> str:
-    """A suggestion where something beside it has a similar name."""
+    """A suggestion, as text in parentheses, if a folder or file beside `path` has a similar name; else ""."""
     try:
         beside = [each.name for each in path.parent.iterdir() if each.is_dir() or each.suffix == ".gguf"]
     except OSError:
@@ -131,7 +132,7 @@ def _nearest(path: Path) -> str:
 
 
 def _fetch(source: Source, repo: str, tag: str | None, choice: HubChoice) -> Path:
-    """The snapshot's folder, or the .gguf file in it."""
+    """The folder of the downloaded snapshot, or the .gguf file in it. Raises ModelError and OptionError."""
     files: list[str] | None = None
     reason = ""
     try:
@@ -153,7 +154,7 @@ def _fetch(source: Source, repo: str, tag: str | None, choice: HubChoice) -> Pat
 
 
 def _patterns(files: Sequence[str], choice: HubChoice) -> list[str]:
-    """What to fetch: the config, the tokenizer and one form of the weights, safetensors before PyTorch's; code."""
+    """Files to fetch: config, tokenizer, weights in one format (safetensors before PyTorch's), and code if wanted."""
     wanted = ["safetensors", "pt", "mistral"] if choice.load_format == "auto" else [choice.load_format]
     for each in wanted:
         needless = () if each == "mistral" else NEEDLESS
@@ -169,7 +170,7 @@ def _patterns(files: Sequence[str], choice: HubChoice) -> list[str]:
 
 
 def _not_ignored(repo: str, files: Sequence[str], choice: HubChoice) -> list[str]:
-    """Raises ModelError where ignore_patterns leave no weights."""
+    """The files without those that ignore_patterns match. Raises ModelError if no weights are left."""
     kept = [file for file in files if not _matches(file, choice.ignore_patterns)]
     weights = ("*.gguf", *itertools.chain(*WEIGHT_PATTERNS.values()))
     had, has = (any(_matches(file, weights) for file in each) for each in (files, kept))
@@ -183,7 +184,7 @@ def _matches(file: str, patterns: Sequence[str]) -> bool:
 
 
 def _chosen_gguf(repo: str, files: Sequence[str], tag: str | None, choice: HubChoice) -> str | None:
-    """The GGUF file to use; None where the repository is to be read as a folder."""
+    """The GGUF file to use; None if the repository is to be read as a folder. Raises ModelError."""
     found = sorted(file for file in files if file.endswith(".gguf"))
     first = [file for file in found if "-of-" not in file or re.search(r"-00001-of-\d{5}\.gguf$", file)]
     if tag is not None:
@@ -204,7 +205,7 @@ def _has_tag(file: str, tag: str) -> bool:
 
 
 def _split_parts(gguf: str, files: Sequence[str]) -> list[str]:
-    """The file, and those that follow it when it is the first of several."""
+    """All files of a split model whose first file is given; else that file alone."""
     match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", gguf)
     if match is None:
         return [gguf]

@@ -1,5 +1,5 @@
-"""The Hugging Face hub, through huggingface_hub, which honours HF_HUB_OFFLINE, HF_TOKEN (unless hf_token is given),
-HF_ENDPOINT and its cache."""
+"""The Hugging Face hub, through huggingface_hub, which reads HF_HUB_OFFLINE, HF_TOKEN (unless hf_token is given) and
+HF_ENDPOINT, and has its own cache."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class HuggingFace(Source):
         try:
             return Path(hub.snapshot_download(repo, local_files_only=True, **_how(choice)))
         except Exception as error:
-            # Newer versions call a snapshot incomplete that lacks a file of the repository, needed or not.
+            # Newer versions raise if a snapshot lacks any file of the repository, even one that was not requested.
             partial = getattr(error, "snapshot_path", None)
             if partial is None:
                 raise
@@ -59,7 +59,7 @@ class HuggingFace(Source):
 
         try:
             found = hub.try_to_load_from_cache(repo, file, choice.download_dir, choice.revision)
-        except ValueError:  # it is no name of a repository
+        except ValueError:  # not a valid repository name
             return None
         return Path(found) if isinstance(found, str) else None
 
@@ -78,6 +78,6 @@ class HuggingFace(Source):
 
 
 def _how(choice: HubChoice) -> dict[str, Any]:
-    """Arguments of the library's functions that fetch."""
+    """Arguments of the library's download functions."""
     token = choice.token and choice.token.value
     return {"revision": choice.revision, "cache_dir": choice.download_dir, "token": token}

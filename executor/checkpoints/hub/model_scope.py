@@ -1,4 +1,4 @@
-"""ModelScope, through its library, which honours MODELSCOPE_API_TOKEN, MODELSCOPE_ENDPOINT and MODELSCOPE_CACHE."""
+"""ModelScope, through its library, which reads MODELSCOPE_API_TOKEN, MODELSCOPE_ENDPOINT and MODELSCOPE_CACHE."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from headrace.executor.checkpoints.hub import HubChoice
 
 USE = "HEADRACE_USE_MODELSCOPE"
-"""Of the environment: models are ModelScope's."""
+"""Environment variable: whether models come from ModelScope."""
 OF_VLLM = "VLLM_USE_MODELSCOPE"
-"""An engine sets ours by it; a script that only asks for a tokenizer has no engine."""
+"""vLLM's variable. An engine sets `USE` from it, but it is also read here, for scripts that start no engine."""
 TOKEN_HINT = "give a token of yours by MODELSCOPE_API_TOKEN in the environment"
 NOT_FOUND, DENIED = 404, (401, 403)
 
 
 def is_asked_for() -> bool:
-    """Raises OptionError for a value that says neither."""
+    """Whether the environment asks for ModelScope. Raises OptionError for a value that is not a boolean."""
     name = USE if os.environ.get(USE) else OF_VLLM
     text = os.environ.get(name, "").strip().lower()
     if text not in ("", "0", "1", "false", "true"):
@@ -48,7 +48,7 @@ class ModelScope(Source):
 
         if choice.token is not None:
             raise OptionError(f"hf_token is for Hugging Face's hub, and {USE} is set: {TOKEN_HINT}")
-        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):  # as vLLM asks it
+        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):  # as vLLM does
             return None, "HF_HUB_OFFLINE is set"
         revision = choice.revision or self.default_revision
         try:
@@ -68,7 +68,7 @@ class ModelScope(Source):
     def cached_file(self, repo: str, file: str, choice: HubChoice) -> Path | None:
         try:
             found = self.cached(repo, choice) / file
-        except Exception:  # whatever the library raises for what it has not
+        except Exception:  # whatever the library raises for a model that is not in its cache
             return None
         return found if found.is_file() else None
 
@@ -92,7 +92,8 @@ class ModelScope(Source):
 
 
 def _status(error: BaseException | None) -> int | None:
-    """Of the hub's answer; None for what is none. The library keeps it at the error, its response, or its cause."""
+    """The HTTP status of an answer from the hub, if it is 404, 401 or 403; else None. The library keeps it in the
+    error, its response, or its cause."""
     while error is not None:
         for holder in (error, getattr(error, "response", None)):
             status = getattr(holder, "status_code", None)

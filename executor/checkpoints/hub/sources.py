@@ -1,4 +1,4 @@
-"""What `hub.locate` asks of a place that models are fetched from."""
+"""`Source`, the interface of a hub from which `hub.locate` downloads models."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ if TYPE_CHECKING:
 
 
 class Source(ABC):
-    """A hub, by its library. Methods raise what the library raises, which `refusal` reads."""
+    """A hub, accessed through its library. Methods raise the library's errors, which `refusal` translates."""
 
     name: str
-    """As in "found neither here nor on NAME"."""
+    """The hub's name in error messages: "found neither here nor on NAME"."""
     cache_name: str
     default_revision: str
 
     @abstractmethod
     def listing(self, repo: str, choice: HubChoice) -> tuple[list[str] | None, str]:
-        """The repository's files; None, and why, where the hub cannot be asked."""
+        """(the repository's files, ""), or (None, the reason) if the hub cannot be reached."""
 
     @abstractmethod
     def fetch(self, repo: str, choice: HubChoice, patterns: Sequence[str]) -> Path:
-        """The folder with the files that the patterns name, and perhaps others."""
+        """Downloads the files that match the patterns. Returns their folder, which may have other files too."""
 
     @abstractmethod
     def cached(self, repo: str, choice: HubChoice) -> Path:
-        """The folder as it is on this machine. Asks nobody."""
+        """The repository's folder in the local cache. Accesses no network."""
 
     @abstractmethod
     def cached_file(self, repo: str, file: str, choice: HubChoice) -> Path | None:
-        """A file of that folder; None where it is not here. Asks nobody."""
+        """A file of the repository in the local cache; None if it is not there. Accesses no network."""
 
     @abstractmethod
     def refusal(self, repo: str, error: Exception, choice: HubChoice) -> ModelError | None:
-        """What the hub answered, where the error is its answer: no such repository, revision, or access."""
+        """The error to report if the hub refused the request (no such repository or revision, no access); None for
+        other errors."""
 
 
 def first_line(error: Exception) -> str:

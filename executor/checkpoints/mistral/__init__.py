@@ -1,5 +1,5 @@
-"""Mistral's own tokenizers: tekken.json (`tekken.py`), SentencePiece models before it (`sentencepiece_model.py`),
-and the chat template that the library `mistral-common` makes of either."""
+"""Mistral's own tokenizers: tekken.json (`tekken.py`), the SentencePiece models before it (`sentencepiece_model.py`),
+and the chat template that the library `mistral-common` generates for either."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SENTENCEPIECE = re.compile(r"tokenizer(?:\.mm)?\.model(?:\.v(\d+)(?:m\d+)?)?")
 
 
 def check_installed() -> None:
-    """Raises OptionError where the library that makes chat templates is not here."""
+    """Raises OptionError if the library that generates chat templates is not installed."""
     if not is_installed(LIBRARY):
         raise OptionError(
             f"tokenizer_mode=mistral needs {LIBRARY}, which is not installed: "
@@ -30,7 +30,7 @@ def check_installed() -> None:
 
 
 def tokenizer_file(folder: Path) -> Path | None:
-    """tekken.json, else the SentencePiece model of the latest version; None where the folder has neither."""
+    """tekken.json, else the SentencePiece model of the latest version; None if the folder has neither."""
     if (folder / TEKKEN).is_file():
         return folder / TEKKEN
     found = {file: match for file in folder.iterdir() if (match := _SENTENCEPIECE.fullmatch(file.name))}
@@ -38,12 +38,13 @@ def tokenizer_file(folder: Path) -> Path | None:
 
 
 def mistral_bundle(path: Path, templates: Mapping[str, str], made: bool) -> TokenizerBundle:
-    """path: a file that `tokenizer_file` finds. templates: those of its folder; made: they give way to the library's.
+    """path: a result of `tokenizer_file`. templates: chat templates of its folder. made: use the library's template
+    instead of these.
 
-    Raises ModelError where file or template is not sound.
+    Raises ModelError if the file or the template is not valid.
     """
     by = f"{LIBRARY}-{metadata.version(LIBRARY)}" if made else ""
-    # The name, too, says which version's conversations the model was trained with.
+    # The name is hashed too: it tells for which version of the conversation format the model was trained.
     digest = hashlib.sha256(path.name.encode() + path.read_bytes()).hexdigest()
     names = ",".join(f"{name}={hashlib.sha256(text.encode()).hexdigest()}" for name, text in sorted(templates.items()))
 

@@ -1,7 +1,7 @@
 """Mistral's tokenizers before tekken: SentencePiece models, tokenizer.model.v1 to v7 (tokenizer.model is one of v1).
 
-Control tokens ([INST] and its like) are pieces of the model. What is put before a text is a space, as SentencePiece
-does it ("add_dummy_prefix"); the parts of a conversation have theirs from its template.
+Control tokens ([INST] and the like) are pieces of the model. A space is put before a text, as SentencePiece does
+("add_dummy_prefix"); in a conversation, the chat template puts spaces before its parts.
 Format: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto
 """
 
@@ -19,7 +19,7 @@ BPE = 2
 
 
 def check_readable(path: Path) -> None:
-    """Raises ModelError where a library that reads such files is not here."""
+    """Raises ModelError if a library that is needed to read SentencePiece models is not installed."""
     if needed := [name for name in ("sentencepiece", "google.protobuf") if not is_installed(name)]:
         packages = " ".join(name.removeprefix("google.") for name in needed)
         raise ModelError(
@@ -29,7 +29,7 @@ def check_readable(path: Path) -> None:
 
 
 def sentencepiece_tokenizer(path: Path) -> Any:
-    """In the `tokenizers` library's form. Raises ModelError, naming the file, where it is not sound."""
+    """Converts to a tokenizer of the `tokenizers` library. Raises ModelError, naming the file, if it is not valid."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pieces = _pieces(path)
@@ -42,8 +42,8 @@ def sentencepiece_tokenizer(path: Path) -> Any:
     except Exception as error:  # the library raises plain Exception for every fault
         raise ModelError(f"the tokenizer in {path} is not sound: {error}") from error
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-    # Of two steps, as one by itself puts no space before a text that begins with one. The first finds no space to
-    # replace, and puts its own before what no special token comes before.
+    # Two steps, since a single Metaspace adds no space before a text that already begins with one. The first finds no
+    # spaces to replace, and adds one before a text unless a special token precedes it.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Metaspace(" ", prepend_scheme="first", split=False),
@@ -63,7 +63,7 @@ def sentencepiece_tokenizer(path: Path) -> Any:
 
 
 def _pieces(path: Path) -> list[Any]:
-    """In order of their ids. Raises ModelError for a model that reads text in another way than Mistral's do."""
+    """The pieces in order of their ids. Raises ModelError for a model that processes text otherwise than Mistral's."""
     check_readable(path)
     from sentencepiece import sentencepiece_model_pb2
 
@@ -87,7 +87,8 @@ def _pieces(path: Path) -> list[Any]:
 
 
 def _merges(pieces: list[Any]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two, pieces of higher score first: SentencePiece joins what makes the highest."""
+    """BPE merges: every pair of pieces that make a piece, pieces of higher score first, since SentencePiece first joins
+    the pair whose result has the highest score."""
     scores = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}
     found = []
     for text in sorted(scores, key=scores.__getitem__, reverse=True):

@@ -1,6 +1,6 @@
-"""tekken.json: a vocabulary in tiktoken's way behind the special tokens.
+"""tekken.json: special tokens, and after them a vocabulary in tiktoken's form.
 
-Published with the models of https://huggingface.co/mistralai; what the fields mean: mistral_common's Tekkenizer.
+It is published with the models of https://huggingface.co/mistralai; for its fields see mistral_common's Tekkenizer.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ FIRST_SPECIAL = (
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
     *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
-"""Special tokens of files that list none, which are of versions up to v7."""
+"""Special tokens of files of versions up to v7, which do not list them."""
 
 
 def tekken_tokenizer(path: Path) -> Any:
-    """In the `tokenizers` library's form. Raises ModelError, naming the file, where it is not sound."""
+    """Converts to a tokenizer of the `tokenizers` library. Raises ModelError, naming the file, if it is not valid."""
     ranks, special, pattern = _read(path, read_json(path))
     return byte_level_tokenizer(path, ranks, pattern, first=special)
 
 
 def _read(path: Path, content: Mapping[str, Any]) -> tuple[dict[bytes, int], list[str], str]:
-    """Ranks by token, the special tokens in order of their ids, and the expression that cuts text."""
+    """(rank of each token, special tokens in order of their ids, regular expression that splits text)."""
     try:
         config = content["config"]
         pattern, num_special = str(config["pattern"]), int(config["default_num_special_tokens"])
