@@ -1,1 +1,1 @@
-"""GGUF files: header, config, tokenizer and weights."""
+"""Reads GGUF files: header, config, tokenizer and weights."""

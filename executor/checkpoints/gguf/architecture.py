@@ -1,4 +1,4 @@
-"""What is known of an architecture of GGUF files: an entry of `dense.py` or `mixtures.py`."""
+"""`GGUFArchitecture`, an entry of `dense.py` or `mixtures.py`, and typed access to a file's metadata for these."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from headrace.executor.checkpoints.gguf.header import GGUFHeader, StringArray
 from headrace.ipc.failure import ModelError
 
 Extra = Callable[["Fields", Mapping[str, Any]], dict[str, Any]]
-"""Fields of the config that an architecture has beside the common ones, or other than these."""
+"""(fields, common config) -> config fields of an architecture, which extend or replace the common ones."""
 
 
 @dataclass(frozen=True)
 class GGUFArchitecture:
-    """What llama.cpp's converter does to a family, and so what must be undone, is in its conversion scripts
+    """How to read one architecture. llama.cpp's converter changes weights, which must be undone: its scripts show how
     (https://github.com/ggml-org/llama.cpp, conversion/)."""
 
     architecture: str
-    """As in a Hugging Face config's `architectures`."""
+    """Name as in a Hugging Face config's `architectures`."""
     model_type: str
     permuted: bool = False
-    """The rows of the query and key projections are reordered for rotation by neighbouring pairs."""
+    """Whether rows of the query and key projections are reordered for rotation of neighbouring pairs."""
     offset_norms: bool = False
-    """Norm weights have 1 added to them."""
+    """Whether 1 was added to norm weights."""
     is_mixture: bool = False
     extra: Extra | None = None
     renormalised: bool = False
-    """Whether chosen experts' weights add up to 1, where the file does not say."""
+    """Whether the chosen experts' weights are scaled to a sum of 1, if the file does not say."""
 
 
 class Fields:
-    """Typed reading of one architecture's keys."""
+    """Typed access to the metadata keys of a file's architecture. A key is given without the architecture's prefix."""
 
     def __init__(self, header: GGUFHeader) -> None:
         self.header = header
         self.prefix = str(header.metadata.get("general.architecture", ""))
 
     def get(self, key: str, kinds: tuple[type, ...], default: Any = None) -> Any:
-        """A value of one of the kinds. Raises ModelError when it is neither there nor has a default, or of another."""
+        """The key's value. Raises ModelError if it is missing and there is no default, or of none of the `kinds`."""
         name = f"{self.prefix}.{key}"
         value = self.header.metadata.get(name, default)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()  # given per layer, all alike
+            value = value[0].item()  # one value per layer, all equal
         if value is None:
             raise ModelError(f"{self.header.path} lacks the metadata key {name}")
         if (isinstance(value, bool) and bool not in kinds) or not isinstance(value, kinds):
@@ -62,14 +62,14 @@ class Fields:
         return value
 
     def integers(self, key: str, default: int | None = None) -> int | list[int]:
-        """One of all layers, or one of each."""
+        """One integer for all layers, or a list with one per layer. Raises ModelError."""
         values = self.header.metadata.get(f"{self.prefix}.{key}")
         if isinstance(values, np.ndarray) and values.dtype.kind in "iu" and len(set(values.tolist())) > 1:
             return [int(each) for each in values]
         return self.integer(key, default)
 
     def floats(self, key: str) -> list[float] | None:
-        """One of each layer; None where the file has none."""
+        """One number per layer; None if the key is missing or no array of floats."""
         values = self.header.metadata.get(f"{self.prefix}.{key}")
         if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
             return None
@@ -87,17 +87,17 @@ class Fields:
         return tensor in self.header.tensors
 
     def rows(self, tensor: str) -> int:
-        """How many rows that tensor has. Raises ModelError where there is none."""
+        """Number of the tensor's rows. Raises ModelError if the file does not have it."""
         if tensor not in self.header.tensors:
             raise ModelError(f"{self.header.path} has no tensor {tensor}")
         return int(self.header.tensors[tensor].shape[0])
 
     def any_layer_holds(self, tensor: str) -> bool:
-        """Whether a layer has a tensor whose name ends so: the first ones may be of another kind."""
+        """Whether any layer has this tensor; the first layers may be of another kind than the rest."""
         return any(name.endswith(f".{tensor}") for name in self.header.tensors)
 
     def sliding_layers(self) -> list[str] | None:
-        """`layer_types`, where the file says of each layer whether it slides."""
+        """`layer_types`, if the file tells for each layer whether it has a sliding window; else None."""
         pattern = self.header.metadata.get(f"{self.prefix}.attention.sliding_window_pattern")
         if not isinstance(pattern, np.ndarray):
             return None

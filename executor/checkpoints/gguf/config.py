@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata says, as a Hugging Face config. What an architecture has of its own is in `dense.py` and
+"""Converts a GGUF file's metadata to a Hugging Face config. What is specific to an architecture is in `dense.py` and
 `mixtures.py`."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.executor.checkpoints.gguf.mixtures import MIXTRAL, MIXTURES, mixtu
 from headrace.ipc.failure import ModelError
 
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType({**DENSE, **MIXTURES})
-# What ends a turn, for files that name only the token that ends a document.
+# End-of-turn tokens, for files whose metadata has only the token that ends a document.
 END_OF_TURN = (b"<|eot_id|>", b"<|im_end|>", b"<end_of_turn>", b"<|end|>")
 SAMPLING_KEYS = MappingProxyType(
     {
@@ -29,12 +29,12 @@ SAMPLING_KEYS = MappingProxyType(
     }
 )
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-# The published Llama 3 scaling, tried first where the factors alone leave the thresholds open.
+# Parameters of the published Llama 3 scaling, which `_llama3_scaling` tries first.
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT = 1.0, 4.0, 8192
 
 
 def architecture_of(header: GGUFHeader) -> GGUFArchitecture:
-    """Raises ModelError when the file does not name one, or names one that is not supported."""
+    """The file's architecture. Raises ModelError if its metadata names none, or one that is not supported."""
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str):
         raise ModelError(f"{header.path} holds no model: its metadata has no general.architecture")
@@ -49,7 +49,7 @@ def architecture_of(header: GGUFHeader) -> GGUFArchitecture:
 
 
 def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
-    """A Hugging Face config.json's content. Raises ModelError, naming the key that is missing or wrong."""
+    """The content of the equivalent config.json. Raises ModelError, naming the key that is missing or wrong."""
     architecture = architecture_of(header)
     fields = Fields(header)
     tensors = header.tensors
@@ -87,7 +87,7 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _eps(fields: Fields) -> dict[str, float]:
-    """Under the names that families have for it."""
+    """The norms' eps, under all names that families use for it."""
     if fields.has("attention.layer_norm_epsilon"):
         keys = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
         return dict.fromkeys(keys, fields.number("attention.layer_norm_epsilon"))
@@ -113,7 +113,7 @@ def _rope_scaling(fields: Fields, config: dict[str, Any]) -> dict[str, Any] | No
 
 
 def _longrope(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
-    """Whose factors are tensors of the file."""
+    """Parameters of LongRoPE, whose factors are tensors of the file. Raises ModelError if one of the two is missing."""
     tensors = fields.header.tensors
     if SHORT_FACTORS not in tensors:
         raise ModelError(f"{fields.header.path} has a tensor {LONG_FACTORS} and no {SHORT_FACTORS}")
@@ -134,12 +134,13 @@ def _longrope(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama3_scaling(header: GGUFHeader, factors: np.ndarray, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Llama 3's parameters from the factors they were turned into.
+    """Reconstructs Llama 3's rope scaling parameters from the factors that the converter computed from them. None if
+    the factors scale nothing.
 
-    factors: [rotary dimensions / 2] float32, what each frequency is divided by: 1 for short wavelengths, `factor`
-    for long ones, and 1 / ((1 - s) / factor + s) between, where s is linear in the frequency. Only the ratios of the
-    original context and the two thresholds to each other show in them, so the lower threshold is set to Llama's 1.
-    Raises ModelError when the factors follow no such rule.
+    factors: [rotary dimensions / 2] float32, the divisor of each frequency: 1 for short wavelengths, `factor` for long
+    ones, and 1 / ((1 - s) / factor + s) between, where s is linear in the frequency. They determine the original
+    context and the two thresholds only up to a common factor, so the lower threshold is set to Llama's 1. Raises
+    ModelError if the factors do not follow this rule.
     """
     factor = float(factors.max())
     if factor <= 1.0:
@@ -169,7 +170,7 @@ def _llama3_scaling(header: GGUFHeader, factors: np.ndarray, config: dict[str, A
 
 
 def _token_ids(header: GGUFHeader) -> dict[str, Any]:
-    """bos, eos and pad ids under Hugging Face's names; several ends make a list."""
+    """bos, eos and pad token ids under Hugging Face's names; several eos ids are a list."""
     metadata = header.metadata
     found: dict[str, Any] = {}
     for key, name in (("bos_token_id", "bos_token_id"), ("padding_token_id", "pad_token_id")):
@@ -186,6 +187,6 @@ def _token_ids(header: GGUFHeader) -> dict[str, Any]:
 
 
 def sampling_from_gguf(header: GGUFHeader) -> dict[str, Any]:
-    """What a generation_config.json would say, for files that carry sampling defaults."""
+    """The content of the equivalent generation_config.json: sampling defaults in the metadata."""
     values = {name: header.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING_KEYS.items()}
     return {name: value for name, value in values.items() if isinstance(value, int | float)}

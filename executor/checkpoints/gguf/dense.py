@@ -1,4 +1,4 @@
-"""Architectures of GGUF files without experts, by the name that a file has in `general.architecture`."""
+"""GGUF architectures without experts, by the name in a file's `general.architecture`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from headrace.executor.checkpoints.gguf.architecture import Fields, GGUFArchitec
 Config = Mapping[str, Any]
 GEMMA_27B_LAYERS = MappingProxyType({"gemma2": 46, "gemma3_text": 62})
 BAICHUAN_13B_LAYERS = 40
-# What llama.cpp knows of MiniCPM 3 without the file.
+# Parameters of MiniCPM 3 that files do not have; llama.cpp's code has them as constants.
 MINICPM3 = MappingProxyType({"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256})
 
 
 def biases(fields: Fields, config: Config) -> dict[str, Any]:
-    """Which projections have biases, as Llama's config says it."""
+    """Which projections have biases, in the fields of Llama's config."""
     return {
         "hidden_act": "silu",
         "attention_bias": fields.holds("blk.0.attn_output.bias"),
@@ -80,7 +80,7 @@ def _clipped(fields: Fields, config: Config) -> dict[str, Any]:
 
 
 def _olmo2(fields: Fields, config: Config) -> dict[str, Any]:
-    """OLMo 3 has the name of OLMo 2, and windows."""
+    """OLMo 3 files have OLMo 2's architecture name, and a sliding window."""
     if not fields.has("attention.sliding_window"):
         return {}
     found = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "layer_types": fields.sliding_layers()}
@@ -95,7 +95,7 @@ def _exaone4(fields: Fields, config: Config) -> dict[str, Any]:
 
 
 def _gemma(fields: Fields, config: Config) -> dict[str, Any]:
-    """What the file leaves to llama.cpp's model code: the query scale and, of Gemma 3, the base of sliding layers."""
+    """Adds what only llama.cpp has, not the file: the query scale and the rotary base of Gemma 3's sliding layers."""
     layers = config["num_hidden_layers"]
     per_head = config["hidden_size"] // config["num_attention_heads"]
     is_27b = layers == GEMMA_27B_LAYERS[config["model_type"]]
@@ -119,8 +119,8 @@ def _gemma(fields: Fields, config: Config) -> dict[str, Any]:
 
 
 def _gemma3n(fields: Fields, config: Config) -> dict[str, Any]:
-    """Sizes of what stands in no key are those of tensors. The file has of each layer by how many standard deviations a
-    gate must stand out, minus infinity where all of it is kept; the config has the share that is left out."""
+    """Takes sizes without a metadata key from tensors. The file has each layer's sparsity as a number of standard
+    deviations above the mean (minus infinity: dense); the config has it as the fraction that becomes 0."""
     least = fields.floats("activation_sparsity_scale") or [-math.inf] * config["num_hidden_layers"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -130,7 +130,7 @@ def _gemma3n(fields: Fields, config: Config) -> dict[str, Any]:
         "altup_num_inputs": fields.integer("altup.num_inputs"),
         "altup_active_idx": fields.integer("altup.active_idx"),
         "num_kv_shared_layers": fields.integer("attention.shared_kv_layers"),
-        # The file has float32 deviations: of the share that they were made of, seven digits are left.
+        # The file's deviations are float32, so seven digits of the fraction are significant.
         "activation_sparsity_pattern": [round(NormalDist().cdf(each), 7) for each in least],
         "layer_types": fields.sliding_layers(),
         "sliding_window": fields.integer("attention.sliding_window"),
@@ -152,7 +152,8 @@ def _neox(fields: Fields, config: Config) -> dict[str, Any]:
 
 
 def _falcon(fields: Fields, config: Config) -> dict[str, Any]:
-    """The first has one key/value head; of the second, the largest have two norms and the 11B has one."""
+    """The old decoder architecture has one key/value head; of the new one, the large models have two norms per layer
+    and the 11B has one."""
     groups = config["num_key_value_heads"]
     return {
         "multi_query": groups == 1,
@@ -177,7 +178,7 @@ def _mpt(fields: Fields, config: Config) -> dict[str, Any]:
 
 
 def _baichuan(fields: Fields, config: Config) -> dict[str, Any]:
-    """Only the 13B has ALiBi; `rope.dimension_count` is in the others' files and in its own."""
+    """Only the 13B has ALiBi. `rope.dimension_count` does not tell, since its files have it too."""
     is_13b = config["num_hidden_layers"] == BAICHUAN_13B_LAYERS
     return {"architectures": ["BaichuanForCausalLM" if is_13b else "BaiChuanForCausalLM"]}
 

@@ -1,4 +1,4 @@
-"""Weights of a GGUF file under Hugging Face names, shapes and row order, dequantised part by part or kept packed."""
+"""Weights of a GGUF file under Hugging Face names, with their shapes and row order: dequantised by parts, or packed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GGUFFile:
-    """A GGUF file (or the first of a split one with its others): config, generation defaults and weights.
+    """A GGUF file, or a split model given by its first file: config, generation defaults and weights.
 
-    Opening reads the header alone. Raises ModelError, naming file, tensor and numbers, when a file is foreign,
-    truncated, of an architecture that is not supported, or holds a tensor of a type that is unknown.
+    Opening reads headers only. Raises ModelError, naming file, tensor and numbers, if a file is truncated, not GGUF, of
+    an architecture that is not supported, or has a tensor of an unknown type.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,7 +45,7 @@ class GGUFFile:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """As in a Hugging Face config.json."""
+        """The content of the equivalent Hugging Face config.json."""
         return config_from_gguf(self.header)
 
     @property
@@ -54,7 +54,7 @@ class GGUFFile:
 
     @property
     def dtype_name(self) -> str:
-        """The type that most bytes are of: float32, float16, bfloat16, or a quantised one's name such as Q4_1."""
+        """The type of most of the file's bytes: float32, float16, bfloat16, or a quantised type such as Q4_1."""
         sizes: dict[str, int] = {}
         for record in self.tensors.values():
             sizes[record.type_name] = sizes.get(record.type_name, 0) + record.nbytes
@@ -63,7 +63,7 @@ class GGUFFile:
 
     @property
     def kept_bytes(self) -> int:
-        """Memory of the weights as they stay, packed."""
+        """Memory of the packed weights, in bytes."""
         return sum(_kept_bytes(record) for record in self.tensors.values())
 
     def weights(self) -> GGUFWeights | JoinedLatent:
@@ -87,7 +87,8 @@ def _kept_bytes(record: TensorRecord) -> int:
 
 
 def _other_parts(header: GGUFHeader) -> list[Path]:
-    """The files that follow the first of a split model. Raises ModelError for another part, or a missing one."""
+    """The other files of a split model. Raises ModelError if the header is not that of its first file, or if a file is
+    missing."""
     count = header.metadata.get("split.count", 1)
     if not isinstance(count, int) or count <= 1:
         return []
@@ -103,7 +104,7 @@ def _other_parts(header: GGUFHeader) -> list[Path]:
 
 
 class GGUFWeights:
-    """A `WeightSource`. Parts come as float32 where they are quantised, and in their own type where they are not."""
+    """A `WeightSource`. Quantised tensors are returned as float32, others in their own type."""
 
     def __init__(
         self,
@@ -112,8 +113,8 @@ class GGUFWeights:
         permuted_heads: Mapping[str, int],
         offset_norms: bool,
     ) -> None:
-        """records: by Hugging Face name. permuted_heads: of projections whose rows are reordered, named as below a
-        layer's prefix."""
+        """records: by Hugging Face name. permuted_heads: number of heads of each projection whose rows are reordered,
+        by its name relative to a layer's prefix. offset_norms: as in `GGUFArchitecture`."""
         self._path, self._records = path, dict(records)
         self._permuted_heads, self._offset_norms = permuted_heads, offset_norms
         self._check_types()
@@ -136,7 +137,7 @@ class GGUFWeights:
         return self._records[name].shape
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """The tensor, or that part of it: only the bytes of those rows and blocks are read."""
+        """The tensor or a part of it; only the bytes of these rows and blocks are read."""
         record = self._read(name)
         order = self._row_order(name)
         if len(record.shape) == 1:
@@ -156,9 +157,9 @@ class GGUFWeights:
         return self._without_offset(name, part)
 
     def packed(self, name: str) -> Packed | None:
-        """(type, [rows, bytes of a row] uint8) as the file holds it, rows in Hugging Face's order; None where the
-        tensor is not quantised. Without a reordering it is a read-only view of the memory map. A type of `REGROUPED`
-        becomes codes with group scales.
+        """The weight as stored, (type, [rows, bytes of a row] uint8), with rows in Hugging Face's order; None if the
+        tensor is not quantised. If rows are not reordered it is a read-only view of the memory map. Types in
+        `REGROUPED` become codes with group scales.
         """
         record = self._records[name]
         if record.type_name in UNQUANTISED or len(record.shape) != 2 or self._is_offset(name):
@@ -171,13 +172,13 @@ class GGUFWeights:
         return record.type_name, rows
 
     def _read(self, name: str) -> TensorRecord:
-        """Which is about to be read."""
+        """The tensor's record. Call before reading its data, so that its pages can be released."""
         record = self._records[name]
         record.pages.read(record.data.ctypes.data, record.nbytes)
         return record
 
     def group_of(self, name: str) -> int | None:
-        """Neighbours of a row that ranks cannot divide; None where it is in floats."""
+        """Number of neighbours in a row that share a scale, which ranks cannot divide; None for floats."""
         record = self._records[name]
         if record.type_name in UNQUANTISED:
             return None
@@ -185,9 +186,9 @@ class GGUFWeights:
         return record.block_size if form is None else form.group
 
     def _row_order(self, name: str) -> np.ndarray | None:
-        """[rows]: for each row in Hugging Face's order, where the file has it; None where the orders agree.
+        """[rows] int64: for each row in Hugging Face's order, its index in the file; None if the orders are equal.
 
-        In a head of d rows, rows i and i + d/2 rotate together; the file has them at 2i and 2i + 1.
+        In a head of d rows, rows i and i + d/2 are rotated together; the file has them at 2i and 2i + 1.
         """
         stem = name.rpartition(".")[0]
         heads = next((count for each, count in self._permuted_heads.items() if stem.endswith(f".{each}")), None)
@@ -206,7 +207,7 @@ class GGUFWeights:
 
 
 def _decode(record: TensorRecord, data: np.ndarray) -> Tensor:
-    """data: [rows, bytes] uint8, whole blocks -> [rows, elements], a copy."""
+    """Dequantises whole blocks, data [rows, bytes] uint8 -> [rows, elements], a copy."""
     if record.type_name in UNQUANTISED:
         owned = torch.from_numpy(np.array(data))
         return owned.view(getattr(torch, UNQUANTISED[record.type_name]))

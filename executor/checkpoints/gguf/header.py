@@ -1,4 +1,4 @@
-"""The head of a GGUF file: its metadata and its table of tensors, read from a memory map in milliseconds.
+"""The header of a GGUF file: its metadata and its table of tensors, read from a memory map in milliseconds.
 
     "GGUF" | version u32 | tensor count u64 | key count u64
     key count    x  (key string | value type u32 | value)
@@ -7,8 +7,8 @@
 
 A string is a u64 length and that many bytes of UTF-8; an array is its items' type u32, a u64 count and the items.
 All is little-endian. The `gguf` package reads the same, but makes an object of every vocabulary entry, which takes
-seconds; here an array of strings is only walked over, and decoded when it is asked for. Layout: the GGUF
-specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+seconds; here an array of strings is only skipped, and decoded on demand. Layout: the GGUF specification,
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FLOAT32, _STRING, _ARRAY = 6, 8, 9
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor's place in its file."""
+    """A tensor's entry in the table, with a view of its data."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,12 +48,12 @@ class TensorRecord:
     type_number: int
     type_name: str
     block_size: int
-    """Elements of a block, which never crosses a row."""
+    """Elements per block; a block never spans two rows."""
     block_bytes: int
     data: np.ndarray
     """[rows, bytes of a row] uint8, a view of the memory map; a vector is one row."""
     pages: MappedPages
-    """Of the memory map."""
+    """Pages of the memory map, which are released after reading."""
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +61,7 @@ class TensorRecord:
 
 
 class StringArray:
-    """An array of strings that stays in the file until it is read."""
+    """An array of strings in the memory map, decoded on iteration."""
 
     def __init__(self, data: memoryview, start: int, count: int) -> None:
         self._data, self._start, self._count = data, start, count
@@ -77,12 +77,12 @@ class StringArray:
             yield bytes(self._data[begin:position])
 
     def __iter__(self) -> Iterator[str]:
-        # Some converters cut a token inside a character; replacement keeps the others readable.
+        # Some converters cut a token in the middle of a character; errors="replace" still decodes the rest.
         return (item.decode("utf-8", errors="replace") for item in self.raw())
 
 
 class GGUFHeader:
-    """Metadata by key, and tensors by name. Raises ModelError for anything but a whole GGUF file."""
+    """Metadata by key, and tensors by name. Raises ModelError if the file is not a complete GGUF file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -108,7 +108,7 @@ class GGUFHeader:
             raise self._truncated() from error
 
     def digest(self, prefix: str) -> str:
-        """SHA-256, in hexadecimal, of all metadata whose key begins with `prefix`, order aside."""
+        """SHA-256, in hexadecimal, of all metadata whose key begins with `prefix`, independent of their order."""
         digest = hashlib.sha256()
         for key in sorted(self._spans):
             if key.startswith(prefix):
@@ -117,7 +117,7 @@ class GGUFHeader:
         return digest.hexdigest()
 
     def _read_start(self) -> tuple[int, int]:
-        """The counts of tensors and keys."""
+        """Checks the start of the file. Returns the counts of tensors and keys."""
         magic = bytes(self._data[:4])
         if magic != MAGIC:
             found = f"begins with {magic!r}" if magic else "is empty"
@@ -168,7 +168,7 @@ class GGUFHeader:
         if kind == _ARRAY:
             return self._array(self._u32(), self._u64(), key)
         value = self._numbers(kind, 1, key)[0]
-        # Written from a decimal, 1e-05 and not 9.999999747378752e-06; the shortest one is the same float32.
+        # The shortest decimal of the float32, which its writer most likely had: 1e-05, not 9.999999747378752e-06.
         return float(str(value)) if kind == _FLOAT32 else value.item()
 
     def _array(self, kind: int, count: int, key: str) -> Any:
@@ -184,7 +184,7 @@ class GGUFHeader:
         return self._numbers(kind, count, key)
 
     def _numbers(self, kind: int, count: int, key: str) -> np.ndarray:
-        """[count], a view of the map."""
+        """[count] numbers of type `kind`, a view of the memory map."""
         if kind not in _SCALARS:
             raise ModelError(f"{self.path} has a value of unknown type {kind} under {key}; types 0 to 12 are known")
         values = np.frombuffer(self._data, _SCALARS[kind], count, self._position)
@@ -242,7 +242,7 @@ class GGUFHeader:
 
 
 def _mapped(path: Path) -> Any:
-    """The file's bytes as a uint8 array that stays on disk until it is read."""
+    """The file's bytes, memory-mapped: [size] uint8. Raises ModelError."""
     try:
         return np.memmap(path, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Architectures of GGUF files with experts, by the name that a file has in `general.architecture`."""
+"""GGUF architectures with experts, by the name in a file's `general.architecture`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from headrace.executor.checkpoints.gguf.architecture import Fields, GGUFArchitec
 from headrace.executor.checkpoints.gguf.dense import Config, granite, query_biases, window
 
 SIGMOID = 2
-"""Of `expert_gating_func`."""
+"""Value of `expert_gating_func`."""
 DEEPSEEK_GROUPS = MappingProxyType({160: (8, 3), 256: (8, 4)})
-"""Groups of experts and how many are chosen, by the experts' number, of DeepSeek V2 and V3: files made before these
-were written do not say."""
+"""(groups of experts, groups chosen) of DeepSeek V2 and V3 by their number of experts, for older files, which lack
+them."""
 PHIMOE_ATTENTION_FACTOR = 1.243163121016122
-"""Of the published model's long and short rotation; the converter writes the one that Phi 3 has by default."""
+"""LongRoPE's attention factor of the published model. Files have Phi 3's default instead."""
 MAVERICK_EXPERTS = 128
-"""A Llama 4 of that many does not norm queries and keys; files do not say."""
+"""A Llama 4 with this number of experts does not norm queries and keys, which files do not tell."""
 
 
 def mixture(fields: Fields, config: Config, architecture: GGUFArchitecture) -> dict[str, Any]:
-    """What all mixtures have, under the names of several families."""
+    """Config fields that all mixtures have, under the names that several families use."""
     count, chosen = fields.integer("expert_count"), fields.integer("expert_used_count")
     return {
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), count),
@@ -49,7 +49,7 @@ def _gpt_oss(fields: Fields, config: Config) -> dict[str, Any]:
 
 
 def _deepseek2(fields: Fields, config: Config) -> dict[str, Any]:
-    """V2, or V3 and those of its shape, whose scores are corrected."""
+    """DeepSeek V2, or V3 and models with its architecture, which choose experts by corrected scores."""
     rope_dim = fields.integer("rope.dimension_count")
     found: dict[str, Any] = {
         "q_lora_rank": fields.integer("attention.q_lora_rank", 0) or None,
@@ -61,7 +61,7 @@ def _deepseek2(fields: Fields, config: Config) -> dict[str, Any]:
     }
     scaling = config.get("rope_scaling")
     if scaling is not None and fields.has("rope.scaling.yarn_log_multiplier"):
-        # A tenth of the one that multiplies queries and keys; that of the rotation is taken to be the same.
+        # The key has a tenth of mscale_all_dim, the factor of queries and keys; mscale is assumed to equal that.
         scale = fields.number("rope.scaling.yarn_log_multiplier") * 10
         found["rope_scaling"] = {**scaling, "mscale": scale, "mscale_all_dim": scale}
     if not fields.has("expert_group_count"):
@@ -74,8 +74,8 @@ def _deepseek2(fields: Fields, config: Config) -> dict[str, Any]:
 
 
 def _of_a_head(fields: Fields, kind: str) -> int:
-    """The size of each head's keys or values. Files that were made for the compressed cache have the latter's size
-    under the plain name."""
+    """Size of a head's key or value. Files made for the compressed cache have it under a name with _mla, and the
+    compressed size under the plain name."""
     own = f"attention.{kind}_length_mla"
     return fields.integer(own if fields.has(own) else f"attention.{kind}_length")
 
@@ -127,4 +127,4 @@ MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
     }
 )
 MIXTRAL = GGUFArchitecture("MixtralForCausalLM", "mixtral", permuted=True, is_mixture=True, renormalised=True)
-"""What a file of architecture llama is that has experts."""
+"""The architecture of files that have experts and the architecture name llama."""

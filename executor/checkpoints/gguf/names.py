@@ -1,7 +1,7 @@
-"""Tensors of a GGUF file under the names that a model declares, by the gguf package's tables read backwards.
+"""Maps a GGUF file's tensors to the names that a model declares, by the gguf package's tables read in reverse.
 
-What a checkpoint stores as one matrix, queries, keys and values above all, a file has so too, but with its parts one
-after the other: they are taken apart here. Experts, which a file stacks, are given one by one.
+Fused matrices (mostly of queries, keys and values) are fused in a file too, but with their parts one after the other;
+they are split here. Experts, which a file stacks, become one tensor each.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from headrace.executor.checkpoints.gguf.header import GGUFHeader, TensorRecord
 if TYPE_CHECKING:
     from headrace.executor.models.arch import ArchSpec
 
-# Read into the config, or of use to llama.cpp alone.
+# Tensors that are read into the config, or that only llama.cpp uses.
 NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
 EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 ONE_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.(weight|bias)")
 LAYER = re.compile(r"blk\.(\d+)\.")
-# One number of each layer, which a file has in its metadata.
+# Weights of one number per layer, which a file has in its metadata.
 METADATA_WEIGHTS = {"xielu.alpha_p": "mlp.act_fn.alpha_p", "xielu.alpha_n": "mlp.act_fn.alpha_n"}
 # Halves of latent attention's up-projection, which `split_latent.py` joins.
 LATENT_HALVES = ("k_b_proj", "v_b_proj")
 
 
 def records_by_name(header: GGUFHeader, tensors: Mapping[str, TensorRecord], spec: ArchSpec) -> dict[str, TensorRecord]:
-    """A tensor that the model has no place for keeps the name it has, for the decoder to refuse."""
+    """The file's tensors by the names that the model declares. A tensor that the model does not declare keeps its name,
+    and the decoder refuses it."""
     places, found = _Places(header, spec), dict[str, TensorRecord]()
     for name, record in tensors.items():
         if NOT_WEIGHTS.fullmatch(name) or places.is_beyond(name):
@@ -46,7 +47,7 @@ def records_by_name(header: GGUFHeader, tensors: Mapping[str, TensorRecord], spe
 
 
 class _Places:
-    """Where the tensors of a file belong in a model."""
+    """The model's name for each tensor of a file."""
 
     def __init__(self, header: GGUFHeader, spec: ArchSpec) -> None:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -61,7 +62,7 @@ class _Places:
         self._num_blocks = int(header.metadata.get(f"{architecture}.block_count", spec.num_layers))
         self.shapes = {weight.name: weight.shape for weight in model_weights(spec)}
         self._stacked = dict[str, str]()
-        """Of tensors that hold several weights of one shape: their names, but for the number."""
+        """For tensors that stack several weights of one shape: the weights' name, with {} for the number."""
         self._declared = dict(self._plain_names())
         self._fused = {
             own: (start, fused)
@@ -74,13 +75,13 @@ class _Places:
         return self._spec.names.layer(self._prefix, layer)
 
     def _own_name(self, stem: str) -> str | None:
-        """What the file calls a weight. The tables know some families without the prefix that others have."""
+        """The file's name for a weight, or None. The tables have some families with another prefix, or without one."""
         rest = stem.removeprefix(self._prefix)
         tried = [stem, *(prefix + rest for prefix in self._spec.names.prefixes if stem.startswith(self._prefix))]
         return next((own for each in tried if (own := self._table.get_name(each))), None)
 
     def _plain_names(self) -> Iterator[tuple[str, str]]:
-        """By the file's whole names: those of all weights but the experts'."""
+        """(the file's name, the model's name) of all weights except experts; fills `_stacked`."""
         each_expert = f".{self._spec.names.experts}."
         for name in self.shapes:
             if each_expert in name:
@@ -90,13 +91,13 @@ class _Places:
             if number.isdecimal() and (own := self._own_name(together)):
                 self._stacked[f"{own}.{kind}"] = f"{together}.{{}}.{kind}"
                 continue
-            if kind not in ("weight", "bias"):  # a whole name, as of a vector that no module holds
+            if kind not in ("weight", "bias"):  # a complete name, such as that of a parameter outside a module
                 stem, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
             if own := self._own_name(stem):
                 yield f"{own}.{kind}", name
 
     def is_beyond(self, name: str) -> bool:
-        """Whether it is of a layer beyond the last one, which predicts further tokens."""
+        """Whether a tensor belongs to a layer beyond the last, which is for multi-token prediction."""
         match = LAYER.match(name)
         return match is not None and self._spec.num_layers <= int(match[1]) < self._num_blocks
 
@@ -106,7 +107,7 @@ class _Places:
         return f"{self._start(layer)}{names.experts}.{number}.{part}.{kind}"
 
     def experts(self, layer: int, matrix: str, kind: str, record: TensorRecord) -> dict[str, TensorRecord]:
-        """Of a tensor [num_experts, ...]."""
+        """The experts' weights in a tensor [num_experts, ...]. matrix: gate, up, down or gate_up."""
         found: dict[str, TensorRecord] = {}
         for number, part in enumerate(_unstacked(record)):
             if matrix == "gate_up":
@@ -168,5 +169,5 @@ def _rows(record: TensorRecord, first: int, last: int) -> TensorRecord:
 
 
 def _with_row(record: TensorRecord, declared: tuple[int, ...] | None) -> TensorRecord:
-    """As a matrix of one row where that is declared: converters leave the 1 out."""
+    """The record as a matrix of one row if the model declares that; converters drop the dimension."""
     return replace(record, shape=declared) if declared == (1, *record.shape) else record

@@ -1,8 +1,8 @@
-"""GGUF's types that the kernels have no tiles for (IQ1 to IQ4, TQ1, TQ2, Q3_K, MXFP4, NVFP4), as codes of 4 bits with
-group scales. No value is rounded: none of these types has more than 16 values in a group.
+"""Converts GGUF types that the kernels do not support (IQ1 to IQ4, TQ1, TQ2, Q3_K, MXFP4, NVFP4) to 4-bit codes with
+group scales. This is exact: none of these types has more than 16 values in a group.
 
-What a block means is known to the gguf package alone. Of a block whose scales are replaced by 1 it tells the values
-that the codes stand for; of one whose codes are all alike, the scales. Layouts: `block_*` in llama.cpp's ggml-common.h.
+Blocks are decoded by the gguf package only. Decoding a block with its scales replaced by 1 gives the values of its
+codes; decoding it with all codes equal gives its scales. Layouts: `block_*` in llama.cpp's ggml-common.h.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ import torch
 from headrace.kernels.grouped import GroupedWeight, Kind
 
 ROWS_AT_ONCE_BYTES = 1 << 24
-"""Of the floats that are there while a matrix is taken apart."""
+"""Size of the float32 values that exist at once while a matrix is converted."""
 
 
 @dataclass(frozen=True)
 class Regrouped:
-    """How a type's blocks are taken apart."""
+    """How blocks of a type are converted."""
 
     group: int
-    """Neighbours that share a scale."""
+    """Number of neighbours that share a scale."""
     scale_bits: Mapping[int, tuple[int, int]]
-    """Bytes of a block with the bits of them that are scales, and what these are for scales of 1."""
+    """From the index of a byte of a block to (mask of its bits that belong to scales, these bits for scales of 1)."""
     values: tuple[float, ...]
-    """What codes stand for where scales are 1: at most 16, in eighths, below 16 or whole numbers."""
+    """Values of the codes if scales are 1: at most 16, either whole numbers, or multiples of 1/8 below 16."""
     code_fill: int = 0
-    """Bits of codes that stand for something other than 0."""
+    """Byte that fills the bits of codes to get equal codes whose value is not 0."""
 
     @property
     def is_integer(self) -> bool:
-        """Of small integers, in groups that the kernels compute as such."""
+        """Whether codes can be int4: small whole numbers, in groups whose size the kernels support."""
         return self.group % 32 == 0 and max(map(abs, self.values)) < 8 and self.steps == 1
 
     @cached_property
     def code_of(self) -> np.ndarray:
-        """[256] uint8: of a value times `steps`, plus 128."""
+        """[256] uint8: the code of value v is at index v * steps + 128."""
         found = np.zeros(256, np.uint8)
         for code, value in reversed(list(enumerate(self.values))):
             found[round(value * self.steps) + 128] = value + 8 if self.is_integer else code
@@ -59,7 +59,7 @@ class Regrouped:
         return elements // 2 + elements // self.group * 4
 
     def take_apart(self, type_name: str, rows: np.ndarray) -> GroupedWeight:
-        """rows: [rows, bytes of a row] uint8, whole blocks."""
+        """Converts rows of whole blocks, [rows, bytes of a row] uint8."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
@@ -81,14 +81,14 @@ class Regrouped:
         same_codes = ~masks & np.uint8(self.code_fill)
         values = _values(type_name, blocks & ~masks | ones)
         codes = self.code_of[(values * np.float32(self.steps)).astype(np.int16) + 128].reshape(rows, -1, 2)
-        with np.errstate(invalid="ignore"):  # of a scale that is no number
+        with np.errstate(invalid="ignore"):  # scales may be NaN
             of_one_code = _values(type_name, blocks & masks | same_codes)[:, :: self.group]
             scales = of_one_code / _values(type_name, ones | same_codes)[0, 0]
         return codes[..., 0] | codes[..., 1] << 4, scales.reshape(rows, -1)
 
 
 def _values(type_name: str, blocks: np.ndarray) -> np.ndarray:
-    """[blocks, bytes] uint8 -> [blocks, values] float32"""
+    """Decodes blocks, [blocks, bytes] uint8 -> [blocks, values] float32."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -106,7 +106,7 @@ def _whole(first: int, *fill: int) -> dict[int, tuple[int, int]]:
 
 
 def _bits(first: int, stride: int, mask: int) -> dict[int, tuple[int, int]]:
-    """Of eight bytes, some bits."""
+    """`scale_bits` for scales in some bits of eight bytes, `stride` apart."""
     return {first + stride * index: (mask, 0) for index in range(8)}
 
 
@@ -120,7 +120,7 @@ _FLOAT4 = _signed(0, 1, 2, 3, 4, 6, 8, 12)
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _TERNARY = (-1, 0, 1, 2)
 _SCALES_33 = (0x11,) * 8 + (0xAA,) * 4
-"""Q3_K's sixteen scales of 6 bits, of which 32 is taken away."""
+"""Bytes of Q3_K's sixteen 6-bit scales, all 33, which stand for 1 since 32 is subtracted."""
 
 REGROUPED: Mapping[str, Regrouped] = MappingProxyType(
     {

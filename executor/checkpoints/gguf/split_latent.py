@@ -1,5 +1,5 @@
-"""Latent attention's up-projection, which newer GGUF files have in two: the keys' half, transposed, for queries to be
-multiplied with, and the values'.
+"""Joins latent attention's up-projection, which newer GGUF files store as two tensors: that of keys, transposed for
+multiplication with queries, and that of values.
 
     k_b [heads, latent, nope]   v_b [heads, value, latent]   joined [heads x (nope + value), latent]
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def joined_latent(spec: ArchSpec, source: GGUFWeights) -> GGUFWeights | JoinedLatent:
-    """The source with both halves as the one matrix that the model declares; itself where it has that."""
+    """The source with both tensors joined to the matrix that the model declares; the source itself if it has that."""
     held, names = source.names(), spec.names
     keys, values = LATENT_HALVES
     found: dict[str, tuple[str, str]] = {}
@@ -34,7 +34,7 @@ def joined_latent(spec: ArchSpec, source: GGUFWeights) -> GGUFWeights | JoinedLa
 
 
 class JoinedLatent(WrappedWeights):
-    """A `WeightSource` over another."""
+    """A `WeightSource` of joined matrices around another one."""
 
     def __init__(self, source: WeightSource, halves: dict[str, tuple[str, str]]) -> None:
         super().__init__(source, frozenset(name for pair in halves.values() for name in pair), frozenset(halves))
@@ -54,7 +54,7 @@ class JoinedLatent(WrappedWeights):
         return take_part(joined, tuple(joined.shape), rows, columns)
 
     def _packed(self, name: str) -> Packed | None:
-        """As the source's; what is joined is floats."""
+        """The source's packed weight; None for joined matrices, which are floats."""
         return None if name in self._halves else super()._packed(name)
 
     def _group_of(self, name: str) -> int | None:

@@ -1,8 +1,8 @@
-"""The tokenizer that a GGUF file's metadata describes, as a `TokenizerBundle`.
+"""Converts the tokenizer in a GGUF file's metadata to a `TokenizerBundle`.
 
-A byte-level BPE whose way of splitting text is known here is built with the `tokenizers` library alone, in a few
-hundred milliseconds. Anything else (sentencepiece vocabularies above all, whose merges must be worked out from
-scores) is converted by transformers.
+A byte-level BPE whose pre-tokenizer is in `SPLITS` is built with the `tokenizers` library alone, in a few hundred
+milliseconds. Others (mostly SentencePiece vocabularies, whose merges must be derived from scores) are converted by
+transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.ipc.messages import TokenizerBundle
 KEY = "tokenizer.ggml."
 CONTROL, USER_DEFINED = 3, 4
 UNNAMED = "default"
-"""The pre-tokenizer of files made before they named theirs: GPT-2's rule."""
+"""The pre-tokenizer of older files, which do not name one: GPT-2's."""
 SPECIAL_TOKENS = MappingProxyType(
     {
         "bos_token": "bos_token_id",
@@ -33,18 +33,18 @@ SPECIAL_TOKENS = MappingProxyType(
 
 @dataclass(frozen=True)
 class Split:
-    """How text is cut before the merges, as the vocabulary was trained. llama.cpp names these in tokenizer.ggml.pre."""
+    """A pre-tokenizer: how text is split into pieces before the merges. llama.cpp names it in tokenizer.ggml.pre."""
 
     regex: str | None = None
-    """What stays whole; None is GPT-2's rule, which the library has built in."""
+    """Regular expression of a piece; None: GPT-2's, which the library has built in."""
     single_digits: bool = False
-    """Cut around every digit first."""
+    """Whether every digit is first split off as a piece."""
     before: tuple[str, ...] = ()
-    """What is cut out before the regex is applied to what lies between, one after the other."""
+    """Regular expressions that split off pieces one after the other; `regex` then splits the text between these."""
     ignore_merges: bool = False
-    """A piece that is a token of its own is taken at once."""
+    """Whether a piece that is itself a token is taken without applying merges."""
     adds_bos: bool = False
-    """Where the file does not say."""
+    """Whether the bos token is put before a text, if the file does not say."""
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -99,7 +99,7 @@ SPLITS: Mapping[str, Split] = MappingProxyType(
 
 
 def gguf_bundle(header: GGUFHeader) -> TokenizerBundle:
-    """Raises ModelError when the file has no tokenizer, or one that cannot be converted."""
+    """The file's tokenizer. Raises ModelError if it has none, or one that cannot be converted."""
     metadata = header.metadata
     kind, tokens = metadata.get(f"{KEY}model"), metadata.get(f"{KEY}tokens")
     if not isinstance(kind, str) or kind in ("none", "no_vocab") or not isinstance(tokens, StringArray):
@@ -135,7 +135,7 @@ def _names_one(key: str) -> bool:
 
 
 def _byte_level(header: GGUFHeader, texts: list[str], split: Split, special: Mapping[str, str]) -> str:
-    """The tokenizer.json of a byte-level BPE."""
+    """The tokenizer.json of a byte-level BPE. Raises ModelError if vocabulary and merges do not agree."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     metadata = header.metadata
@@ -166,7 +166,7 @@ def _byte_level(header: GGUFHeader, texts: list[str], split: Split, special: Map
 
 
 def _add_ends(tokenizer: Any, bos: str | None, eos: str | None) -> None:
-    """Makes the post-processor put these around a text, and nothing else. They are in the vocabulary."""
+    """Sets the post-processor to put these tokens around a text, and no others. They must be in the vocabulary."""
     from tokenizers import processors
 
     ends = [text for text in (bos, eos) if text is not None]
