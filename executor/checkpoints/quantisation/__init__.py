@@ -1,7 +1,7 @@
 """Quantised checkpoints. A format is one file here with a constant `FORMAT`: it reads the config's
-`quantization_config`, says which tensors hold a matrix, and makes of them the one form that the kernels know,
-`kernels.grouped.GroupedWeight`. What uses the forms knows no format, and a format knows no kernel. A constant
-`AS_LOADED` makes the same form of float weights as they are read.
+`quantization_config`, determines which tensors store a matrix, and converts them to the form that all kernels take,
+`kernels.grouped.GroupedWeight`. Readers of that form know no formats, and formats know no kernels. A constant
+`AS_LOADED` quantises float weights to the same form while they load.
 """
 
 from __future__ import annotations
@@ -28,132 +28,138 @@ from headrace.kernels.grouped import SCALE_DTYPES, GroupedWeight, Kind
 
 Config = Mapping[str, Any]
 Parts = Mapping[str, str]
-"""A format's own word for each tensor of a matrix -> its name in the checkpoint."""
+"""The tensors that store a matrix: from the format's key for a part (weight, scales, ...) to the tensor's name."""
 Shapes = Mapping[str, tuple[int, ...]]
+"""Shape of each part."""
 Dtypes = Mapping[str, tuple[torch.dtype, ...]]
-"""A format's own word for each tensor of a matrix -> what it may be stored as."""
+"""Dtypes allowed for each part."""
 FLOATS = SCALE_DTYPES
 WORDS, BYTES, FLOATS_OF_8_BITS = (torch.int32,), (torch.uint8,), (torch.float8_e4m3fn,)
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
-"""Of a few numbers, whose type does not matter."""
+"""Integer dtypes allowed for small tensors, such as indices and zero points."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A way of storing a matrix, for the page of formats."""
+    """A way in which a format stores matrices: a row of docs/quantization.md."""
 
     text: str
     kinds: tuple[Kind, ...]
-    """What matrices become; none where that is each module's own scheme."""
+    """Kinds of `GroupedWeight` that matrices become; empty: it depends on each module's scheme."""
     tests: tuple[str, ...]
-    """In tests/checkpoints: functions, or cases of the comparison with the dequantised model."""
+    """Its tests in tests/checkpoints: functions, or cases of the comparison with the dequantised model."""
     ordered: bool = False
-    """Whether inputs may be in an order of their own."""
+    """Whether inputs may be reordered (activation order)."""
     made_by: str = ""
-    """Who wrote the checkpoints that tests read, where that is not who wrote the format's others."""
+    """Tools that wrote the checkpoints in its tests, if they differ from `Format.made_by`."""
 
 
 @dataclass(frozen=True)
 class AsLoaded:
-    """How float weights become packed ones as they are read, one matrix after another, under a name of vLLM's."""
+    """How float weights are quantised while they load, matrix by matrix (vLLM's --quantization NAME)."""
 
     name: str
     roles: tuple[Role, ...]
-    """Of the weights that do; the others stay as they are."""
+    """Roles of the weights that are quantised; others stay floats."""
     group: int | None
-    """Neighbours of a row that share a scale; None where a row does."""
+    """Number of neighbours in a row that share a scale; None: the whole row."""
     bits: float
-    """Of one weight, its share of a group's scale included."""
+    """Bits per weight, including its share of the group's scale."""
     quantise: Callable[[Tensor], GroupedWeight]
-    """Takes [n, k] float32, where groups divide k."""
+    """Quantises [n, k] float32, where `group` divides k."""
     stored: Stored
 
 
 class Format(ABC):
-    """One checkpoint's, made of its `quantization_config`. Methods raise ModelError, naming what disagrees."""
+    """The format of one checkpoint, made from its `quantization_config`. Methods raise ModelError, naming the
+    disagreement, if config and tensors do not fit.
+
+    A module is a tensor's name without `.weight` and the like.
+    """
 
     names: ClassVar[tuple[str, ...]]
-    """`quant_method` in configs first, then what vLLM calls it as well."""
+    """The `quant_method` of configs, then vLLM's other names for it."""
     stored: ClassVar[tuple[Stored, ...]]
-    """What the page of formats says there is."""
+    """The format's rows in docs/quantization.md."""
     made_by: ClassVar[str]
-    """Who wrote the checkpoints that tests read."""
+    """Tools that wrote the checkpoints in its tests."""
     marks: ClassVar[tuple[str, ...]]
-    """What the names of tensors end in, after the module's, that only a quantised matrix has: any of them marks one, so
-    that each of them can be missed."""
+    """Suffixes of tensors, after the module's name, that only quantised matrices have. One of them suffices to mark a
+    matrix as quantised, so that the absence of any other is an error."""
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether it means the inputs of some matrices to be rounded to 8 bits."""
+        """Whether the inputs of some matrices are to be rounded to int8."""
         return False
 
     @classmethod
     @abstractmethod
     def of(cls, config: Config) -> Self:
-        """Raises ModelError for a setting that is missing or not to be had."""
+        """Builds the format from a quantization_config. Raises ModelError for a setting that is missing or not
+        supported."""
 
     def scheme(self, module: str) -> str:
-        """How a module's matrix is stored, for messages."""
+        """Name of the way in which a module's matrix is stored, for messages."""
         return self.names[0]
 
     def marked(self, module: str, held: Container[str]) -> bool:
-        """Whether a module's matrix is quantised, by the tensors that the checkpoint holds."""
+        """Whether a module's matrix is quantised, judged by the checkpoint's tensors."""
         return any(f"{module}.{mark}" in held for mark in self.marks)
 
     @abstractmethod
     def parts(self, module: str, held: Container[str]) -> Parts:
-        """The tensors that hold a quantised module's matrix: what it needs, and of what it may have what is held."""
+        """The tensors that store a quantised module's matrix: all required ones, and the optional ones that exist."""
 
     @abstractmethod
     def dtypes(self, module: str) -> Dtypes:
-        """Of each tensor that `parts` names."""
+        """The dtypes allowed for each part."""
 
     def entry(self, module: str) -> int | None:
-        """Which entry of its tensors' first dimension a module is, where they are of several; else None."""
+        """The module's index in the first dimension of its tensors, if they stack several modules; else None."""
         return None
 
     def beside(self, module: str) -> tuple[str, ...]:
-        """Tensors that may lie beside and are not needed."""
+        """Suffixes of further tensors that the module may have and that are not read."""
         return ()
 
     @abstractmethod
     def shape(self, module: str, shapes: Shapes) -> tuple[int, int] | None:
-        """Rows and columns of the matrix, by its tensors' shapes, under the format's words for them; None where those
-        do not tell."""
+        """(rows, columns) of the matrix by its parts' shapes; None if these do not determine them."""
 
     @abstractmethod
     def group(self, module: str, columns: int) -> int:
-        """How many weights of a row of so many share a scale, at least: where ranks may cut it."""
+        """Number of neighbours in a row of `columns` weights that share a scale, at least; ranks divide rows at its
+        multiples."""
 
     @abstractmethod
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
-        """The matrix, of the tensors that `parts` named."""
+        """Converts the tensors of the parts to the matrix."""
 
 
 @functools.cache
 def formats() -> Mapping[str, type[Format]]:
-    """Every format by each of its names."""
+    """All formats, by each of their names."""
     return MappingProxyType({name: format_ for format_ in _constants("FORMAT") for name in format_.names})
 
 
 @functools.cache
 def forms_as_loaded() -> Mapping[str, AsLoaded]:
-    """Every way for float weights by its name."""
+    """All ways to quantise float weights while they load, by name."""
     return MappingProxyType({each.name: each for each in _constants("AS_LOADED")})
 
 
 def _constants(name: str) -> list[Any]:
-    """Of the files here, in the order of their names."""
+    """The constants with this name in the files here, in the order of the files' names."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
     found = (getattr(importlib.import_module(f"{__name__}.{each}"), name, None) for each in names)
     return [each for each in found if each is not None]
 
 
 def format_of(config: Config, asked: str | None) -> Format | None:
-    """What the checkpoint's weights are stored in; None for floats. `asked`: the option `quantization`.
+    """The format of a checkpoint's quantised weights; None for floats. asked: the option `quantization`.
 
-    Raises ModelError for a method that is unknown or retired, OptionError where what was asked is another format.
+    Raises ModelError for a method that is unknown or retired, OptionError if `asked` is another format.
     """
     check_name(asked)
     stored = config.get("quantization_config") or config.get("compression_config")
@@ -164,7 +170,7 @@ def format_of(config: Config, asked: str | None) -> Format | None:
     method = str(stored.get("quant_method", "")).lower().replace("-", "_")
     own = formats().get(method) or formats().get(method.replace("_", "-"))
     if own is None:
-        close = nearest(method, formats(), cutoff=0.5)  # of four letters, two that changed places
+        close = nearest(method, formats(), cutoff=0.5)  # 0.5 matches four letters of which two are swapped
         advice = RETIRED.get(
             method,
             (f"did you mean {close}? " if close else "")
@@ -181,7 +187,8 @@ def format_of(config: Config, asked: str | None) -> Format | None:
 
 
 def number(config: Config, names: tuple[str, ...], method: str, default: int | None = None) -> int:
-    """The whole number under the first of the names. Raises ModelError where there is none."""
+    """The integer under the first of the names that the config has. Raises ModelError for other types, and if there is
+    none and no default."""
     for name in names:
         found = config.get(name)
         if isinstance(found, int) and not isinstance(found, bool):
@@ -194,8 +201,8 @@ def number(config: Config, names: tuple[str, ...], method: str, default: int | N
 
 
 def patterns(listed: object, field: str) -> tuple[str, ...]:
-    """A config's list of names of modules, some of them regular expressions after `re:`. `field`: the list's name, for
-    messages. Raises ModelError for what is neither."""
+    """A config's list of module names and of regular expressions with the prefix `re:`. field: the list's name, for
+    messages. Raises ModelError if it is no such list."""
     found = [] if listed is None else listed
     if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
         raise ModelError(f"{field} is {str(listed)[:80]!r}; a list of modules' names is expected")
@@ -206,7 +213,7 @@ def patterns(listed: object, field: str) -> tuple[str, ...]:
 
 
 def check_expression(expression: str, written: str, field: str) -> None:
-    """Raises ModelError for what is no regular expression, as it is `written` in the field."""
+    """Raises ModelError if the expression is not valid. written: how the config's field has it."""
     try:
         re.compile(expression)
     except re.error as error:
@@ -214,8 +221,8 @@ def check_expression(expression: str, written: str, field: str) -> None:
 
 
 def cut_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """[n, words] int32 -> [n, count] uint8: the numbers of `bits` bits that lie in them one behind the other."""
-    each = 32 // math.gcd(32, bits)  # numbers in a whole count of words
+    """Unpacks numbers of `bits` bits, which follow each other without gaps: [n, words] int32 -> [n, count] uint8."""
+    each = 32 // math.gcd(32, bits)  # numbers in the fewest whole words
     words = each * bits // 32
     packed = torch.nn.functional.pad(packed, (0, -packed.shape[1] % words))
     rows = packed.reshape(packed.shape[0], -1, words).to(torch.int64) & 0xFFFFFFFF
@@ -230,12 +237,12 @@ def cut_bits(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def lacking(format_: Format, module: str, names: Iterable[str]) -> ModelError:
-    """What to raise where a quantised module's tensors are not there."""
+    """The error to raise if tensors of a quantised module are missing."""
     scheme = format_.scheme(module)
     return ModelError(f"the quantised weights of {module} lack {', '.join(names)}; their scheme is {scheme}")
 
 
 def expect(condition: bool, module: str, sentence: str) -> None:
-    """Raises ModelError about a module's tensors."""
+    """Raises ModelError about a module's tensors, with `sentence` as the reason, if the condition is false."""
     if not condition:
         raise ModelError(f"the quantised weights of {module} do not fit their config: {sentence}")

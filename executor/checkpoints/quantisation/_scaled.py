@@ -1,4 +1,4 @@
-"""What several formats share: codes in bytes and floats of 4 bits with their scales."""
+"""Conversions that several formats share: of 8-bit and 4-bit codes with their scales to `GroupedWeight`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ def floats_of_8_bits(
     group: int | None = None,
     block: tuple[int, int] | None = None,
 ) -> GroupedWeight:
-    """weight [n, k] float8_e4m3fn; scales as of `scales_of_rows`: numbers, or as bytes the exponents of powers of two
-    (e8m0)."""
+    """weight [n, k] float8_e4m3fn; scales as in `scales_of_rows`: floats, or exponents of powers of two (e8m0)."""
     if scales.dtype in EXPONENTS:
         scales = powers_of_two(scales)
     wide, group = scales_of_rows(module, tuple(weight.shape), scales, group, block)
@@ -41,7 +40,7 @@ def integers_in_bytes(
     bits: int = 8,
     group: int | None = None,
 ) -> GroupedWeight:
-    """weight [n, k] int8, of up to 8 bits; scales and zero points as of `scales_of_rows`."""
+    """weight [n, k] int8, of which `bits` bits are used; scales and zero points as in `scales_of_rows`."""
     shape = weight.shape[0], weight.shape[1]
     wide, size = scales_of_rows(module, shape, scales, group)
     kept = 8
@@ -52,20 +51,20 @@ def integers_in_bytes(
         kept = 4
     middle = 1 << (kept - 1)
     shifted = None if zeros is None else scales_of_rows(module, shape, zeros.float(), group)[0] + middle
-    codes = weight.view(torch.uint8) + middle  # of unsigned bytes, which wraps around
+    codes = weight.view(torch.uint8) + middle  # uint8 addition, which wraps around
     return replace(integers(codes, kept, shifted, wide, size), inputs=inputs)
 
 
 def floats_of_4_bits(module: str, packed: Tensor, scales: Tensor, group: int) -> GroupedWeight:
-    """packed [n, k / 2] uint8 of e2m1, of two neighbours the first in the low half; scales [n, k / group] float32."""
+    """packed [n, k / 2] uint8, two e2m1 codes per byte, the first in the low half; scales [n, k / group] float32."""
     n, k = packed.shape[0], packed.shape[1] * 2
     wide, size = scales_of_rows(module, (n, k), scales, group)
     return GroupedWeight("float4", packed, wide, size, table=FP4_E2M1)
 
 
 def input_rounding(module: str, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> InputRounding:
-    """How the inputs of a module become int8: `config` has `dynamic` and `symmetric`, of a static scale the tensors
-    `input_scale` and `input_zero`, of one number each."""
+    """How a module's inputs are rounded to int8. config: has `dynamic` and `symmetric`. tensors: for a static scale,
+    `input_scale` and perhaps `input_zero`, of one number each."""
     if config["dynamic"]:
         return InputRounding(shifted=not config["symmetric"])
     scale, zero = tensors.get("input_scale"), tensors.get("input_zero")
@@ -90,8 +89,8 @@ def scales_of_rows(
     group: int | None,
     block: tuple[int, int] | None = None,
 ) -> tuple[Tensor, int]:
-    """Scales [n, k / group] of a matrix of that shape, and the group, from scales of groups where there is a `group`,
-    of blocks (rows, columns), the last of which may be cut short, where there is one, else of the whole or of each row.
+    """(scales [n, k / size], group size) of a matrix of `shape` (n, k). The given scales are those of groups of `group`
+    neighbours; of blocks (rows, columns), the last of which may be incomplete; else of the matrix or of each row.
     """
     n, k = shape
     if scales.dtype not in SCALE_DTYPES:

@@ -1,4 +1,4 @@
-"""Float weights that become packed ones as they are read: no more than one matrix is in memory both ways."""
+"""Quantises float weights while they load, one matrix at a time, so that at most one is in memory in both forms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ KINDS = {"matrix": "matrices of layers", "expert": "experts"}
 
 
 class ToQuantise(WrappedWeights):
-    """A source whose matrices `declared_weights.as_declared` is to quantise, once they have their declared rows."""
+    """A source marked for quantisation: `declared_weights.as_declared` quantises its matrices once it has mapped them
+    to the declared rows."""
 
     def __init__(self, source: WeightSource, as_loaded: AsLoaded) -> None:
         super().__init__(source)
@@ -31,8 +32,8 @@ class ToQuantise(WrappedWeights):
 
 
 class QuantisedAsLoaded(WrappedWeights):
-    """A `WeightSource` over another under the names that the model's blocks declare. `packed` gives a matrix as the
-    kernels take it, `get` its values in float32. Raises OptionError where the model has nothing to quantise."""
+    """A `WeightSource` around one with the names that the model's blocks declare. `packed` returns a quantised matrix,
+    `get` its dequantised values in float32. Raises OptionError if the model has nothing to quantise."""
 
     def __init__(self, source: WeightSource, as_loaded: AsLoaded, spec: ArchSpec) -> None:
         super().__init__(source)
@@ -64,11 +65,11 @@ class QuantisedAsLoaded(WrappedWeights):
         return values[:, slice(*bounds(columns, values.shape[1]))].contiguous()
 
     def _packed(self, name: str) -> GroupedWeight | None:
-        """The whole matrix; None where it is in floats."""
+        """The whole quantised matrix; None for weights that stay floats."""
         return self._read(name) if name in self._own else None
 
     def _group_of(self, name: str) -> int | None:
-        """Neighbours of a row that ranks cannot divide; None where it is in floats."""
+        """Number of neighbours in a row that ranks cannot divide; None for weights that stay floats."""
         if name not in self._own:
             return None
         return 1 if self._group is None else self._group
@@ -84,7 +85,7 @@ class QuantisedAsLoaded(WrappedWeights):
 
 
 def bytes_as_loaded(as_loaded: AsLoaded, spec: ArchSpec, itemsize: int) -> int:
-    """Memory of a model's weights; itemsize: of those that stay as they are."""
+    """Memory of a model's weights, in bytes. itemsize: of the elements of weights that stay floats."""
     total = 0.0
     for weight in model_weights(spec):
         own = weight.role in as_loaded.roles and _divides(as_loaded, weight.shape[1])

@@ -1,4 +1,4 @@
-"""AutoRound (Cheng et al. 2023), and INC, which is built on it: stored in the layout of GPTQ or AWQ."""
+"""AutoRound (Cheng et al. 2023), and INC, which is built on it. Its checkpoints have the layout of GPTQ or AWQ."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from headrace.executor.checkpoints.quantisation.gptq import Gptq
 from headrace.ipc.failure import ModelError
 
 WHOLE_ZEROS = ("auto_round", "auto_round:gptqmodel")
-"""Layouts that store a zero point as it is; the others of GPTQ store one less."""
+"""Layouts that store the zero point itself; GPTQ's other layouts store the zero point minus 1."""
 
 
 class AutoRound(Format):
-    """Never made itself: `of` gives the format of the layout."""
+    """Never instantiated: `of` returns a `Gptq` or `Awq`."""
 
     names = ("auto-round", "auto_round", "inc", "intel/auto-round")
     stored = (

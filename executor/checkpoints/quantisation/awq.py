@@ -2,7 +2,7 @@
 
     qweight [k, n / 8] int32, qzeros [k / group, n / 8] int32, scales [k / group, n]
 
-The eight codes of a word are of the outputs 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first.
+The eight codes of a word belong to the outputs 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Awq(Format):
     made_by = "auto-round 0.16 (benchmarks/quantised_tools.py), as AutoAWQ is not developed any more; a writer in tests"
     marks = ("qweight", "scales", "qzeros")
     group_size: int
-    """-1: a scale for each row."""
+    """Inputs that share a scale; -1: each row has one scale."""
     zero_point: bool
 
     @classmethod
@@ -92,7 +92,7 @@ class Awq(Format):
 
 
 def codes_of_words(words: Tensor, outputs: tuple[int, ...] = OUTPUTS) -> Tensor:
-    """[rows, words] int32 -> [rows, outputs] uint8; `outputs`: those of a word's codes."""
+    """[rows, words] int32 -> [rows, words * 8] uint8. outputs: index of the output of each code of a word."""
     found = torch.empty(*words.shape, 8, dtype=torch.uint8)
     for index, output in enumerate(outputs):
         found[..., output] = (words >> 4 * index & 15).to(torch.uint8)

@@ -1,13 +1,12 @@
 """bitsandbytes: LLM.int8 (Dettmers et al. 2022), NF4 and FP4 (QLoRA, Dettmers et al. 2023), doubly quantised or not.
 
 int8     weight int8 [n, k], SCB float32 [n]: w = code * SCB / 127
-4 bits   weight uint8 [n * k / 2, 1], of two neighbours the first in the high half, or the same bytes seen as floats
+4 bits   weight uint8 [n * k / 2, 1], two codes per byte, the first in the high half, or the same bytes viewed as floats
          (`bnb_4bit_quant_storage`); weight.absmax of each block of the flattened matrix; weight.quant_map, the values
          of the 16 codes; weight.quant_state.*, JSON as bytes
-double   weight.absmax is uint8: nested_quant_map[code] * nested_absmax of its block + nested_offset
+double   weight.absmax is uint8: absmax = nested_quant_map[code] * nested_absmax of its block + nested_offset
 
-Float weights become NF4 as they are read where that is asked for, as with vLLM, but for the scales, which stay
-floats.
+With --quantization bitsandbytes float weights become NF4 while they load, as in vLLM, except that scales stay floats.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "
 NESTED = {name: f"weight.{name}" for name in ("nested_absmax", "nested_quant_map")}
 OF_4_BITS = {name: f"weight.{name}" for name in ("absmax", "quant_map")}
 OF_NESTED = ("nested_blocksize", "nested_offset")
-"""What quant_state says of doubly quantised weights."""
+"""Fields that the quant_state of doubly quantised weights has."""
 BLOCK = 64
-"""Where the tensors do not say: what the tool takes by default."""
+"""Block size of weights that are quantised while they load, and the tool's default."""
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -71,7 +70,7 @@ class BitsAndBytes(Format):
     made_by = "bitsandbytes 0.50 (benchmarks/quantised_tools.py), a writer in tests"
     marks = ("SCB", *STATES.values(), *OF_4_BITS.values(), *NESTED.values())
     kind: str
-    """int8, nf4 or fp4, by the config; a module's own tensors come before it."""
+    """int8, nf4 or fp4, by the config; a module's tensors take precedence."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -124,7 +123,7 @@ class BitsAndBytes(Format):
         expect(len(flat) * 2 == n * k, module, f"{len(flat)} bytes cannot be [{n}, {k}] codes of 4 bits")
         expect(k % size == 0 or size % k == 0, module, f"blocks of {size} do not divide rows of {k} weights")
         scales = self._scales(module, state, tensors)
-        if size > k:  # a block is several rows
+        if size > k:  # a block spans several rows
             scales, size = scales.repeat_interleave(size // k)[:n], k
         swapped = (flat >> 4 | (flat & 15) << 4).view(n, -1)
         table = tuple(tensors["quant_map"].float().tolist())
@@ -133,7 +132,7 @@ class BitsAndBytes(Format):
         return GroupedWeight("float4", swapped, scales.view(n, k // size), size, table=table)
 
     def _scales(self, module: str, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
-        """[blocks] float32."""
+        """The scale of each block, [blocks] float32; undoes double quantisation."""
         absmax, (n, k) = tensors["absmax"], state["shape"]
         _expect_count(module, "absmax", absmax, -(-n * k // state["blocksize"]))
         is_nested = absmax.dtype == torch.uint8
@@ -170,7 +169,8 @@ def _state(module: str, raw: Tensor) -> dict[str, Any]:
 
 
 def nf4(weight: Tensor) -> GroupedWeight:
-    """weight [n, k] float32, rows of whole blocks: of each block the codes nearest to its values over the largest."""
+    """Quantises weight [n, k] float32, whose rows are whole blocks: a block's scale is its largest magnitude, and codes
+    are those nearest to value / scale."""
     n, k = weight.shape
     blocks = weight.reshape(n, k // BLOCK, BLOCK)
     scales = blocks.abs().amax(-1)

@@ -1,5 +1,5 @@
-"""Scales of an fp8 cache that checkpoints hold: one for the keys of a layer and one for its values, or one for each
-head of either (llm-compressor's `attn_head`)."""
+"""Reads a checkpoint's scales for an fp8 KV cache: per layer one for keys and one for values, or one for each head of
+both (llm-compressor's `attn_head`)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from headrace.ipc.failure import ModelError
 logger = logging.getLogger(__name__)
 
 OF_CACHE = re.compile(r"\.(q|k|v|kv|prob|attn)_(scale|zero_point)$|_proj\.output_scale$")
-"""All that belongs to a quantised cache and its attention."""
+"""Tensors of a quantised cache and its attention."""
 KEYS = re.compile(r"\.(k|kv)_scale$|\bk_proj\.output_scale$")
 VALUES = re.compile(r"\.(v|kv)_scale$|\bv_proj\.output_scale$")
 
 
 def cache_scales(source: WeightSource, spec: ArchSpec) -> tuple[LayerScales, ...]:
-    """Of each layer; empty where the checkpoint has none, or not for each layer's keys and values, which is logged.
+    """The scales of each layer. Empty if the checkpoint has none, or lacks those of some layer's keys or values, which
+    is logged.
 
-    Raises ModelError for a scale that is no number above 0.
+    Raises ModelError for a scale that is not a positive number.
     """
     held = sorted(name for name in source.names() if OF_CACHE.search(name))
     if not held:

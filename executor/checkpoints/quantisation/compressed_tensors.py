@@ -1,4 +1,4 @@
-"""compressed-tensors, what llm-compressor writes: groups of modules that are stored in the same way.
+"""compressed-tensors, the format that llm-compressor writes: groups of modules, each stored by one scheme.
 
     pack-quantized          weight_packed int32 [n, k * bits / 32], weight_scale [n, groups], weight_zero_point packed
                             along the rows, weight_g_idx [k]
@@ -7,11 +7,11 @@
     float-quantized         weight float8_e4m3fn [n, k], weight_scale of the whole, rows, groups or blocks
     mxfp8-quantized         weight float8_e4m3fn [n, k], weight_scale uint8 [n, k / 32], exponents
     nvfp4-pack-quantized    weight_packed uint8 [n, k / 2], weight_scale float8_e4m3fn [n, k / 16], weight_global_scale,
-                            by which scales are divided
+                            a divisor of the scales
     mxfp4-pack-quantized    weight_packed uint8 [n, k / 2], weight_scale uint8 [n, k / 32], exponents
 
-Of inputs with a static scale there are input_scale and input_zero_point [1]. What has integers is pack-quantized where
-only weights are quantised, and since compressed-tensors 0.19 int-quantized where inputs are too.
+Inputs with a static scale have input_scale and input_zero_point [1]. Integer weights are pack-quantized if inputs are
+not quantised, and since compressed-tensors 0.19 int-quantized if they are.
 
 `targets` and `ignore` are names, the class `Linear`, or regular expressions after `re:`.
 """
@@ -61,9 +61,9 @@ IN_FLOATS = ("float-quantized", MXFP8)
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 KNOWN = (PACKED, *INTEGERS, *IN_FLOATS, NVFP4, MXFP4)
 GROUPS = {NVFP4: 16, MXFP4: 32, MXFP8: 32}
-"""Weights that share a scale, where the layout says it."""
+"""Weights that share a scale, in layouts that fix it."""
 ORDERED = ("group", "dynamic", True)
-"""What `actorder` is where weight_g_idx says in which group each input is."""
+"""Values of `actorder` with which weight_g_idx gives the group of each input."""
 SPARSE = "2:4 sparse weights are not supported; a checkpoint of the same scheme that is dense is"
 
 
@@ -78,11 +78,11 @@ class Scheme:
     group_size: int | None
     block: tuple[int, int] | None
     needs_zeros: bool
-    """Integers that are not symmetric."""
+    """Whether weights are asymmetric integers, so that zero points are required."""
     is_ordered: bool
-    """By activation, so that weight_g_idx must be there."""
+    """Whether inputs are in activation order, so that weight_g_idx is required."""
     inputs: Mapping[str, bool] | None
-    """Of inputs that become int8: whether `dynamic`, and `symmetric`."""
+    """For inputs that are rounded to int8: `dynamic` and `symmetric`; None: inputs are not rounded."""
 
     @classmethod
     def of(cls, name: str, config: Config, layout: str) -> Scheme:
@@ -187,7 +187,8 @@ class CompressedTensors(Format):
             raise ModelError(f"compressed-tensors' layout {sparse['format']} is not supported: {SPARSE}")
         if not isinstance(groups, Mapping) or not groups:
             raise ModelError("the compressed-tensors config has no config_groups")
-        patterns(config.get("ignore"), "the compressed-tensors config's ignore")  # what it names, the tensors tell
+        # The list is only validated: a module's tensors show whether it is quantised.
+        patterns(config.get("ignore"), "the compressed-tensors config's ignore")
         layout = str(config.get("format", ""))
         return cls(tuple(Scheme.of(name, group, layout) for name, group in groups.items()))
 
@@ -196,8 +197,8 @@ class CompressedTensors(Format):
         return any(scheme.inputs is not None for scheme in self.schemes)
 
     def _scheme(self, module: str) -> Scheme:
-        """The one whose target names the module, else the one of all linear layers. Whether it is quantised at all its
-        tensors tell, as `ignore` lists may name a module by what it is fused into."""
+        """The scheme whose targets name the module, else the one of all linear layers. Whether a module is quantised is
+        judged by its tensors, not by `ignore`, which may have the name of the matrix that it is fused into."""
         by_class = [scheme for scheme in self.schemes if "Linear" in scheme.targets]
         for scheme in self.schemes:
             if any(_names(target, module) for target in scheme.targets):
@@ -302,7 +303,7 @@ class CompressedTensors(Format):
 
 
 def _int8_inputs(config: object) -> Mapping[str, bool] | None:
-    """None where they are none, and where they have scales for groups of a token: such keep 16 bits."""
+    """`Scheme.inputs`. None if inputs are not int8, or have a scale per group of a token: these keep 16 bits."""
     if not isinstance(config, Mapping) or config.get("num_bits") != 8 or config.get("type", "int") != "int":
         return None
     if config.get("strategy") not in (None, "token", "tensor"):

@@ -1,6 +1,6 @@
-"""vLLM's `experts_int8`: the matrices of experts in 8 bits, a scale for each row, and all else as it is stored.
+"""vLLM's `experts_int8`: matrices of experts in 8 bits with a scale per row; other weights stay as stored.
 
-It is no format of checkpoints: float weights become so as they are read.
+It is not a checkpoint format: float weights are quantised while they load.
 """
 
 from __future__ import annotations

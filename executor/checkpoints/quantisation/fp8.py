@@ -1,9 +1,9 @@
-"""Floats of 8 bits as Hugging Face, DeepSeek and FBGEMM store them: `weight` in float8_e4m3fn beside its scales.
+"""fp8 as Hugging Face, DeepSeek and FBGEMM store it: `weight` in float8_e4m3fn, with its scales.
 
-`weight_scale` is of the whole matrix or of each row; `weight_scale_inv`, with `weight_block_size`, of blocks
-(DeepSeek-V3, section 3.3). Codes are multiplied by either, but divided by it where `weight_scale_semantics` is inverse
-(GPTQModel). Scales that are powers of two may be stored as their exponents (e8m0). The scales of activations are not
-needed: those stay in floats.
+`weight_scale` is one for the matrix or for each row; `weight_scale_inv`, with `weight_block_size`, for blocks
+(DeepSeek-V3, section 3.3). Codes are multiplied by either, but divided by it if `weight_scale_semantics` is inverse
+(GPTQModel). Scales that are powers of two may be stored as their exponents (e8m0). Scales of activations are ignored,
+since activations stay floats.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Fp8(Format):
     made_by = "GPTQModel 7.6 (benchmarks/quantised_tools.py), a writer in tests"
     marks = SCALES
     block: tuple[int, int] | None
-    """Rows and columns that share a scale."""
+    """Rows and columns of a block that shares a scale; None: the matrix or each row has one."""
     divides: bool = False
-    """Weights are divided by what is stored as scales."""
+    """Whether codes are divided by the stored scales."""
 
     @classmethod
     def of(cls, config: Config) -> Self:

@@ -2,11 +2,11 @@
 
     qweight [k * bits / 32, n] int32, scales [k / group, n], qzeros [k / group, n * bits / 32] int32, g_idx [k] int32
 
-A stored zero point is one less than the zero point, but in the layouts gptq_v2 and gptq_p. With `desc_act` the inputs
-were quantised in the order of their importance, and g_idx says in which group each is.
+The stored zero point is the zero point minus 1, except in the layouts gptq_v2 and gptq_p. With `desc_act` the inputs
+were quantised in order of their importance, and g_idx gives the group of each.
 
-In the layout gptq_p, GPTQModel's planar one, 32 codes are as many words as they have bits. They are cut into planes of
-4, 2 and 1 bits, the lowest first, each of which has words of its own.
+In the layout gptq_p, GPTQModel's planar one, 32 codes of b bits take b words. Their bits are divided into planes of 4,
+2 and 1 bits, lowest first, and each plane has its own words.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PLANAR = "gptq_p"
 PLANES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 )
-"""Of codes of so many bits: the bits of each plane."""
+"""From the bits of a code to the bits of each of its planes."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class Gptq(Format):
     marks = ("qweight", "scales", "qzeros", "g_idx")
     bits: int
     group_size: int
-    """-1: a scale for each row."""
+    """Inputs that share a scale; -1: each row has one scale."""
     adds_one: bool
-    """To each stored zero point."""
+    """Whether 1 is added to each stored zero point."""
     is_planar: bool
     is_ordered: bool
-    """By `desc_act`, in groups, so that g_idx must be there."""
+    """Whether inputs are in activation order (`desc_act`) with groups, so that g_idx is required."""
     dynamic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By regular expressions of module names, what differs: the first that matches counts."""
+    """Settings that differ for some modules, by regular expressions of module names; the first match applies."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -105,7 +105,7 @@ class Gptq(Format):
         return cls(_checked(bits), size, adds_one, is_planar, is_ordered, dynamic)
 
     def _of(self, module: str) -> Gptq:
-        """With what differs for a module."""
+        """The format with the settings of a module."""
         for pattern, differs in self.dynamic.items():
             if pattern.startswith("-:"):
                 continue
@@ -171,7 +171,7 @@ class Gptq(Format):
 
 
 def cut_planes(packed: Tensor, bits: int, count: int) -> Tensor:
-    """As `cut_bits`, of codes in planes: [n, words] int32 -> [n, count] uint8, where 32 divides count."""
+    """As `cut_bits`, for codes in planes: [n, words] int32 -> [n, count] uint8, where 32 divides count."""
     blocks, found, first = packed.unflatten(1, (-1, bits)), None, 0
     for width in PLANES[bits]:
         plane = cut_bits(blocks[..., first : first + width].flatten(1), width, count) << first
@@ -184,9 +184,10 @@ def cut_planes(packed: Tensor, bits: int, count: int) -> Tensor:
 def integers(
     codes: Tensor, bits: int, zeros: Tensor | None, scales: Tensor, size: int, order: Tensor | None = None
 ) -> GroupedWeight:
-    """codes [n, k] uint8 of up to 8 bits; zeros (None: the middle of the codes) and scales [n, k / size].
+    """Packs codes [n, k] uint8 of up to 8 bits, with zeros (None: the middle of the codes' range) and scales, both
+    [n, k / size]. order: of `grouped_order`.
 
-    Fewer than 4 bits are kept in 4, and 5 to 7 in 8.
+    Codes of fewer than 4 bits are kept in 4, and those of 5 to 7 in 8.
     """
     wide = 4 if bits <= 4 else 8
     middle, wide_middle = 1 << (bits - 1), 1 << (wide - 1)
@@ -200,7 +201,8 @@ def integers(
 
 
 def grouped_order(module: str, g_idx: Tensor | None, k: int, size: int) -> Tensor | None:
-    """[k] int32: the inputs group by group; None where they stand so already."""
+    """[k] int32: the inputs in order of their groups; None if they are in this order already. Raises ModelError if
+    groups differ in size."""
     if g_idx is None:
         return None
     expect(tuple(g_idx.shape) == (k,), module, f"g_idx has {list(g_idx.shape)} entries, and there are {k} inputs")

@@ -1,10 +1,10 @@
-"""HQQ, half-quadratic quantisation: what its linear layers store of themselves.
+"""HQQ, half-quadratic quantisation, as its linear layers store their weights.
 
-W_q      uint8: the codes [n * k / group, group], cut into as many slabs of rows as there are codes in a byte, the
-         first of them in the highest bits
+W_q      uint8: codes [n * k / group, group], divided by rows into as many slabs as a byte has codes; a byte holds one
+         code of each slab, that of the first in the highest bits
 scale    [n * k / group, 1]
-zero     the same: w = scale * (code - zero)
-shape    [2], besides scalars that repeat the config (nbits, group_size, axis)
+zero     [n * k / group, 1]: w = scale * (code - zero)
+shape    [2]; further scalars repeat the config (nbits, group_size, axis)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SCALARS = (
     "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise", "optimize",
     "round_zero", "shape",
 )  # fmt: skip
-"""What lies beside a layer's codes."""
+"""Further tensors of a layer, which are not read except `shape`."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Hqq(Format):
         return SCALARS
 
     def shape(self, module: str, shapes: Shapes) -> tuple[int, int] | None:
-        return None  # what is stored is flat
+        return None  # stored codes are flat
 
     def group(self, module: str, columns: int) -> int:
         return self.group_size

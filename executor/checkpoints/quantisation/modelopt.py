@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt's checkpoints, whose config is in hf_quant_config.json or config.json.
+"""NVIDIA ModelOpt, whose config is in hf_quant_config.json or config.json.
 
 FP8      weight float8_e4m3fn [n, k], weight_scale of the matrix or of each row
 NVFP4    weight uint8 [n, k / 2] of e2m1, weight_scale float8_e4m3fn [n, k / 16], weight_scale_2 of the matrix

@@ -1,8 +1,8 @@
-"""MXFP4 as gpt-oss stores it: the experts of a layer as two stacks of 4-bit floats in groups of 32.
+"""MXFP4 as gpt-oss stores it: the experts of a layer in two stacks of 4-bit floats in groups of 32.
 
-gate_up_proj_blocks  uint8 [experts, 2 * inner, hidden / 32, 16], rows of gate and up projection in turns
-down_proj_blocks     uint8 [experts, hidden, inner / 32, 16];  of two neighbours the first is in the low half
-*_scales             uint8 [experts, rows, columns / 32], exponents of two after 127 is subtracted
+gate_up_proj_blocks  uint8 [experts, 2 * inner, hidden / 32, 16]; rows of gate and up projection alternate
+down_proj_blocks     uint8 [experts, hidden, inner / 32, 16]; two codes per byte, the first in the low half
+*_scales             uint8 [experts, rows, columns / 32]; the scale is 2 ** (value - 127)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Mxfp4(Format):
         ),
     )
     made_by = "a writer in tests, compared with transformers' own reading of it"
-    marks = ()  # names are of a stack
+    marks = ()  # tensors are those of a stack, not of a module
 
     @classmethod
     def of(cls, config: Config) -> Self:

@@ -1,12 +1,12 @@
-"""AMD Quark's checkpoints: a scheme for all modules, and others by module or pattern (automatic mixed precision).
+"""AMD Quark: one scheme for all modules, and others by module name or pattern (automatic mixed precision).
 
 fp8_e4m3    weight float8_e4m3fn [n, k], weight_scale of the matrix or of each row
 int8        weight int8 [n, k], weight_scale of the matrix or of each row, weight_zero_point
-int4, uint4 weight int32 [k, n / 8], codes along the outputs as AWQ packs them (`pack_method` reorder) or in their
-            order, weight_scale [k / group, n], weight_zero_point as the weight; int4 in two's complement
+int4, uint4 weight int32 [k, n / 8], codes along the outputs, in AWQ's order (`pack_method` reorder) or in sequence,
+            weight_scale [k / group, n], weight_zero_point packed like the weight; int4 is in two's complement
 fp4         weight uint8 [n, k / 2] of e2m1, weight_scale uint8 [n, k / 32], exponents (MXFP4)
-fp6_*       weight uint8 [n, k * 3 / 4] of e2m3 or e3m2, one code behind the other, lowest bits first, weight_scale as
-            of fp4 (MXFP6); each value is one of e4m3 too, which the kernels know
+fp6_*       weight uint8 [n, k * 3 / 4] of e2m3 or e3m2, codes packed without gaps, lowest bits first, weight_scale as
+            in fp4 (MXFP6); converted to e4m3, which the kernels support and which has all of these values
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from headrace.kernels.grouped import GroupedWeight
 
 OF_4_BITS = ("int4", "uint4")
 OF_6_BITS = {"fp6_e2m3": 3, "fp6_e3m2": 2}
-"""With how many bits of mantissa."""
+"""From the dtype to its number of mantissa bits."""
 WITH_ZEROS = ("int8", *OF_4_BITS)
 KNOWN = ("fp8_e4m3", *WITH_ZEROS, "fp4", *OF_6_BITS)
 IN_ORDER = tuple(range(8))
@@ -62,15 +62,15 @@ class Scheme:
 
     dtype: str
     group_size: int | None
-    """Inputs that share a scale; None where a row or the matrix does."""
+    """Inputs that share a scale; None: the row or the matrix has one."""
     needs_zeros: bool
-    """Integers that are not symmetric."""
+    """Whether weights are asymmetric integers, so that zero points are required."""
     has_exponents: bool
-    """Its `scale_format` is e8m0, so that scales are powers of two; else they may be numbers too."""
+    """Whether `scale_format` is e8m0: then scales are exponents of powers of two; else they may also be floats."""
 
     @classmethod
     def of(cls, config: object) -> Self:
-        """Raises ModelError for weights that cannot be read."""
+        """The scheme of a layer's quantisation config. Raises ModelError if it is not supported."""
         weight = config.get("weight") if isinstance(config, Mapping) else None
         found = weight if isinstance(weight, Mapping) else {"dtype": "nothing"}
         dtype, size = str(found.get("dtype")), found.get("group_size")
@@ -104,15 +104,16 @@ class Quark(Format):
     marks = ("weight_scale", "weight_zero_point")
     everywhere: Scheme
     by_pattern: tuple[tuple[str, Scheme], ...]
-    """Patterns of module names with their schemes, the first that fits counts."""
+    """(pattern of module names, scheme); the first match applies."""
     outputs: tuple[int, ...]
-    """Of codes of 4 bits: the outputs that the codes of a word are of, lowest bits first."""
+    """For 4-bit codes: the output of each code of a word, lowest bits first."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
         by_pattern = config.get("layer_quant_config") or {}
         patterns(list(by_pattern), "the Quark config's layer_quant_config")
-        patterns(config.get("exclude"), "the Quark config's exclude")  # what it names, the tensors tell
+        # The list is only validated: a module's tensors show whether it is quantised.
+        patterns(config.get("exclude"), "the Quark config's exclude")
         pairs = tuple((pattern, Scheme.of(own)) for pattern, own in by_pattern.items())
         export = config.get("export")
         method = export.get("pack_method") if isinstance(export, Mapping) else None
@@ -202,7 +203,7 @@ class Quark(Format):
 
 
 def _widened(module: str, packed: Tensor, mantissa: int) -> Tensor:
-    """packed [n, k * 3 / 4] uint8 of floats of 6 bits -> [n, k] float8_e4m3fn, the same values."""
+    """Converts 6-bit floats, packed [n, k * 3 / 4] uint8, to the same values in float8_e4m3fn [n, k]."""
     whole_groups = packed.dim() == 2 and packed.shape[1] % 24 == 0
     expect(whole_groups, module, f"they are {list(packed.shape)}, which is no whole number of groups of 32 codes")
     codes = torch.arange(32)

@@ -1,10 +1,10 @@
-"""torchao, as transformers saves it in safetensors: a tensor subclass is stored by its parts.
+"""torchao, as transformers saves it in safetensors: each part of a tensor subclass is a tensor.
 
     _weight_qdata         int8 [n, k], of 1 to 8 bits, or float8_e4m3fn [n, k]
     _weight_scale         [n, groups], or of blocks
     _weight_zero_point    int8 [n, groups]: w = scale * (code - zero)
 
-Codes that fit 4 bits are kept in 4, though the tool stores a byte for each.
+The tool stores a byte for each code; codes that fit in 4 bits are kept in 4.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class TorchAo(Format):
     made_by = "torchao 0.18 (benchmarks/quantised_tools.py), a writer in tests"
     marks = tuple(PARTS.values())
     group_sizes: tuple[int | None, ...]
-    """Of the config's kinds of modules; None where a row shares a scale."""
+    """Group sizes of all configs in `quant_type`; None: each row has one scale."""
     types: tuple[torch.dtype, ...]
-    """Of the codes, by the config's kinds."""
+    """Dtypes of codes that these configs allow."""
     has_zeros: bool
-    """Whether all of them store zero points, as those of 1 to 8 bits (Intx) do."""
+    """Whether all of these configs store zero points, as Intx configs (1 to 8 bits) do."""
     inputs: InputRounding | None
 
     @classmethod
@@ -122,7 +122,7 @@ class TorchAo(Format):
 
 
 def _configs(value: object) -> list[Mapping[str, Any]]:
-    """torchao's configs in a `quant_type`: one for all, or those within one that goes by modules' names."""
+    """torchao's configs in a `quant_type`: one for all modules, or those nested in a mapping by module names."""
     if not isinstance(value, Mapping):
         return []
     patterns(list(value), "the torchao config's quant_type")
@@ -131,16 +131,16 @@ def _configs(value: object) -> list[Mapping[str, Any]]:
 
 
 def _types(kind: str) -> tuple[torch.dtype, ...]:
-    """What codes are stored as by one of torchao's configs."""
+    """Dtypes in which a torchao config stores codes."""
     if "Float8Weight" in kind:
         return FLOATS_OF_8_BITS
     return (torch.int8, *FLOATS_OF_8_BITS) if "Float8" in kind else (torch.int8,)
 
 
 def _rounding(config: Mapping[str, Any]) -> InputRounding | None:
-    """How inputs become int8 by one of torchao's configs."""
+    """How a torchao config rounds inputs to int8; None: not at all."""
     if config["_type"] == "Int8DynamicActivationIntxWeightConfig":
-        return InputRounding(shifted=True)  # the tool's tensors know no other, whatever its act_mapping_type
+        return InputRounding(shifted=True)  # torchao's tensors always do so, whatever act_mapping_type says
     if config["_type"] == "Int8DynamicActivationInt8WeightConfig":
         kind = config.get("_data", {}).get("act_mapping_type", {}).get("_data")
         return InputRounding(shifted=kind == "ASYMMETRIC")

@@ -1,4 +1,4 @@
-"""A quantised checkpoint as a `WeightSource`: its matrices under the names and shapes of floats."""
+"""A `WeightSource` of a quantised checkpoint, which has the names and shapes of the unquantised one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from headrace.kernels.grouped import SCALE_DTYPES, GroupedWeight
 
 
 class QuantisedWeights:
-    """Over the source of what is stored. `packed` gives a matrix as the kernels take it, `get` its values in float32.
+    """A `WeightSource` around one of the stored tensors. `packed` returns a quantised matrix, `get` its dequantised
+    values in float32.
 
-    Raises ModelError where config and tensors disagree: when it is made where tensors are missing, else as they are
-    read.
+    Raises ModelError if config and tensors disagree: on construction if tensors are missing, otherwise on reading.
     """
 
     def __init__(self, source: WeightSource, format_: Format, spec: ArchSpec) -> None:
@@ -46,7 +46,7 @@ class QuantisedWeights:
             stored |= {*parts.values(), *(f"{module}.{name}" for name in format_.beside(module))}
             bias = f"{module}.bias"
             if bias in held and bias not in weights and not source.get(bias).any():
-                stored.add(bias)  # a tool writes zeros where the model has none
+                stored.add(bias)  # some tools write biases of zeros for models without biases
         if not self._parts:
             raise ModelError(
                 f"the config says that the weights are quantised ({format_.names[0]}), and none of them is stored so"
@@ -82,19 +82,19 @@ class QuantisedWeights:
         return whole.floats()[:, slice(*bounds(columns, width))].contiguous()
 
     def packed(self, name: str) -> GroupedWeight | None:
-        """The whole matrix; None where it is in floats."""
+        """The whole quantised matrix; None for weights in floats."""
         return self._read(name) if name in self._parts else None
 
     def group_of(self, name: str) -> int | None:
-        """Neighbours of a row that ranks cannot divide; None where it is in floats."""
+        """Number of neighbours in a row that share a scale, which ranks cannot divide; None for weights in floats."""
         if name not in self._parts:
             return None
         columns = self.shape(name)[1]
         size = self._format.group(_module(name), columns)
-        return size if size < columns else 1  # a scale of a whole row goes with any part of it
+        return size if size < columns else 1  # a scale of a whole row fits any part of it
 
     def _check_floats(self, name: str, dtype: torch.dtype) -> None:
-        """Raises ModelError where a tensor that nothing marks as quantised is not of floats."""
+        """Raises ModelError if a tensor that is not marked as quantised is not stored as floats."""
         if dtype in SCALE_DTYPES or dtype == torch.float64:
             return
         module = _module(name)
