@@ -53,7 +53,7 @@ class Checkpoint:
     config: dict[str, Any]
     """The content of a Hugging Face config.json, with `hf_overrides` applied."""
     dtype_name: str
-    """float32, float16 or bfloat16, or the name of a quantised type."""
+    """dtype of the weights: float32, float16, bfloat16, or the name of a quantised type."""
     generation_config: dict[str, Any]
     """The model's defaults of sampling fields, under SamplingParams' names."""
     eos_token_ids: tuple[int, ...]
@@ -324,7 +324,7 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
     generation = _read_generation_config(folder, options)
     quantisation = to_become = None
     if options.quantization or config.get("quantization_config") or config.get("compression_config"):
-        from headrace.executor.checkpoints.quantisation import format_of, forms_as_loaded  # brings torch
+        from headrace.executor.checkpoints.quantisation import format_of, forms_as_loaded  # imports torch
 
         quantisation = format_of(config, options.quantization)
         to_become = forms_as_loaded().get(options.quantization or "") if quantisation is None else None

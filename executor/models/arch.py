@@ -23,7 +23,7 @@ class RopeSpec:
 
     theta: float
     rotary_dim: int
-    """Leading dimensions of a head that are rotated."""
+    """Number of leading dimensions of a head that are rotated."""
     kind: RopeKind = "default"
     factor: float = 1.0
     original_max_positions: int = 0
@@ -129,7 +129,7 @@ class StackedExperts:
     """
 
     gate_up: str
-    """The gate's rows, then the up projection's."""
+    """Matrices of the gate's rows, then the up projection's."""
     down: str
     gate_up_bias: str = ""
     down_bias: str = ""

@@ -38,7 +38,7 @@ KeepLayer = Callable[[int, Layer], CallLayer]
 class Decoder:
     """A decoder-only model, or one rank's part of it.
 
-    Raises ModelError, naming the tensor, when weights and spec disagree, and where ranks cannot share the model.
+    Raises ModelError, naming the tensor, if weights and spec disagree, or if the ranks cannot share the model.
     """
 
     def __init__(

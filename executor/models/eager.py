@@ -60,8 +60,8 @@ class Step:
     cos_sin: tuple[tuple[Tensor, Tensor], ...]
     """One pair per distinct rotary spec, each [num_tokens, rotary_dim / 2] float32"""
     replica_keys: Tensor | None = None
-    """[num_tokens] int64: each token's choice among an expert's replicas (`kernels.expert_places`). None where experts
-    have no replicas."""
+    """[num_tokens] int64: keys by which tokens choose among an expert's replicas (`kernels.expert_places`); None
+    without load balancing of experts."""
 
 
 class EagerNorm:
@@ -100,7 +100,7 @@ class EagerNorm:
 
     @property
     def weight(self) -> Tensor | None:
-        """[columns] float32, the offset added."""
+        """[columns] float32, with the declared offset and scale; None for a layer norm without weights."""
         return self._weights[0]
 
     @property
@@ -122,7 +122,7 @@ class EagerWeights(CheckedWeights):
         choose: ChooseKernel = kernels.choose,
         ropes: Sequence[RopeSpec] = (),
     ) -> None:
-        """ropes: the model's, in the order of `Step.cos_sin`."""
+        """ropes: the model's rotary specs, in the order of `Step.cos_sin`."""
         super().__init__(source, dtype, device, place)
         self._choose, self.ropes = choose, tuple(ropes)
 
