@@ -1,1 +1,1 @@
-"""A rank on the CPU: the compiled program, packed weights, the batch and the runner."""
+"""A rank on the CPU: the compiled program, packed weights, the batch state and the model runner."""

@@ -1,6 +1,7 @@
 """The running requests as numpy arrays: one row each, kept between steps and changed by a StepPlan's deltas.
 
-Only `apply` and `append_sampled` write; the runner and the sampler read. Torch-free, so that it is tested alone.
+Only `BatchState.apply` and its `append_` methods write; the runner and the sampler read. Imports no torch, so that it
+can be tested alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ GREEDY_BELOW = 1e-5
 
 
 class Needs(enum.IntFlag):
-    """What a row's sampling parameters ask for beyond an argmax."""
+    """What a request's sampling parameters need beyond an argmax."""
 
     RANDOM = 1
     TRUNCATION = 2
@@ -40,55 +41,55 @@ class Needs(enum.IntFlag):
     TOKEN_RULES = 64
     """allowed_token_ids, bad_words or logit_bias."""
     BAD_WORDS = 128
-    """Bad words of several tokens, which ask for the tokens before; only with TOKEN_RULES."""
+    """Bad words of several tokens, which depend on the tokens before; only with TOKEN_RULES."""
     PROCESSORS = 256
-    """Something of `sampling/row_processors`."""
+    """One or more of `sampling/row_processors`."""
     LOGITS_PROCESSORS = 512
-    """Every row, where the engine has logits processors (sampling/logits_processors.py)."""
+    """Set for every row where the engine has logits processors (sampling/logits_processors.py)."""
     OTHER_LOGPROBS = 1024
-    """LOGPROBS, where the engine's logprobs_mode is not raw_logprobs."""
+    """Set with LOGPROBS where the engine's logprobs_mode is not raw_logprobs."""
 
 
 ON_HOST_ALONE = int(Needs.PROCESSORS | Needs.LOGITS_PROCESSORS | Needs.OTHER_LOGPROBS)
-"""What no device does by itself."""
+"""Needs that only the host's sampler computes, whatever the device."""
 CHANGES = int(Needs.PENALTIES | Needs.MIN_TOKENS | Needs.TOKEN_RULES | Needs.PROCESSORS | Needs.LOGITS_PROCESSORS)
-"""What changes logits before a choice."""
+"""Needs that change logits before a token is chosen."""
 
 
 @dataclass(frozen=True)
 class StepArrays:
-    """A step's inputs on the host, as a model takes them; the fields are those of `models.inputs.StepInputs`."""
+    """A step's inputs on the host, for the model; the fields are those of `models.inputs.StepInputs`."""
 
     token_ids: np.ndarray  # [num_tokens] int32
     positions: np.ndarray  # [num_tokens] int32
     slot_mapping: np.ndarray  # [num_groups, num_tokens] int64: block id * block_size + offset, where keys and values go
     query_start: np.ndarray  # [num_seqs + 1] int32
-    seq_lens: np.ndarray  # [num_seqs] int32: tokens in the cache once this step ran
+    seq_lens: np.ndarray  # [num_seqs] int32: tokens in the cache after this step
     block_tables: np.ndarray  # [num_groups, num_seqs, max_blocks] int32, 0 beyond a sequence's last block
     logits_indices: np.ndarray  # [num_sampled] int32: the tokens whose logits are sampled from
     prompt_lens: np.ndarray  # [num_seqs] int32
     block_size: int
     reads_logits: bool = True
-    """False: all rows are greedy, and nobody reads more of the logits than their highest."""
+    """False where all rows are greedy and only the highest logit of each row is read."""
 
 
 @dataclass(frozen=True)
 class Draws:
-    """How rows of logits become tokens once nothing is left to change in them. Of a greedy row only its temperature, 0,
-    has a meaning; top_k 0, top_p 1 and min_p 0 keep all."""
+    """How tokens are drawn from rows of logits after all changes to the logits. For a greedy row only its temperature,
+    0, is read; top_k 0, top_p 1 and min_p 0 keep all tokens."""
 
     temperature: np.ndarray  # [num_rows] float32
     top_k: np.ndarray  # [num_rows] int64
     top_p: np.ndarray  # [num_rows] float64
     min_p: np.ndarray  # [num_rows] float64
     seed: np.ndarray  # [num_rows] uint64
-    position: np.ndarray  # [num_rows] int32, in the sequence, of the token to draw
+    position: np.ndarray  # [num_rows] int32: the drawn token's position in its sequence
     masks: TokenMasks | None = None
-    """What is allowed; None: all. A model that chooses changes its logits by them."""
+    """The allowed tokens; None allows all. A model that chooses tokens applies them to its logits."""
 
 
 class SamplingColumns:
-    """Sampling parameters by row. A freed row keeps its old values until it is entered again."""
+    """Sampling parameters by row. A freed row keeps its old values until a new request is entered."""
 
     def __init__(self, num_rows: int, eos_token_ids: Sequence[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
@@ -105,29 +106,30 @@ class SamplingColumns:
         self.seed = np.zeros(num_rows, np.uint64)
         self.min_tokens = np.zeros(num_rows, np.int32)
         self.num_logprobs = np.full(num_rows, -2, np.int32)
-        """-1 is the whole vocabulary, -2 none at all."""
+        """-1 is the whole vocabulary, -2 no logprobs."""
         self.num_prompt_logprobs = np.full(num_rows, -2, np.int32)
         self.ending_token_ids: list[np.ndarray] = [np.zeros(0, np.int64)] * num_rows
         """What min_tokens forbids: end-of-sequence tokens and the request's own stop tokens."""
         self.params: list[Sampling | None] = [None] * num_rows
-        """As they came: what few requests ask for is read from here, and needs no column."""
+        """The parameters as received: rarely used ones are read from here and have no column."""
         self.rules: dict[int, TokenRules] = {}
-        """Only of rows that need TOKEN_RULES."""
+        """Only for rows that need TOKEN_RULES."""
         self.processors: dict[int, tuple[RowProcessor, ...]] = {}
-        """Only of rows that need PROCESSORS."""
+        """Only for rows that need PROCESSORS."""
         self.logprobs_mode: LogprobsMode = "raw_logprobs"
         self.logits_processors: LogitsProcessors | None = None
         self.entries: list[int] = [0] * num_rows
-        """Which of the requests that entered is in a row, where there are logits processors."""
+        """With logits processors, the number of the row's request, counted in the order of entry."""
         self._num_entered = 0
         self.counts: dict[int, TokenCounts] = {}
-        """Only of rows whose penalties are computed on the host."""
+        """Only for rows whose penalties are computed on the host."""
 
     def enter(self, row: int, sampling: Sampling, seed: int) -> None:
-        """A request that cannot be entered fails alone, with the cause, when its first token is due."""
+        """Enters a request's parameters. If that raises, only this request fails: with the cause, at its first
+        token."""
         try:
             self._enter(row, sampling, seed)
-        except MemoryError:  # the host's, which is nobody's fault
+        except MemoryError:  # the host is out of memory, which is not this request's error
             raise
         except Exception as error:
             self._enter(row, Sampling(max_tokens=1), seed)
@@ -167,7 +169,7 @@ class SamplingColumns:
 
 
 class NeverEntered(RowProcessor):
-    """In the place of what a request asked for that could not be made."""
+    """Stands in for sampling parameters that could not be entered; fails the row with their error."""
 
     only_random = False
 
@@ -202,10 +204,10 @@ def has_penalties(sampling: Sampling) -> bool:
 class BatchState:
     """Every row's tokens, block tables and sampling parameters.
 
-    A row has a block table for each cache group; they are numbered as in `StepPlan.block_tables`. What a sliding window
-    has passed stays in its table, and is never read.
+    A row has a block table for each cache group; tables are numbered as in `StepPlan.block_tables`. Blocks that a
+    sliding window has passed stay in its table and are never read.
 
-    Arrays are np.zeros of their largest size: the system hands out a page of them when it is first written.
+    Arrays are np.zeros of their largest size: the operating system allocates a page of them when it is first written.
     """
 
     def __init__(
@@ -216,24 +218,25 @@ class BatchState:
         eos_token_ids: Sequence[int] = (),
         layers_in_place: Sequence[int] = (1,),
     ) -> None:
-        """layers_in_place: of each cache group; a block's number in the group's tensors is so many times its own."""
+        """layers_in_place: one factor per cache group; a block's number in the group's tensors is its id times the
+        factor."""
         self.block_size, self.num_groups = block_size, (num_groups := len(layers_in_place))
         self._factors = None if max(layers_in_place) == 1 else np.array(layers_in_place, np.int32)
         max_blocks = -(-max_model_len // block_size)
         self.tokens = np.zeros((num_rows, max_model_len), np.int32)
         self.num_tokens = np.zeros(num_rows, np.int32)
-        """Known tokens: the prompt and what was sampled since; 0 for a free row."""
+        """Known tokens: the prompt and the tokens sampled so far; 0 for a free row."""
         self.num_prompt_tokens = np.zeros(num_rows, np.int32)
         self.block_tables = np.zeros((num_groups, num_rows, max_blocks), np.int32)
         self.num_blocks = np.zeros(num_groups * num_rows, np.int32)
-        """Of each table."""
+        """By table: how many blocks it has."""
         self.sampling = SamplingColumns(num_rows, eos_token_ids)
         self._repeated_rows = np.zeros(0, np.int32)
-        self._repeated: list[np.ndarray] = []  # tokens of repeated steps, one array each, not in `tokens` yet
+        self._repeated: list[np.ndarray] = []  # tokens of repeated steps, one array per step, not yet in `tokens`
         self._counting = np.arange(num_rows + 1, dtype=np.int32)
 
     def apply(self, plan: StepPlan) -> None:
-        """Releases, enters and extends rows as the plan says, in that order."""
+        """Releases, enters and extends rows according to the plan, in that order."""
         if self._repeated:
             self._take_repeated()
         if plan.released_rows.size:
@@ -248,13 +251,14 @@ class BatchState:
             self._put_drafts(plan, plan.drafts)
 
     def _put_drafts(self, plan: StepPlan, drafts: Drafts) -> None:
-        """After each row's known tokens, which need not be here yet."""
+        """Writes drafts after each row's known tokens, which may themselves not have arrived yet."""
         first = plan.num_computed_tokens + plan.num_tokens - drafts.counts
         columns = np.repeat(first, drafts.counts) + nth_of_each(drafts.counts)
         self.tokens[np.repeat(plan.rows, drafts.counts), columns] = drafts.token_ids
 
     def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray, counts: np.ndarray | None = None) -> None:
-        """Sampled tokens for rows [n] (distinct): counts [n] each, row after row; without counts one each."""
+        """Appends sampled tokens to distinct rows [n]: counts [n] tokens each, in row order, or one each without
+        counts."""
         if counts is not None:
             self._append_several(rows, token_ids, counts)
             return
@@ -274,13 +278,13 @@ class BatchState:
         self.num_tokens[rows] = np.minimum(self.num_tokens[rows] + counts, self.tokens.shape[1])
 
     def append_repeated(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """As `append_sampled`, for a step that repeats the one before. Nothing but `apply` may follow, or the same for
-        the same rows: it writes them."""
+        """Like `append_sampled`, for a step that repeats the previous one, but only keeps the tokens; `apply` writes
+        them. Until then no other call is allowed than this one, for the same rows."""
         self._repeated_rows = rows
         self._repeated.append(token_ids)
 
     def with_rules(self, rows: np.ndarray) -> list[tuple[int, int, TokenRules]]:
-        """(index in rows, row, its rules) of those that have any."""
+        """(index in rows, row, its rules) of the rows that have rules."""
         indices = np.flatnonzero((self.sampling.needs[rows] & Needs.TOKEN_RULES) != 0)
         return [
             (index, row, self.sampling.rules[row])
@@ -288,12 +292,12 @@ class BatchState:
         ]
 
     def needs(self, rows: np.ndarray) -> int:
-        """Bits of `Needs`: what any of rows asks for."""
+        """Bits of `Needs`: the union over rows."""
         return int(np.bitwise_or.reduce(self.sampling.needs[rows]))
 
     def draws(self, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> Draws:
-        """What `rows` ask for in drawing their next tokens, which follow num_tokens [num_rows] tokens of each; None:
-        all known ones."""
+        """The parameters for drawing the next token of each of `rows`, each after num_tokens [num_rows] tokens; None:
+        after all known tokens."""
         columns = self.sampling
         is_random = (columns.needs[rows] & Needs.RANDOM) != 0
         return Draws(
@@ -308,10 +312,10 @@ class BatchState:
     def arrays(
         self, plan: StepPlan, places: SampledPositions | None = None, *, reads_logits: bool = True
     ) -> StepArrays:
-        """The step's inputs. Needs `apply(plan)` first. places: those of a plan with drafts."""
+        """The step's inputs. Requires `apply(plan)` first. places: the sampled positions of a plan with drafts."""
         rows, num_tokens, start = plan.rows, plan.num_tokens, plan.num_computed_tokens
         num_seqs = len(rows)
-        if plan.total_tokens == num_seqs:  # a token of each, as in most steps
+        if plan.total_tokens == num_seqs:  # one token of each, as in most steps
             query_start = self._counting[: num_seqs + 1]
             token_rows, positions, seq_lens = rows, start, start + 1
         else:
@@ -362,18 +366,18 @@ class BatchState:
         self._repeated.clear()
 
     def first_reported(self, row: int, begin: int) -> int:
-        """Of the prompt's positions from begin on, the first whose logits are to be reported."""
+        """The first prompt position, from begin on, whose logits are to be reported."""
         params = self.sampling.params[row]
         return begin if params is None else max(begin, params.prompt_logprob_start - 1)
 
     def numbers_in_group(self, tables: np.ndarray, block_ids: np.ndarray) -> np.ndarray:
-        """Of blocks, one for each of tables, the numbers in the tensors of the group that they belong to."""
+        """The numbers of the blocks in the tensors of their group; tables and block_ids are parallel."""
         if self._factors is None:
             return block_ids
         return block_ids * self._factors[tables // len(self.num_tokens)]
 
     def append_blocks(self, tables: np.ndarray, block_ids: np.ndarray) -> None:
-        """A table may occur several times; its blocks keep their order."""
+        """Appends a block to each of tables, which may repeat; the blocks of one table keep their order."""
         order = np.argsort(tables, kind="stable")
         tables, block_ids = tables[order], self.numbers_in_group(tables, block_ids)[order]
         nth_of_table = np.arange(len(tables)) - np.searchsorted(tables, tables)

@@ -1,4 +1,4 @@
-"""The decoder on the CPU kernels: a whole step is one program, run with one call in one parallel region."""
+"""The decoder on the CPU kernels: a whole step is one program, run by one call in one parallel region."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from headrace.kernels.cpu.sampling import SampleBuffers
 
 
 def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankPlace = SINGLE) -> str:
-    """Why this model cannot run as a program here, in a sentence; "" when it can."""
+    """Why this model cannot run as a program, in a sentence; "" if it can."""
     if place.tp_size > 1 and not isinstance(place.collectives, SharedCollectives):
         return f"the program adds up over its ranks in memory that they share, and these {place.tp_size} share none."
     if place.tp_size > 1 and spec.embedding_width > spec.hidden_size:
@@ -55,9 +55,9 @@ def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankPlace = SINGLE) -> st
 class CpuDecoder:
     """A decoder-only model on one CPU, or one rank's part of it. Used from one thread.
 
-    Raises ModelError, naming the tensor, when weights and spec disagree; ValueError where `why_not` has a reason.
-    `keep_packed`: matrices keep the types that the checkpoint stores them in. `blocks`: they are quantised as they
-    are read.
+    Raises ModelError, naming the tensor, when weights and spec disagree; ValueError where `why_not` gives a reason.
+    `keep_packed`: matrices keep the types that the checkpoint stores them in. `blocks`: how matrices are quantised as
+    they are read.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class CpuDecoder:
         reader = CpuWeights(weights, dtype, self.runtime, place=place, keep_packed=keep_packed, blocks=blocks)
         self._model: CpuModel = read_model(spec, reader)
         self.weight_bytes = self._model.nbytes
-        """Memory that the weights take."""
+        """Memory of the weights."""
         self.balanced = self._model.balanced
         self._written: WrittenProgram | None = None
         self._logits: list[Tensor] = []
-        """By their number, the first rows of the logits."""
+        """Item n is a view of the first n rows of the logits."""
 
     def bind(self, kv_cache: KVCache) -> WrittenProgram:
-        """The program over this cache, which it keeps. A step does this when the cache is new to it."""
+        """The program for this cache; written once per cache, at the latest by the first step that uses it."""
         written = self._written
         if written is None or kv_cache is not written.kv_cache:
             writer = ProgramWriter(self._model, kv_cache, self._limits, self.runtime, self._place)
@@ -98,7 +98,7 @@ class CpuDecoder:
         return written
 
     def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
-        """Runs a step, as the runner asks for it, and chooses a token for each row of logits within it."""
+        """Runs a step, including the choice of a token for each row of logits."""
         written = self.bind(kv_cache)
         count = len(arrays.logits_indices)
         _fill(written.buffers, arrays)
@@ -109,7 +109,8 @@ class CpuDecoder:
         return StepLogits(self._logits[count], self._logits_at, chosen)
 
     def repeat(self, begun: BegunBlocks | None, masks: TokenMasks | None) -> Chosen:
-        """The step before once more, which computed and chose a token for each of its sequences: each is one on."""
+        """Repeats the previous step, which computed and chose one token for each sequence, each now one token
+        further."""
         assert self._written is not None, "a step comes first"
         buffers, sampling = self._written.buffers, self._written.sampling
         count = buffers.step.num_seqs
@@ -147,7 +148,7 @@ class CpuDecoder:
     def _logits_at(self, first: int, last: int) -> Tensor:
         written, most = self._written, self._limits.max_logits
         assert written is not None, "a step comes first"
-        written.sampling.temperature[:] = 0.0  # nobody wants these rows' tokens
+        written.sampling.temperature[:] = 0.0  # these rows' tokens are not used
         if last - first <= most:
             return written.program.run_logits(np.arange(first, last, dtype=np.int32))
         parts = [(start, min(start + most, last)) for start in range(first, last, most)]
@@ -155,10 +156,10 @@ class CpuDecoder:
 
 
 class CpuDecoderPart(CpuDecoder):
-    """One rank's part of a model that several share. Every rank is given the same steps."""
+    """One rank's part of a model that several ranks share. Every rank runs the same steps."""
 
     def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
-        """As in `CpuDecoder`; a stage that is not the last passes its hidden states on, and has no logits."""
+        """As in `CpuDecoder`; any stage but the last sends its hidden states on and returns no logits."""
         place, written = self._place, self.bind(kv_cache)
         hidden = written.hidden[: len(arrays.token_ids)]
         if not place.is_first_stage:
@@ -174,7 +175,7 @@ class CpuDecoderPart(CpuDecoder):
         return no_logits()
 
     def repeat(self, begun: BegunBlocks | None, masks: TokenMasks | None) -> Chosen:
-        """As in `CpuDecoder`; with stages no step is repeated."""
+        """As in `CpuDecoder`; not used with pipeline stages."""
         chosen = super().repeat(begun, masks)
         self._check_ranks()
         return chosen
@@ -185,7 +186,7 @@ class CpuDecoderPart(CpuDecoder):
         return logits
 
     def _check_ranks(self) -> None:
-        """Raises PeerError where ranks did not meet within the program."""
+        """Raises PeerError where a rank failed to arrive at a collective within the program."""
         if isinstance(self._place.link, SharedCollectives):
             self._place.link.check()
 
@@ -194,9 +195,7 @@ def _fill(buffers: StepBuffers, arrays: StepArrays) -> None:
     step, tables = buffers.step, arrays.block_tables
     num_tokens, num_seqs, num_logits = len(arrays.token_ids), len(arrays.seq_lens), len(arrays.logits_indices)
     step.num_tokens, step.num_seqs, step.num_logits = num_tokens, num_seqs, num_logits
-    step.block_table_stride = buffers.block_tables.shape[
-        2
-    ]  # of whatever width, so that a row may gain a block in place
+    step.block_table_stride = buffers.block_tables.shape[2]  # any width, so that a row can gain a block in place
     step.only_highest = not arrays.reads_logits
     buffers.token_ids[:num_tokens] = arrays.token_ids
     buffers.positions[:num_tokens] = arrays.positions

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, with affinity and control groups taken into account.
+"""The cores and memory of the machine that this process may use, by its affinity and control groups.
 
 Several workers of one host each take a share of its cores.
 """
@@ -19,13 +19,13 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 @dataclass(frozen=True)
 class HostMemory:
     total_bytes: int
-    """Of the machine, or the tightest limit that applies to this process."""
+    """The machine's memory, or the tightest limit that applies to this process."""
     available_bytes: int
-    """What can still be taken without swapping: free or reclaimable."""
+    """Memory that can still be taken without swapping: free or reclaimable."""
 
 
 def host_memory(proc_cgroup: Path = PROC_CGROUP, cgroup_root: Path = CGROUP_ROOT) -> HostMemory:
-    """The machine's memory, or what is left of it within the limits of our control groups (version 1 or 2)."""
+    """The machine's memory, reduced to the limits of this process's control groups (version 1 or 2)."""
     machine = psutil.virtual_memory()
     total_bytes, available_bytes = machine.total, machine.available
     for folder in _control_groups("memory", proc_cgroup, cgroup_root):
@@ -40,18 +40,18 @@ def host_memory(proc_cgroup: Path = PROC_CGROUP, cgroup_root: Path = CGROUP_ROOT
 
 
 def usable_cores(proc_cgroup: Path = PROC_CGROUP, cgroup_root: Path = CGROUP_ROOT) -> int:
-    """Cores that this process's affinity allows and whose time its control groups grant it, at least 1."""
+    """The number of cores that this process may use by its affinity and its control groups' CPU quotas, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _control_groups("cpu", proc_cgroup, cgroup_root):
         quota_us, period_us = _cpu_quota(folder)
         if quota_us > 0 and period_us > 0:
-            # A thread beyond the quota would be stopped in mid-step while the others wait for it.
+            # Threads beyond the quota would be stopped in the middle of a step, while the others wait for them.
             cores = min(cores, max(1, quota_us // period_us))
     return cores
 
 
 def _control_groups(controller: str, proc_cgroup: Path, cgroup_root: Path) -> Iterator[Path]:
-    """The folders that may limit us: our own group's and its parents', as any of them may carry the limit."""
+    """The folders of this process's control group and its parents: any of them may set the limit."""
     try:
         lines = proc_cgroup.read_text().splitlines()
     except OSError:
@@ -68,7 +68,7 @@ def _control_groups(controller: str, proc_cgroup: Path, cgroup_root: Path) -> It
 
 
 def _number(*candidates: Path) -> int | None:
-    """The content of the first of the files that exists; None for `max` and for no file."""
+    """The number in the first of the files that exists; None for `max`, and where no file exists."""
     for path in candidates:
         try:
             text = path.read_text().strip()
@@ -79,7 +79,7 @@ def _number(*candidates: Path) -> int | None:
 
 
 def _reclaimable_bytes(path: Path) -> int:
-    """File pages that count as used and that the kernel drops when memory is short."""
+    """File pages that count as used, but that the kernel drops when memory is short."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -89,7 +89,7 @@ def _reclaimable_bytes(path: Path) -> int:
 
 
 def _cpu_quota(folder: Path) -> tuple[int, int]:
-    """(quota, period) in microseconds; (0, 0) without one."""
+    """(quota, period) in microseconds; (0, 0) without a quota."""
     try:
         quota, _, period = (folder / "cpu.max").read_text().strip().partition(" ")
         return (int(quota), int(period)) if quota != "max" else (0, 0)
@@ -98,9 +98,10 @@ def _cpu_quota(folder: Path) -> tuple[int, int]:
 
 
 def take_share(rank: int, num_workers: int) -> None:
-    """Gives this process its part of the cores it may use: its affinity, and OMP_NUM_THREADS unless that is set.
+    """Restricts this process to its share of the usable cores: sets its affinity, and OMP_NUM_THREADS unless that is
+    set.
 
-    Call it before anything is imported that reads them. A control group's quota counts for all workers together.
+    Call it before importing anything that reads them. A control group's quota is divided among all workers.
     """
     granted = usable_cores()
     cores = by_core(sorted(os.sched_getaffinity(0)))
@@ -110,13 +111,14 @@ def take_share(rank: int, num_workers: int) -> None:
 
 
 def share(num_cores: int, rank: int, num_workers: int) -> range:
-    """Which of the cores: a run of them, as neighbours share caches and memory. With too few, several share one."""
+    """The indices of this rank's cores: consecutive ones, as neighbours share caches and memory. With fewer cores than
+    workers, several workers share one."""
     first = rank * num_cores // num_workers
     return range(first, max(first + 1, (rank + 1) * num_cores // num_workers))
 
 
 def by_core(cpus: list[int]) -> list[list[int]]:
-    """The CPUs of each physical core: two hardware threads of one never go to different workers."""
+    """CPUs grouped by physical core: two hardware threads of one core never go to different workers."""
     cores: dict[str, list[int]] = {}
     for cpu in cpus:
         try:

@@ -19,12 +19,12 @@ from headrace.kernels.cpu.program_parts import Rotary
 
 @dataclass(frozen=True)
 class CpuModel:
-    """One rank's weights. `table` is the head too where that is tied; only the first stage has a table to look rows
-    up in, only the last one a head."""
+    """One rank's weights. A tied `table` is the head too. Only the first stage looks rows up in a table, and only the
+    last stage has a head."""
 
     spec: ArchSpec
     dtype: torch.dtype
-    table: PackedLinear | None  # of this rank's tokens
+    table: PackedLinear | None  # for this rank's tokens
     embedding_norm: CpuNorm | None
     positions: Tensor | None  # [rows, hidden]
     project_in: CpuLinear | None
@@ -34,11 +34,11 @@ class CpuModel:
     head: CpuLinear | None
     nbytes: int
     balanced: tuple[BalancedExperts, ...] = ()
-    """Experts that may change ranks."""
+    """Experts that may move between ranks."""
 
 
 def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
-    """Reads the part of the weights' place. Raises ModelError, naming the tensor, when weights and spec disagree."""
+    """Reads the weights of the reader's rank. Raises ModelError, naming the tensor, when weights and spec disagree."""
     names, hidden, width, place = spec.names, spec.hidden_size, spec.embedding_width, weights.place
     prefix = names.prefix_in(weights)
     table = embedding_norm = positions = project_in = project_out = final_norm = head = None
@@ -86,6 +86,6 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
 
 
 def rotary_tables(rope: RopeSpec, num_positions: int) -> Rotary:
-    """cos and sin of every position below `num_positions`. Not for `dynamic`, whose base is no constant."""
+    """cos and sin of every position below `num_positions`. Not for `dynamic` scaling, whose base varies."""
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope)
     return Rotary(angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor)

@@ -1,7 +1,7 @@
-"""Writes a model's step down as one program of the CPU kernels.
+"""Writes a model's step as one program of the CPU kernels.
 
-The residual stream and the queries, keys and values are float32; what linear layers read is rounded to bf16 where the
-weights are bf16 (they would round it themselves), and stays float32 everywhere else.
+The residual stream and the queries, keys and values are float32; the inputs of linear layers are rounded to bf16 where
+the weights are bf16 (the layers would round them themselves), and stay float32 otherwise.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ from headrace.kernels.cpu.program_run import Program, StepBuffers
 from headrace.kernels.cpu.sampling import SampleBuffers
 
 ALONE_S = 500e-6
-"""A step shorter than this takes one thread: beside other busy processes (the client, the HTTP server) two of them
-wait longer for each other than one takes."""
+"""A step shorter than this runs on one thread: beside other busy processes (the client, the HTTP server) two threads
+wait for each other longer than one would take."""
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The most that one step may hold, which buffers and tables are made for."""
+    """The limits of one step, for which buffers and tables are made."""
 
     max_tokens: int
     max_seqs: int
-    """Sequences."""
     max_positions: int
     """Tokens of one sequence."""
     more_logits: int = 0
-    """Rows of logits beyond one for each sequence, as draft tokens have them."""
+    """Rows of logits beyond one for each sequence, for draft tokens."""
 
     @property
     def max_logits(self) -> int:
@@ -56,20 +55,22 @@ class StepLimits:
 
 @dataclass(frozen=True, eq=False)
 class WrittenProgram:
-    """A program, where it reads a step from and where it leaves what came of it."""
+    """A program with its input and output buffers."""
 
     kv_cache: KVCache
     program: Program
     buffers: StepBuffers
     hidden: Tensor
-    """[max_tokens, hidden_size] float32: where a stage of a pipeline starts from, and what it leaves to the next."""
+    """[max_tokens, hidden_size] float32: the input of a pipeline stage after the first, and the output to the next
+    stage."""
     logits: Tensor  # [max_logits, vocab_size] float32; no rows where another stage has the head
-    sampling: SampleBuffers  # the same
+    sampling: SampleBuffers  # no rows where another stage has the head
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Where a layer reads and writes: the rows of all tokens, or of those that logits are wanted of."""
+    """The buffers of a layer's ops: rows of all tokens or, later in the last layer, only of tokens whose logits are
+    needed."""
 
     hidden: Buffer
     """The residual stream."""
@@ -79,14 +80,14 @@ class Stream:
 
 
 class Product(NamedTuple):
-    """A contribution: computed into wherever it is added."""
+    """A contribution x W^T (+ b), computed directly into the buffer that it is added to."""
 
     weight: CpuLinear
     x: Buffer
 
 
 class ChosenExperts(NamedTuple):
-    """A contribution: what the chosen experts make of x, added where it is wanted."""
+    """The contribution of each token's chosen experts, computed directly into the buffer that it is added to."""
 
     stack: PackedExperts
     x: Buffer
@@ -95,13 +96,13 @@ class ChosenExperts(NamedTuple):
 
 
 class ProgramOps:
-    """`blocks.LayerOps` that write a layer down. In the last layer what follows the attention is of those tokens alone
-    that logits are wanted of."""
+    """`blocks.LayerOps` that write a layer's ops into the program. In the last layer, whatever follows the attention is
+    computed only for tokens whose logits are needed."""
 
     def __init__(
         self, builder: Builder, model: CpuModel, place: RankPlace, limits: StepLimits, num_positions: int
     ) -> None:
-        """num_positions: for which there are cos and sin."""
+        """num_positions: the size of the tables of cos and sin."""
         spec = model.spec
         self.builder, self.max_logits = builder, limits.max_logits
         self.ranks = RankBuffers(place, limits.max_tokens) if place.tp_size > 1 else None
@@ -119,7 +120,7 @@ class ProgramOps:
         self._is_last = False
 
     def begin_layer(self, cache: LayerCache, *, is_last: bool) -> None:
-        """is_last: logits are computed of what it leaves."""
+        """is_last: this layer's output goes to the head."""
         self._cache, self._is_last = cache, is_last
         self._taken.clear()
 
@@ -162,13 +163,13 @@ class ProgramOps:
         return self._attended(attended, partial(builder.attend, qkv, attended, attention), own=True)
 
     def _attended(self, attended: Buffer, attend: Callable[..., None], *, own: bool) -> Buffer:
-        """What `attend` writes to `attended`; in the last layer the rows of it that logits are wanted of. own: they are
-        read as they are, not in parts."""
+        """The output of `attend` in `attended`; in the last layer only the rows whose logits are needed. own: the rows
+        are read whole, not in column ranges."""
         builder, tokens = self.builder, self.tokens
         if not self._is_last:
             attend()
             return attended
-        # All that `Program.run_logits` starts from, queries and hidden states of all tokens, stays as it is.
+        # `Program.run_logits` starts here, so queries and hidden states of all tokens must stay unchanged from here on.
         self.at = Stream(
             hidden=builder.buffer(self._spec.hidden_size, torch.float32, rows="logits"),
             normed=tokens.normed.of_logits(self.max_logits),
@@ -185,8 +186,9 @@ class ProgramOps:
         return Product(weight, x)
 
     def attend_latent(self, attend: CpuLatent, query: Buffer, latent: Buffer) -> Buffer:
-        """In the absorbed form, which reads what the cache keeps once for all heads; sequences that compute many tokens
-        in the expanded one, which multiplies less for each. In the last layer few rows are wanted of any."""
+        """Uses the absorbed form, which reads each cached vector once for all heads. Sequences that compute many tokens
+        use the expanded form, which multiplies less per token, except in the last layer, which needs few rows of any
+        sequence."""
         declared, builder = attend.declared, self.builder
         rotary, num_heads = self._rotary(declared.rope), len(attend.keys)
         assert rotary is not None, "latent attention rotates"
@@ -272,7 +274,7 @@ class ProgramOps:
     def _write(
         self, contributions: Sequence[Product | ChosenExperts], out: Buffer, residual: Buffer | None = None
     ) -> None:
-        """out = their sum [+ residual]"""
+        """out = sum of contributions [+ residual]"""
         for each in contributions:
             if isinstance(each, Product):
                 self.multiply(each.weight, each.x, out, residual=residual)
@@ -281,7 +283,8 @@ class ProgramOps:
             residual = out
 
     def _room(self, columns: int, dtype: torch.dtype) -> Buffer:
-        """Room that no other value of this layer has; the same in the same place of every layer."""
+        """A buffer that no other value of this layer uses. The n-th of a size and type is the same buffer in every
+        layer."""
         key = columns, dtype
         order = self._taken[key] = self._taken.get(key, -1) + 1
         if (*key, order) not in self._rooms:
@@ -296,7 +299,7 @@ class ProgramOps:
 
 
 class ProgramWriter:
-    """Writes one rank's program. Raises ValueError for what the kernels cannot do."""
+    """Writes one rank's program. Raises ValueError for what the kernels do not support."""
 
     def __init__(
         self, model: CpuModel, kv_cache: KVCache, limits: StepLimits, runtime: Runtime, place: RankPlace = SINGLE
@@ -305,7 +308,7 @@ class ProgramWriter:
         self._place, self._runtime = place, runtime
         self._builder = Builder(runtime, max_tokens=limits.max_tokens, max_logits=limits.max_logits, alone_s=ALONE_S)
         num_positions = limits.max_positions
-        if any(layer.sliding_window is None for layer in model.spec.layers):  # whose blocks hold all of a sequence
+        if any(layer.sliding_window is None for layer in model.spec.layers):  # their blocks hold a whole sequence
             num_positions = min(num_positions, kv_cache.num_blocks * kv_cache.block_size)
         self._buffers = StepBuffers(
             max_tokens=limits.max_tokens,
@@ -382,7 +385,7 @@ class ProgramWriter:
             self._ops.multiply(model.project_out, x, projected)
             x = projected
         assert model.head is not None, "the last stage has the head"
-        # What comes after a plain projection may be nothing but a choice.
+        # After a plain projection a step may need only the highest logit.
         is_plain = self._ranks is None and model.head.biases == (None,) and spec.final_soft_cap is None
         logits = builder.buffer(spec.vocab_size, torch.float32, rows="logits", highest=is_plain)
         if self._ranks is None:
@@ -398,7 +401,7 @@ class ProgramWriter:
 
 
 class RankBuffers:
-    """Where the ranks of a stage meet: what `SharedCollectives` has in shared memory."""
+    """Where the ranks of a stage exchange values: the shared memory of `SharedCollectives`."""
 
     def __init__(self, place: RankPlace, max_tokens: int) -> None:
         assert isinstance(place.link, SharedCollectives), "why_not has said that the ranks share no memory"
@@ -406,7 +409,8 @@ class RankBuffers:
         self.group: GroupC = place.link.group
 
     def next_parts(self, columns: int) -> Tensor:
-        """[tp_size, max_tokens, columns] float32, in turns: ranks may still be reading those before."""
+        """[tp_size, max_tokens, columns] float32. Two buffers alternate, since other ranks may still be reading the
+        last one."""
         self._turn ^= 1
         return self._shared.parts(self._turn, self._max_tokens, columns)
 
@@ -416,6 +420,7 @@ class RankBuffers:
 
 
 def inner_dtype(model: CpuModel) -> torch.dtype:
-    """Of what linear layers read: what the first mixer's last is stored in."""
+    """The dtype of linear layers' inputs: bfloat16 if the last linear of the first layer's mixer has it, else
+    float32."""
     output = [held for held in model.layers[0].mixer.values() if isinstance(held, CpuLinear)][-1]
     return torch.bfloat16 if output.weights[0].dtype == torch.bfloat16 else torch.float32

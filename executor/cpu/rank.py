@@ -1,4 +1,4 @@
-"""A rank on the CPU: its part of the model as one program of the CPU kernels, or op by op where that cannot be."""
+"""A rank on the CPU: its part of the model as one program of the CPU kernels or, where that is impossible, op by op."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from headrace.kernels.registry import Op, Version
 
 logger = logging.getLogger(__name__)
 BLOCK_HEAD_BYTES = {8: 2, 4: 4}
-"""Of a block of 32 quantised weights: its scale, and the minimum of 4-bit ones."""
+"""Overhead of a block of 32 quantised weights: its scale and, for 4 bits, its minimum."""
 
 
 class CpuRank(ModelRank):
-    """Steps run in `collect`, as there is no one else to run them meanwhile; with async_scheduling, on a thread.
+    """Runs each step inside `collect`, on the calling thread; with async_scheduling on a thread of its own.
 
-    That is off by default: the kernels keep all cores busy, and what is planned meanwhile slows them by as much as it
-    saves.
+    async_scheduling is off by default: the kernels keep all cores busy, so planning meanwhile slows them down by as
+    much as it saves.
     """
 
     max_steps_in_flight = 2
@@ -58,16 +58,16 @@ class CpuRank(ModelRank):
     def __init__(self, options: Options, place: RankPlace = SINGLE) -> None:
         super().__init__(options, place, torch.device("cpu"))
         self._model: Decoder | CpuDecoder | None = None
-        self._prepared: Decoder | CpuDecoder | None = None  # weights to take the old ones' place
+        self._prepared: Decoder | CpuDecoder | None = None  # weights that will replace the current ones
         self._cache: Any = None
         self._runner: ModelRunner | StageRunner | LastStageRunner | None = None
-        self._balancer: ExpertBalancer | None = None  # of the model's experts
+        self._balancer: ExpertBalancer | None = None  # for the model's experts
         self._submitted: deque[StepPlan] = deque()
         self._thread: StepThread | None = None
         self._compiling = threading.Thread()
 
     def describe(self, report: Report) -> ModelDescription:
-        # Where the kernels must be compiled first, that goes on while the model is found, fetched and described.
+        # If the kernels must be compiled first, that runs while the model is found, fetched and described.
         self._compiling = threading.Thread(target=build.load, name="compile kernels")
         self._compiling.start()
         return super().describe(report)
@@ -81,7 +81,7 @@ class CpuRank(ModelRank):
             )
         report("compile kernels")
         if plan.weights_stay_packed or plan.weight_bits:
-            # Beside the other part, which is still compiling where this one must be.
+            # Compiles this part, if needed, while the other one is still compiling.
             build.load(part=build.GROUPED if plan.model.stored_as else build.PACKED)
         self._compiling.join()
         report("load weights")
@@ -96,7 +96,7 @@ class CpuRank(ModelRank):
             total_bytes=memory.total_bytes,
             available_bytes=memory.available_bytes,
             weights_bytes=model.weight_bytes,
-            # The program's buffers are float32, but for what meets bf16 weights.
+            # The program's buffers are float32, except the inputs of bf16 weights.
             activation_bytes=activation_bytes(
                 model.spec, plan, DTYPES[plan.dtype].itemsize if reason else 4, self._place
             ),
@@ -114,7 +114,7 @@ class CpuRank(ModelRank):
         batch_args = (plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids, sharing)
         self._runner = make_runner(model, cache, batch_args, self._place, model.spec.vocab_size, self.set_up)
         if isinstance(model, CpuDecoder):
-            model.bind(cache)  # before the first request waits for it
+            model.bind(cache)  # now, so that the first request need not wait for it
         if self._options.async_scheduling and self._place.world_size == 1:
             self._thread = StepThread(self._runner.step)
 
@@ -150,7 +150,7 @@ class CpuRank(ModelRank):
         return self._model.weight_bytes if self._model is not None else 0
 
     def prepare_weights(self, path: str) -> None:
-        """Beside those that serve."""
+        """Loads new weights beside those in use."""
         self._prepared = self._in_time("reading the weights", self._read_again, path)
 
     def use_weights(self, prepared: bool) -> None:
@@ -161,7 +161,7 @@ class CpuRank(ModelRank):
             self.runner.use(model)
 
     def sleep(self, level: int) -> None:
-        """The cache's pages go; the weights are in the host's memory already, and go at level 2 alone."""
+        """Releases the cache's pages. Weights are in host memory already, so that only level 2 drops them."""
         self._cache.release()
         if level == 2:
             self.runner.use(SleepingModel())
@@ -169,7 +169,7 @@ class CpuRank(ModelRank):
             gc.collect()
 
     def wake_up(self, tags: frozenset[str]) -> None:
-        """The cache's pages come back as they are written."""
+        """Reads dropped weights again. The cache's pages come back as they are written."""
         if "weights" in tags and self._model is None:
             self._model = self._in_time("reading the weights", self._read_again, "")
             self._balance(self._model)
@@ -184,7 +184,7 @@ class CpuRank(ModelRank):
         self._runner = self._model = self._balancer = None
 
     def _balance(self, model: Decoder | CpuDecoder) -> None:
-        """From now on the experts of this model, which are placed anew."""
+        """Starts balancing this model's experts, from their initial placement."""
         self._balancer, eplb = None, eplb_of(self._options)
         if eplb is None or not model.balanced:
             return
@@ -193,7 +193,7 @@ class CpuRank(ModelRank):
             logger.info("%s", costs(model.balanced, eplb.num_redundant_experts))
 
     def _choose(self) -> tuple[Callable[..., Decoder | CpuDecoder], str]:
-        """What makes the model, and why it is no program; "" where it is one."""
+        """The function that makes the model, and why it is not a program; "" if it is one."""
         choice = DECODER.choose(spec=self.found.spec, dtype=DTYPES[self.plan.dtype], place=self._place)
         return choice.function, next((reason for _, reason in choice.refused), "")
 
@@ -204,7 +204,7 @@ class CpuRank(ModelRank):
         return model
 
     def _load_model(self, checkpoint: Checkpoint) -> Decoder | CpuDecoder:
-        """Raises ModelError, before any weight is read, when they cannot fit the memory."""
+        """Raises ModelError, before any weight is read, when the weights cannot fit the memory."""
         plan, spec = self.plan, self.found.spec
         make, reason = self._choose()
         stored_bytes = checkpoint.kept_bytes(spec) if plan.weights_stay_packed and not reason else None
@@ -216,9 +216,9 @@ class CpuRank(ModelRank):
 
 
 class StepThread:
-    """A thread that runs steps, so that the core can plan and answer meanwhile: the kernels' call lets go of Python.
+    """A thread that runs steps, so that the core can plan and send meanwhile: the kernels' call releases the GIL.
 
-    One thread from the first step to `stop`. `submit` and `collect` are for one caller.
+    The thread lives from the first step to `stop`. `submit` and `collect` must be called from one thread.
     """
 
     def __init__(self, run: Callable[[StepPlan], StepResult]) -> None:
@@ -232,14 +232,14 @@ class StepThread:
         self._plans.put(plan)
 
     def collect(self) -> StepResult:
-        """The oldest submitted step's. Raises what it raised; the thread has ended then."""
+        """The result of the oldest submitted step. Raises the step's error; the thread has ended then."""
         result = self._results.get()
         if isinstance(result, BaseException):
             raise result
         return result
 
     def stop(self) -> None:
-        """Returns once the step at hand is done."""
+        """Returns once the current step is done."""
         self._plans.put(None)
         self._thread.join()
 
@@ -247,13 +247,13 @@ class StepThread:
         while (plan := self._plans.get()) is not None:
             try:
                 self._results.put(self._run(plan))
-            except BaseException as error:  # it is raised where the result is waited for
+            except BaseException as error:  # `collect` raises it
                 self._results.put(error)
                 return
 
 
 class SleepingModel:
-    """In the place of a model whose weights have been dropped: no step comes before the core has woken them."""
+    """Replaces a model whose weights have been dropped. The core submits no step before it has woken them."""
 
     def step(self, *_: Any) -> NoReturn:
         raise RuntimeError("a step came while the weights sleep")
@@ -273,7 +273,7 @@ def as_program(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankPla
     model = kind(
         spec, weights, DTYPES[plan.dtype], limits, keep_packed=plan.weights_stay_packed, blocks=blocks, place=place
     )
-    torch.set_num_threads(1)  # the cores are the program's
+    torch.set_num_threads(1)  # the program's own threads use the cores
     logger.info("computing on %d threads: %s", model.runtime.pool.num_threads, model.runtime.pool.plan.reason)
     return model
 
@@ -290,11 +290,12 @@ PROGRAM = Version(
     refusal="the model runs op by op, and not as one program of the CPU kernels",
 )
 DECODER = Op("decoder", op_by_op, (PROGRAM,))
-"""A rank's part of the model."""
+"""Makes a rank's part of the model."""
 
 
 def check_op_by_op(plan: Plan, reason: str) -> None:
-    """Raises OptionError for what only the program of the CPU kernels computes; `reason` is why it cannot serve."""
+    """Raises OptionError for options that only the CPU kernels' program supports; `reason`: why it cannot run this
+    model."""
     if plan.weight_bits:
         raise OptionError(
             f"quantization={plan.options.quantization} needs the CPU kernels' program, which cannot run "
@@ -308,9 +309,9 @@ def check_op_by_op(plan: Plan, reason: str) -> None:
 
 
 def check_weights_fit(spec: ArchSpec, plan: Plan, memory: HostMemory, stored_bytes: int | None = None) -> None:
-    """Raises ModelError, before any weight is read, when they cannot fit the memory that is available.
+    """Raises ModelError, before any weight is read, when the weights cannot fit the available memory.
 
-    stored_bytes: of weights that stay as the checkpoint stores them.
+    stored_bytes: the size of weights that stay as the checkpoint stores them.
     """
     elements, itemsize = weight_elements(spec), DTYPES[plan.dtype].itemsize
     needed_bytes, kind = elements * itemsize, f"of {itemsize} bytes ({plan.dtype})"
@@ -335,7 +336,8 @@ def check_weights_fit(spec: ArchSpec, plan: Plan, memory: HostMemory, stored_byt
 
 
 def use_all_cores() -> None:
-    """torch starts with the machine's cores, whatever this process was granted. OMP_NUM_THREADS has the last word."""
+    """Sets torch's threads to this process's cores: torch counts all of the machine's. OMP_NUM_THREADS takes
+    precedence."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(usable_cores())
     logger.info("computing on %d threads", torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""The model runner: a StepPlan becomes tensors, a forward pass, sampled tokens, and a StepResult."""
+"""The model runner: turns a StepPlan into tensors, runs the forward pass, samples tokens and returns a StepResult."""
 
 from __future__ import annotations
 
@@ -19,49 +19,51 @@ from headrace.executor.sampling.verification import SampledPositions, verify
 from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult, TokenMasks
 
 PROMPT_LOGITS_BYTES = 1 << 27
-"""Logits of prompt positions are made for about this many bytes at a time: a whole chunk's could dwarf the model."""
+"""Logits of prompt positions are computed in pieces of about this size: those of a whole chunk could need more memory
+than the model."""
 
 
 class Model(Protocol):
-    """What the runner asks of a model; `models.decoder.Decoder` is one, `cpu.decoder.CpuDecoder` another."""
+    """What the runner needs from a model; implemented by `models.decoder.Decoder` and `cpu.decoder.CpuDecoder`."""
 
     def step(self, arrays: StepArrays, kv_cache: Any, draws: Draws | None) -> StepLogits:
-        """Writes the tokens' keys and values into the cache, and gives the logits of `arrays.logits_indices`.
+        """Writes the tokens' keys and values into the cache and returns the logits of `arrays.logits_indices`.
 
-        It may choose their tokens too, by `draws` (None: greedily); the runner decides whether that is of use."""
+        It may also choose their tokens, by `draws` (None: greedily); the runner decides whether to use them.
+        """
 
 
 @runtime_checkable
 class RepeatingModel(Protocol):
-    """A model that can do the same step again with little effort."""
+    """A model that can repeat a decode step with little work on the host."""
 
     def repeat(self, begun: BegunBlocks | None, masks: TokenMasks | None) -> Chosen:
-        """The step before, a decode whose tokens it chose, with each sequence one token on; with masks where that had
-        masks."""
+        """Repeats the previous step, a decode whose tokens this model chose, with each sequence one token further. It
+        has masks exactly where that step had."""
 
 
 class _Repeating:
-    """A decode that goes on: the same rows, each a token on in every step, with nobody coming or leaving."""
+    """A decode that continues: every step has the same rows, each one token further."""
 
     def __init__(self, model: RepeatingModel, plan: StepPlan, block_size: int) -> None:
-        """After the model has computed and chosen one token of each row of the plan."""
+        """Call it after the model has computed and chosen one token for each row of the plan."""
         self.model = model
         self._rows, self._block_size, self._has_masks = plan.rows, block_size, plan.masks is not None
         self._steps_to_block = self._until_block(plan)
 
     def goes_on(self, plan: StepPlan) -> bool:
-        """Whether the plan is such a step. That each row is one on, and sampled from, need not be looked at: each has
-        got a token that was not computed."""
+        """Whether the plan is the next step of this decode. That each row advances by one token and is sampled need not
+        be checked: each has exactly one token that is not computed yet."""
         if plan.total_tokens != len(self._rows) or plan.new_rows or plan.released_rows.size:
             return False
-        # Nothing else that may be attached comes without drafts, and those are more tokens.
+        # Any other attachment comes with drafts, and drafts would add to total_tokens.
         if (plan.masks is not None) is not self._has_masks:
             return False
         return plan.rows is self._rows or np.array_equal(plan.rows, self._rows)
 
     def begun_blocks(self, plan: StepPlan, block_tables: np.ndarray) -> BegunBlocks | None:
-        """Where rows of the plan, which goes on, begin a block. block_tables: [num_groups, num_rows, max_blocks], up to
-        date."""
+        """Which rows of the plan, a step of this decode, begin a block; None if none does. block_tables: [num_groups,
+        num_rows, max_blocks], already updated for this plan."""
         self._steps_to_block -= 1
         if self._steps_to_block:
             return None
@@ -71,30 +73,31 @@ class _Repeating:
         return BegunBlocks(begun.tolist(), places, block_tables[:, plan.rows[begun], places])
 
     def _until_block(self, plan: StepPlan) -> int:
-        """Steps after the plan until a row begins a block."""
+        """The number of steps after the plan until a row begins a block."""
         return self._block_size - int((plan.num_computed_tokens % self._block_size).max())
 
 
 class ModelRunner:
-    """Owns the batch state; borrows the model and its cache. Used from one thread."""
+    """Owns the batch state; uses the model and its cache without owning them. Used from one thread."""
 
     def __init__(
         self, model: Model, kv_cache: Any, batch: BatchState, *, vocab_size: int, may_repeat: bool = True
     ) -> None:
-        """may_repeat: False where the model is not asked to repeat a step even if it could."""
+        """may_repeat: False: steps are never repeated, even by a model that could."""
         self._kv_cache, self._batch, self._may_repeat = kv_cache, batch, may_repeat
         self.use(model)
         self._prompt_rows_at_once = max(1, PROMPT_LOGITS_BYTES // (4 * vocab_size))
-        self._began_s = self._ended_s = 0.0  # of the forward pass at hand
+        self._began_s = self._ended_s = 0.0  # of the current forward pass
 
     def use(self, model: Model) -> None:
-        """From the next step on. The rows stay as they are."""
+        """Replaces the model from the next step on. The rows stay as they are."""
         self._model = model
         self._repeats = model if isinstance(model, RepeatingModel) and self._may_repeat else None
-        self._repeating: _Repeating | None = None  # once the model has chosen the tokens of the step before
+        self._repeating: _Repeating | None = None  # set after a decode whose tokens the model chose
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Runs one step. Plans must come in the core's order, as each changes the state the next builds on.
+        """Runs one step. Plans must come in the core's order, as each step builds on the state that the previous ones
+        left.
 
         A row whose logits are not finite becomes a RowFailure; any exception ends the engine.
         """
@@ -122,7 +125,7 @@ class ModelRunner:
         sampled = Sampled(computed.chosen.token_ids, find_problems(computed.chosen.best))
         if places is not None:
             return self._verified(plan, places, sampled)
-        # Failed rows get some token too: a plan made before the failure was known may still compute them.
+        # Failed rows get a token too: a plan made before the failure was known may still compute them.
         batch.append_sampled(rows, sampled.token_ids)
         if self._repeats is not None and plan.total_tokens == len(rows) == len(plan.rows):
             self._repeating = _Repeating(self._repeats, plan, batch.block_size)
@@ -177,9 +180,10 @@ class ModelRunner:
         prompt_logprobs: tuple[PromptLogprobRun, ...] = (),
         problems: Mapping[int, str] = MappingProxyType({}),
     ) -> StepResult:
-        """The result of a step with drafts, of what was sampled as far as those were right; it goes to the batch too.
+        """The result of a step with drafts: the sampled tokens up to the first rejected draft, which the batch appends
+        too.
 
-        problems: why rows failed whatever was sampled for them.
+        problems: rows that fail whatever was sampled for them, with the reason.
         """
         verified = verify(places, sampled, problems)
         self._batch.append_sampled(places.rows, verified.appended, verified.num_appended)
@@ -199,7 +203,7 @@ class ModelRunner:
     def _prompt_logprobs(
         self, plan: StepPlan, arrays: StepArrays, computed: StepLogits, problems: dict[int, str]
     ) -> tuple[PromptLogprobRun, ...]:
-        """Runs for the prompt tokens that this step predicts: a position's logits tell of the token after it."""
+        """Logprobs of the prompt tokens that this step predicts: a position's logits predict the token after it."""
         batch, runs = self._batch, []
         for index in np.flatnonzero((batch.sampling.needs[plan.rows] & Needs.PROMPT_LOGPROBS) != 0):
             row, begin = int(plan.rows[index]), int(plan.num_computed_tokens[index])
@@ -215,7 +219,7 @@ class ModelRunner:
                 tokens = batch.tokens[row, first + 1 : last + 1]
                 try:
                     reported = logprob_rows(logits, tokens, counts)
-                except Exception as error:  # of this row's tokens, and nobody else's
+                except Exception as error:  # caused by this row's tokens, so only this row fails
                     problems[row] = no_prompt_logprobs(error)
                     break
                 runs.append(PromptLogprobRun(row=row, start=first + 1, rows=reported))
@@ -235,7 +239,7 @@ class ModelRunner:
             good = sampled.good
             rows, token_ids = rows[good], token_ids[good]
             if logprob_indices is not None:
-                # The rows of logprobs are of good ones only; they move up past the failed ones before them.
+                # Logprobs exist for good rows only, so indices drop by the number of failed rows before them.
                 logprob_indices = (np.cumsum(good, dtype=np.int32) - 1)[logprob_indices].astype(np.int32)
         return StepResult(
             step=plan.step,

@@ -1,4 +1,4 @@
-"""A checkpoint's weights for the CPU program: packed as they are read, one at a time, in the type they are kept in."""
+"""Reads a checkpoint's weights for the CPU program and packs them, one at a time, in the type that they are kept in."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ from headrace.kernels.grouped import GroupedWeight, joined
 logger = logging.getLogger(__name__)
 
 Stored = Tensor | tuple[str, Tensor] | GroupedWeight
-"""A matrix: floats [rows, columns], a GGUF type's name and [rows, bytes of a row] uint8, or codes with group scales."""
+"""A matrix: floats [rows, columns], or a GGUF type's name with [rows, bytes of a row] uint8, or codes with group
+scales."""
 
 OUTER_BITS = 8
-"""What embedding and head are quantised to: their errors reach every token undiluted."""
+"""Bits of the quantised embedding and head: their errors reach every token undiminished."""
 KERNEL_BLOCK = 32
-"""Neighbours of a row that kernels take at once, whatever shares their scale."""
+"""Consecutive values of a row that kernels process together, whatever the size of a scale's group."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,11 @@ class Blocks:
     """How float weights are quantised as they are read."""
 
     bits: int
-    """8 or 4, of a layer's matrices."""
+    """8 or 4, for the matrices of layers."""
     group_size: int
 
     def bits_of(self, role: Role) -> int | None:
-        """None for what stays in floats."""
+        """Bits for a weight of this role; None if it stays in floats."""
         if role in ("embedding", "head"):
             return OUTER_BITS
         return self.bits if role in ("matrix", "expert") else None
@@ -66,13 +67,13 @@ class Blocks:
 
 @dataclass(frozen=True)
 class CpuLinear:
-    """Matrices of one input whose outputs lie side by side; those of one type are packed as one."""
+    """Matrices with the same input, whose outputs lie side by side; those of one type are packed as one weight."""
 
     weights: tuple[PackedLinear, ...]
     biases: tuple[Tensor | None, ...]  # each [rows of the weight] float32
     activation: str = "none"
     gated: bool = False
-    """The activated first half of the results is multiplied by the second."""
+    """The first half of the results, after the activation, is multiplied by the second half."""
 
     @property
     def columns(self) -> int:
@@ -81,7 +82,7 @@ class CpuLinear:
 
     @property
     def gates_itself(self) -> bool:
-        """It is one weight, whose kernel multiplies the halves."""
+        """Whether it is a single weight whose kernel multiplies the halves."""
         return self.weights[0].gated
 
 
@@ -95,25 +96,26 @@ class CpuAttend:
     sinks: Tensor | None
     """[heads of this rank] float32"""
     alibi: Tensor | None
-    """The same"""
+    """[heads of this rank] float32"""
 
 
 @dataclass(frozen=True)
 class CpuLatent:
-    """An `AttendLatent` with what makes keys and values of compressed vectors, of each of this rank's heads."""
+    """An `AttendLatent` with the up-projections from latent vectors to keys and values, one for each of this rank's
+    heads."""
 
     declared: AttendLatent
     keys: tuple[PackedLinear, ...]
-    """[latent_dim, nope_dim], which queries are multiplied with instead."""
+    """[latent_dim, nope_dim] each: the absorbed form multiplies queries with these, instead of computing keys."""
     values: tuple[PackedLinear, ...]
-    """[value_dim, latent_dim]"""
+    """[value_dim, latent_dim] each"""
     up: Tensor
-    """[heads of this rank, nope_dim + value_dim, latent_dim]: both at once, for the expanded form"""
+    """[heads of this rank, nope_dim + value_dim, latent_dim]: keys and values together, for the expanded form"""
 
 
 @dataclass(frozen=True)
 class CpuNorm:
-    """A `Norm`'s constants, and how many columns of a row it takes."""
+    """A `Norm`'s constants, and the number of columns that it norms."""
 
     constants: Norm
     columns: int
@@ -122,9 +124,8 @@ class CpuNorm:
 class CpuWeights(CheckedWeights):
     """Reads a source into packed weights. Raises ModelError, naming the weight, where source and config disagree.
 
-    `keep_packed`: matrices keep the types they are stored in, but for bfloat16 where
-    `dtype` is float32. Otherwise all
-    become `dtype`, or with `blocks` are quantised one by one as they are read.
+    `keep_packed`: matrices keep the types that they are stored in, except bfloat16 where `dtype` is float32. Otherwise
+    all matrices become `dtype` or, with `blocks`, are quantised one by one as they are read.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class CpuWeights(CheckedWeights):
     ) -> None:
         super().__init__(source, dtype, torch.device("cpu"), place)
         self._runtime = runtime
-        self._arena = Arena()  # of its own, so that its memory goes with the model
+        self._arena = Arena()  # its own, so that its memory is freed with the model
         self._freed = FreedMemory()
         self._packed = _packed_reader(source) if keep_packed else None
         self._blocks = blocks
@@ -177,7 +178,7 @@ class CpuWeights(CheckedWeights):
         return CpuNorm(Norm(declared.kind, declared.eps, weight, bias), columns)
 
     def linear(self, declared: Linear, prefix: str) -> CpuLinear:
-        """Its matrices one below the other; those of a gated pair become one weight where their types are the same."""
+        """Stacks its matrices by rows; those of a gated pair become one weight if their types are the same."""
         parts, columns, adds_bias = self.parts_of(declared, prefix)
         stored = [self._stored(part, size_of(declared.columns), columns, declared.role) for part in parts]
         biases = None
@@ -197,13 +198,13 @@ class CpuWeights(CheckedWeights):
         return CpuLinear(tuple(weights), tuple(joined_biases), declared.activation or "none", declared.gated)
 
     def latent(self, declared: AttendLatent, prefix: str) -> CpuLatent:
-        """In the model's dtype: what is stored for it, codes or not, makes keys from the one side and meets queries
-        from the other."""
+        """Reads the up-projection in the model's dtype even where it is stored quantised: the absorbed form needs the
+        transpose of its key part, the expanded form the part itself."""
         rows, name = declared.up_rows, f"{prefix}{declared.up}.weight"
         self._check(name, (rows.size, declared.latent_dim))
         stacked = self._floats(name, own_part(rows, self.place)).to(self.dtype)
         heads = stacked.unflatten(0, (-1, declared.nope_dim + declared.value_dim))
-        self.nbytes += heads.nbytes  # beside the packed ones, which count themselves
+        self.nbytes += heads.nbytes  # packed weights add theirs in `_pack`
         keys, values = heads.split((declared.nope_dim, declared.value_dim), dim=1)
         return CpuLatent(
             declared,
@@ -213,7 +214,7 @@ class CpuWeights(CheckedWeights):
         )
 
     def experts(self, declared: blocks.ExpertStack, prefix: str) -> PackedExperts:
-        """Each expert's matrices by themselves: in floats where they are not stored in types that go together."""
+        """Packs each expert by itself, as stored; as floats where the stored types cannot be computed together."""
         hidden, inner, (experts, own) = declared.hidden, declared.inner.size, self.own_experts(declared, prefix)
         own_inner = inner if own is None else own.stop - own.start
 
@@ -223,7 +224,8 @@ class CpuWeights(CheckedWeights):
             return [*gate_up, self._stored(Part(prefix + declared.downs[index], hidden), inner, own, "expert")]
 
         first, rest = stored(experts[0]), experts[1:]
-        # Floats all become what the first became; what stays as it is stored is held for a layer at a time.
+        # In floats all experts have one type, so the rest are read one by one. Stored types may differ: a layer's
+        # experts are read together and compared.
         others: list[list[Stored]] | None = None if self._packed is None else [stored(index) for index in rest]
         kinds = tuple(map(_type_name, first))
         reason = why_no_experts(kinds, hidden, own_inner, declared.activation)
@@ -248,17 +250,17 @@ class CpuWeights(CheckedWeights):
         return packed
 
     def table(self, part: Part, columns: int, role: Role = "embedding") -> PackedLinear:
-        """A matrix of `columns` for looking rows up, and multiplying too where the head is tied to it."""
+        """A matrix of `columns` for embedding lookups, and for the head if that is tied to it."""
         return self._pack(self._stored(part, columns, None, role), gated=False)
 
     def head(self, part: Part, in_features: int, *, bias: bool) -> CpuLinear:
-        """The matrix that logits come of."""
+        """The matrix that computes logits."""
         table = self.table(part, in_features, "head")
         added = self.vector(f"{part.name}.bias", part.num_rows, take=part.rows) if bias else None
         return CpuLinear((table,), (added,))
 
     def report_unpacked(self) -> None:
-        """Says once which weights are floats as the kernels do not compute them as they are stored, or as asked."""
+        """Logs once which weights are kept as floats because the kernels cannot compute them as stored or as asked."""
         if self._unquantised:
             group = self._blocks.group_size if self._blocks else 0
             logger.warning("kept as floats, as groups of %d do not divide rows: %s", group, _listed(self._unquantised))
@@ -287,7 +289,9 @@ class CpuWeights(CheckedWeights):
         kept: Packed | None = None if self._packed is None else self._packed(name)
         if kept is None:
             floats = self._floats(name, part.rows, columns)
-            rounds = floats.dtype == torch.bfloat16 and self.dtype == torch.float32  # its kernels round activations too
+            rounds = (
+                floats.dtype == torch.bfloat16 and self.dtype == torch.float32
+            )  # bf16 kernels round activations too
             stays = self._packed is not None and floats.dtype in FLOAT_TYPES and not rounds
             return floats if stays else floats.to(self.dtype)
         if isinstance(kept, GroupedWeight):
@@ -300,7 +304,7 @@ class CpuWeights(CheckedWeights):
         if cut is None:
             (self._unpacked_types if kind is None else self._undivided).add(type_name)
             return self._source.get(name, rows=part.rows, columns=columns).to(self.dtype)
-        # torch wants writable memory, which a file's map is not.
+        # torch needs writable memory, and a memory-mapped file is read-only.
         return type_name, torch.from_numpy(np.require(cut, requirements=["C", "W"]))
 
     def _grouped(self, name: str, whole: GroupedWeight, part: Part, columns: slice | None, role: Role) -> Stored:
@@ -332,11 +336,11 @@ class CpuWeights(CheckedWeights):
 
 
 def inner_block(spec: ArchSpec, source: WeightSource, *, keep_packed: bool, blocks: Blocks | None) -> int:
-    """What a rank's share of an FFN's inner size must be a multiple of to be whole blocks; 1 where there are none."""
+    """A rank's share of an FFN's inner size must be a multiple of this to consist of whole blocks; 1 without blocks."""
     if blocks is None and not (keep_packed and _packed_reader(source)):
         return 1
     names = source.names()
-    # Blocks lie along rows: those of the matrices whose columns are an inner size, and not heads.
+    # Blocks lie along rows: only matrices whose columns are an inner size, and not heads, are divided across blocks.
     divided = {
         weight.name: weight.shape[1]
         for weight in model_weights(spec, spec.names.prefix_in(names))
@@ -350,7 +354,7 @@ def inner_block(spec: ArchSpec, source: WeightSource, *, keep_packed: bool, bloc
 
 
 def _packed_reader(source: WeightSource) -> Callable[[str], Packed | None] | None:
-    """Gives whole matrices as they are stored; None for a source that stores floats alone."""
+    """The function that returns a matrix as it is stored; None for a source that stores only floats."""
     return getattr(stored_source(source), "packed", None)
 
 
@@ -366,7 +370,7 @@ def _type_name(stored: Stored) -> str:
 
 
 def _go_together(one: Stored, other: Stored) -> bool:
-    """Whether they can stand one below the other as one weight."""
+    """Whether they can be stacked by rows into one weight."""
     if isinstance(one, GroupedWeight) and isinstance(other, GroupedWeight):
         return one.goes_with(other)
     return _type_name(one) == _type_name(other)
@@ -383,7 +387,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _joined(parts: Sequence[Stored]) -> Stored:
-    """Parts of one type, one below the other."""
+    """Parts of one type, stacked by rows into one."""
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], GroupedWeight):
