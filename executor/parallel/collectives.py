@@ -1,4 +1,4 @@
-"""The ranks of one host talk through memory that they share; `shared_layout` draws it."""
+"""Collectives of the ranks of one host, through memory that they share; `shared_layout` draws that memory."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from headrace.kernels.cpu.collectives import OUTCOMES, GroupC, PeerC, declare
 from headrace.kernels.cpu.linear_args import DTYPES
 
 STORE_PORT_AT = 16
-"""Byte in the shared memory of a uint16: the port of the gloo ranks' store on loopback, 0 until it listens."""
+"""Offset in the shared memory of a uint16: the loopback port of the gloo ranks' store, 0 until it listens."""
 SPIN_US = 50
 
 
 def open_shared(fd: int, world: World, rank: int, deadline_s: float) -> Collectives:
-    """What `place.open_collectives` promises."""
+    """Implements `rank_place.open_collectives`."""
     layout = Layout(world)
     memory = mmap.mmap(fd, 0)
     if len(memory) < layout.total_bytes:
@@ -47,7 +47,8 @@ def open_shared(fd: int, world: World, rank: int, deadline_s: float) -> Collecti
 
 
 class SharedCollectives:
-    """`Collectives` over one mapping. Used from one thread; the threads of a program's region may meet within it."""
+    """`Collectives` over one shared mapping. Used from one thread; the threads of a program's parallel region may also
+    synchronise within it."""
 
     def __init__(self, memory: mmap.mmap, layout: Layout, rank: int, library: build.Library, deadline_s: float) -> None:
         world = layout.world
@@ -65,7 +66,7 @@ class SharedCollectives:
             rank=self._tp_rank,
             size=world.tp_size,
         )
-        """This rank's stage, as the ops of a program take it."""
+        """This rank's stage, as the ops of a program expect it."""
         self._dll.hr_line_own(stage_lines + self._tp_rank * LINE_BYTES)
         self._sent = self._received = self._published = self._taken = 0
         if self._pp_rank < world.pp_size - 1:
@@ -95,7 +96,7 @@ class SharedCollectives:
         self._check(self._dll.hr_group_meet(ctypes.addressof(self.group)))
 
     def check(self) -> None:
-        """Raises PeerError when a meeting within a program failed."""
+        """Raises PeerError when a collective within a program failed."""
         self._check(self._peer.outcome == 0)
 
     def send(self, x: Tensor) -> None:
@@ -141,17 +142,17 @@ class SharedCollectives:
         return step, rows, token_ids
 
     def close(self) -> None:
-        """The mapping goes when the last tensor over it does."""
+        """Does nothing: the mapping is freed with the last tensor over it."""
 
     def parts(self, turn: int, rows: int, columns: int) -> Tensor:
-        """One turn's slots, [tp_size, rows, columns] float32; rows of a slot follow each other without gaps."""
+        """One turn's slots, [tp_size, rows, columns] float32; the rows of a slot are contiguous."""
         size, stride = self.group.size, self._layout.part_bytes // 4
         start = self._layout.stage_parts_at(self._pp_rank) + turn * size * self._layout.part_bytes
         flat = torch.frombuffer(self._memory, dtype=torch.float32, count=size * stride, offset=start)
         return flat.view(size, stride)[:, : rows * columns].view(size, rows, columns)
 
     def logits(self, rows: int, columns: int) -> Tensor:
-        """The last stage's common logits, [rows, columns] float32."""
+        """The logits that the last stage's ranks share, [rows, columns] float32."""
         start = self._layout.logits_at
         return torch.frombuffer(self._memory, dtype=torch.float32, count=rows * columns, offset=start).view(
             rows, columns
@@ -161,7 +162,7 @@ class SharedCollectives:
         self._dll.hr_line_own(line)
 
     def _pipe(self, pp_rank: int) -> int:
-        """Address of the writer's line of the pipe out of that stage; the reader's is the one after."""
+        """Address of the writer's counter line of the pipe out of that stage; the reader's line follows it."""
         return self._base + self._layout.pipe_at(pp_rank, self._tp_rank)
 
     def _pipe_slot(
@@ -208,14 +209,15 @@ class SharedCollectives:
 
 
 def loopback_store(memory: mmap.mmap, rank: int, deadline_s: float) -> dist.TCPStore:
-    """The store of ranks that share memory and talk by other ways: rank 0 starts it and says there where it listens.
+    """A store for ranks of one host that do not use shared collectives: rank 0 opens it and writes its port into
+    `memory`.
 
-    Raises PeerError when rank 0 does not come in time.
+    Raises PeerError when rank 0 does not open it in time.
     """
     timeout = timedelta(seconds=deadline_s)
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        # One word that says everything needs no ordering.
+        # A single word needs no memory ordering.
         memory[STORE_PORT_AT : STORE_PORT_AT + 2] = int(store.port).to_bytes(2, "little")
         return store
     end = time.monotonic() + deadline_s

@@ -1,6 +1,6 @@
-"""Whether the ranks that were asked for can share the model, by its config, before any of them starts. No torch.
+"""Checks by the model's config, before any rank starts, that the requested ranks can share the model. No torch.
 
-What is not on this machine yet each rank finds out for itself, with the same sentences.
+A config that is not on this machine yet is checked by each rank itself, with the same messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.ipc.failure import OptionError
 def check_world(options: Options) -> None:
     """Raises ModelError or OptionError, with the numbers, where the ranks cannot share the model.
 
-    Workers of the user's own may read a model as they like, so nothing is said of theirs.
+    Does not check for a user's own `worker_cls`, which may divide a model in any way.
     """
     if options.worker_cls != "auto":
         return
@@ -31,14 +31,14 @@ def check_world(options: Options) -> None:
     try:
         spec = spec_from_config(config)
     except (NotNativeError, UnknownArchitectureError):
-        return  # each rank asks transformers
+        return  # each rank asks transformers for this model
     check_experts(spec, options)
     for rank in range(options.tensor_parallel_size * options.pipeline_parallel_size):
         check_shares(spec, RankPlace.of_options(rank, options))
 
 
 def check_experts(spec: ArchSpec, options: Options) -> None:
-    """Raises OptionError where expert parallelism would divide nothing."""
+    """Raises OptionError where expert parallelism or its options would have nothing to divide."""
     eplb = eplb_of(options)
     if not options.enable_expert_parallel:
         if options.expert_placement_strategy != Options().expert_placement_strategy:
@@ -60,7 +60,7 @@ def check_experts(spec: ArchSpec, options: Options) -> None:
 
 
 def _check_copies(spec: ArchSpec, count: int, num_redundant: int, num_ranks: int) -> None:
-    """Raises OptionError where the ranks would not have equally many of a layer's experts, or one of them twice."""
+    """Raises OptionError unless every rank gets equally many of a layer's experts and none of them twice."""
     if count < num_ranks:
         raise OptionError(
             f"enable_eplb: the {count} experts of a layer of this {spec.architecture} are fewer than its {num_ranks} "
@@ -82,7 +82,7 @@ def _check_copies(spec: ArchSpec, count: int, num_redundant: int, num_ranks: int
 
 
 def check_shares(spec: ArchSpec, place: RankPlace) -> None:
-    """Raises ModelError or OptionError, with the numbers, where a rank of this place would have no part of its own."""
+    """Raises ModelError or OptionError, with the numbers, where the rank of this place cannot have its own part."""
     spec.own_caches(place.tp_size)
     place.vocabulary(spec.vocab_size)
     if spec.stream is not None:

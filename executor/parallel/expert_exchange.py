@@ -1,5 +1,5 @@
-"""Tokens of several engine cores meet the experts that the cores divide among them (Lepikhin et al. 2020, without its
-all-to-all: each core sees all tokens, which costs least where all memory is one)."""
+"""Exchanges tokens between engine cores that divide a model's experts among them (expert parallelism, Lepikhin et al.
+2020, but without all-to-all: each core receives all tokens, which is cheapest in shared memory)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from headrace.executor.parallel.rank_place import Collectives, World, open_colle
 
 
 class ExpertExchange:
-    """Of one rank: with the ranks of its number in the other cores. All call `gather` and `own_sum` in the same order,
-    once for each layer's experts."""
+    """One rank's exchange with the ranks of the same number in the other cores. All of them call `gather` and `own_sum`
+    in the same order, once per layer with experts."""
 
     def __init__(self, link: Collectives, dp_rank: int, dp_size: int) -> None:
         self._link, self.dp_rank, self.dp_size = link, dp_rank, dp_size
         self.counts: tuple[int, ...] = ()
-        """Tokens of each core in the step at hand."""
+        """The number of each core's tokens in the current step."""
 
     @classmethod
     def open(cls, fd: int, world: World, rank: int, dp_rank: int, deadline_s: float) -> ExpertExchange:
-        """Through the memory of all cores. rank: of the core's own ranks."""
+        """Opens the exchange in the memory that all cores share. rank: this rank's number within its core."""
         link = open_collectives(fd, world, rank * world.tp_size + dp_rank, deadline_s=deadline_s)
         return cls(link, dp_rank, world.tp_size)
 
     @property
     def is_idle(self) -> bool:
-        """The step at hand is of other cores' tokens alone."""
+        """Whether the current step has only other cores' tokens."""
         return not self.counts[self.dp_rank]
 
     def gather(self, x: Tensor) -> Tensor:
@@ -38,8 +38,8 @@ class ExpertExchange:
         return torch.cat([gathered[:count, rank] for rank, count in enumerate(self.counts)])
 
     def own_sum(self, parts: Tensor) -> Tensor:
-        """parts [all cores' tokens, columns], what this rank's experts make of them -> [own tokens, columns], what the
-        group's do"""
+        """parts [all cores' tokens, columns], the outputs of this rank's experts -> [own tokens, columns], the sums
+        over the group"""
         total = self._link.all_reduce(parts)
         first = sum(self.counts[: self.dp_rank])
         return total[first : first + self.counts[self.dp_rank]]

@@ -1,4 +1,4 @@
-"""The ranks of several hosts, or of one without a compiler, talk through torch.distributed's gloo."""
+"""Collectives through torch.distributed's gloo, for ranks of several hosts, or of one host without a compiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace.executor.parallel.rank_place import DEADLINE_S, PeerError, World
 HIDDEN_TAG, TOKENS_TAG, RESULT_TAG = 1, 2, 3
 CLOSE_S = 5.0
 MOST_UNSENT = 64
-"""Messages whose memory is kept until their receiver took them."""
+"""How many sent messages are kept in memory until their receivers have taken them."""
 
 
 def open_gloo(
@@ -31,12 +31,13 @@ def open_gloo(
     opens_store: bool | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> GlooCollectives:
-    """Joins the world whose store rank 0 opens at `master` (address, port), and waits until all came.
+    """Joins the world whose store rank 0 opens at `master` (address, port), and waits until all ranks have joined.
 
-    host: this machine's own address, as the others reach it; by default what its name stands for. listen_fd: of a
-    socket that listens at `master` already, for rank 0 to take over; else it binds one. opens_store: whether this
-    rank opens the store, where that is not simply rank 0.
-    Raises PeerError when not all came in time.
+    host: this machine's address, as the other ranks reach it; by default what its host name resolves to. listen_fd: a
+    socket that already listens at `master`, for rank 0 to take over; without it rank 0 binds one. opens_store: whether
+    this rank opens the store, where that is not rank 0.
+
+    Raises PeerError when not all ranks joined in time.
     """
     opens = rank == 0 if opens_store is None else opens_store
     store = open_store(master, rank, listen_fd=listen_fd, opens=opens, deadline_s=deadline_s)
@@ -46,7 +47,7 @@ def open_gloo(
 def open_store(
     master: tuple[str, int], rank: int, *, listen_fd: int | None, opens: bool, deadline_s: float
 ) -> dist.Store:
-    """The store at `master`, which the rank that `opens` it takes over from `listen_fd`, or binds.
+    """The store at `master`; the rank that `opens` it takes over `listen_fd`, or binds a socket.
 
     Raises PeerError when it cannot be reached in time.
     """
@@ -64,7 +65,7 @@ def open_store(
 
 
 class GlooCollectives:
-    """`Collectives` over a process group of the world and one of the stage. Sums are those of `SharedCollectives`."""
+    """`Collectives` over a process group of the world and one of the stage. Sums equal those of `SharedCollectives`."""
 
     def __init__(self, world: World, rank: int, store: dist.Store, host: str, deadline_s: float) -> None:
         self._world, self._rank, self._store = world, rank, store
@@ -79,14 +80,14 @@ class GlooCollectives:
             raise PeerError(f"rank {rank} of {world.size} cannot go on: {_first_line(error)}") from error
 
     def _group(self, store: dist.Store, rank: int, size: int, host: str) -> Any:
-        gloo: Any = dist.ProcessGroupGloo  # torch's stubs know little of it
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of its members
         options = gloo._Options()
         options._timeout = self._deadline
         options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
         return gloo(store, rank, size, options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        # gloo's own sum adds in an order that depends on the sizes; this one is the same everywhere.
+        # gloo's own sum adds in an order that depends on the sizes; this order is always the same.
         parts = self._gathered(x.contiguous())
         total = parts[0].float()
         for part in parts[1:]:
@@ -117,7 +118,7 @@ class GlooCollectives:
 
     def sampled(self, wait: bool) -> tuple[int, np.ndarray, np.ndarray] | None:
         if not wait:
-            return None  # gloo cannot look without receiving
+            return None  # gloo cannot test for a message without receiving it
         message = torch.empty(2 + 2 * self._world.max_seqs, dtype=torch.int64)
         source = (self._world.pp_size - 1) * self._world.tp_size
         self._wait(self._all.recv([_bytes(message)], source, TOKENS_TAG))
@@ -126,14 +127,15 @@ class GlooCollectives:
         return int(message[0]), both[0], both[1]
 
     def tell(self, data: bytes) -> None:
-        """From the last stage's first rank to every rank of the other stages, which take it with `told`."""
+        """Sends data from the last stage's first rank to every rank of the other stages, which receive it with
+        `told`."""
         length, body = torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for reader in range((self._world.pp_size - 1) * self._world.tp_size):
             self._send(length, reader, RESULT_TAG)
             self._send(body, reader, RESULT_TAG)
 
     def told(self) -> bytearray:
-        """The next that the last stage's first rank told."""
+        """Receives the next data that the last stage's first rank sent with `tell`."""
         source, length = (self._world.pp_size - 1) * self._world.tp_size, torch.empty(1, dtype=torch.int64)
         self._wait(self._all.recv([_bytes(length)], source, RESULT_TAG))
         data = bytearray(int(length))
@@ -141,14 +143,14 @@ class GlooCollectives:
         return data
 
     def least(self, value: int) -> int:
-        """The smallest of all values, one of each rank of the world."""
+        """The minimum of `value` over all ranks of the world."""
         own = torch.tensor([value])
         values = [torch.empty_like(own) for _ in range(self._world.size)]
         self._wait(self._all.allgather([values], [own]))
         return int(torch.cat(values).min())
 
     def close(self) -> None:
-        """What was sent is taken first, where the receiver still lives."""
+        """Waits until sent messages are taken, as long as their receivers live."""
         end_s = time.monotonic() + CLOSE_S
         while self._unsent:
             with suppress(RuntimeError):
@@ -179,7 +181,7 @@ class GlooCollectives:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The same memory as uint8: gloo moves every type alike."""
+    """The same memory as uint8: gloo transfers every type alike."""
     return x.view(-1).view(torch.uint8)
 
 

@@ -1,22 +1,22 @@
-"""Engine cores that share the experts of a model compute every step together. Imports no torch.
+"""Lock-step of engine cores that share a model's experts: they compute every step together. Imports no torch.
 
-Nobody has to count waves or idle steps: a step begins when the first core that has tokens votes for it, and the others
-are called. A core that has none votes for none, and computes what its experts make of the others' tokens.
+Unlike in vLLM's data parallelism, no core counts waves or idle steps: a step begins when the first core with tokens
+votes for it, and the hub calls the others. A core without tokens votes 0, and runs its experts on the others' tokens.
 
     core 0 (has work)        hub, a thread of core 0        core 1 (idle)
       step(7) -- Vote(1, 7) -->                               waits for a message
                                -- Call(1) -->                 its loop wakes: step(0)
                                <-- Vote(1, 0) --
       <-- Go(1, (7, 0)) --        all have voted              -- Go(1, (7, 0)) -->
-      computes its tokens, and with its experts also the others'; so does core 1
+      computes its tokens, and its experts the others' tokens too; so does core 1
 
-What takes experts away, or gives other ones (to sleep, to wake up, to use other weights, to stop), is done once all
-cores are ready for it; until then those that are take part in the steps of the others. A pause needs no agreement: a
-paused core has no tokens of its own. When one core is lost, all fail, as they cannot compute without it. One that is
-stopped or hangs is waited for, and named in the others' logs.
+Whatever takes experts away or replaces them (sleeping, waking up, new weights, stopping) is done once all cores are
+ready for it; until then the cores that are ready take part in the others' steps. A pause needs no agreement: a paused
+core merely has no tokens of its own. When one core is lost, all fail, since none can compute without its experts. A
+core that is stopped or hangs is waited for, and the others' logs name it.
 
-The cores of one machine meet at a name in the kernel's abstract socket namespace, of which nothing stays behind, and
-rank 0 gives each the memory through which tokens go (`expert_exchange`).
+The cores of one machine connect to a name in the kernel's abstract socket namespace, which leaves no file behind, and
+rank 0 passes each the memory through which tokens are exchanged (`expert_exchange`).
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ logger = logging.getLogger(__name__)
 MOST_BYTES = 1 << 16
 RETRY_S = 0.05
 SUSPECT_AFTER_S = 2.0
-"""Those that keep a step waiting for so long are named."""
+"""Cores that delay a step for this long are named in the log."""
 HUB_ANSWERS_WITHIN_S = LOSS_HEARD_WITHIN_S = 1.0
 STOP = "stop"
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """First of each member: who it is, and what must be the same of all."""
+    """A member's first message: its identity, and the model, which must be the same for all."""
 
     rank: int
     model: str
     workers: tuple[int, ...] = ()
-    """Processes that compute for it, where it does not do so itself."""
+    """Pids of this core's worker processes; empty if it computes in its own process."""
 
 
 class Vote(msgspec.Struct, frozen=True, tag=True):
@@ -63,26 +63,26 @@ class Vote(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """To do what all must do together; or, if not `can`, that this one is unable to."""
+    """This member is ready for what all must do together or, without `can`, is unable to do it."""
 
     what: str
     can: bool
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):
-    """It was ready, and waits no longer."""
+    """The member no longer waits for what it was ready for."""
 
 
 class AskMissing(msgspec.Struct, frozen=True, tag=True):
-    """Who has not voted yet?"""
+    """Asks which members have not voted yet."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """With the memory's descriptor, once all have come; or why this member may not join."""
+    """Sent with the memory's descriptor once all have joined; or the reason why this member may not join."""
 
     refusal: str = ""
     pids: tuple[tuple[int, ...], ...] = ()
-    """Of each rank: the core's, and those of its workers."""
+    """By rank: the pids of the core and its workers."""
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
@@ -94,21 +94,21 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 class Go(msgspec.Struct, frozen=True, tag=True):
     step: int
     counts: tuple[int, ...]
-    """Tokens of each rank."""
+    """Tokens of each rank in the step."""
 
 
 class Agreed(msgspec.Struct, frozen=True, tag=True):
     what: str
     can: bool
-    """All can."""
+    """Whether all members can."""
 
 
 class Withdrawn(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Withdraw, unless Agreed was on its way."""
+    """The answer to Withdraw, unless Agreed was already sent."""
 
 
 class Missing(msgspec.Struct, frozen=True, tag=True):
-    """The answer to AskMissing."""
+    """The answer to AskMissing: the ranks that have not voted."""
 
     ranks: tuple[int, ...]
 
@@ -124,8 +124,10 @@ FromHub = Joined | Call | Go | Agreed | Withdrawn | Missing | Lost
 def meet(
     name: str, rank: int, size: int, *, model: str, shared_bytes: int, limit_s: float, workers: tuple[int, ...] = ()
 ) -> LockStep:
-    """Waits until all have come to the name. model: what must be the same of all. shared_bytes: of their memory.
-    workers: processes that compute for this one.
+    """Waits until all cores have joined under the name.
+
+    model: a description that must be the same for all. shared_bytes: size of their shared memory. workers: pids of the
+    processes that compute for this core.
 
     Raises EngineStartError when they do not come in time, and OptionError for a member that does not fit the others.
     """
@@ -141,7 +143,7 @@ def meet(
                         f"the {size} engines that share experts (enable_expert_parallel, data_parallel_size) did not "
                         f"meet within {limit_s:g} s: {error}"
                     ) from error
-            time.sleep(RETRY_S)  # rank 0 listens as soon as it has seen the model
+            time.sleep(RETRY_S)  # rank 0 listens only after reading the model
     except BaseException:
         if hub is not None:
             hub.close()
@@ -149,7 +151,7 @@ def meet(
 
 
 def _join(name: str, join: Join, hub: Hub | None, end_s: float) -> LockStep:
-    """Raises OSError or EOFError where nobody listens, or rank 0 has gone before all came."""
+    """Raises OSError or EOFError where no hub listens, or where rank 0 ended before all had joined."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(max(0.01, end_s - time.monotonic()))
@@ -174,7 +176,8 @@ def _address(name: str) -> str:
 
 
 def check_user(connection: socket.socket) -> int:
-    """The process at the other end. Raises ConnectionRefusedError where it is another user's, who may use any name."""
+    """The pid at the other end. Raises ConnectionRefusedError if it is another user's: any user may connect to the
+    name."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", credentials)
     if uid != os.getuid():
@@ -183,14 +186,14 @@ def check_user(connection: socket.socket) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """By a signal or a debugger."""
+    """Whether a signal or a debugger has stopped the process."""
     status = status_of(pid)
     return status is not None and status.state in "Tt"
 
 
 class LockStep:
-    """One core's membership. `step`, `computing`, `agree` and `announce` are for the core's loop; a thread hears the
-    hub."""
+    """One core's membership. The core's loop calls `step`, `computing`, `agree` and `announce`; a thread receives from
+    the hub."""
 
     def __init__(
         self, connection: socket.socket, rank: int, pids: tuple[tuple[int, ...], ...], shared_fd: int, hub: Hub | None
@@ -199,12 +202,12 @@ class LockStep:
         self._incoming = select.poll()
         self._incoming.register(connection, select.POLLIN)
         self.shared_fd = shared_fd
-        """Of the memory that all share."""
+        """Descriptor of the memory that all cores share."""
         self.on_call: Callable[[], None] = lambda: None
-        """Comes from another thread: the loop should take part in a step, or look whether all are ready."""
+        """Called from another thread when the loop should take part in a step, or check whether all are ready."""
         self._on_lost: Callable[[Failure], None] = lambda failure: None
         self._changed = threading.Condition()
-        self._step = self._called = self._begun = 0  # voted for, called for, begun by all
+        self._step = self._called = self._begun = 0  # the last step voted for, called for, begun by all
         self._counts: tuple[int, ...] = ()
         self._is_computing = False
         self._missing: tuple[int, ...] | None = None
@@ -217,19 +220,21 @@ class LockStep:
         self._thread.start()
 
     def watch(self, on_lost: Callable[[Failure], None]) -> None:
-        """Calls back once, from another thread, when a member is lost."""
+        """`on_lost` is called once, from another thread, when a member is lost."""
         self._on_lost = on_lost
         if self._failure is not None:
             on_lost(self._failure)
 
     @property
     def is_called(self) -> bool:
-        """Another core waits for this one's part in a step."""
+        """Whether another core waits for this core's vote."""
         return self._called > self._step
 
     def step(self, num_tokens: int) -> tuple[int, ...]:
-        """Votes for the next step, which is computed within `computing`. How many tokens each rank has, once all have
-        voted. Raises PeerError."""
+        """Votes for the next step and waits until all have voted; the step must be computed within `computing`.
+
+        Returns each rank's number of tokens. Raises PeerError.
+        """
         self._step += 1
         self._send(Vote(self._step, num_tokens))
         self._wait(self._has_begun, SUSPECT_AFTER_S)
@@ -239,7 +244,8 @@ class LockStep:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Until it ends, each waits for all. When that fails since one is lost or stopped, the error says which."""
+        """Wraps the computation of a step, in which cores wait for each other. If it fails because a core was lost or
+        stopped, the error names that core."""
         try:
             yield
         except HeadraceError as error:
@@ -253,9 +259,9 @@ class LockStep:
             self._is_computing = False
 
     def agree(self, what: str, can: bool, take_part: Callable[[], None], limit_s: float) -> bool:
-        """Waits until all are ready, and calls `take_part` for steps meanwhile; whether all can.
+        """Waits until all are ready, calling `take_part` for steps meanwhile; returns whether all can.
 
-        Raises HeadraceError when they are not within the limit, and PeerError when one is lost.
+        Raises HeadraceError when not all are ready within the limit, and PeerError when one is lost.
         """
         end_s = time.monotonic() + limit_s
         self._agreed, self._is_withdrawn = None, False
@@ -279,7 +285,8 @@ class LockStep:
         return agreed.can
 
     def announce(self, what: str) -> bool:
-        """As `agree`, without waiting: whether all have announced it. `on_call` comes when they have."""
+        """Like `agree`, but without waiting; returns whether all have announced it. `on_call` is called when they
+        have."""
         if not self._announced:
             self._announced = what
             self._send(Ready(what, True))
@@ -302,17 +309,17 @@ class LockStep:
         try:
             self._connection.send(msgspec.msgpack.encode(message))
         except OSError as error:
-            self._wait(lambda: False, LOSS_HEARD_WITHIN_S)  # the reader knows who was lost
+            self._wait(lambda: False, LOSS_HEARD_WITHIN_S)  # the receiving thread learns which core was lost
             raise PeerError(f"rank {self._rank} cannot go on: {error}") from error
 
     def _has_begun(self) -> bool:
         return self._begun >= self._step
 
     def _wait_for_missing(self) -> None:
-        """Names those that have not voted, and waits on. Raises PeerError when they do not come."""
+        """Logs which cores have not voted, and goes on waiting. Raises PeerError at the deadline."""
         missing, since_s = self._ask_missing(), time.monotonic()
         if self._has_begun():
-            return  # it was this process that stood still
+            return  # only this process had been suspended
         logger.warning("a step waits for %s", self._named(missing))
         self._wait(self._has_begun, DEADLINE_S)
         if not self._has_begun():
@@ -326,7 +333,7 @@ class LockStep:
         self._missing = None
         self._send(AskMissing())
         self._wait(lambda: self._missing is not None, HUB_ANSWERS_WITHIN_S)
-        return (0,) if self._missing is None else self._missing  # the hub is rank 0's
+        return (0,) if self._missing is None else self._missing  # no answer: the hub runs in rank 0
 
     def _named(self, ranks: Iterable[int]) -> str:
         return " and ".join(f"the engine of data_parallel_rank {rank} ({self._processes(rank)})" for rank in ranks)
@@ -350,7 +357,7 @@ class LockStep:
                 raise PeerError(failure=self._failure)
 
     def _watch_computing(self) -> None:
-        """Until something comes, if a step is computed: within it, too, each waits for all."""
+        """While a step is computed, waits for a message; if a stopped core delays the step, logs that and returns."""
         while self._is_computing and not self._incoming.poll(SUSPECT_AFTER_S * 1000):
             stopped = self._stopped()
             if stopped and self._is_computing:
@@ -407,11 +414,11 @@ class LockStep:
 
 
 class Hub:
-    """Counts votes, on a thread of rank 0; ends with its first loss. Every decision is made here, so that all members
-    hear them in one order."""
+    """Counts votes on a thread of rank 0, and ends when the first member is lost. It makes every decision, so that all
+    members hear them in the same order."""
 
     def __init__(self, name: str, size: int, model: str, shared_bytes: int, end_s: float) -> None:
-        """Raises EngineStartError while another listens at the name until then (monotonic seconds)."""
+        """Raises EngineStartError if another hub still listens at the name at end_s (monotonic seconds)."""
         self._size, self._model = size, model
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._shared_fd = os.memfd_create("headrace-experts")
@@ -437,7 +444,7 @@ class Hub:
             try:
                 self._listener.bind(_address(name))
                 return
-            except OSError as error:  # the one before this, which is about to end
+            except OSError as error:  # a previous hub still listens, but is about to end
                 if error.errno != errno.EADDRINUSE or time.monotonic() > end_s:
                     raise EngineStartError(
                         f"the name {name!r} (data_parallel_meeting) cannot be had: {error}"
@@ -505,7 +512,7 @@ class Hub:
             connection.close()
             return
         before = self._members.get(join.rank)
-        if before is not None:  # it has died since
+        if before is not None:  # an earlier process of this rank, which has died
             self._lose(before, join.rank)
         self._members[join.rank], self._ranks[connection] = connection, join.rank
         self._pids[join.rank] = (check_user(connection), *join.workers)
@@ -517,7 +524,7 @@ class Hub:
         pids = tuple(self._pids[rank] for rank in range(self._size))
         joined = msgspec.msgpack.encode(Joined(pids=pids))
         for each in self._members.values():
-            with suppress(OSError):  # its end is heard next
+            with suppress(OSError):  # it has ended, which is noticed next
                 socket.send_fds(each, [joined], [self._shared_fd])
 
     def _lose(self, connection: socket.socket, rank: int) -> None:
@@ -563,5 +570,5 @@ class Hub:
             self._tell(connection, message)
 
     def _tell(self, connection: socket.socket, message: FromHub) -> None:
-        with suppress(OSError):  # its end is heard next
+        with suppress(OSError):  # it has ended, which is noticed next
             connection.send(msgspec.msgpack.encode(message))

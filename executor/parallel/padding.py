@@ -1,8 +1,8 @@
-"""A checkpoint with zero weights added, so that ranks can share what does not divide evenly.
+"""Pads a checkpoint with zero weights, so that ranks can share sizes that do not divide evenly.
 
-`ArchSpec.for_ranks` says how many heads and inner columns there are then. A head of padding has zero rows in the query,
-key and value matrices and zero columns in the output matrix, and an inner column likewise: what it computes is
-multiplied by zero, so the answer is that of the model as it is.
+`ArchSpec.for_ranks` gives the padded numbers of heads and inner columns. A padding head has zero rows in the query, key
+and value matrices and zero columns in the output matrix, and likewise an inner column of an FFN: its results are
+multiplied by zero, so the model's output is unchanged.
 
     padded   | group 0: q q q 0 | group 1: q q q 0 | group of zeros  |      3 query heads a group and 2 groups,
     spans    | 0..2   > 0..2    | 4..6 > 3..5      |                 |      padded to 4 and 3
@@ -30,26 +30,26 @@ logger = logging.getLogger(__name__)
 
 
 class Span(NamedTuple):
-    """Neighbours that stay neighbours."""
+    """A run of indices that stays contiguous."""
 
     start: int
-    """Where the first of them is, padded."""
+    """First index in the padded model."""
     source: int
-    """Where it is in the checkpoint."""
+    """First index in the checkpoint."""
     length: int
 
 
 @dataclass(frozen=True)
 class GrownAxis:
-    """A dimension that grew."""
+    """A dimension that padding enlarged."""
 
     size: int
-    """In the checkpoint."""
+    """Size in the checkpoint."""
     padded: int
     spans: tuple[Span, ...]
 
     def within(self, first: int, last: int) -> list[Span]:
-        """What is not padding of first .. last - 1, counted from `first`."""
+        """The spans of first .. last - 1 that are not padding; their `start` counts from `first`."""
         found = []
         for start, source, length in self.spans:
             begin, end = max(start, first), min(start + length, last)
@@ -59,18 +59,18 @@ class GrownAxis:
 
 
 class Piece(NamedTuple):
-    """A rectangle of a part of a matrix that comes from the checkpoint; what no piece covers is zero."""
+    """A rectangle of a part of a matrix that comes from the checkpoint; whatever no piece covers is zero."""
 
     rows: slice
-    """Of the part."""
+    """Rows in the part."""
     columns: slice
     source_rows: slice
-    """Of the checkpoint's tensor."""
+    """Rows in the checkpoint's tensor."""
     source_columns: slice
 
 
 class PaddedWeights:
-    """A `WeightSource` of the padded model's shapes over one of the model's own.
+    """A `WeightSource` with the padded model's shapes, over a source with the checkpoint's shapes.
 
     Raises ModelError, when a shape is asked for, where the checkpoint disagrees with the model's config.
     """
@@ -90,7 +90,7 @@ class PaddedWeights:
         return tuple(axes[dimension].padded if dimension in axes else size for dimension, size in enumerate(found))
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """As of any source; float32 where a part is nothing but padding."""
+        """As `WeightSource.get`; float32 where a part is only padding."""
         if name not in self._axes:
             return self.source.get(name, rows=rows, columns=columns)
         shape = self.shape(name)
@@ -107,7 +107,7 @@ class PaddedWeights:
         return whole
 
     def pieces(self, name: str, rows: slice | None, columns: slice | None) -> list[Piece]:
-        """Where that part of a matrix comes from, row by row of it first."""
+        """The pieces of that part of a matrix, in order of rows, then columns."""
         shape, axes = self.shape(name), self._axes.get(name, {})
         down, across = (
             axes[dimension].within(first, last) if dimension in axes else [Span(0, first, last - first)]
@@ -138,9 +138,10 @@ class PaddedWeights:
 def padded_for(
     spec: ArchSpec, source: WeightSource, place: RankPlace, inner_block: int = 1
 ) -> tuple[ArchSpec, WeightSource]:
-    """The model as the ranks of a stage share it, and its weights: themselves where all divides evenly.
+    """The model as the ranks of a stage share it, and its weights; both are unchanged where everything divides evenly.
 
-    inner_block: what each rank's share of an MLP's inner size is a multiple of, where it may be padded for that.
+    inner_block: each rank's share of an MLP's inner size is padded to a multiple of this, where padding is possible.
+
     Raises ModelError, with the numbers, where ranks cannot share the model.
     """
     padded = spec.for_ranks(place.tp_size, inner_block)
@@ -173,9 +174,10 @@ def packed_part(
     rows: slice | None,
     columns: slice | None,
 ) -> np.ndarray | None:
-    """A part of a matrix whose rows are blocks of (elements, bytes); None where it begins or ends within one.
+    """A part of a matrix whose rows consist of blocks of (elements, bytes); None where it begins or ends within a
+    block.
 
-    data: [rows, bytes of a row] uint8, the checkpoint's. Blocks of zero bytes stand for zeros in every type.
+    data: [rows, bytes of a row] uint8, as in the checkpoint. Blocks of zero bytes decode to zeros in every type.
     """
     elements, num_bytes = block
     height, width = part_size(tuple(source.shape(name)), rows, columns)
@@ -201,7 +203,7 @@ def grouped_part(
 ) -> GroupedWeight | None:
     """A part of a matrix with group scales; None where it begins or ends within a group.
 
-    Padding has scales of zero, or meets inputs of zero.
+    Padding has scales of zero or is multiplied with inputs of zero.
     """
     height, width = part_size(tuple(source.shape(name)), rows, columns)
     pieces = _pieces(source, name, rows, columns)
@@ -219,12 +221,12 @@ def grouped_part(
 
 
 def stored_source(source: WeightSource) -> WeightSource:
-    """What has the checkpoint's own shapes."""
+    """The source below any padding, which has the checkpoint's own shapes."""
     return source.source if isinstance(source, PaddedWeights) else source
 
 
 def _pieces(source: WeightSource, name: str, rows: slice | None, columns: slice | None) -> list[Piece]:
-    """Where a part of a matrix comes from, padded or not."""
+    """The pieces of a part of a matrix, whether the source is padded or not."""
     if isinstance(source, PaddedWeights):
         return source.pieces(name, rows, columns)
     height, width = part_size(tuple(source.shape(name)), rows, columns)
@@ -234,14 +236,14 @@ def _pieces(source: WeightSource, name: str, rows: slice | None, columns: slice 
 
 
 def part_size(shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> tuple[int, int]:
-    """Rows and columns of a part of a matrix."""
+    """The numbers of rows and columns of a part of a matrix."""
     first, last = bounds(rows, shape[0])
     begin, end = bounds(columns, shape[-1])
     return last - first, end - begin
 
 
 def _axes_by_name(spec: ArchSpec, padded: ArchSpec, prefix: str) -> dict[str, dict[int, GrownAxis]]:
-    """For each tensor that grew, its dimensions that did."""
+    """For each tensor that padding enlarges, its enlarged dimensions."""
     found: dict[str, dict[int, GrownAxis]] = {}
     for weight, grown in zip(model_weights(spec, prefix), model_weights(padded, prefix), strict=True):
         axes = {

@@ -1,7 +1,7 @@
-"""A rank's place in the world: which part of the model is its own, and whom it talks to. Imports no torch.
+"""A rank's place in the world: which part of the model it has, and which ranks it communicates with. Imports no torch.
 
-The world is tp_size x pp_size ranks. A stage of the pipeline has a run of layers, and the tp_size ranks of a stage
-divide each matrix among them; rank = pp_rank * tp_size + tp_rank, as in vLLM.
+The world has tp_size x pp_size ranks. A pipeline stage has a run of layers, and the stage's tp_size ranks divide each
+matrix among them; rank = pp_rank * tp_size + tp_rank, as in vLLM.
 
 How a parent of several ranks on one host uses this:
 
@@ -15,7 +15,7 @@ How a parent of several ranks on one host uses this:
     # in the parent when a worker died, so that the others stop waiting for it within 100 ms:
     mark_failed(fd, number)
 
-Every rank is given every StepPlan; the answer is the StepResult of the rank whose `place.replies` is true.
+Every rank gets every StepPlan; the step's result is the StepResult of the rank whose `place.replies` is true.
 """
 
 from __future__ import annotations
@@ -40,64 +40,67 @@ if TYPE_CHECKING:
     from headrace.executor.parallel.expert_exchange import ExpertExchange
 
 DEADLINE_S = 300.0
-"""How long a rank waits for another within a step."""
+"""How long a rank waits for another rank within a step."""
 FAILED_AT = 8
-"""Byte in the shared memory of a uint32: 0, or 1 + the rank that failed."""
+"""Offset in the shared memory of a uint32: 0, or 1 + the rank that failed."""
 
 
 class PeerError(HeadraceError):
-    """A rank that this one waited for failed, ended or took too long: a consequence of that rank's own failure."""
+    """A rank that this one waited for failed, ended or took too long; the cause is that rank's own failure."""
 
 
 class Collectives(Protocol):
-    """How the ranks of a world talk. Each raises PeerError when a rank it waits for died or took too long.
+    """Communication between the ranks of a world. Each method raises PeerError when a rank that it waits for died or
+    took too long.
 
     All ranks of a stage call all_reduce, all_gather and barrier in the same order with the same shapes.
     """
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the stage's ranks, added in float32 in order of rank: equal to the bit on each. May reuse x."""
+        """The sum over the stage's ranks, added in float32 in order of rank, so bit-identical on each. May overwrite
+        x."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """x [rows, columns] of each of the stage's ranks side by side, in order of rank: [rows, tp_size * columns]."""
+        """The x [rows, columns] of the stage's ranks side by side, in order of rank: [rows, tp_size * columns]."""
         ...
 
     def barrier(self) -> None:
-        """Returns once every rank of the stage has come."""
+        """Returns once every rank of the stage has called it."""
         ...
 
     def send(self, x: Tensor) -> None:
-        """x [n, rows, columns] to the rank of the same number in the next stage."""
+        """Sends x [n, rows, columns] to the rank with the same tp_rank in the next stage."""
         ...
 
     def receive(self, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-        """What the stage before sent, of this very shape and type."""
+        """Receives what the previous stage sent, which must have exactly this shape and type."""
         ...
 
     def publish(self, step: int, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """What a step sampled, from the last stage's first rank to every rank of the other stages. [n] int32 each."""
+        """Sends a step's sampled tokens from the last stage's first rank to every rank of the other stages. [n] int32
+        each."""
         ...
 
     def sampled(self, wait: bool) -> tuple[int, np.ndarray, np.ndarray] | None:
-        """The next that was published: step, rows, token_ids. None when there is none yet and `wait` is false."""
+        """The next published step: step, rows, token_ids. None if none has arrived and `wait` is false."""
         ...
 
     def close(self) -> None:
-        """Lets go of the memory or the connections. Safe to call twice."""
+        """Releases the memory or the connections. Safe to call twice."""
         ...
 
 
 @dataclass(frozen=True)
 class World:
-    """How many ranks there are, and the largest things that they say to each other."""
+    """The number of ranks, and the sizes that bound what they send each other."""
 
     tp_size: int
     pp_size: int
     max_tokens: int
-    """Of a step."""
+    """Most tokens of a step."""
     max_seqs: int
-    """Of a step: rows of sampled tokens, and of logits."""
+    """Most rows of sampled tokens, or of logits, of a step."""
     hidden_size: int
     vocab_size: int
 
@@ -114,8 +117,12 @@ class World:
 
     @classmethod
     def of_engines(cls, plan: Plan, size: int, ranks_of_each: int) -> World:
-        """Of `size` engine cores, each of so many ranks, that share experts: what all their tokens need at once. The
-        ranks of one number make a group, as those of a stage do, and only the members of a group talk."""
+        """The world of `size` engine cores, of so many ranks each, that share experts; sized for all cores' tokens
+        together.
+
+        The ranks with the same number in their cores form a group, like the ranks of a stage; only members of one group
+        communicate.
+        """
         return cls(
             tp_size=size,
             pp_size=ranks_of_each,
@@ -132,7 +139,7 @@ class World:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank's part. `collectives` is needed to compute with more than one rank, and not before."""
+    """One rank's part of the model. With more than one rank `collectives` is needed, but only to compute."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -140,20 +147,20 @@ class RankPlace:
     pp_size: int = 1
     collectives: Collectives | None = None
     layer_partition: tuple[int, ...] = ()
-    """Layers of each stage; empty divides them evenly."""
+    """Number of layers of each stage; empty divides them evenly."""
     expert_parallel: bool = False
-    """Experts are divided whole, and not their rows."""
+    """Each expert belongs to one rank, instead of having its rows divided among all."""
     experts_in_turn: bool = False
-    """Of experts that are divided whole neighbours go to different ranks."""
+    """With expert_parallel: experts go to ranks round-robin, instead of in runs."""
     balances_experts: bool = False
-    """Experts that are divided whole change ranks by their load: `executor.parallel.load_balancing`."""
+    """With expert_parallel: experts move between ranks by their load, see `executor.parallel.load_balancing`."""
     redundant_experts: int = 0
-    """Of each layer, copies that the ranks have besides."""
+    """Extra copies of experts, per layer, over all ranks."""
     dp_rank: int = 0
     dp_size: int = 1
-    """Engine cores that divide the experts among them; see `Options.shares_experts`."""
+    """The number of engine cores that divide the experts among them; see `Options.shares_experts`."""
     exchange: ExpertExchange | None = None
-    """By which tokens reach the experts of other cores; needed to compute where dp_size is above 1."""
+    """Sends tokens to the experts of other cores and back; needed to compute where dp_size is above 1."""
 
     def __post_init__(self) -> None:
         for rank, size, what in ((self.tp_rank, self.tp_size, "tensor"), (self.pp_rank, self.pp_size, "pipeline")):
@@ -174,7 +181,7 @@ class RankPlace:
 
     @classmethod
     def of_options(cls, rank: int, options: Options) -> RankPlace:
-        """The place of a rank of the world that the options ask for. Raises OptionError for a wrong partition."""
+        """The place of a rank in the world that the options describe. Raises OptionError for a wrong partition."""
         sizes = options.tensor_parallel_size, options.pipeline_parallel_size
         place = cls.of(rank, *sizes, options.pipeline_layer_partition)
         eplb = eplb_of(options)
@@ -210,7 +217,7 @@ class RankPlace:
 
     @property
     def replies(self) -> bool:
-        """Whether this rank's StepResult is the world's; the others' hold nothing that it lacks."""
+        """Whether this rank's StepResult is the step's result; the other ranks' contain nothing more."""
         return self.is_last_stage and self.tp_rank == 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -225,14 +232,14 @@ class RankPlace:
         return self.collectives
 
     def share(self, size: int, what: str) -> slice:
-        """This rank's part of `size` rows. Raises ModelError when it cannot be divided evenly."""
+        """This rank's part of `size` rows. Raises ModelError when they do not divide evenly."""
         if size % self.tp_size:
             raise ModelError(f"{what} of {size} cannot be divided among {self.tp_size} tensor-parallel ranks")
         part = size // self.tp_size
         return slice(self.tp_rank * part, (self.tp_rank + 1) * part)
 
     def vocabulary(self, size: int) -> slice:
-        """This rank's tokens; the last rank has fewer where they do not divide evenly.
+        """This rank's range of token ids; the last rank has fewer where the vocabulary does not divide evenly.
 
         Raises ModelError where it would have none.
         """
@@ -243,18 +250,18 @@ class RankPlace:
 
     @property
     def expert_ranks(self) -> tuple[int, int]:
-        """This rank's number among those that may divide experts, of all cores that share them; and how many."""
+        """This rank's number among all ranks, of all cores, that may divide experts; and how many ranks those are."""
         return self.dp_rank * self.tp_size + self.tp_rank, self.dp_size * self.tp_size
 
     def has_whole_experts(self, count: int) -> bool:
-        """Whether a layer's experts are divided whole. Where they are fewer than ranks, they are divided by rows all
-        the same."""
+        """Whether each of a layer's `count` experts belongs to one rank. With fewer experts than ranks, each is divided
+        by rows even with expert_parallel."""
         _, size = self.expert_ranks
         return self.expert_parallel and 1 < size <= count
 
     def expert_placement(self, count: int) -> tuple[Sequence[int], ...]:
-        """Of each rank the experts that it reads, of a layer's that are divided whole. With copies they go on from the
-        last expert to the first."""
+        """For each rank the experts of a layer that it reads, where experts are divided whole. With copies, the
+        numbering continues after the last expert with the first."""
         _, size = self.expert_ranks
         if self.redundant_experts:
             each = (count + self.redundant_experts) // size
@@ -264,13 +271,15 @@ class RankPlace:
         return tuple(range(rank * count // size, (rank + 1) * count // size) for rank in range(size))
 
     def experts(self, count: int) -> Sequence[int]:
-        """This rank's of a layer's experts: all of them, of each a part, but with expert parallelism."""
+        """The experts of a layer that this rank has: with expert parallelism its own, otherwise (a part of) every
+        one."""
         if not self.has_whole_experts(count):
             return range(count)
         return self.expert_placement(count)[self.expert_ranks[0]]
 
     def layers(self, num_layers: int) -> range:
-        """This stage's layers. A remainder goes to the stages before the last, from the back: the last has the head.
+        """This stage's layers. A remainder goes to the stages before the last, from the back, since the last has the
+        head.
 
         Raises OptionError, with the numbers, for more stages than layers and for a partition that does not add up.
         """
@@ -297,26 +306,26 @@ SINGLE = RankPlace()
 
 
 def open_collectives(fd: int, world: World, rank: int, *, deadline_s: float = DEADLINE_S) -> Collectives:
-    """Joins the world whose shared memory `fd` is: zeroed, of `collectives_bytes(world)`, the same in every rank.
+    """Joins the world over the shared memory `fd`: zeroed, of `collectives_bytes(world)`, the same in every rank.
 
-    Waits for nobody where the CPU kernels can be compiled; where they cannot, ranks talk gloo over loopback, and this
-    returns once all came. `fd` may be closed afterwards. Raises ValueError for memory that is too small.
+    Does not wait where the CPU kernels can be compiled; otherwise the ranks use gloo over loopback, and this returns
+    once all have joined. `fd` may be closed afterwards. Raises ValueError for memory that is too small.
     """
-    from headrace.executor.parallel.collectives import open_shared  # brings torch
+    from headrace.executor.parallel.collectives import open_shared  # imports torch
 
     return open_shared(fd, world, rank, deadline_s)
 
 
 def collectives_bytes(world: World) -> int:
-    """Size of the shared memory. Most of its pages are never touched, and so never take memory."""
+    """Size of the shared memory. Most of its pages are never touched and so never allocated."""
     from headrace.executor.parallel.shared_layout import Layout
 
     return Layout(world).total_bytes
 
 
 def mark_failed(fd: int, rank: int) -> None:
-    """Tells every rank that waits for another that `rank` is gone; they raise PeerError within 100 ms."""
+    """Tells all ranks that wait for others that `rank` has failed; they raise PeerError within 100 ms."""
     if os.fstat(fd).st_size < mmap.PAGESIZE:
-        return  # it has no size yet, and nobody has joined
+        return  # not sized yet, so no rank has joined
     with mmap.mmap(fd, mmap.PAGESIZE) as memory:
         memory[FAILED_AT : FAILED_AT + 4] = struct.pack("=I", rank + 1)

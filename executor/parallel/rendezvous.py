@@ -1,4 +1,4 @@
-"""Where the ranks of a world meet. Imports no torch."""
+"""How a rank finds the other ranks of its world. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Rendezvous:
     world: World
     rank: int
     host_ranks: range
-    """Those of this host, or of this agent where Ray placed them one by one."""
+    """The ranks on this host or, where Ray placed ranks one by one, of this agent."""
     memory_fd: int
-    """Memory that the ranks of this host share; where there is one host, it is how they meet."""
+    """Memory shared by this host's ranks; in a world of one host they join through it."""
     deadline_s: float
     address: tuple[str, int] | None = None
-    """Where the ranks of several hosts meet: rank 0 listens there."""
+    """Address for a world of several hosts, at which rank 0 listens."""
     host: str = ""
-    """This host's own address, as the others reach it."""
+    """This host's address, as the others reach it."""
     listen_fd: int | None = None
-    """Rank 0's socket that listens at `address` already."""
+    """Rank 0's socket that already listens at `address`."""
     opens_store: bool | None = None
     """Whether this rank opens the store at `address`; None: rank 0 does."""
 
@@ -35,11 +35,11 @@ class Rendezvous:
         return self.rank == 0 if self.opens_store is None else self.opens_store
 
     def link(self) -> Collectives:
-        """Joins the others, with tensors in the host's memory. Raises PeerError when not all came in time."""
+        """Joins the other ranks, for tensors in host memory. Raises PeerError when not all joined in time."""
         world, rank, deadline_s = self.world, self.rank, self.deadline_s
         if self.address is None:
             return open_collectives(self.memory_fd, world, rank, deadline_s=deadline_s)
-        from headrace.executor.parallel.gloo import open_gloo  # brings torch
+        from headrace.executor.parallel.gloo import open_gloo  # imports torch
 
         return open_gloo(
             self.address,
@@ -52,7 +52,8 @@ class Rendezvous:
         )
 
     def store(self) -> dist.Store:
-        """The store that rank 0 opens, for other ways to join. Raises PeerError when it cannot be reached in time."""
+        """The store that rank 0 opens, for other kinds of collectives. Raises PeerError when it cannot be reached in
+        time."""
         if self.address is None:
             from headrace.executor.parallel.collectives import loopback_store
 

@@ -1,13 +1,14 @@
-"""Where things lie in the memory that the ranks of one host share. Imports no torch.
+"""The layout of the memory that the ranks of one host share. Imports no torch.
 
     header     one page: see `Header` in kernels/cpu/collectives.h
-    lines      64 bytes a rank: its barrier's count, and who sleeps on it
-    parts      for each stage, two turns of tp_size slots: what each rank adds to a sum
+    lines      64 bytes a rank: its barrier's count, and which ranks sleep on it
+    parts      for each stage, two turns of tp_size slots: each rank's summand of an all-reduce
     logits     for the last stage: [max_seqs, vocab_size] float32
     pipes      for each rank but the last stage's: two slots of hidden states for the next stage
-    tokens     TOKEN_SLOTS of what steps sampled, from the last stage's first rank to the other stages' ranks
+    tokens     TOKEN_SLOTS of sampled tokens of steps, from the last stage's first rank to the other stages' ranks
 
-Every area begins on a page of its own. Writers and readers are single or in turn, so nothing needs a lock.
+Every area begins on a page of its own. Each place has a single writer, or its writers take turns, and likewise its
+readers, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ PAGE_BYTES = 4096
 LINE_BYTES = 64
 PIPE_SLOTS = 2
 TOKEN_SLOTS = 64
-"""More steps than are ever in flight: a rank takes what it finds before each step."""
+"""More than the steps ever in flight: a rank takes all published tokens before each step."""
 SLOT_HEADER_BYTES = 64
 HIDDEN_TENSORS = 2
-"""The stream, and the part of it that is not yet added."""
+"""The residual stream, and the part that is not yet added to it."""
 
 
 def _paged(size_bytes: int) -> int:
@@ -39,7 +40,7 @@ class Layout:
 
     @cached_property
     def part_bytes(self) -> int:
-        """One rank's slot: a whole step's float32 hidden states."""
+        """Size of one rank's slot: the float32 hidden states of a whole step."""
         return _paged(self.world.max_tokens * self.world.hidden_size * 4)
 
     @cached_property
@@ -75,7 +76,7 @@ class Layout:
         return self.logits_at + (0 if world.tp_size == 1 else _paged(4 * world.max_seqs * world.vocab_size))
 
     def pipe_at(self, pp_rank: int, tp_rank: int) -> int:
-        """The pipe out of that rank. Its first page has its two counts, each on a line of its own."""
+        """The pipe out of that rank. Its first page has its two counts, each on its own cache line."""
         return self.pipes_at + (pp_rank * self.world.tp_size + tp_rank) * (
             PAGE_BYTES + PIPE_SLOTS * self.pipe_slot_bytes
         )

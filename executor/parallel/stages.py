@@ -1,7 +1,8 @@
-"""Runners of a pipeline's stages: the last one's sends the others the tokens that its steps sampled.
+"""Runners of pipeline stages: the last stage sends the tokens that its steps sampled to the others.
 
-A stage may be a few steps ahead of the last. Before a step it takes the tokens that came meanwhile, and waits only for
-those that the step computes. A token of a row that was released since is dropped: the row may be another request's.
+A stage may be a few steps ahead of the last. Before a step it takes the tokens that have arrived, and waits only for
+those that the step computes. A token of a row that has been released since is dropped, since the row may now belong to
+another request.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from headrace.executor.parallel.rank_place import Collectives, RankPlace
 from headrace.ipc.step import StepPlan, StepResult
 
 MOST_UNKNOWN = 16
-"""Steps whose tokens a stage may not have taken yet; far more than are in flight."""
+"""A stage waits when it lacks the tokens of more steps than this; far more than are ever in flight."""
 
 
 class Awaited(Protocol):
-    """A step that was computed here and whose tokens did not come yet."""
+    """A step that this stage has computed and whose sampled tokens have not arrived yet."""
 
     step: int
 
@@ -32,15 +33,15 @@ S = TypeVar("S", bound=Awaited)
 
 
 class AwaitedTokens(Generic[S]):
-    """Such steps, oldest first."""
+    """The steps whose tokens have not arrived, oldest first."""
 
     def __init__(self, put: Callable[[S, np.ndarray, np.ndarray], None]) -> None:
-        """put: takes a step, the row of each of its tokens (a row's own are adjacent), and the tokens."""
+        """put: receives a step, the row of each of its tokens (the tokens of a row are adjacent), and the tokens."""
         self.steps: deque[S] = deque()
         self._put = put
 
     def take(self, link: Collectives, is_needed: Callable[[], bool]) -> None:
-        """Those that have come; waits as long as the next step needs one of them."""
+        """Takes the tokens that have arrived, and waits while the next step needs tokens that have not."""
         while self.steps:
             taken = link.sampled(wait=is_needed() or len(self.steps) > MOST_UNKNOWN)
             if taken is None:
@@ -53,7 +54,7 @@ class AwaitedTokens(Generic[S]):
 
 
 def by_row(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """rows [num_tokens], a row's tokens adjacent: each row once, and how many tokens it has."""
+    """rows [num_tokens], a row's tokens adjacent -> each row once, and its number of tokens."""
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
     return rows[starts], np.diff(starts, append=len(rows))
 
@@ -62,18 +63,18 @@ def by_row(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class _Unknown:
     step: int
     given_up: set[int] = field(default_factory=set)
-    """Rows that were released since."""
+    """Rows released since the step; their tokens are dropped."""
 
 
 class StageRunner:
-    """Of a stage that is not the last. Its results hold nothing."""
+    """Runs a stage that is not the last. Its results are empty."""
 
     def __init__(self, model: Model, kv_cache: Any, batch: BatchState, link: Collectives) -> None:
         self._model, self._kv_cache, self._batch, self._link = model, kv_cache, batch, link
         self._awaited = AwaitedTokens[_Unknown](self._put_tokens)
 
     def use(self, model: Model) -> None:
-        """From the next step on."""
+        """Replaces the model from the next step on."""
         self._model = model
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -105,7 +106,7 @@ class StageRunner:
 
 
 class NotedBatch(BatchState):
-    """Remembers what was appended in a step: the row of each token, and the tokens."""
+    """Records the tokens appended in a step, and the row of each."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -117,13 +118,13 @@ class NotedBatch(BatchState):
 
 
 class LastStageRunner:
-    """Of the last stage's first rank, when there are others: it publishes the tokens of each step that samples."""
+    """Runs the last of several stages on its first rank, and publishes the tokens of each step that samples."""
 
     def __init__(self, runner: ModelRunner, batch: NotedBatch, link: Collectives) -> None:
         self._runner, self._batch, self._link = runner, batch, link
 
     def use(self, model: Model) -> None:
-        """From the next step on."""
+        """Replaces the model from the next step on."""
         self._runner.use(model)
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -147,12 +148,13 @@ def make_runner(
     vocab_size: int,
     set_up: Callable[[SamplingColumns], None],
 ) -> ModelRunner | StageRunner | LastStageRunner:
-    """The runner of this place. batch_args: of `BatchState`; set_up: of what it samples by."""
+    """The runner for this place. batch_args: arguments of `BatchState`; set_up: configures the batch's sampling
+    columns."""
     if not place.is_last_stage:
         return StageRunner(model, kv_cache, BatchState(*batch_args), place.link)
     is_first_rank = place.pp_size > 1 and place.tp_rank == 0
     batch = NotedBatch(*batch_args) if is_first_rank else BatchState(*batch_args)
     set_up(batch.sampling)
-    # A step that is repeated takes nothing from the stage before.
+    # A repeated step would receive nothing from the previous stage.
     runner = ModelRunner(model, kv_cache, batch, vocab_size=vocab_size, may_repeat=place.pp_size == 1)
     return LastStageRunner(runner, batch, place.link) if isinstance(batch, NotedBatch) else runner

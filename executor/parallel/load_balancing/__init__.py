@@ -1,4 +1,4 @@
-"""Which rank has which experts, by how many tokens each of them computes."""
+"""Expert-parallel load balancing: places a layer's experts on ranks by the number of tokens that each computes."""
 
 from headrace.executor.parallel.load_balancing.balancer import BalancedExperts, ExpertBalancer, costs
 

@@ -1,10 +1,10 @@
-"""Counts what each expert computes, and moves experts between the ranks of a stage by it.
+"""Counts the tokens that each expert computes, and moves experts between a stage's ranks accordingly.
 
     every step                 rows that each of this rank's experts computed, into a window of steps
     every step_interval steps  loads of all experts (summed over the ranks) > a placement for each layer > experts move
 
-Every rank does this after the same steps, with the same loads, and so finds the same placements. Between two steps
-nothing reads the weights: an expert is its packed bytes, which are written over those of the one that leaves.
+Every rank does this after the same steps with the same loads, and so computes the same placements. Nothing reads the
+weights between two steps: the packed bytes of an expert overwrite those of the expert that it replaces.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class BalancedExperts:
-    """One layer's experts of this rank."""
+    """A layer's experts on this rank."""
 
     experts: MovableExperts
     places: ExpertPlaces
     loads: Tensor
-    """[num_own] int64: the rows that each has computed since it was loaded."""
+    """[num_own] int64: the rows that each expert place has computed since loading."""
     placement: Placement
-    """Of each rank the experts in its places."""
+    """For each rank the experts in its places."""
 
     @property
     def num_experts(self) -> int:
@@ -51,16 +51,18 @@ class BalancedExperts:
 
 
 class ExpertBalancer:
-    """Of one rank and the layers of its stage, of which there is at least one. Used from the thread that runs steps."""
+    """The balancer of one rank, for its stage's layers with experts, at least one. Used from the thread that runs
+    steps."""
 
     def __init__(self, layers: Sequence[BalancedExperts], eplb: Eplb, place: RankPlace) -> None:
         self._layers, self._eplb, self._place = tuple(layers), eplb, place
         self._first = [layer.placement for layer in layers]
         self._counts = [layer.loads.numpy() for layer in layers]
-        self._starts = np.cumsum([0, *(len(each) for each in self._counts[:-1])])  # of each layer's in those of all
+        self._starts = np.cumsum([0, *(len(each) for each in self._counts[:-1])])  # each layer's first place in `_seen`
         self._seen = np.concatenate(self._counts)
         self._window: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=eplb.window_size)
-        """Of each step the experts in all places of this rank, numbered through the layers, and their rows."""
+        """For each step: the ids of the experts in this rank's places, consecutive over layers, and the rows that each
+        computed."""
         self._ids = self._expert_ids()
         self._num_steps = self._num_rearrangements = 0
         self._rearrangement_s = 0.0
@@ -70,11 +72,12 @@ class ExpertBalancer:
 
     @property
     def placements(self) -> list[Placement]:
-        """Of each layer."""
+        """The current placement of each layer."""
         return [layer.placement for layer in self._layers]
 
     def after_step(self) -> ExpertBalance | None:
-        """After each step that computed something, on every rank of the stage. What was measured, where it was."""
+        """Must be called after each step that computed something, on every rank of the stage. Returns the measured
+        balance in steps that log or rearrange."""
         counts = np.concatenate(self._counts)
         step, self._seen = (counts - self._seen).astype(np.int32), counts
         self._window.append((self._ids, step))
@@ -83,7 +86,7 @@ class ExpertBalancer:
         logs = self._eplb.log_balancedness and self._num_steps % self._eplb.log_balancedness_interval == 0
         if self._steps_left and not logs:
             return None
-        # A step's program adds up in the same memory as these collectives, by turns of its own. So each begins when
+        # A step's program uses the same memory as these collectives, with turns of its own. So neither may begin before
         # every rank has read what the other left there.
         self._place.link.barrier()
         balance = self._log(self._of_ranks(step)) if logs else None
@@ -94,7 +97,7 @@ class ExpertBalancer:
         return balance
 
     def _of_ranks(self, rows: np.ndarray) -> np.ndarray:
-        """rows [number of own places] -> [num_ranks, num_layers]: what each rank computed."""
+        """rows [number of own places] -> [num_ranks, num_layers]: the rows that each rank computed."""
         own = torch.from_numpy(np.add.reduceat(rows, self._starts).astype(np.float32))[None]
         return self._place.all_gather(own).reshape(-1, len(self._layers)).numpy()
 
@@ -112,7 +115,7 @@ class ExpertBalancer:
         return balance
 
     def _measured(self, of_ranks: np.ndarray) -> ExpertBalance | None:
-        """None where no rank has computed anything."""
+        """None if no rank has computed anything."""
         balancedness = _balancedness(of_ranks)
         if not len(balancedness):
             return None
@@ -155,7 +158,8 @@ class ExpertBalancer:
         return self._measured(of_ranks)
 
     def _loads(self) -> list[list[float]]:
-        """Of each layer's experts the rows that they computed within the window, on all ranks: the same on each."""
+        """For each layer the rows that each expert computed within the window, summed over all ranks; the same on each
+        rank."""
         sizes = [layer.num_experts for layer in self._layers]
         total = np.zeros(sum(sizes), np.float32)
         for ids, rows in self._window:
@@ -170,7 +174,7 @@ class ExpertBalancer:
         )
 
     def _find_movable(self) -> list[bool]:
-        """Of each layer whether all ranks keep its experts in one form: what is packed as it is stored may differ."""
+        """For each layer whether all ranks keep its experts in one form; experts that are kept as stored may differ."""
         found = []
         for number, layer in enumerate(self._layers):
             layout = torch.tensor(layer.experts.layout)[None]
@@ -188,8 +192,8 @@ class ExpertBalancer:
         return found
 
     def _move(self, layer: BalancedExperts, wanted: Placement) -> int:
-        """Puts a layer's experts where they are wanted; the bytes that ranks sent. Needs room for as many of a rank's
-        experts as change."""
+        """Moves a layer's experts to the wanted placement and returns the bytes that ranks sent. Needs memory for as
+        many of a rank's experts as change."""
         rank, old = layer.places.rank, layer.placement
         needed = [(place, expert) for place, expert in enumerate(wanted[rank]) if expert != old[rank][place]]
         received: dict[int, Tensor] = {}
@@ -211,7 +215,7 @@ class ExpertBalancer:
 
 
 def costs(layers: Sequence[BalancedExperts], num_redundant: int) -> str:
-    """What copies of experts cost, in a sentence for the log."""
+    """The memory cost of redundant experts, in a sentence for the log."""
     ranks = len(layers[0].placement)
     copies = sum(sum(map(_size, layer.experts.memory(0))) for layer in layers) * num_redundant
     return (
@@ -225,8 +229,8 @@ def _size(part: Tensor) -> int:
 
 
 def rounds(old: Placement, wanted: Placement) -> list[list[int | None]]:
-    """What the ranks send so that each gets what it lacks: in each round every rank sends all others one of its
-    experts, named by its place, or (None) nothing. Each expert that any rank lacks is sent once."""
+    """The transfers that give each rank its missing experts: in each round every rank sends all others one of its
+    experts, given by its place, or nothing (None). Each expert that any rank lacks is sent once."""
     lacking = sorted({expert for new, had in zip(wanted, old, strict=True) for expert in set(new) - set(had)})
     queues: list[list[int]] = [[] for _ in old]
     for expert in lacking:
@@ -255,7 +259,7 @@ def _flat(part: Tensor) -> Tensor:
 
 
 def _balancedness(of_ranks: np.ndarray) -> np.ndarray:
-    """of_ranks [num_ranks, num_layers] -> of each layer that computed anything the mean of the ranks' loads by the
-    largest: 1 where all have as much to do."""
+    """of_ranks [num_ranks, num_layers] -> for each layer that computed anything, the ranks' mean load divided by their
+    maximum: 1 is perfect balance."""
     most = of_ranks.max(0)
     return of_ranks.mean(0)[most > 0] / most[most > 0]

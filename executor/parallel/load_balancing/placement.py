@@ -1,11 +1,11 @@
-"""Where the experts of a layer should be, from how many tokens each of them computes: pure functions, without torch.
+"""Chooses the placement of a layer's experts from the tokens that each computes: pure functions, without torch.
 
-The algorithm is that of DeepSeek's expert parallelism load balancer (DeepSeek-V3, section 3.4), as it is for one group
-of ranks: the experts with the largest load per copy get the copies, and the copies, the largest first, go to the rank
-that has the least to do. Every rank has equally many, and no two of one expert.
+The algorithm is that of DeepSeek's expert parallelism load balancer (DeepSeek-V3, section 3.4) for one group of ranks:
+the experts with the largest load per copy get more copies, and the copies, largest load first, go to the rank with the
+least load. Every rank has equally many, and no two of one expert.
 
-A load is that of an expert in whatever unit; the copies of an expert share it evenly. A placement has, for each rank,
-the experts in its places.
+A load is an expert's, in any unit; its copies share it evenly. A placement has, for each rank, the experts in its
+places.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections.abc import Sequence
 
 Placement = Sequence[Sequence[int]]
 LEAST_GAIN = 1 - 1e-9
-"""What is better by rounding alone is not."""
+"""A smaller relative gain may be a rounding error and is ignored."""
 
 
 def rank_loads(placement: Placement, loads: Sequence[float]) -> list[float]:
-    """What each rank has to do."""
+    """The load of each rank."""
     copies = _copies(placement, len(loads))
     return [sum(loads[expert] / copies[expert] for expert in experts) for experts in placement]
 
 
 def rebalanced(current: Placement, first: Placement, loads: Sequence[float]) -> Placement:
-    """The placement that gives the busiest rank the least: the current one where nothing is better, and never one that
-    is worse than the first. Ranks keep what they have in its place, as far as they keep it."""
+    """The placement with the smallest maximum load of a rank: the current one unless another is better, and never one
+    that is worse than the first. Experts that stay on a rank keep their places."""
     best, least = current, max(rank_loads(current, loads))
     for candidate in (packed(loads, copies_of(loads, current), len(current)), first):
         if (most := max(rank_loads(candidate, loads))) < least * LEAST_GAIN:
@@ -36,7 +36,7 @@ def rebalanced(current: Placement, first: Placement, loads: Sequence[float]) -> 
 
 
 def copies_of(loads: Sequence[float], current: Placement) -> list[int]:
-    """How many copies each expert should have: as many in all as there are places, at most one on each rank."""
+    """The number of copies of each expert: as many in total as there are places, at most one on each rank."""
     num_places, num_ranks = sum(map(len, current)), len(current)
     copies = [1] * len(loads)
     heap = [(-load, 1, expert) for expert, load in enumerate(loads)]
@@ -51,7 +51,7 @@ def copies_of(loads: Sequence[float], current: Placement) -> list[int]:
 
 
 def packed(loads: Sequence[float], copies: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Those copies on the ranks, equally many on each."""
+    """Distributes the copies over the ranks, equally many on each."""
     num_places = sum(copies) // num_ranks
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     totals = [0.0] * num_ranks
@@ -71,8 +71,9 @@ def packed(loads: Sequence[float], copies: Sequence[int], num_ranks: int) -> lis
 def _make_room(
     ranks: list[list[int]], totals: list[float], free: int, expert: int, loads: Sequence[float], copies: Sequence[int]
 ) -> int:
-    """Every rank with a free place has the expert already: another, which is full, gives it one of its own. There is
-    one to give: of what the full rank has, the other has less, and it has the expert besides. Gives the rank."""
+    """Makes room on a full rank, for when every rank with a free place has the expert already: the full rank gives one
+    of its experts to rank `free`. Such an expert exists, as `free` has fewer experts, one of which is `expert`. Returns
+    the full rank."""
     moves = (
         (max(totals[rank] - (own := loads[each] / copies[each]), totals[free] + own), rank, each)
         for rank, experts in enumerate(ranks)
@@ -90,7 +91,7 @@ def _make_room(
 
 
 def in_place(wanted: Placement, current: Placement) -> list[list[int]]:
-    """The same experts on each rank; those that a rank has already stay in their places."""
+    """The same experts on each rank; those that a rank already has stay in their places."""
     placed = []
     for new, old in zip(wanted, current, strict=True):
         come = iter(sorted(set(new) - set(old)))
