@@ -13,7 +13,7 @@ from headrace.ipc.step import StepPlan, StepResult
 
 
 class InProcessExecutor(Executor):
-    """Drives one rank, by default the one for the device that the options name."""
+    """Drives one rank; by default the one that `make_rank` makes for the options' device."""
 
     def __init__(self, options: Options, rank: Rank | None = None) -> None:
         """Raises OptionError when the device cannot be used."""
@@ -21,7 +21,7 @@ class InProcessExecutor(Executor):
         self.max_steps_in_flight = self.rank.max_steps_in_flight
         self.has_own_memory = self.rank.has_own_memory
         self.async_by_default = self.rank.async_by_default
-        # Called each step: there is no call of ours between the core and the rank.
+        # Bound directly, since they run in each step: no call of ours between the core and the rank.
         self.submit, self.collect = self.rank.submit, self.rank.collect  # type: ignore[method-assign]
 
     def describe(self, report: Report) -> ModelDescription:

@@ -1,8 +1,8 @@
-"""Turns to read weights: at most N workers of a host read at once, whichever programs started them.
+"""Turns to read weights: at most N workers of a host read at the same time, whichever programs started them.
 
 A turn is a name in the kernel's abstract socket namespace, `headrace-NAME-0` to `headrace-NAME-(N-1)`, which one
-process at a time may have. So workers that Ray or several agents placed on one host share turns without knowing of
-each other, nothing lies in a file system, and a worker that dies gives its turn back.
+process at a time can bind. So workers that Ray or several agents placed on one host share turns without knowing of each
+other, no lock file is left behind, and a worker that dies releases its turn.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import time
 from collections.abc import Callable, Iterator
 
 RETRY_S = 0.02
-"""A turn takes seconds; how long it stays free before somebody takes it does not matter."""
+"""Polling interval; a turn takes seconds, so the delay does not matter."""
 
 
 @contextlib.contextmanager
 def turn_to_load(name: str, most: int | None, on_wait: Callable[[], object]) -> Iterator[None]:
-    """Waits for one of `most` turns (None: there is always one) and has it within. `on_wait` is called if it must wait.
+    """Waits for one of `most` turns (None: no limit) and holds it in the context. `on_wait` is called if it has to
+    wait.
 
-    name: that nobody guesses, the same for all workers of an engine. The wait ends with the start's deadline.
+    name: not guessable, and the same for all workers of an engine. The start-up deadline ends the wait.
     """
     if most is None:
         yield
@@ -37,7 +38,7 @@ def turn_to_load(name: str, most: int | None, on_wait: Callable[[], object]) -> 
 
 
 def _take(name: str, most: int) -> socket.socket | None:
-    """A turn, which lasts until the socket is closed; None when all are taken."""
+    """A turn, held until the socket is closed; None when all are taken."""
     for number in range(most):
         turn = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:

@@ -1,4 +1,4 @@
-"""What a core, its workers and the agents of other nodes say to each other. Imports no torch.
+"""Messages between a core, its workers and the agents of other nodes. Imports no torch.
 
 Over the socket that a worker inherits (see ipc/transport/channel.py):
 
@@ -14,8 +14,8 @@ Over the socket that a worker inherits (see ipc/transport/channel.py):
                                            <-   Allocated
       Stop(deadline_s)                     ->
 
-From then on steps go through the rings, and the socket carries what is rare or large: a LargeMessage in place of
-one that does not fit a slot, and Answers to commands. A worker that fails says ChildFailed, at any time, and exits.
+After that steps go through the rings, and the socket carries only what is rare or large: a LargeMessage for content
+that does not fit a slot, and the Answered to a command. A worker that fails sends ChildFailed, at any time, and exits.
 
 Over TCP, where an engine is on several hosts; each node's agent starts and drives the workers there:
 
@@ -35,7 +35,7 @@ Over TCP, where an engine is on several hosts; each node's agent starts and driv
                                                 <-   NodeResult(result) of the rank that replies, NodeAnswered
       Stop(deadline_s), NodeEnd(failure)        ->
 
-An agent that fails says ChildFailed; the end of the connection is the other side's death.
+An agent that fails sends ChildFailed; a closed connection means that the other side has died.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, Message, Progress, R
 from headrace.ipc.transport.ring import RingLayout
 
 STEP, COMMAND, COUNTS = 0, 1, 2
-"""Kinds of message in the ring to the workers: an encoded StepPlan, an encoded WorkerCommand, and, where experts are
-shared, how many tokens each core has in the step that comes, or in one of other cores' tokens alone."""
+"""Kinds of message in the ring to the workers: an encoded StepPlan; an encoded WorkerCommand; with shared experts, each
+core's number of tokens in the next step, in which this core may have none."""
 WAIT_FOR_CORE, WAIT_FOR_TURN = "wait for the core", "wait for a turn to load"
-"""Phases of a worker in which it does nothing itself."""
+"""Phases in which a worker only waits."""
 PROOF_BYTES = 32
 
 
 class SharedMemory(msgspec.Struct, frozen=True, array_like=True):
-    """Descriptors of memfds that the workers inherit; they get their sizes before anybody opens them."""
+    """Descriptors of memfds that the workers inherit; the core sets their sizes before anyone maps them."""
 
     steps: int
     """The ring from the core to all workers."""
     results: int
-    """The ring from the worker whose results count to the core."""
+    """The ring to the core from the worker of the rank that replies."""
     collectives: int
-    """What the workers say to each other."""
+    """Memory for collectives between the workers."""
 
 
 class StartWorker(Message, frozen=True):
@@ -78,20 +78,21 @@ class StartWorker(Message, frozen=True):
     rank: int
     memory: SharedMemory
     first_rank: int
-    """Of those on this host."""
+    """Lowest rank on this host."""
     num_ranks: int
-    """On this host."""
+    """Number of ranks on this host."""
     began_s: float
-    """When it was started: time.monotonic, which all processes of a host share."""
+    """When it was started: time.monotonic, which is the same in all processes of a host."""
     store_fd: int = -1
-    """A listening socket that rank 0 inherits: where the ranks of several hosts meet."""
+    """A listening socket that rank 0 inherits, at which the ranks of several hosts join."""
 
 
 class SharedExperts(msgspec.Struct, frozen=True, array_like=True):
-    """Of engine cores that divide the experts among them: how a worker meets those of its number in the others."""
+    """For engine cores that divide experts among them: how a worker joins the workers of its rank in the other
+    cores."""
 
     memory: str
-    """A file, while the core is there: the memory of all cores."""
+    """Path of the memory that all cores share; exists while the core runs."""
     rank: int
     """data_parallel_rank"""
     size: int
@@ -102,11 +103,11 @@ class LoadModel(Message, frozen=True):
     steps: RingLayout
     results: RingLayout
     turns: str
-    """What the workers' turns to read weights are called; see load_turn.py."""
+    """Name of the workers' turns to read weights; see load_turn.py."""
     store: tuple[str, int] | None = None
-    """Where the ranks of several hosts meet; those of one share memory."""
+    """Address at which the ranks of several hosts join; None on one host, where they share memory."""
     host: str = ""
-    """This host's address as the others reach it."""
+    """This host's address, as the others reach it."""
     shared_experts: SharedExperts | None = None
 
 
@@ -120,7 +121,7 @@ class AllocateCache(Message, frozen=True):
 
 
 class LargeMessage(Message, frozen=True):
-    """The content of message `number` of the ring that leads the same way."""
+    """The content of message `number` of the ring in the same direction."""
 
     number: int
     data: bytes
@@ -129,7 +130,7 @@ class LargeMessage(Message, frozen=True):
 class Described(Message, frozen=True):
     description: ModelDescription
     has_own_memory: bool = False
-    """See Executor."""
+    """See `ModelHost`."""
 
 
 class TokenizerMade(Message, frozen=True):
@@ -141,14 +142,14 @@ class Loaded(Message, frozen=True):
 
 
 class Allocated(Message, frozen=True):
-    """The worker is ready; or all workers of a node are."""
+    """The worker, or all workers of a node, are ready."""
 
     startup_s: tuple[dict[str, float], ...]
-    """Of each, by rank: how long each phase took from its start to here."""
+    """Seconds of each phase from start to ready, by rank."""
 
 
 class Answered(Message, frozen=True):
-    """To a command: its answer, or why it could not be carried out."""
+    """The reply to a command: its answer, or why it could not be carried out."""
 
     answer: WorkerAnswer | None
     failure: Failure | None = None
@@ -159,7 +160,7 @@ FromWorker = Progress | Ready | ChildFailed | Described | TokenizerMade | Loaded
 
 
 def _schema_hash() -> str:
-    """Of every field of these messages, and of the core's own, so that a worker of another version is refused."""
+    """A hash of every field of these messages and of the core's own, by which another version's worker is refused."""
     seen: dict[str, str] = {}
 
     def visit(kind: Any) -> None:
@@ -186,7 +187,7 @@ class NodeChallenge(Message, frozen=True):
 
 class JoinNode(Message, frozen=True):
     schema_hash: str
-    """Of the messages to workers, and so of the version."""
+    """The sender's WORKER_SCHEMA_HASH, which must equal the core's."""
     version: str
     node_rank: int
     options: Options
@@ -203,9 +204,9 @@ class RunNode(Message, frozen=True):
 class NodeDescribed(Message, frozen=True):
     description: ModelDescription
     store: tuple[str, int] | None
-    """Where rank 0 will meet the others; from its node only."""
+    """Address at which rank 0 will wait for the other ranks; only from its node."""
     has_own_memory: bool = False
-    """See Executor: of each of its ranks."""
+    """See `ModelHost`; the same for each of its ranks."""
 
 
 class LoadNode(Message, frozen=True):
@@ -234,7 +235,7 @@ class NodeAnswered(Message, frozen=True):
 
 
 class NodeEnd(Message, frozen=True):
-    """The node is not wanted, or the engine has failed: why."""
+    """Refuses the node, or ends it because the engine has failed."""
 
     failure: Failure
 
@@ -246,5 +247,5 @@ FromNode = (
 
 
 def prove(key: str, nonce: bytes) -> bytes:
-    """That one knows the key (RFC 2104), without saying it."""
+    """Proves knowledge of the key (HMAC, RFC 2104) without sending it."""
     return hmac.new(key.encode(), nonce, hashlib.sha256).digest()

@@ -1,12 +1,12 @@
-"""The executor of a world on several hosts: an agent on each (node_agent.py) starts and drives that host's workers.
+"""The executor of a world on several hosts: an agent on each host (node_agent.py) starts and drives the workers there.
 
     core's loop          this host's agent, on a thread  -->  MultiprocExecutor of its ranks
       submit, collect -->
                          TCP  -->  agent of node 1       -->  MultiprocExecutor of its ranks
                               ...
 
-The ranks themselves talk gloo, across all hosts. Every node is given every step; the one with the rank whose results
-count sends them back. The first failure anywhere ends all nodes, and is what the user sees.
+The ranks communicate through gloo, across all hosts. Every node gets every step; the node of the rank that replies
+sends the results back. The first failure anywhere ends all nodes, and is the one that the user sees.
 """
 
 from __future__ import annotations
@@ -65,27 +65,27 @@ from headrace.ipc.wait import Deadline, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 GRACE_S = 5.0
-"""By how much the core's patience outlasts the nodes' own, with a step and a start: they know which rank hangs."""
+"""The core waits this much longer than the nodes for a step or a start, since they know which rank hangs."""
 JOIN_S = 10.0
-"""How long a host that has connected may take to say who it is."""
+"""How long a host that has connected may take to send JoinNode."""
 STOP_S = 3.0
 OWN_TO_A_NODE = ("node_rank", "master_addr", "master_port")
-"""Options that differ between nodes: who it is, and how it reached the core."""
+"""Options that may differ between nodes."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class MultiNodeExecutor(Executor):
-    """Owns the nodes. Called from the core's loop thread; `hear` from the nodes' threads."""
+    """Owns the nodes. Called from the core's loop thread, except `hear`, which the nodes' threads call."""
 
     async_by_default = True
 
     def __init__(self, options: Options) -> None:
-        """Listens for the other hosts, and starts nothing yet. Raises OptionError, with the numbers."""
+        """Listens for the other hosts; starts no workers yet. Raises OptionError, with the numbers."""
         check_cluster(options)
         self._open(options, options.nnodes, range(1, options.nnodes), cluster_key())
 
     def _open(self, options: Options, num_nodes: int, awaited: range, key: str) -> None:
-        """Listens for the nodes of these numbers, if they know the key."""
+        """Listens for nodes with the `awaited` numbers that know the key."""
         self._options, self._num_nodes = options, num_nodes
         self._ranks_per_node = options.tensor_parallel_size * options.pipeline_parallel_size // num_nodes
         self.num_stages = options.pipeline_parallel_size
@@ -109,7 +109,7 @@ class MultiNodeExecutor(Executor):
         self._wait_for_nodes()
         self._start_ends = Deadline(self._options.startup_timeout + GRACE_S)
         report("find model")
-        shared = with_secrets(self._options, None)  # what nodes say is not encrypted
+        shared = with_secrets(self._options, None)  # the nodes' connections are not encrypted
         for number, node in self._nodes.items():
             first = number * self._ranks_per_node
             node.send(RunNode(options=shared, first_rank=first, num_ranks=self._ranks_per_node))
@@ -118,7 +118,7 @@ class MultiNodeExecutor(Executor):
         check_equal(found, "node")
         self._store = next(message.store for message in described if message.store is not None)
         self.has_own_memory = described[0].has_own_memory
-        # Each host has a memory of its own; blocks are as many as fit where a token takes most.
+        # Each host has its own memory, so the rank with the largest share of a token determines the number of blocks.
         return merged(found, max)
 
     def tokenizer(self) -> TokenizerBundle | None:
@@ -146,7 +146,7 @@ class MultiNodeExecutor(Executor):
         self._is_serving = True
 
     def submit(self, plan: StepPlan) -> None:
-        """Hands the step to every node and waits for none."""
+        """Queues the step for every node, without waiting."""
         self._said.check()
         self._send(NodeStep(data=self._plans.encode(plan)))
 
@@ -186,10 +186,8 @@ class MultiNodeExecutor(Executor):
         for node in self._nodes.values():
             node.close()
 
-    # --- what the nodes' threads do -----------------------------------------------------------------------------
-
     def hear(self, number: int, message: Message) -> None:
-        """What a node said."""
+        """Handles a message of a node. Called from the nodes' threads."""
         if isinstance(message, NodeResult):
             self._results.put(message.data)
         elif isinstance(message, ChildFailed):
@@ -211,10 +209,8 @@ class MultiNodeExecutor(Executor):
         self._results.put(None)
         self._on_failure(failure)
 
-    # --- waiting ------------------------------------------------------------------------------------------------
-
     def _start_nodes(self) -> None:
-        """Those that do not come by themselves: here, this very host."""
+        """Starts the nodes that do not join by themselves: here the core's own host."""
         with self._changed:
             self._nodes[0] = LocalNode(self._options.master_addr, self._options, lambda message: self.hear(0, message))
 
@@ -251,10 +247,10 @@ class MultiNodeExecutor(Executor):
 
 
 class Node(Protocol):
-    """One host as the core sees it. What it says arrives at the executor's `hear`."""
+    """One host, as seen by the core. Its messages are passed to the executor's `hear`."""
 
     def send(self, message: Message) -> None:
-        """Does not wait and does not raise: a node that is gone is reported."""
+        """Does not wait and does not raise; the loss of a node is reported through `hear`."""
 
     def close(self) -> None: ...
 
@@ -275,7 +271,7 @@ class LocalNode:
 
 
 class RemoteNode:
-    """Another host, over a connection on which it has joined."""
+    """Another host, over the connection on which it joined."""
 
     def __init__(self, number: int, channel: Channel, where: str, hear: Callable[[Message], None]) -> None:
         self._name, self._channel, self._hear = f"node {number} at {where}", channel, hear
@@ -291,13 +287,13 @@ class RemoteNode:
         self._outbox.put(message)
 
     def close(self) -> None:
-        """Once what was sent has left, or the node takes nothing any more."""
+        """Closes once all sent messages have left, or after STOP_S if the node no longer reads."""
         self._outbox.put(None)
         self._threads[1].join(STOP_S)
         self._channel.close()
 
     def _speak(self) -> None:
-        with contextlib.suppress(ChannelClosedError):  # `_listen` hears of it
+        with contextlib.suppress(ChannelClosedError):  # `_listen` reports it
             while (message := self._outbox.get()) is not None:
                 self._channel.send(message)
 
@@ -311,12 +307,13 @@ class RemoteNode:
 
 
 class NodeListener:
-    """Listens for nodes and admits those that fit; the others are refused with the reason, and still waited for."""
+    """Listens for nodes and admits those that fit; sends others the reason for their refusal, and goes on listening."""
 
     def __init__(
         self, options: Options, awaited: range, key: str, on_join: Callable[[int, Channel, str], None]
     ) -> None:
-        """`on_join` hears of each: its number, the connection, where from. Raises OptionError if it cannot listen."""
+        """`on_join` is called for each node with its number, its connection and its address. Raises OptionError if it
+        cannot listen."""
         self._options, self._awaited, self._key, self._on_join = options, awaited, key, on_join
         self._here: set[int] = set()
         try:
@@ -333,12 +330,12 @@ class NodeListener:
         self._listener.close()
 
     def _welcome(self) -> None:
-        """Takes in the other nodes, one after the other, until all are here."""
+        """Admits nodes, one after the other, until the listener is closed."""
         while True:
             try:
                 sock, (host, port, *_) = self._listener.accept()
             except OSError:
-                return  # closed: the executor has stopped
+                return  # the listener was closed, as the executor has stopped
             where = f"{host}:{port}"
             keep_alive(sock)
             channel = Channel(sock, FromNode)
@@ -354,7 +351,7 @@ class NodeListener:
             self._on_join(number, channel, where)
 
     def _admit(self, channel: Channel) -> int:
-        """The number of the node that has joined. Raises OptionError for one that does not fit, with both values."""
+        """The number of the joining node. Raises OptionError, with both values, for one that does not fit."""
         nonce = os.urandom(PROOF_BYTES)
         channel.send(NodeChallenge(nonce=nonce))
         join = channel.receive(Deadline(JOIN_S))
@@ -385,7 +382,7 @@ class NodeListener:
 
 
 def check_cluster(options: Options) -> None:
-    """Raises OptionError, with the numbers, for a cluster that cannot be."""
+    """Raises OptionError, with the numbers, where the options describe no possible cluster."""
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     if world_size % options.nnodes:
         raise OptionError(

@@ -1,11 +1,11 @@
-"""The executor of a world of several ranks on one host: a worker program for each, and rings to talk to them.
+"""The executor of a world of several ranks on one host: one worker program per rank, driven through rings.
 
     core's loop                        shared memory                     worker, one per rank
       submit: encode the plan  -->  ring of steps (1 writer, N readers)  -->  decode, run its part
-      collect: decode          <--  ring of results (1 writer, 1 reader) <--  only the rank whose results count
+      collect: decode          <--  ring of results (1 writer, 1 reader) <--  only the rank that replies
 
-Nothing here runs a model, so this imports no torch. Deaths are noticed by each worker's watching thread (pidfd),
-hangs by the deadline of a step; either ends `collect` with the cause.
+No model runs in this process, so this imports no torch. A worker's death is noticed by the thread that watches it
+(pidfd), a hang by a step's deadline; either ends `collect` with the cause.
 """
 
 from __future__ import annotations
@@ -55,28 +55,29 @@ from headrace.ipc.wait import Deadline, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 STOP_S = 2.0
-"""How long a worker may take to finish the step it is in and leave."""
+"""How long a worker may take to finish its current step and exit."""
 SHARES = ("kv_elements_per_token", "kv_rows_per_token")
-"""Of a ModelDescription, what is a rank's own part."""
+"""The fields of a ModelDescription that describe a rank's own part."""
 LOGPROBS_IN_SLOT = 21
-"""Log-probabilities per token that a result's slot has room for; more of them take the side channel."""
+"""Logprobs per token for which a result's slot has room; results with more are sent over the socket."""
 
 
 class MultiprocExecutor(Executor):
-    """Owns the workers, the memory they share, and the core's ends of the rings."""
+    """Owns the workers, the memory that they share, and the core's ends of the rings."""
 
     async_by_default = True
 
     def __init__(self, options: Options, ranks: range | None = None, store_fd: int | None = None) -> None:
-        """Starts all workers: they import, and find the model, while the core goes on. Raises EngineStartError.
+        """Starts all workers, which import and find the model while the core goes on. Raises EngineStartError.
 
-        `ranks` are those of this host where there are several; of rank 0's, `store_fd` listens where all will meet.
+        ranks: this host's, where there are several hosts. store_fd: a listening socket for rank 0, where all ranks
+        join.
         """
         self._options = options
         tp_size, pp_size = options.tensor_parallel_size, options.pipeline_parallel_size
         self._world_size = tp_size * pp_size
         self._ranks = ranks or range(self._world_size)
-        if options.device.startswith("cuda"):  # told before anything is started
+        if options.device.startswith("cuda"):  # checked before any worker starts
             check_gpus(options.device, len(self._ranks), visible_gpus())
         self._turns = secrets.token_hex(8)
         self._store: tuple[str, int] | None = None
@@ -93,7 +94,7 @@ class MultiprocExecutor(Executor):
         self._plans, self._answers = StepCodec(StepPlan), StepCodec(StepResult)
         replying = [rank for rank in self._ranks if RankPlace.of(rank, tp_size, pp_size).replies]
         self.replies = bool(replying)
-        """Whether `collect` has anything to collect: the rank whose results count is here."""
+        """Whether `collect` returns results: one of these workers is the rank that replies."""
         self._replying_worker = replying[0] - self._ranks.start if replying else 0
         self._is_stopped = False
         self._ending = threading.Lock()
@@ -119,13 +120,12 @@ class MultiprocExecutor(Executor):
             raise
 
     def meet(self, store: tuple[str, int], host: str, turns: str) -> None:
-        """Before `load` where there are several hosts: the address at which rank 0 waits for all, and this host's;
-        and what the turns to read weights are called, for workers of other agents may be on this host too.
-        """
+        """For several hosts, before `load`: the address at which rank 0 waits for all ranks; this host's address; and
+        the name of the turns to read weights, shared with any workers of other agents on this host."""
         self._store, self._host, self._turns = store, host, turns
 
     def watch(self, on_failure: Callable[[Failure], None]) -> None:
-        """Calls back once, from another thread, when a worker has failed; also when no step is under way."""
+        """Calls back once, from another thread, when a worker has failed, even between steps."""
         self._on_failure = on_failure
         if self._group.failure is not None:
             on_failure(self._group.failure)
@@ -136,8 +136,8 @@ class MultiprocExecutor(Executor):
         found = [message.description for message in described]
         check_equal(found, "worker", self._ranks.start)
         self.has_own_memory = described[0].has_own_memory
-        # Where all ranks share the host's memory, what is counted is the sum of theirs; else blocks are as many as fit
-        # where a token takes most.
+        # Ranks that share the host's memory use the sum of their shares of a token. Otherwise the rank with the largest
+        # share determines the number of blocks.
         count = max if self.has_own_memory else sum
         return merged(found, count)
 
@@ -188,14 +188,14 @@ class MultiprocExecutor(Executor):
         self._group.serve()
 
     def submit(self, plan: StepPlan) -> None:
-        """Writes to the ring and waits for nobody, as it has a slot for each step that may be under way."""
+        """Never waits: the ring has a slot for each step that may be in flight."""
         self._under_way.append(self._put(self._plans.encode(plan), STEP))
 
     def collect(self) -> StepResult:
         return self._answers.decode(self._take_result())
 
     def _take_result(self) -> bytes | bytearray:
-        """Of the oldest message to the workers that brings one."""
+        """The result of the oldest message that returns one."""
         assert self._results is not None, "allocate comes before collect"
         number = self._under_way.popleft()
         try:
@@ -253,7 +253,7 @@ class MultiprocExecutor(Executor):
             return self._steps.behind(self._steps.last) if self._steps is not None else list(range(len(self._ranks)))
 
     def _failed(self, failure: Failure) -> None:
-        """Ends every wait for the workers, theirs for each other included."""
+        """Ends every wait for the workers, including their waits for each other."""
         with self._ending:
             if self._is_stopped:
                 return
@@ -272,7 +272,7 @@ class MultiprocExecutor(Executor):
         self._mailbox.put(message.number, message.data)
 
     def _sum(self, readings: list[MemoryReading]) -> MemoryReading:
-        """The world's reading, where all ranks take from one memory."""
+        """The world's reading, where all ranks share one memory."""
         available = min(host_memory().available_bytes, *(reading.available_bytes for reading in readings))
         return msgspec.structs.replace(
             readings[0],
@@ -287,10 +287,10 @@ class MultiprocExecutor(Executor):
 
 
 def ring_layouts(plan: Plan, num_workers: int, steps_in_flight: int) -> tuple[RingLayout, RingLayout]:
-    """Rings to and from the workers, with a slot for each step that may be under way.
+    """The layouts of the rings to and from the workers, with a slot for each step that may be in flight.
 
-    A slot has room for a step of the plan's size: a decode of all rows, and as many prompt tokens as a step computes.
-    A prompt that is longer than a step's budget comes whole with its first step, and may take the side channel.
+    A slot has room for a step of the plan's size: a decode of all rows, plus the prompt tokens that a step computes. A
+    prompt that is longer than a step's budget is sent whole with its first step, and may need the socket.
     """
     seqs, tokens, groups = plan.max_num_seqs, plan.max_num_batched_tokens, len(plan.model.cache_groups)
     step_bytes = 1024 + seqs * (4 * 4 + 1 + 8 + 200) + tokens * 4 + (tokens // plan.block_size + seqs) * 8 * groups
@@ -301,13 +301,13 @@ def ring_layouts(plan: Plan, num_workers: int, steps_in_flight: int) -> tuple[Ri
 
 
 def merged(found: list[ModelDescription], count: Callable[[Iterable[int]], int]) -> ModelDescription:
-    """The model as all together tell of it. count: what is made of the parts that each has of a token."""
+    """The description of the whole model. count: combines the ranks' own parts of a token (`SHARES`)."""
     shares = {name: count(getattr(each, name) for each in found) for name in SHARES}
     return msgspec.structs.replace(found[0], **shares, device_bytes=min(each.device_bytes for each in found))
 
 
 def check_equal(found: list[ModelDescription], who: str, first_number: int = 0) -> None:
-    """All must have read the same model. Raises ModelError with both values of the first difference."""
+    """Raises ModelError, with both values of the first difference, unless all have read the same model."""
     for number, description in enumerate(found, first_number):
         for name in description.__struct_fields__:
             first, other = getattr(found[0], name), getattr(description, name)

@@ -1,7 +1,7 @@
-"""A node's agent: starts the workers of one host, and does for the engine core elsewhere what it asks of them.
+"""A node's agent: starts the workers of one host and drives them for an engine core elsewhere.
 
-The core's own host has one too, on a thread. On every other host it is the program that `engine-core --node-rank K`
-becomes, or a Ray actor: it joins the core at master_addr:master_port, and ends when the core does.
+The core's own host has one too, on a thread. On every other host the agent is the program `engine-core --node-rank K`
+or a Ray actor: it joins the core at master_addr:master_port, and ends when the core does.
 """
 
 from __future__ import annotations
@@ -54,12 +54,11 @@ RETRY_S = 0.2
 
 
 class NodeAgent:
-    """Takes messages from any thread; carries them out, in order, on the one that calls `run`."""
+    """Accepts messages from any thread, and carries them out, in order, on the thread that calls `run`."""
 
     def __init__(self, host: str, own: Options, send: Callable[[Message], None]) -> None:
-        """host: this machine's address as the other nodes reach it. own: options that this host was started with,
-        whose secrets never leave it. `send` reaches the core, and must not raise.
-        """
+        """host: this machine's address, as the other nodes reach it. own: the options that this host was started with,
+        whose secrets never leave it. send: delivers a message to the core; must not raise."""
         self._host, self._own, self._send = host, own, send
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -72,7 +71,7 @@ class NodeAgent:
         self._orders.put(message)
 
     def run(self) -> NodeEnd | None:
-        """Until Stop (None) or NodeEnd. A failure is sent to the core, which then ends all nodes."""
+        """Runs until Stop (returns None) or NodeEnd. Sends a failure to the core, which then ends all nodes."""
         try:
             while True:
                 message = self._orders.get()
@@ -112,14 +111,14 @@ class NodeAgent:
             try:
                 self._send(NodeAnswered(answers=executor.control(message.command)))
             except EngineDeadError:
-                raise  # not a command that failed: the workers are no more
+                raise  # the workers have died, which is more than a failed command
             except HeadraceError as error:
                 self._send(NodeAnswered(answers=(), failure=Failure.of(error, process="node", phase="control")))
 
     def _start(self, message: RunNode) -> None:
         ranks = range(message.first_rank, message.first_rank + message.num_ranks)
         store = None
-        if 0 in ranks:  # bound here, so that its port is known before the others need it
+        if 0 in ranks:  # bound here, so that the port is known before the other ranks need it
             store = socket.create_server((self._host, 0))
         options = with_secrets(message.options, self._own)
         executor = self._executor = MultiprocExecutor(options, ranks, store.fileno() if store else None)
@@ -159,7 +158,7 @@ class NodeAgent:
 
 
 def run_node(options: Options) -> None:
-    """This process becomes the agent of node `node_rank`. Returns when the core has stopped in order.
+    """Makes this process the agent of node `node_rank`. Returns when the core has stopped in order.
 
     Raises EngineStartError when it cannot join, and EngineDeadError with the cause when the engine fails.
     """
@@ -193,7 +192,7 @@ def cluster_key() -> str:
 
 
 def _join(options: Options, where: str) -> tuple[Channel, str]:
-    """A connection to the core, on which JoinNode was sent, and this host's address on it."""
+    """Connects to the core and sends JoinNode; returns the connection and this host's address on it."""
     deadline = Deadline(options.node_join_timeout)
     while True:
         try:
@@ -224,7 +223,7 @@ def _join(options: Options, where: str) -> tuple[Channel, str]:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Small messages leave at once, and a host that is silently gone is noticed within about 10 s."""
+    """Sends small messages at once, and detects a host that vanished silently within about 10 s."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -234,5 +233,5 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def _say(channel: Channel, message: Message) -> None:
-    with contextlib.suppress(ChannelClosedError):  # the thread that listens hears of it
+    with contextlib.suppress(ChannelClosedError):  # the listening thread reports it
         channel.send(message)

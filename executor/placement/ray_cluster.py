@@ -1,7 +1,7 @@
-"""The executor of a world whose ranks Ray places: an actor for each, on a placement group of one bundle per rank.
+"""The executor of a world whose ranks Ray places: one actor per rank, in a placement group with one bundle per rank.
 
-Ray only decides where the ranks live and starts an agent there (node_agent.py), which joins the engine core over TCP
-like a node that was started by hand; steps and results never pass through Ray.
+Ray only decides where the ranks run and starts an agent there (node_agent.py), which joins the engine core over TCP
+like a manually started node; steps and results never pass through Ray.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from headrace.executor.placement.node_agent import KEY_VARIABLE
 from headrace.ipc.failure import EngineStartError, OptionError
 
 STRATEGY = "PACK"
-"""Ranks on as few hosts as have room for them."""
+"""Places ranks on as few hosts as have room for them."""
 
 
 class RayExecutor(MultiNodeExecutor):
-    """Owns the actors and their placement group; and Ray itself, where none ran."""
+    """Owns the actors, their placement group and, if it had to start Ray, Ray itself."""
 
     def __init__(self, options: Options) -> None:
-        """Connects to the Ray that RAY_ADDRESS or this host has, else starts one. Raises OptionError without Ray."""
+        """Connects to the Ray cluster of RAY_ADDRESS or of this host, or starts one. Raises OptionError without Ray."""
         ray = self._ray = load_ray("distributed_executor_backend")
         self._key = secrets.token_hex(16)
         self._actors: list[Any] = []
@@ -46,7 +46,7 @@ class RayExecutor(MultiNodeExecutor):
         self._leave_ray()
 
     def _start_nodes(self) -> None:
-        """Raises EngineStartError, with the numbers, when Ray has no room for them in time."""
+        """Raises EngineStartError, with the numbers, when Ray has no room for the ranks in time."""
         from ray.util.placement_group import placement_group
 
         host, port = self.address
@@ -71,7 +71,7 @@ class RayExecutor(MultiNodeExecutor):
             self._actors.append(placed)
 
     def _wants_gpus(self) -> bool:
-        """Ray shows a rank the GPU that it was given, and none to the others."""
+        """Whether each rank needs a GPU from Ray, which hides all others from it."""
         device, there = self._options.device, self._ray.cluster_resources().get("GPU", 0)
         return device.startswith("cuda") or (device == "auto" and there >= self._num_nodes)
 
@@ -81,7 +81,7 @@ class RayExecutor(MultiNodeExecutor):
         return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
 
     def _leave_ray(self) -> None:
-        with contextlib.suppress(Exception):  # a Ray that died took everything with it
+        with contextlib.suppress(Exception):  # a Ray that died took actors and group with it
             for actor in self._actors:
                 self._ray.kill(actor)
             if self._group is not None:
@@ -92,10 +92,10 @@ class RayExecutor(MultiNodeExecutor):
 
 
 class RankActor:
-    """In a process that Ray started: the agent of one rank."""
+    """The agent of one rank, in a process that Ray started."""
 
     def run(self, options: bytes) -> None:
-        """Until the engine core stops. What goes wrong reaches the core over the agent's own connection."""
+        """Runs until the engine core stops. Failures reach the core over the agent's own connection."""
         from headrace.executor.placement.node_agent import run_node
         from headrace.ipc.failure import HeadraceError
 
@@ -104,5 +104,5 @@ class RankActor:
 
 
 def _environment(key: str) -> dict[str, str]:
-    """What an agent needs of the core's environment."""
+    """The environment variables of the core that an agent needs."""
     return {**passed_on(), KEY_VARIABLE: key}

@@ -1,9 +1,10 @@
-"""The executor of an engine core that shares the experts of its model with those of other cores.
+"""The executor of an engine core that shares its model's experts with other cores (data parallelism with expert
+parallelism).
 
-Each core has the whole model but for its part of the experts, and requests and a cache of its own. Every step is one of
-all cores (`executor/parallel/lock_step.py`); within it, tokens meet in the layers' experts
-(`executor/parallel/expert_exchange.py`). A core of several ranks has workers: each meets those of its own number in the
-other cores, so what a core's ranks add up over themselves is what all experts make of its tokens.
+Each core has the whole model, but only its part of the experts, and its own requests and cache. All cores compute every
+step together (`executor/parallel/lock_step.py`), and exchange tokens in the layers with experts
+(`executor/parallel/expert_exchange.py`). The ranks of a core run in workers, each of which exchanges with the workers
+of the same rank in the other cores; summed over a core's ranks, this is the output of all experts for its tokens.
 
     core 0  --COUNTS (7, 0), STEP-->  workers 0, 1        core 1  --COUNTS (7, 0)-->  workers 0, 1
                                       |  |                                            |  |
@@ -35,7 +36,7 @@ from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
 
-if TYPE_CHECKING:  # they bring torch, which a core with workers does without
+if TYPE_CHECKING:  # they import torch, which a core with workers does without
     from headrace.executor.model_rank import ModelRank
     from headrace.executor.parallel.expert_exchange import ExpertExchange
 
@@ -43,11 +44,11 @@ logger = logging.getLogger(__name__)
 
 
 class OneRank(InProcessExecutor):
-    """In the core's own process."""
+    """Runs a single rank in the core's own process."""
 
     rank: ModelRank
     workers: tuple[int, ...] = ()
-    """Processes that compute."""
+    """Pids of the worker processes."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -59,7 +60,7 @@ class OneRank(InProcessExecutor):
         self._on_failure = on_failure
 
     def share_experts(self, memory_fd: int, plan: Plan) -> None:
-        """Before `load`: through the memory of all cores."""
+        """Opens the exchange through the memory of all cores. Call it before `load`."""
         from headrace.executor.parallel.expert_exchange import ExpertExchange
 
         world = World.of_engines(plan, self._options.data_parallel_size, 1)
@@ -67,22 +68,22 @@ class OneRank(InProcessExecutor):
         self.rank.share_experts(self._exchange)
 
     def begin(self, counts: tuple[int, ...]) -> None:
-        """Each core's tokens in the step that is submitted next."""
+        """counts: each core's tokens in the step that is submitted next."""
         assert self._exchange is not None, "share_experts comes first"
         self._exchange.counts = counts
 
     def compute_for_others(self, counts: tuple[int, ...]) -> None:
-        """A step of which this core has no tokens."""
+        """Computes a step in which this core has no tokens."""
         self.begin(counts)
         self.rank.compute_for_others()
 
     def fail(self, failure: Failure) -> None:
-        """Another core is lost: ends what waits for it, and tells whoever watches."""
+        """Called when another core is lost: reports the failure to the watcher."""
         self._on_failure(failure)
 
 
 class SharingWorkers(MultiprocExecutor):
-    """In a process for each rank; with the methods of `OneRank`."""
+    """Runs a worker process per rank, with the methods of `OneRank`."""
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -90,7 +91,7 @@ class SharingWorkers(MultiprocExecutor):
 
     def share_experts(self, memory_fd: int, plan: Plan) -> None:
         options = self._options
-        memory = f"/proc/{os.getpid()}/fd/{memory_fd}"  # it came after the workers, who cannot inherit it
+        memory = f"/proc/{os.getpid()}/fd/{memory_fd}"  # created after the workers, so they cannot inherit it
         self._shared_experts = SharedExperts(memory, options.data_parallel_rank, options.data_parallel_size)
 
     def begin(self, counts: tuple[int, ...]) -> None:
@@ -105,8 +106,8 @@ class SharingWorkers(MultiprocExecutor):
 
 
 def of_several_ranks(options: Options) -> Executor:
-    """Of an engine of several ranks: where they are GPUs, or of a class of the user's own, it divides experts among
-    these alone. Raises OptionError as `SharedExpertsExecutor` does."""
+    """The executor for an engine of several ranks. With GPUs or a user's own worker_cls, experts are divided only among
+    this engine's ranks. Raises OptionError like `SharedExpertsExecutor`."""
     on_gpus = options.device.startswith("cuda") or (options.device == "auto" and bool(visible_gpus()))
     if not on_gpus and options.worker_cls == "auto":
         return SharedExpertsExecutor(options)
@@ -115,12 +116,12 @@ def of_several_ranks(options: Options) -> Executor:
 
 
 class SharedExpertsExecutor(Executor):
-    """One step at a time, as all cores compute it at once."""
+    """Runs one step at a time, since all cores compute it at once."""
 
     max_steps_in_flight = 1
 
     def __init__(self, options: Options) -> None:
-        """Raises OptionError where the engines have no name to meet at."""
+        """Raises OptionError where data_parallel_meeting gives the engines no name to join under."""
         if not options.data_parallel_meeting:
             raise OptionError(
                 "enable_expert_parallel with data_parallel_size divides experts among engines, which must meet: start "

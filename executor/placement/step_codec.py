@@ -2,8 +2,8 @@
 
     count of bytes in the rest   u32
     per array field              dtype character, u32 number of elements
-    rest                         msgspec MessagePack of all other fields, in order; its large tensors in frames of
-                                 their own would cost more than they save here, so it is one piece
+    rest                         msgspec MessagePack of all other fields, in order, in one piece: separate frames
+                                 for its large tensors would cost more than they save here
     per array field              its elements, each array at a multiple of 8 bytes
 
 An array field is one that is declared `np.ndarray`; such arrays have one dimension.
@@ -26,7 +26,7 @@ _DTYPES = {kind.char.encode(): kind for kind in map(np.dtype, ("bool", "int8", "
 
 
 class StepCodec(Generic[T]):
-    """Encodes and decodes one of the two kinds. Thread-safe."""
+    """Encodes and decodes StepPlan or StepResult. Thread-safe."""
 
     def __init__(self, kind: type[T]) -> None:
         hints = typing.get_type_hints(kind)
@@ -53,7 +53,7 @@ class StepCodec(Generic[T]):
         return b"".join(parts)
 
     def decode(self, data: bytes | bytearray) -> T:
-        """The arrays share `data`'s memory. Raises CodecError for what `encode` did not make."""
+        """The arrays share `data`'s memory. Raises CodecError for bytes that `encode` did not produce."""
         try:
             rest_bytes, *fields = self._header.unpack_from(data)
             at = self._header.size

@@ -1,8 +1,8 @@
-"""The executor of one rank that a launcher started, such as torchrun: every rank has an engine core of its own.
+"""The executor of one rank started by a launcher such as torchrun: every rank has an engine core of its own.
 
-All ranks run the same program, so all cores get the same requests in the same order, and plan the same steps. What
-may differ is when a request arrives: before each step the ranks agree on how many are taken (`agree`). The last stage
-of a pipeline sends each step's result to the cores of the other stages, which run the steps after it meanwhile.
+All ranks run the same program, so all cores get the same requests in the same order and plan the same steps. Only the
+arrival times may differ: before each step the ranks agree on how many requests are admitted (`agree`). The last stage
+of a pipeline sends each step's result to the cores of the other stages, which run later steps meanwhile.
 
     torchrun --nproc-per-node 4 script.py    # in it: LLM(tensor_parallel_size=2, pipeline_parallel_size=2,
                                              #            distributed_executor_backend="external_launcher")
@@ -30,12 +30,13 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class ExternalExecutor(InProcessExecutor):
-    """A rank of a world that the environment describes, as torchrun's does; with GPUs, on that of its LOCAL_RANK."""
+    """A rank of the world that the environment describes, as torchrun sets it; with GPUs, on the GPU of its
+    LOCAL_RANK."""
 
     rank: ModelRank
 
     def __init__(self, options: Options) -> None:
-        """Raises OptionError when the environment does not say which rank this is, or disagrees with the options."""
+        """Raises OptionError when the environment does not name this rank, or disagrees with the options."""
         missing = [name for name in VARIABLES if name not in os.environ]
         if missing:
             raise OptionError(
@@ -50,7 +51,7 @@ class ExternalExecutor(InProcessExecutor):
             raise OptionError(f"{asked}, and the launcher started {os.environ['WORLD_SIZE']} ranks; they must be equal")
         super().__init__(options, make_rank(options, RankPlace.of_options(int(os.environ["RANK"]), options)))
         self.num_stages = pp_size
-        if not self.has_own_memory:  # a device's rank has room for so many steps and no more
+        if not self.has_own_memory:  # a rank with its own memory has room for only so many steps
             self.max_steps_in_flight = pp_size + 1
         self._link: GlooCollectives | None = None
         self._codec = StepCodec(StepResult)
@@ -61,7 +62,8 @@ class ExternalExecutor(InProcessExecutor):
     def describe(self, report: Report) -> ModelDescription:
         described = super().describe(report)
         spec, own = self.rank.found.spec, self.rank.place
-        # The largest share is every rank's, or the cores would make caches of different sizes and plan other steps.
+        # Every rank reports the largest share, or the cores would make caches of different sizes and plan different
+        # steps.
         stages = [RankPlace.of(rank, own.tp_size, own.pp_size, own.layer_partition) for rank in range(own.world_size)]
         rows, elements = map(max, zip(*(own_kv(spec, place, described.cache_groups) for place in stages), strict=True))
         return msgspec.structs.replace(described, kv_rows_per_token=rows, kv_elements_per_token=elements)
@@ -78,7 +80,7 @@ class ExternalExecutor(InProcessExecutor):
                     memory_fd=-1,
                     deadline_s=DEADLINE_S,
                     address=(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
-                    # torchrun's agent has a store there already; without it, rank 0 opens one.
+                    # torchrun's agent usually has a store there already; otherwise rank 0 opens one.
                     opens_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and place.rank == 0,
                 )
             )
@@ -87,7 +89,7 @@ class ExternalExecutor(InProcessExecutor):
         return self._tightest(super().load(plan, report))
 
     def _tightest(self, reading: MemoryReading) -> MemoryReading:
-        """The least memory and the largest needs of any rank, so that all cores make caches of one size."""
+        """The least memory and the largest needs of any rank, so that all cores make caches of the same size."""
         least = {name: self.agree(getattr(reading, name)) for name in ("total_bytes", "available_bytes")}
         needs = ("weights_bytes", "activation_bytes", "graph_bytes", "state_bytes")
         return msgspec.structs.replace(
@@ -99,7 +101,7 @@ class ExternalExecutor(InProcessExecutor):
         self._num_submitted += 1
 
     def _collect_of_last_stage(self) -> StepResult:
-        """The last stage's result, on every stage; the others' own hold nothing."""
+        """The last stage's result, on every stage; results of the other stages are empty."""
         assert self._link is not None, "load comes first"
         place = self.rank.place
         while self._num_submitted:
@@ -112,7 +114,7 @@ class ExternalExecutor(InProcessExecutor):
         return self._codec.decode(self._link.told())
 
     def idle(self) -> bool:
-        """False: the ranks' idle work is done together, and nothing says when all of their cores are idle."""
+        """Always False: ranks do idle work together, and no core knows when all of them are idle."""
         return False
 
     def agree(self, count: int) -> int:

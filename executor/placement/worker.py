@@ -1,11 +1,11 @@
 """The worker program, one per rank: `python -m headrace.executor.placement.worker --parent-fd N`, started by the core.
 
-The parent's StartWorker says which rank it is. It loads its part of the model and runs every step that comes through
-the ring, until a Stop or the parent's death. Exit status: 0 after an orderly stop, 1 when it could not
-start, 70 when it failed while it ran.
+The parent's StartWorker message gives its rank. It loads its part of the model and runs every step from the ring until
+a Stop or the parent's death. Exit status: 0 after an orderly stop, 1 when it could not start, 70 when it failed while
+running.
 
-    main thread     describe > (LoadModel) load > (AllocateCache) allocate > [take from ring > run > answer]*
-    "parent"        reads the socket: orders of the start-up, messages too large for the ring, Stop, end of file
+    main thread     describe > (LoadModel) load > (AllocateCache) allocate > [take from ring > run > reply]*
+    "parent"        reads the socket: start-up messages, messages too large for the ring, Stop, end of file
     "tokenizer"     makes the tokeniser while the main thread reads weights; in the first worker only
 """
 
@@ -61,13 +61,13 @@ from headrace.ipc.wait import Deadline, WaitTimeoutError
 logger = logging.getLogger(__name__)
 EXIT_START_FAILED, EXIT_WORKER_FAILED = 1, 70
 POLL_S = 20e-6
-"""How often a device that computes is asked whether it is done; nothing but the answer waits for that."""
+"""How often a computing device is polled for its result; only the reply waits for that."""
 COLLECTIVES_GRACE_S = 0.2
-"""By how much a wait for another rank outlasts a step's deadline, so that the core is the first to notice."""
+"""A wait for another rank lasts this much longer than a step's deadline, so that the core notices first."""
 
 
 class Worker:
-    """One rank. `run` on the main thread; `stop` and `take_message` from the one that reads the socket."""
+    """One rank. `run` is called on the main thread, `stop` and `take_message` on the thread that reads the socket."""
 
     def __init__(self, channel: Channel, start: StartWorker) -> None:
         options = start.options
@@ -77,8 +77,8 @@ class Worker:
         self._mailbox = Mailbox()
         self._rank: Rank | None = None
         self._begin_shared: Callable[[tuple[int, ...]], bool] = lambda counts: False
-        """Where experts are shared: takes the tokens of each core in the step that comes, and computes it where this
-        core has none; whether it did."""
+        """With shared experts: receives each core's number of tokens in the next step. Where this core has none, it
+        computes the step and returns True."""
         self._steps: RingReader | None = None
         self._results: RingWriter | None = None
         self._is_stopped = False
@@ -98,7 +98,7 @@ class Worker:
         self._channel.send(Progress(phase=self.phase, seconds=0.0, read_bytes=read_bytes, total_bytes=total_bytes))
 
     def stop(self, deadline_s: float) -> None:
-        """Leaves after the step that runs; at once while it loads, as there is nothing to finish."""
+        """Exits after the current step, or at once while loading, when there is nothing to finish."""
         self._is_stopped = True
         self._orders.put(None)
         ends = [end for end in (self._steps, self._results) if end is not None]
@@ -116,7 +116,7 @@ class Worker:
             self._orders.put(message)
 
     def run(self) -> None:
-        """From loading the class to the last step. Raises what went wrong."""
+        """Runs the worker from loading the rank's class to the last step. Raises whatever went wrong."""
         self.report("import")
         rank = self._rank = make_rank(self._options, self._place)
         report = Reporter(self.report, self._read)
@@ -147,7 +147,7 @@ class Worker:
             self._results = RingWriter(memory.results, load.results, self._send_large)
         self._steps = RingReader(memory.steps, load.steps, start.rank - start.first_rank, self._mailbox)
         self.report("idle")
-        gc.freeze()  # what was made so far stays: a collection would walk through all of it in mid-stream
+        gc.freeze()  # so that no garbage collection scans these objects while tokens stream
         self._channel.send(Allocated(startup_s=(self._startup_s,)))
         with contextlib.suppress(RingInterruptedError):
             self._serve(rank, self._steps)
@@ -177,7 +177,7 @@ class Worker:
         shared = load.shared_experts
         if shared is None:
             return
-        from headrace.executor.model_rank import ModelRank  # these bring torch, which other ranks may do without
+        from headrace.executor.model_rank import ModelRank  # imports torch, which other ranks may do without
         from headrace.executor.parallel.expert_exchange import ExpertExchange
 
         assert isinstance(rank, ModelRank), "ranks of the user's own share no experts"
@@ -196,7 +196,7 @@ class Worker:
         self._begin_shared = begin
 
     def _serve(self, rank: Rank, steps: RingReader) -> None:
-        """Raises RingInterruptedError at a Stop."""
+        """Runs steps and commands until a Stop, at which it may raise RingInterruptedError."""
         plans, answers, deadline = StepCodec(StepPlan), StepCodec(StepResult), Deadline(None)
         under_way = 0
         while not self._is_stopped:
@@ -222,10 +222,10 @@ class Worker:
             steps.finished(under_way)
 
     def _next(self, rank: Rank, steps: RingReader, under_way: int) -> tuple[int, bytearray | bytes] | None:
-        """What to do next: a message, or, when it is None, to collect the oldest step that is under way.
+        """The next message; None when the oldest step in flight should be collected instead.
 
-        A device that computes by itself is given the next step meanwhile. One that does not come to the end of a step
-        waits for another rank.
+        Meanwhile a device that computes asynchronously gets the next step. A device that does not finish a step in time
+        waits for another rank: raises PeerError.
         """
         if not under_way:
             return steps.take(Deadline(None))
@@ -243,14 +243,15 @@ class Worker:
         return None
 
     def _carry_out(self, rank: Rank, command: WorkerCommand) -> None:
-        """One that fails leaves all as it was, says `Rank.control`, so that the worker goes on."""
+        """Carries out a command. A failed command leaves the state unchanged (see `Rank.control`), so the worker goes
+        on."""
         reads = isinstance(command, PrepareWeights)
         try:
             with self._turn(lambda: None) if reads else contextlib.nullcontext():
                 answer = rank.control(command)
             answered = Answered(answer=msgspec.structs.replace(answer, rank=self._place.rank))
         except EngineDeadError:
-            raise  # it leaves nothing as it was
+            raise  # the engine is dead, not only the command
         except HeadraceError as error:
             failure = Failure.of(error, process="worker", phase=type(command).__name__, rank=self._place.rank)
             answered = Answered(answer=None, failure=failure)
@@ -270,7 +271,7 @@ class Worker:
 
 
 def fail(channel: Channel, error: BaseException, rank: int, phase: str) -> NoReturn:
-    """Tells the core and exits, from any thread."""
+    """Reports the error to the core and exits. May be called from any thread."""
     with contextlib.suppress(ChannelClosedError):
         channel.send(ChildFailed(failure=Failure.of(error, process="worker", phase=phase, rank=rank)))
     leave(EXIT_WORKER_FAILED if phase in ("step", "idle") else EXIT_START_FAILED)
@@ -307,7 +308,7 @@ def main() -> None:
         ).start()
         worker.run()
     except ChannelClosedError:
-        leave(EXIT_START_FAILED)  # nobody is left to tell
+        leave(EXIT_START_FAILED)  # the parent is gone, so there is nobody to report to
     except BaseException as error:
         fail(channel, error, rank, worker.phase if worker is not None else phase)
     leave(0)

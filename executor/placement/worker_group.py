@@ -1,4 +1,4 @@
-"""The worker programs of one engine, as a group: started at once, asked at once, and failing as one."""
+"""The worker programs of one engine as a group: started together, queried together, and failing as one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from headrace.ipc.wait import Deadline
 M = TypeVar("M", bound=Message)
 PROGRAM = ("-m", "headrace.executor.placement.worker", "--parent-fd")
 CAUSE_GRACE_S = 1.0
-"""How long a worker that failed itself may take to be noticed after one that only heard of it."""
+"""How long to wait, after a worker reports that another one failed, for that other one's own failure."""
 COMMAND_GRACE_S = 5.0
-"""By how much the wait for an answer to a command outlasts what a worker may take for it."""
+"""A wait for the answer to a command lasts this much longer than a worker may take for it."""
 SLOW_AFTER_S = 5.0
-"""When some lag this far behind others at a start-up phase, they are named."""
+"""Workers that lag this far behind others in a start-up phase are named."""
 
 
 class WorkerGroup:
-    """Thread-safe. The first worker to fail decides what the group's failure is; `on_failure` hears of it once."""
+    """Thread-safe. The first worker to fail determines the group's failure; `on_failure` is called once with it."""
 
     def __init__(
         self,
@@ -37,10 +37,10 @@ class WorkerGroup:
         on_large_message: Callable[[LargeMessage], None],
         unfinished: Callable[[], list[int]],
     ) -> None:
-        """Starts all programs; they begin at once. Raises EngineStartError when one cannot be started.
+        """Starts all programs, which run at once. Raises EngineStartError when one cannot be started.
 
-        `unfinished` tells which of them have a part of some step still to do. Workers are numbered from 0 here,
-        whatever the rank of the first. They may take `startup_timeout` until they are all ready.
+        unfinished: returns the workers that still have a part of some step to do. Workers are numbered from 0 here,
+        whatever the rank of the first. They must all be ready within `startup_timeout`.
         """
         self._first_rank = starts[0].rank
         self.size = len(starts)
@@ -64,7 +64,7 @@ class WorkerGroup:
             child.on_exit(lambda failure, child=child: self._ended(child, failure))  # type: ignore[misc]
 
     def send(self, message: Message, rank: int | None = None, deadline: Deadline | None = None) -> None:
-        """To one worker or to all. One that is gone is passed over: whoever waits for its answer hears of it."""
+        """Sends to one worker or to all. One that has ended is skipped: waiting for its answer raises the failure."""
         for child in self.children if rank is None else [self.children[rank]]:
             try:
                 child.send(message, deadline)
@@ -73,37 +73,37 @@ class WorkerGroup:
 
     @property
     def failure(self) -> Failure | None:
-        """What ended the group, if anything did."""
+        """The failure that ended the group, if any."""
         return self._said.failure
 
     def gather(self, kind: type[M], *, ranks: range | None = None, report: Report | None = None) -> list[M]:
-        """The next message of this kind from each worker, by rank. Raises what ended a worker instead.
+        """The next message of this kind from each worker, by rank. Raises the group's failure instead, if there is one.
 
-        `report` gets the first worker's phases, and which workers lag behind the others. Those that are not there
-        when the time to start is up have failed, and later those that do not answer a command.
+        `report` receives the first worker's phases, and the names of workers that lag behind. Workers that miss the
+        deadline, of the start or of a command, have failed.
         """
         deadline = Deadline(command_limit_s(self._control_timeout_s)) if self._is_serving else self._start_ends
         return self._said.gather(kind, of=ranks, report=report, deadline=deadline)
 
     def serve(self) -> None:
-        """From now on a failure is the end of a running engine, and not of its start."""
+        """From now on a failure is the end of a running engine instead of a failed start."""
         self._is_serving = True
 
     def error(self, failure: Failure) -> HeadraceError:
-        """What to raise for the failure."""
+        """The exception to raise for the failure."""
         return (EngineDeadError if self._is_serving else EngineStartError)(failure=failure)
 
     def fail(self, failure: Failure) -> Failure:
-        """Makes this the group's failure unless it has one; returns the group's."""
+        """Makes this the group's failure unless it has one already; returns the group's failure."""
         if self._said.fail(failure) and not self._is_stopping:
             self._on_failure(failure)
         assert self.failure is not None, "it has one now"
         return self.failure
 
     def hung(self, ranks: list[int], what: str) -> Failure:
-        """The failure of workers that did not do `what`; those of them that only waited for another are left out.
+        """The failure of workers that did not do `what`, without those that only waited for another worker.
 
-        Asks each for its stacks, which reach its log's last lines.
+        Asks the others to log their stacks, which become the last lines of their logs.
         """
         echoes = self._wait_for_echoes(ranks)
         waiting = echoes | {rank for rank in ranks if self.children[rank].phase == WAIT_FOR_TURN}
@@ -124,7 +124,8 @@ class WorkerGroup:
         )
 
     def stop(self, deadline_s: float) -> None:
-        """Ends all, together; those not gone within `deadline_s` are killed. At once after a failure."""
+        """Ends all workers together, and kills those that are not gone within `deadline_s`; after a failure, at
+        once."""
         with self._changed:
             self._is_stopping = True
         for child in self.children:
@@ -169,12 +170,12 @@ class WorkerGroup:
         return "wait for " + ", ".join(f"{child.name} ({child.phase})" for child in (self.children[r] for r in ranks))
 
     def _ended(self, child: Child, failure: Failure) -> None:
-        """On the child's watching thread, once it has ended without being asked to."""
+        """Runs on the child's watching thread when the child has ended without being asked to."""
         rank = child.options.rank - self._first_rank
-        if failure.traceback:  # it named the cause itself; a sentence for the user needs no such evidence
+        if failure.traceback:  # unexpected; without one it is a sentence for the user, which needs no such evidence
             how = f"{child.name} of {self.size} (pid {child.pid}) ended with exit status {child.status}"
             failure = msgspec.structs.replace(failure, hint=failure.hint or how, log_tail=child.log_tail)
-        elif self._is_serving and rank in self._unfinished():  # it does not announce each step
+        elif self._is_serving and rank in self._unfinished():  # workers announce no phase for each step
             failure = msgspec.structs.replace(failure, phase="step")
         with self._changed:
             self._failures[rank] = failure
@@ -187,13 +188,13 @@ class WorkerGroup:
         timer.start()
 
     def _trace_echo(self, echo: Failure) -> None:
-        """A worker gave up waiting for another one that did not fail: then that one hangs."""
+        """Handles a worker that gave up waiting for one that did not fail: that one hangs."""
         if self.failure is None and not self._is_stopping:
             left = [rank for rank in self._unfinished() if rank not in self._failures]
             self.fail(self.hung(left, "do its part of a step, and the others gave up waiting") if left else echo)
 
     def _wait_for_echoes(self, ranks: list[int]) -> set[int]:
-        """The ranks that gave up waiting for another meanwhile."""
+        """The ranks that gave up waiting for another one, after giving them time to."""
         with self._changed:
             if len(ranks) > 1:
                 self._changed.wait_for(lambda: len(self._failures.keys() & set(ranks)) >= len(ranks) - 1, CAUSE_GRACE_S)
@@ -201,7 +202,8 @@ class WorkerGroup:
 
 
 class Replies:
-    """Thread-safe: `hear` and `fail` are for the threads that listen, `gather` for the one that asked."""
+    """Collects replies of several processes. Thread-safe: receiving threads call `hear` and `fail`, the asking thread
+    calls `gather`."""
 
     def __init__(
         self,
@@ -211,16 +213,16 @@ class Replies:
         late: Callable[[list[int]], object],
         lagging: Callable[[list[int]], str],
     ) -> None:
-        """size: of the processes, which are numbered from 0. `error` is what to raise for a failure; `late` calls
-        `fail` with what to say of those that missed a deadline; `lagging` describes those behind, as a phase.
-        """
+        """size: number of processes, which are numbered from 0. error: makes the exception for a failure. late: must
+        call `fail` for the given processes, which missed a deadline. lagging: describes processes that are behind, as a
+        phase."""
         self.size = size
         self.failure: Failure | None = None
         self.changed = threading.Condition()
-        """Held while any of this changes; notified after."""
+        """Held while any attribute changes, and notified afterwards."""
         self._error, self._late, self._lagging = error, late, lagging
         self._heard: list[list[Message]] = [[] for _ in range(size)]
-        self._phases: list[Progress] = []  # of the first, until they are reported
+        self._phases: list[Progress] = []  # the first process's, until they are reported
 
     def hear(self, number: int, message: Message) -> None:
         with self.changed:
@@ -231,7 +233,7 @@ class Replies:
             self.changed.notify_all()
 
     def fail(self, failure: Failure) -> bool:
-        """Ends every `gather`, unless something has already; whether it was this."""
+        """Ends every `gather` with the failure, unless there is one already; returns whether it was the first."""
         with self.changed:
             if self.failure is not None:
                 return False
@@ -240,7 +242,7 @@ class Replies:
             return True
 
     def check(self) -> None:
-        """Raises what ended it all, if anything did."""
+        """Raises the failure, if there is one."""
         if self.failure is not None:
             raise self._error(self.failure)
 
@@ -252,10 +254,10 @@ class Replies:
         report: Report | None = None,
         deadline: Deadline | None = None,
     ) -> list[M]:
-        """The next message of this kind from each, in order. Raises what `error` makes of the first failure.
+        """The next message of this kind from each process, in order. Raises `error(failure)` for the first failure.
 
-        `report` gets the first one's phases, and which lag behind the others. Those that are missing at the
-        deadline are a failure.
+        `report` receives the first process's phases, and which processes lag behind. Processes that miss the deadline
+        are a failure.
         """
         wanted = range(self.size) if of is None else of
         found: dict[int, M] = {}
@@ -275,16 +277,16 @@ class Replies:
                 return [found[number] for number in wanted]
             if deadline.passed:
                 self._late(missing)
-                if self.failure is None:  # it is stopping, and blames nobody any more
+                if self.failure is None:  # the group is stopping and records no more failures
                     raise deadline.fail(f"{kind.__name__} from {len(missing)} processes")
             elif lag.passed and report:
                 report(self._lagging(missing))
-                lag = Deadline(float("inf"))  # said once
+                lag = Deadline(float("inf"))  # reported once
             elif found and report and lag.total_s is None:
                 lag = Deadline(SLOW_AFTER_S)
 
     def _take(self, kind: type[M], wanted: Sequence[int], found: dict[int, M]) -> bool:
-        """Whether there is something to go on with."""
+        """Whether it found a new message, all of them, or a failure."""
         before = len(found)
         for number in wanted:
             message = next((each for each in self._heard[number] if isinstance(each, kind)), None)
@@ -295,8 +297,8 @@ class Replies:
 
 
 def command_limit_s(control_timeout_s: float) -> float:
-    """How long a worker's answer to a command may take: it ends by itself the two parts of one that may hang, finding
-    a checkpoint and reading it, or stopping a profile and writing it."""
+    """The time limit of a worker's answer to a command. A worker itself ends each part that may hang, of which a
+    command has at most two: finding and reading a checkpoint, or stopping a profile and writing it."""
     return 2 * control_timeout_s + COMMAND_GRACE_S
 
 
@@ -310,6 +312,6 @@ def _tell(report: Report | None, progress: Progress) -> None:
 
 
 def _sooner(*deadlines: Deadline) -> float | None:
-    """Seconds until the first of them; None where there is none to wait for."""
+    """Seconds until the first of them; None if none is set."""
     left = [each.remaining_s for each in deadlines if each.remaining_s is not None]
     return min(*left, threading.TIMEOUT_MAX) if left else None
