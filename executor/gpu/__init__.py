@@ -1,1 +1,1 @@
-"""A rank on a GPU: device state, CUDA graphs, the sampler on the device, and memory."""
+"""A rank on a GPU: its device state, CUDA graphs, sampler on the device, and memory."""

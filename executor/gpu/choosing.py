@@ -1,4 +1,4 @@
-"""Choosing tokens where logits are changed or reported of, without waiting for the device."""
+"""Chooses tokens on the device where logits are changed or logprobs reported, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from headrace.executor.sampling.token_rules import additions
 from headrace.ipc.step import StepPlan
 
 PROMPT_LOGITS_BYTES = 1 << 27
-"""Logits of prompt positions are made for about this many bytes at a time."""
+"""Logits of prompt positions are computed in pieces of about this size."""
 REPORTED = (0, 5, 20)
-"""How many of the likeliest tokens are usually reported."""
+"""Usual numbers of reported top logprobs."""
 
 
 class Choosing:
-    """The part of a runner that follows a step's logits. Borrows all that it is given."""
+    """The part of a runner that follows a step's logits. Uses its arguments without owning them."""
 
     def __init__(
         self,
@@ -38,11 +38,12 @@ class Choosing:
         self._report: ReportLogprobs = kernels.choose("token_logprobs", device=device.device, dtype=torch.float32)
 
     def can(self, rows: np.ndarray) -> bool:
-        """Whether the device has what it needs to choose for rows [num_rows]."""
+        """Whether the device can choose for rows [num_rows]: it has the counts that frequency penalties need."""
         return not self._tokens.lacks_counts or not self._tokens.changes(self._batch, rows).counted
 
     def sample(self, logits: Tensor, step: StepInFlight, needs: int) -> None:
-        """As `sampler.sample`, without waiting. logits [num_sampled, vocab_size] may be overwritten."""
+        """Chooses like the host's `sampler.sample`, but without waiting. May overwrite logits [num_sampled,
+        vocab_size]."""
         steps, count = self._steps, len(step.rows)
         (sent_rows,) = self._staging.send(step.rows)
         rows = sent_rows.long()
@@ -53,7 +54,8 @@ class Choosing:
         changes = bool(needs & CHANGES) or masks is not None
         if reporting.size:
             told = self._indices(reporting)
-            # Choosing leaves logits as they are: all of them need a copy only where something changes them.
+            # Choosing leaves logits unchanged, so a copy of all of them is needed only where something else changes
+            # them.
             raw = logits if reporting.size == count and not changes else logits[told]
         if changes:
             step.changed = True
@@ -73,8 +75,8 @@ class Choosing:
             step.logprobs = LogprobsInFlight(self._device, raw, token_ids[told].long(), counts, self._report, asked)
 
     def _change(self, logits: Tensor, host_rows: np.ndarray, rows: Tensor) -> None:
-        """What is added to single logits commutes with what forbids others, so allowed tokens can wait for the launch
-        that penalties need anyway."""
+        """Adding to single logits and forbidding tokens commute, so the allowed tokens are applied in the launch that
+        penalties need anyway."""
         places, added = additions(self._batch, host_rows, logits.shape[1])
         if places.size:
             sent_places, sent_added = self._staging.send(places, added)
@@ -82,8 +84,8 @@ class Choosing:
         self._tokens.adjust(logits, self._state, rows, self._tokens.changes(self._batch, host_rows))
 
     def visit(self, num_rows: int) -> None:
-        """Runs what changes and reports the most logits, so that its memory is measured and nobody waits for a compiler
-        later. Needs counts for no request, and keeps none."""
+        """Runs the largest changes and reports, so that their memory is measured and their kernels are compiled before
+        any request. Needs the counts of no request, and keeps none."""
         tokens, device = self._tokens, self._device.device
         logits = torch.zeros(num_rows, tokens.vocab_size, device=device)
         raw, rows = logits.clone(), torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -94,7 +96,7 @@ class Choosing:
             self._report(raw, rows, min(width, tokens.vocab_size))
 
     def report_prompts(self, hidden: Tensor, plan: StepPlan, query_start: np.ndarray, step: StepInFlight) -> None:
-        """A position's logits tell of the token after it."""
+        """Starts reporting prompt logprobs: a position's logits predict the token after it."""
         batch = self._batch
         at_once = max(1, PROMPT_LOGITS_BYTES // (4 * self._tokens.vocab_size))
         for index in np.flatnonzero((batch.sampling.needs[plan.rows] & Needs.PROMPT_LOGPROBS) != 0):
@@ -107,11 +109,11 @@ class Choosing:
                 asked = np.full(last - first, batch.sampling.num_prompt_logprobs[row])
                 counts = limited(asked, logits.shape[1])
                 if row in step.prompt_problems:
-                    continue  # the logits were made all the same: other ranks take part in them
+                    continue  # the logits were computed nevertheless, as other ranks take part in that
                 try:
                     tokens = self._indices(batch.tokens[row, first + 1 : last + 1])
                     told = LogprobsInFlight(self._device, logits, tokens, counts, self._report)
-                except Exception as error:  # of this row's tokens, and nobody else's
+                except Exception as error:  # caused by this row's tokens, so only this row fails
                     step.prompt_problems[row] = no_prompt_logprobs(error)
                     continue
                 step.prompt_runs.append((row, first + 1, told))

@@ -1,20 +1,20 @@
-"""How ranks on GPUs talk: tensors from device to device, and what the hosts have to say to each other by gloo.
+"""Collectives of ranks on GPUs: device to device for tensors, and gloo for messages between hosts.
 
     sums, gathers of a stage   its process group, on the current stream; small sums through symmetric memory
     hidden states              the world's process group, from a stage to the next
-    sampled tokens, agreement  gloo, between the hosts' processes: the core has read a row's token before it plans the
-                               row's next step, so a way from device to device would not bring it any sooner
+    sampled tokens, agreement  gloo, between the hosts' processes: the core reads a row's token before it plans the
+                               row's next step, so sending tokens from device to device would not be faster
 
-Nothing on the device's way waits on the host, so all of it can be captured in a graph. A rank that is gone leaves the
-others' devices waiting: their hosts notice that a step takes too long, or are ended by the supervisor.
+The device's operations never wait for the host, so all of them can be captured in a graph. If a rank is lost, the
+others' devices keep waiting: their hosts notice that a step takes too long, or the supervisor ends them.
 
-Small sums go without NCCL's protocol: one kernel copies this rank's part into memory that all GPUs of the stage have
-mapped, meets the others there, and reads (one-shot) all parts, or (two-shot) reduces its own piece of them and then
-reads the others'. The kernels are torch's (`torch.ops.symm_mem`,
-torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu); they take float32 and bfloat16 on 2, 4 or 8 GPUs of
-one host with access to each other.
+Small sums avoid NCCL's protocol: one kernel copies this rank's part into memory that all GPUs of the stage have mapped,
+synchronises with the others, and either reads all parts (one-shot), or reduces its own piece of them and then reads the
+others' (two-shot). The kernels are torch's (`torch.ops.symm_mem`,
+torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu); they support float32 and bfloat16 on 2, 4 or 8 GPUs of
+one host with access to each other's memory.
 
-`open_nccl` needs GPUs; all else here also runs with gloo in NCCL's place.
+`open_nccl` needs GPUs; everything else here also runs with gloo in place of NCCL.
 """
 
 from __future__ import annotations
@@ -41,26 +41,27 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 HIDDEN_TAG = 3
 PEERS_FAULT = ("remote", "by peer", "timed out", "connection")
-"""In the words of NCCL and gloo, when it is another rank that is gone."""
+"""Words in errors of NCCL and gloo that mean that another rank is gone."""
 SIZES = (2, 4, 8)
 DTYPES = (torch.float32, torch.bfloat16)
 ALIGNMENT_BYTES = 16
 ONE_SHOT_BYTES = {2: 1 << 20, 4: 512 << 10, 8: 256 << 10}
-"""Up to here every rank reads every part: world size times the traffic, and one meeting fewer. Not measured yet."""
+"""Up to this size, by number of ranks, one-shot: each rank reads every part, which takes world size times the traffic
+but one synchronisation less. Not measured yet."""
 LARGEST_BYTES = 8 << 20
-"""Beyond this the links' bandwidth decides, which NCCL uses as well. Not measured yet."""
+"""Above this size the bandwidth of the links dominates, which NCCL uses as well. Not measured yet."""
 WATCHDOG_GRACE_S = 60.0
-"""By how much torch's own watchdog outlasts our deadline, which knows what to say."""
+"""torch's own watchdog waits this much longer than our deadline, whose error names the cause."""
 
 
 class SmallSums(Protocol):
-    """A faster way for sums that are small."""
+    """A faster implementation for small sums."""
 
     description: str
 
     def takes(self, x: Tensor) -> bool: ...
     def add(self, x: Tensor) -> Tensor:
-        """The sum over the stage's ranks, in x's place."""
+        """The sum over the stage's ranks, written into x."""
         ...
 
 
@@ -70,14 +71,14 @@ class DeviceGroups:
 
     world: Any
     stage: Any
-    """Of this rank's stage; unused where it is alone there."""
+    """For this rank's stage; unused if the stage has one rank."""
 
 
 class GpuCollectives(GlooCollectives):
-    """`Collectives` of one rank. Sums are equal on each rank, as one of them makes each part of them.
+    """`Collectives` of one rank. A sum is bit-identical on all ranks, since each part of it is computed by one of them.
 
-    in_order: sums are made as the contract of `Collectives` says, in float32 in order of rank, whatever their size: a
-    token's result then does not depend on its batch.
+    in_order: sums of any size are added in float32 in order of rank, as `Collectives` promises, so that a token's
+    result does not depend on its batch.
     """
 
     small_sums: SmallSums | None = None
@@ -94,12 +95,12 @@ class GpuCollectives(GlooCollectives):
         super().__init__(meeting.world, meeting.rank, store, meeting.host or LOOPBACK, meeting.deadline_s)
         self.device, self._groups, self._in_order = device, groups, in_order
         self._sum, self._gather = dist.AllreduceOptions(), AllgatherOptions()
-        # NCCL's own stream is left out: the work is part of the current one, and of a graph that is captured there.
+        # NCCL's own stream is not used: the work belongs to the current stream, and to a graph that is captured on it.
         self._sum.asyncOp = self._gather.asyncOp = False
 
     @property
     def sums(self) -> str:
-        """How sums go, for DescribeEngine."""
+        """How sums are computed, for DescribeEngine."""
         if self._in_order:
             return "in order of rank"
         return "process group" if self.small_sums is None else f"{self.small_sums.description}, else process group"
@@ -130,7 +131,7 @@ class GpuCollectives(GlooCollectives):
         return x
 
     def agree(self, is_well: bool) -> bool:
-        """Whether all ranks of the world are well. Each of them must ask."""
+        """Whether all ranks of the world pass True. Every rank must call it."""
         vote, least = torch.tensor([int(is_well)]), dist.AllreduceOptions()
         least.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         self._wait(self._all.allreduce([vote], least))
@@ -144,7 +145,7 @@ class GpuCollectives(GlooCollectives):
         return out
 
     def _finish(self, start: Callable[[], dist.Work | None]) -> None:
-        """Makes the current stream wait for it; on a CPU, the caller."""
+        """Makes the current stream wait for the operation; on a CPU, the caller waits."""
         try:
             work = start()
             if work is not None:
@@ -157,7 +158,7 @@ class GpuCollectives(GlooCollectives):
 
 
 def _summed_in_order(parts: Tensor) -> Tensor:
-    """[tp_size, ...] -> [...]: one addition after the other, whatever the shape."""
+    """[tp_size, ...] -> [...]: adds the parts one after the other, whatever the shape."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part
@@ -165,7 +166,8 @@ def _summed_in_order(parts: Tensor) -> Tensor:
 
 
 class AgreedCapturer:
-    """A `Capturer` whose graphs all ranks have, or none: a step runs in the same sizes on each of them."""
+    """A `Capturer` whose graphs exist on all ranks or on none, so that a step runs with the same batch size on each of
+    them."""
 
     def __init__(self, capturer: Capturer, agree: Callable[[bool], bool]) -> None:
         self._capturer, self._agree = capturer, agree
@@ -180,7 +182,7 @@ class AgreedCapturer:
     def capture(self, run: Callable[[], Any]) -> tuple[Replay, Any]:
         """Raises RuntimeError where any rank could not capture it, and HeadraceError where this one could not run it.
 
-        The others wait for a rank that cannot run it, so that is the end of the engine.
+        A rank that cannot run it leaves the others waiting, so this ends the engine.
         """
         runs = 0
 
@@ -192,7 +194,7 @@ class AgreedCapturer:
         try:
             captured = self._capturer.capture(counted)
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-            if runs < 2:  # the first run is no capture: its collectives are carried out
+            if runs < 2:  # the first run is not captured: its collectives are really executed
                 why = str(error).strip().partition("\n")[0]
                 raise HeadraceError(f"a step that was to be captured as a CUDA graph cannot be run: {why}") from error
             self._agree(False)
@@ -203,13 +205,13 @@ class AgreedCapturer:
 
 
 class SymmetricSums:
-    """`SmallSums` over one symmetric buffer.
+    """`SmallSums` over one buffer in symmetric memory.
 
-    The kernels end with a meeting of all ranks, so the buffer may be written again by whatever follows in the stream.
+    The kernels end with a synchronisation of all ranks, so whatever follows in the stream may overwrite the buffer.
     """
 
     def __init__(self, buffer: Tensor, size: int, group_name: str, ops: Any = torch.ops.symm_mem) -> None:
-        """buffer: [n] bytes of symmetric memory, which all ranks have joined; ops: the kernels."""
+        """buffer: [n] bytes of symmetric memory, which all ranks have joined; ops: the namespace of the kernels."""
         self._size, self._name, self._ops = size, group_name, ops
         self._views = {dtype: buffer.view(dtype) for dtype in DTYPES}
         self._largest_bytes = buffer.nbytes
@@ -228,21 +230,22 @@ class SymmetricSums:
         return self.one_shot(x) if x.nbytes <= ONE_SHOT_BYTES[self._size] else self.two_shot(x)
 
     def one_shot(self, x: Tensor) -> Tensor:
-        """`add` by one kernel that reads every part whole."""
+        """`add` by one kernel that reads every rank's whole part."""
         flat, shared = self._flat(x)
-        # A thread has read what it overwrites: it copies the very elements whose sums it writes.
+        # The output may be the input: a thread reads an element before it overwrites it, as it copies the elements
+        # whose sums it writes.
         self._ops.one_shot_all_reduce_copy_out(shared, flat, "sum", self._name, flat)
         return x
 
     def two_shot(self, x: Tensor) -> Tensor:
-        """`add` by a copy, and a kernel that reduces a piece and reads the other ranks' pieces."""
+        """`add` by a copy, and a kernel that reduces one piece and reads the other ranks' pieces."""
         flat, shared = self._flat(x)
         shared.copy_(flat)
         self._ops.two_shot_all_reduce_out(shared, "sum", self._name, flat)
         return x
 
     def _flat(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x and as much of the shared memory, [x.numel()]."""
+        """x as [x.numel()], and shared memory of the same shape and type."""
         flat = x.view(-1)
         return flat, self._views[x.dtype][: len(flat)]
 
@@ -250,9 +253,9 @@ class SymmetricSums:
 def open_small_sums(
     link: GpuCollectives, meeting: Rendezvous, *, why_not: str, join: Callable[[], SymmetricSums]
 ) -> SmallSums | None:
-    """Joins the other ranks in it where all of them can, and says in the log when they cannot.
+    """Opens the small sums where all ranks can; logs the reason where they cannot. All ranks of the world must call it.
 
-    why_not: of this rank, "" where it can; join: waits for the stage's other ranks. All ranks of the world must call.
+    why_not: why this rank cannot, or ""; join: joins the stage's ranks, and waits for them.
     """
     reason = why_not or why_no_symmetric_memory(meeting)
     if not link.agree(not reason):
@@ -261,7 +264,11 @@ def open_small_sums(
     sums: SymmetricSums | None = None
     try:
         sums = join()
-    except (RuntimeError, ImportError, AttributeError) as error:  # of torch's builds and drivers without it
+    except (
+        RuntimeError,
+        ImportError,
+        AttributeError,
+    ) as error:  # builds of torch and drivers without it
         reason = str(error).strip().partition("\n")[0]
     if not link.agree(sums is not None):
         _say(meeting, reason or "another rank could not join")
@@ -270,7 +277,7 @@ def open_small_sums(
 
 
 def why_no_symmetric_memory(meeting: Rendezvous) -> str:
-    """A phrase, or "" where the stage's ranks may share their GPUs' memory as far as their places go."""
+    """Why the places of the stage's ranks rule out sharing their GPUs' memory, in a phrase; "" if they do not."""
     size = meeting.world.tp_size
     stage = meeting.rank // size * size
     if size not in SIZES:
@@ -286,11 +293,11 @@ def _say(meeting: Rendezvous, reason: str) -> None:
 
 
 def open_nccl(meeting: Rendezvous, device: torch.device, *, custom_all_reduce: bool, in_order: bool) -> GpuCollectives:
-    """Joins the other ranks, each of which has called this with a GPU of its own.
+    """Joins the other ranks, each of which must call this with its own GPU.
 
-    in_order: see `GpuCollectives`. Raises PeerError when not all came in time.
+    in_order: see `GpuCollectives`. Raises PeerError when not all joined in time.
     """
-    # By default a watchdog aborts a process whose peer is gone, and would be taken for the cause. 0: it only logs.
+    # By default a watchdog aborts a process that lost its peer, which would then look like the cause. 0 only logs.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     torch.cuda.set_device(device)
     store = meeting.store()
@@ -316,19 +323,20 @@ def _groups(meeting: Rendezvous, store: dist.Store, device: torch.device) -> Dev
         rank=meeting.rank,
         world_size=world.size,
         timeout=timeout,
-        device_id=device,  # communicators are made now: the first use of one cannot be captured
+        device_id=device,  # makes communicators now: the first use of one cannot be captured
     )
-    if 1 in (world.tp_size, world.pp_size):  # a stage is the world, or a rank of its own
+    if 1 in (world.tp_size, world.pp_size):  # a stage is the whole world, or a single rank
         return DeviceGroups(world=dist.group.WORLD, stage=dist.group.WORLD)
     stages = []
-    for stage in range(world.pp_size):  # every rank takes part in making every group
+    for stage in range(world.pp_size):  # every rank must take part in making every group
         ranks = list(range(stage * world.tp_size, (stage + 1) * world.tp_size))
         stages.append(dist.new_group(ranks, timeout=timeout, device_id=device))
     return DeviceGroups(world=dist.group.WORLD, stage=stages[meeting.rank // world.tp_size])
 
 
 def _why_no_access(meeting: Rendezvous, device: torch.device) -> str:
-    """Whether this GPU may read the memory of the stage's others. Ranks of a host have its GPUs in order."""
+    """Why this GPU cannot read the memory of the stage's other GPUs, or "". The ranks of a host have its GPUs in
+    order."""
     tp_size = meeting.world.tp_size
     first = meeting.rank // tp_size * tp_size - meeting.host_ranks.start
     others = [index for index in range(first, first + tp_size) if index != device.index]

@@ -1,14 +1,14 @@
-"""What the device remembers of each running request between steps, and how the host changes it.
+"""The device's state of each running request between steps, and how the host changes it.
 
-All of it lies in one int32 tensor, so that whatever a step changes goes over as one list of (index, word) pairs: one
-copy from pinned memory and one scatter, however many columns and rows are concerned. A steady decode changes nothing.
+The whole state is one int32 tensor, so that a step's changes are sent as one list of (index, word) pairs: one copy from
+pinned memory and one scatter, however many columns and rows change. A steady decode changes nothing.
 
     words: | seed | top_p | min_p | block_table | last_token | num_computed | ... | batch_rows |
              2 words a row, first so    W words    1 word each                      the rows of this step's decode
              that they are aligned      a group                                     batch, and 1 word of all of them
 
-Row `num_rows` belongs to nobody: batches are padded with it. Its block table is all block 0, the null block, and its
-num_computed stays 0, so a padding row reads and writes slot 0 of block 0, which no request ever holds.
+Row `num_rows` belongs to no request: batches are padded with it. Its block table is all block 0, the null block, and
+its num_computed stays 0, so a padding row reads and writes slot 0 of block 0, which no request ever holds.
 """
 
 from __future__ import annotations
@@ -30,46 +30,48 @@ class Event(Protocol):
     def record(self) -> None: ...
     def synchronize(self) -> None: ...
     def query(self) -> bool:
-        """Whether it has passed."""
+        """Whether the device has passed it."""
         ...
 
 
 class Mark(Event, Protocol):
-    """An event whose time is known once it has passed."""
+    """An event whose time can be read once the device has passed it."""
 
     def seconds_since(self, earlier: Any) -> float:
-        """By the device's clock; `earlier` is a mark of the same device that has passed too."""
+        """Seconds by the device's clock; `earlier` is a mark of the same device that has passed too."""
         ...
 
 
 class Device(Protocol):
-    """How a device is fed and read. `HostDevice` is the CPU, `gpu_cuda.CudaDevice` a GPU."""
+    """How the host sends to a device and reads from it. `HostDevice` is the CPU, `hardware.cuda.CudaDevice` a GPU."""
 
     device: torch.device
 
     def host_buffer(self, num_elements: int) -> Tensor:
-        """[num_elements] int32 of host memory, pinned where that helps."""
+        """[num_elements] int32 of host memory; pinned for a GPU."""
         ...
 
     def event(self) -> Event:
-        """Marks a point in the stream of work; waiting for it waits for all before."""
+        """An event to record in the stream of work; waiting for it waits for all work before it."""
         ...
 
     def mark(self) -> Mark:
-        """An event that tells the time too."""
+        """An event that records its time too."""
         ...
 
     def to_host(self, into: Tensor, source: Tensor) -> None:
-        """Copies in the stream, without waiting. Both contiguous, of one size; `into` is a host_buffer's."""
+        """Copies in the stream, without waiting. Both are contiguous and of one size; `into` is part of a
+        host_buffer."""
         ...
 
     def to_device(self, source: Tensor) -> Tensor:
-        """A new copy on the device of a part of a host_buffer, which must stay as it is until an event after this."""
+        """A copy on the device of a part of a host_buffer, which must stay unchanged until an event recorded after
+        this."""
         ...
 
 
 class _Passed:
-    """An event of a device that does everything at once."""
+    """An event of a device without asynchronous work: it has always passed."""
 
     at_s = 0.0
 
@@ -87,7 +89,7 @@ class _Passed:
 
 
 class HostDevice:
-    """The CPU: copies are done when they return."""
+    """The CPU: copies are complete when they return."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -109,7 +111,7 @@ class HostDevice:
 
 
 WIDE_COLUMNS = ("seed", "top_p", "min_p")
-"""int64 and float64: two words a row. The numbers are those that the host's sampler uses, to the bit."""
+"""int64 and float64: two words a row. The numbers are bit-identical to those that the host's sampler uses."""
 COLUMNS = (
     *("last_token", "num_computed", "prompt_len", "temperature", "top_k"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -121,13 +123,13 @@ FLOATS = ("temperature", "presence_penalty", "frequency_penalty", "repetition_pe
 @dataclass(frozen=True)
 class StateShape:
     num_rows: int
-    """max_num_seqs; the padding row comes on top."""
+    """max_num_seqs; the padding row is added to it."""
     max_blocks: int
-    """Of one request in one cache group."""
+    """Most blocks of one request in one cache group."""
     num_groups: int = 1
 
     def offsets(self) -> tuple[dict[str, int], int]:
-        """Where each column begins, in words, and how many words there are in all."""
+        """Each column's offset in words, and the total number of words."""
         rows, at, offsets = self.num_rows + 1, 0, dict[str, int]()
         for name in WIDE_COLUMNS:
             offsets[name], at = at, at + 2 * rows
@@ -139,7 +141,7 @@ class StateShape:
 
 
 class DeviceState:
-    """The tensors. Written by `Deltas.ship` and by the steps themselves; their addresses never change."""
+    """The tensors of the state. Written by `Deltas.ship` and by the steps themselves; their addresses never change."""
 
     def __init__(self, shape: StateShape, device: torch.device) -> None:
         self.shape = shape
@@ -150,7 +152,7 @@ class DeviceState:
         def column(name: str, width: int = 1) -> Tensor:
             return self.words[offsets[name] : offsets[name] + rows * width]
 
-        self.seed = column("seed", 2).view(torch.int64)  # [num_rows + 1], the bits of an unsigned one
+        self.seed = column("seed", 2).view(torch.int64)  # [num_rows + 1], the bits of a uint64
         self.top_p = column("top_p", 2).view(torch.float64)  # [num_rows + 1]
         self.min_p = column("min_p", 2).view(torch.float64)  # [num_rows + 1]
         tables = column("block_table", shape.num_groups * shape.max_blocks)
@@ -177,18 +179,19 @@ class DeviceState:
 
 
 ALIGNED_WORDS = 4
-"""16 bytes, which is all that Triton asks of a pointer."""
+"""16 bytes: Triton distinguishes no larger alignment of a pointer."""
 
 
 class Staging:
-    """A ring of pinned buffers through which the host feeds the device.
+    """A ring of pinned buffers through which the host sends to the device.
 
-    A buffer is written again only after the event that was recorded when it was last read has passed; with one more
-    buffer than steps in flight that never waits.
+    A buffer is rewritten only after the event recorded at its last copy has passed; with one buffer more than the steps
+    in flight need, that never waits.
     """
 
     def __init__(self, device: Device, num_buffers: int, num_words: int = 1 << 16) -> None:
-        """num_words: enough for most steps of prompts, as more pinned memory makes the device wait when it is had."""
+        """num_words: enough for most prefill steps, so that buffers seldom grow: allocating pinned memory makes the
+        device wait."""
         self._device = device
         self._buffers = [device.host_buffer(num_words) for _ in range(num_buffers)]
         self._read = [device.event() for _ in range(num_buffers)]
@@ -196,10 +199,10 @@ class Staging:
         self._at = 0
 
     def send(self, *parts: np.ndarray) -> list[Tensor]:
-        """The parts, of 4-byte or 8-byte types, on the device: int32 tensors, in one copy.
+        """Sends the parts, of 4-byte or 8-byte types, to the device in one copy; returns int32 tensors.
 
-        A part of an 8-byte type comes as twice the words. Each begins at a multiple of 16 bytes: Triton compiles a
-        kernel anew for a pointer of another alignment, which would stop everybody for seconds.
+        A part of an 8-byte type becomes twice as many words. Each part begins at a multiple of 16 bytes: for a pointer
+        of another alignment Triton compiles the kernel again, which would stop all requests for seconds.
         """
         words = [np.ascontiguousarray(part).view(np.int32) for part in parts]
         lengths = [len(part) for part in words]
@@ -221,7 +224,7 @@ class Staging:
 
 
 class Deltas:
-    """Collects what a step changes in the state, then ships it. A word must not be set twice between two ships."""
+    """Collects a step's changes of the state, then ships them. No word may be set twice between two ships."""
 
     def __init__(self, state: DeviceState, staging: Staging) -> None:
         self._state, self._staging = state, staging
@@ -232,17 +235,17 @@ class Deltas:
         """Words changed so far, for the per-step breakdown and for tests."""
 
     def set(self, column: str, rows: np.ndarray, values: np.ndarray) -> None:
-        """values [n] of a one-word column for rows [n]."""
+        """Sets a one-word column to values [n] for rows [n]."""
         self._put(self._offsets[column] + rows, values.astype(np.float32 if column in FLOATS else np.int32))
 
     def set_blocks(self, tables: np.ndarray, places: np.ndarray, block_ids: np.ndarray) -> None:
-        """Entries `places` [n] of tables [n], which are numbered as in `StepPlan`, become block_ids [n]."""
+        """Sets entries `places` [n] of tables [n], which are numbered as in `StepPlan`, to block_ids [n]."""
         shape = self._state.shape
         rows = tables.astype(np.int64) + tables // shape.num_rows  # each group has a padding row too
         self._put(self._offsets["block_table"] + rows * shape.max_blocks + places, block_ids)
 
     def enter(self, row: int, sampling: Sampling, seed: int) -> None:
-        """The sampling parameters of a row that is given to a request."""
+        """Sets the sampling parameters of a row that is assigned to a new request."""
         at = np.array([row])
         wide = (
             np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64), np.array([sampling.top_p]), np.array([sampling.min_p])
@@ -255,7 +258,7 @@ class Deltas:
             self.set(name, at, np.array([getattr(sampling, name)]))
 
     def ship(self) -> None:
-        """Starts the copy and the scatter; does nothing when nothing changed."""
+        """Starts the copy and the scatter, if anything has changed."""
         if not self._indices:
             return
         indices, values = np.concatenate(self._indices), np.concatenate(self._values)
@@ -270,14 +273,15 @@ class Deltas:
 
 
 class DecodeRows:
-    """The host's copy of `DeviceState.batch_rows`, so that only places that change are shipped."""
+    """The host's copy of `DeviceState.batch_rows`, so that only changed entries are shipped."""
 
     def __init__(self, state: DeviceState, deltas: Deltas) -> None:
         self._state, self._deltas = state, deltas
         self._held = np.full(state.shape.num_rows + 1, state.padding_row, np.int32)
 
     def place(self, rows: np.ndarray, size: int) -> None:
-        """The decode batch of `size` places becomes rows, then padding, when the deltas are shipped."""
+        """Makes the decode batch of `size` entries consist of rows, then padding; takes effect when the deltas are
+        shipped."""
         wanted = np.full(size, self._state.padding_row, np.int32)
         wanted[: len(rows)] = rows
         changed = np.flatnonzero(self._held[:size] != wanted)
@@ -286,6 +290,6 @@ class DecodeRows:
             self._held[:size] = wanted
 
     def clear(self) -> None:
-        """All padding, at once."""
+        """Makes all entries padding, immediately."""
         self._state.batch_rows.fill_(self._state.padding_row)
         self._held[:] = self._state.padding_row

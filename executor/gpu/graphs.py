@@ -1,9 +1,9 @@
-"""Decode steps captured as graphs, one per batch size and kind of choice, while requests are already served.
+"""Captures decode steps as CUDA graphs, one per batch size and `Choice`, while requests are already served.
 
-A decode batch of n requests runs in the smallest captured size that holds it, padded with the row that belongs to
-nobody. Until that size is captured it runs eagerly, so that nobody waits for captures: between steps one is made at
-a time. The first to be captured is the largest, since all share one pool of memory and the smaller ones then fit
-into what it took; then the one that steps lack most, then the rest from large to small.
+A decode batch of n requests runs in the smallest captured size that holds it, filled up with the padding row. Until
+that size is captured it runs eagerly, so no request waits for all captures: they are made one at a time between steps.
+The largest size is captured first, since all graphs share one memory pool and the smaller ones then fit into it; then
+the graph that most steps lacked, then the rest from large to small.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from headrace.ipc.failure import OptionError
 logger = logging.getLogger(__name__)
 LARGEST_DEFAULT = 512
 STEPS_BETWEEN_CAPTURES = 8
-"""While requests run, a capture (some 50 ms) waits for so many steps that lacked one."""
+"""While requests run, a capture (some 50 ms) is made only after this many steps have lacked a graph."""
 
 
 def capture_sizes(max_num_seqs: int, sizes: Sequence[int] = (), largest: int | None = None) -> tuple[int, ...]:
-    """The batch sizes to capture, ascending: those asked for, or vLLM's list 1, 2, 4, 8, 16, 24 ... 256, 272 ...
+    """The batch sizes to capture, ascending: `sizes` or, without them, vLLM's list 1, 2, 4, 8, 16, 24 ... 256, 272 ...
 
-    Only batches of up to max_num_seqs requests exist; a size beyond the first that holds them all is dropped.
-    Raises OptionError for a size below 1, or when `sizes` holds more than `largest`.
+    A batch has at most max_num_seqs requests; sizes beyond the first that holds them all are dropped. Raises
+    OptionError for a size below 1, or when `largest` is not the largest of `sizes`.
     """
     if bad := [size for size in sizes if size < 1]:
         raise OptionError(f"cudagraph_capture_sizes holds {bad[0]}; a batch has at least 1 request")
@@ -41,34 +41,33 @@ def capture_sizes(max_num_seqs: int, sizes: Sequence[int] = (), largest: int | N
 
 
 def _default_sizes(largest: int) -> list[int]:
-    """Steps of 8 up to 256 and of 16 beyond, and `largest` itself: padding wastes at most 8 of 16 and 16 of 272."""
+    """Multiples of 8 up to 256 and of 16 beyond, and `largest`: padding is at most 7 of 16 rows, and 15 of 272."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, largest + 1, 16)]
     return [size for size in sizes if size < largest] + [largest]
 
 
 class Replay(Protocol):
     def __call__(self) -> None:
-        """Starts the captured work again, on the tensors that were there at its capture."""
+        """Runs the captured work again, on the same tensors as at its capture."""
         ...
 
 
 class Capturer(Protocol):
-    """Makes graphs. `gpu_cuda.CudaCapturer` is the real one."""
+    """Captures graphs. `hardware.cuda.CudaCapturer` captures CUDA graphs."""
 
     def capture(self, run: Callable[[], Any]) -> tuple[Replay, Any]:
-        """Runs `run` once to warm up and once to capture; the second's result, and what repeats it.
-
-        Both may write to what `run` writes to. Raises RuntimeError when something in it cannot be captured.
+        """Runs `run` once to warm up and once to capture; returns the replay, and the captured run's result.
+        Both runs may write to whatever `run` writes to. Raises RuntimeError when something in it cannot be captured.
         """
         ...
 
     @property
     def pool_bytes(self) -> int:
-        """Memory that the graphs captured so far take."""
+        """Memory of the graphs captured so far."""
         ...
 
     def forget(self) -> None:
-        """The graphs captured so far are gone, and their memory is free."""
+        """Frees the memory of the graphs captured so far; they must not be replayed any more."""
         ...
 
 
@@ -83,21 +82,21 @@ class Graph:
     key: GraphKey
     replay: Replay
     result: Any
-    """What the captured function returned: tensors that each replay writes again."""
+    """What the captured function returned: tensors that each replay overwrites."""
 
 
 class DecodeGraphs:
-    """The graphs captured so far and those still to come."""
+    """The captured graphs, and the choice of the next one to capture."""
 
     def __init__(self, sizes: Sequence[int], capturer: Capturer | None, run: Callable[[GraphKey], Any]) -> None:
-        """capturer: None where everything runs eagerly; run: one decode step of padding rows, of that size."""
+        """capturer: None where all steps run eagerly; run: runs one decode step of padding rows for the key."""
         self.sizes = tuple(sizes)
         self._capturer, self._run = capturer, run
         self._graphs: dict[GraphKey, Graph] = {}
         self._kinds: list[Choice] = [Choice.ARGMAX] if capturer is not None else []
         self._lacked: dict[GraphKey, int] = {}
         self._failed: dict[GraphKey, str] = {}
-        """What could not be captured, and why. It is not tried again until all are captured anew."""
+        """Graphs that could not be captured, with the reason. They are not tried again before `forget`."""
         self._steps_lacking = 0
 
     def __len__(self) -> int:
@@ -109,7 +108,7 @@ class DecodeGraphs:
 
     @property
     def why_eager(self) -> str:
-        """Why some decode steps run eagerly, or all of them; "" where none has to."""
+        """Why some or all decode steps run eagerly; "" if none has to."""
         if self._capturer is None:
             return "enforce_eager is set"
         if not self._failed:
@@ -118,12 +117,13 @@ class DecodeGraphs:
         return f"{len(self._failed)} graphs could not be captured, the last for a batch of {key.size}: {why}"
 
     def key_for(self, batch_size: int, choice: Choice) -> GraphKey | None:
-        """What such a batch would run in: the smallest size that holds it and can be captured; None without one."""
+        """The graph for such a batch, captured or not: the smallest size that holds it and can be captured; None if
+        there is none."""
         keys = (GraphKey(size, choice) for size in self.sizes if size >= batch_size)
         return next((key for key in keys if key not in self._failed), None)
 
     def find(self, batch_size: int, choice: Choice) -> Graph | None:
-        """The graph for a batch; None when it must run eagerly. One that is lacked counts towards what is captured
+        """The graph for a batch; None when it must run eagerly. Counts missing graphs, to capture the most needed one
         next."""
         key = self.key_for(batch_size, choice)
         if key is None or self._capturer is None:
@@ -137,7 +137,8 @@ class DecodeGraphs:
         return graph
 
     def forget(self) -> None:
-        """Drops them all, as what they compute on is about to move. They are captured again as at the start."""
+        """Drops all graphs, since the tensors that they use are about to move. They will be captured again from the
+        start."""
         self._graphs.clear()
         self._lacked.clear()
         self._failed.clear()
@@ -147,17 +148,17 @@ class DecodeGraphs:
 
     @property
     def is_one_left(self) -> bool:
-        """There is something to capture."""
+        """Whether there is a graph left to capture."""
         return self._next_key() is not None
 
     def due(self) -> bool:
-        """Whether steps have lacked graphs for long enough that the next one should wait for a capture."""
+        """Whether enough steps have lacked graphs that the next step should wait for a capture."""
         return self._steps_lacking >= STEPS_BETWEEN_CAPTURES
 
     def capture_next(self) -> bool:
-        """Tries to capture one more; False when there is none left to try.
+        """Tries to capture one more graph; returns False when none is left to try.
 
-        What cannot be captured is logged and left out: its batches run in the next larger graph, or eagerly.
+        A graph that cannot be captured is logged and left out: its batches run in the next larger graph, or eagerly.
         """
         key = self._next_key()
         if key is None or self._capturer is None:
@@ -184,4 +185,4 @@ class DecodeGraphs:
         ]
         if not left or not self._graphs:
             return left[0] if left else None
-        return max(left, key=lambda key: self._lacked.get(key, 0))  # the first of equals: the largest
+        return max(left, key=lambda key: self._lacked.get(key, 0))  # the first of equals: the largest size

@@ -1,7 +1,7 @@
-"""Which kernels a model on a GPU is built with: quantised as it is read, and batch-invariant, where asked for.
+"""Chooses the kernels of a model on a GPU: quantised as weights are read, and batch-invariant, where asked for.
 
-Both are a way of choosing kernels, so the decoder knows of neither. A matrix is rounded to fewer bits on the device,
-before it is packed.
+Both only wrap the choice of kernels, so the decoder knows of neither. A matrix is quantised on the device before it is
+packed.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from headrace.kernels.registry import choose_reference
 logger = logging.getLogger(__name__)
 FP8 = torch.float8_e4m3fn
 ROWS_AT_ONCE = 4096
-"""Rows of a weight that are rounded at a time: their float32 copies are what it takes."""
+"""Rows of a weight that are quantised at a time, which limits the memory of their float32 copies."""
 FP16_MAX = torch.finfo(torch.float16).max
 ROUNDED: tuple[Role, ...] = ("matrix",)
-"""What linear layers' weights are for that are quantised; experts are, too."""
+"""Roles of linear layers' weights that are quantised; experts are quantised, too."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How the layers' matrices are rounded as they are read."""
+    """How the matrices of layers are quantised as they are read."""
 
     kind: str
     """fp8, int8 or int4."""
     group: int
-    """Neighbouring weights that share a scale, under int8 and int4."""
+    """Number of consecutive weights that share a scale; int8 and int4 only."""
 
     @classmethod
     def of(cls, plan: Plan) -> Rounding | None:
-        """What the plan asks for, if it asks for any."""
+        """The quantisation that the plan asks for, or None."""
         kind = {8: "int8", 4: "int4"}.get(plan.weight_bits or 0, plan.options.quantization)
         if kind in (None, "gguf") or plan.model.stored_as:
             return None
@@ -52,22 +52,22 @@ class Rounding:
 
     @classmethod
     def bits_of(cls, plan: Plan, itemsize: int) -> float:
-        """Of one weight of the layers as the plan has them; itemsize: of those that stay as they are."""
+        """Bits of a weight of a layer under the plan; itemsize: bytes of a weight that is not quantised."""
         rounding = cls.of(plan)
         return 8 * itemsize if rounding is None else rounding.bits
 
     @property
     def bits(self) -> float:
-        """Of one weight, its share of the scales included."""
+        """Bits of a quantised weight, including its share of the scales."""
         return 8.0 if self.kind == "fp8" else 8 + 16 / self.group if self.kind == "int8" else 4 + 32 / self.group
 
 
 def quantising(choose: ChooseKernel, rounding: Rounding) -> ChooseKernel:
-    """`choose`, with the layers' matrices rounded as they are packed; embedding and head stay as they are.
+    """Wraps `choose`, so that layers' matrices are quantised as they are packed; embedding and head stay as they are.
 
-    fp8: where the device multiplies fp8 by itself, inputs are rounded too, each token with a scale of its own, as
-    vLLM's quantization=fp8 does; elsewhere the weights alone are fp8. int8 and int4 round the weights alone; a matrix
-    whose rows the groups do not divide stays as it is, which is said once for each length of row.
+    fp8: where the device has fp8 matrix multiplication, inputs are quantised too, with one scale per token, as in
+    vLLM's quantization=fp8; elsewhere only the weights are fp8. int8 and int4 quantise only the weights; a matrix whose
+    rows are no multiple of the group stays as it is, which is logged once for each length of row.
     """
     whole = set[int]()
 
@@ -103,7 +103,7 @@ def quantising(choose: ChooseKernel, rounding: Rounding) -> ChooseKernel:
 
 
 def _quantised_experts(choose: ChooseKernel, rounding: Rounding, facts: dict[str, Any]) -> Callable[..., Any]:
-    """The op `experts`, whose stacks are rounded first. Raises OptionError for fp8."""
+    """The op `experts`, whose stacks are quantised first. Raises OptionError for fp8."""
     if rounding.kind == "fp8":
         raise OptionError("quantization=fp8 cannot be had of a mixture of experts; int8 and int4 can")
     if facts["hidden"] % rounding.group or facts["inner"] % rounding.group:
@@ -128,7 +128,7 @@ def _quantised_experts(choose: ChooseKernel, rounding: Rounding, facts: dict[str
 
 
 def chooser_for(choose: ChooseKernel, plan: Plan) -> ChooseKernel:
-    """`choose` as the plan asks for."""
+    """`choose` with whatever the plan asks for."""
     if plan.options.batch_invariant:
         choose = batch_invariant(choose)
     rounding = Rounding.of(plan)
@@ -136,14 +136,15 @@ def chooser_for(choose: ChooseKernel, plan: Plan) -> ChooseKernel:
 
 
 def _rounded(weight: Tensor, rounding: Rounding) -> tuple[Tensor, ...]:
-    """The first arguments of the op linear_<kind>."""
+    """The first arguments of the op linear_<kind>: codes and scales, for int4 also zeros."""
     if rounding.kind == "fp8":
         return to_fp8(weight)
     return to_int8(weight, rounding.group) if rounding.kind == "int8" else to_int4(weight, rounding.group)
 
 
 def batch_invariant(choose: ChooseKernel) -> ChooseKernel:
-    """`choose`, with sums in an order that does not depend on what else is in a batch, or on how a prompt is cut up."""
+    """Wraps `choose`, so that sums are in an order that depends neither on the rest of a batch nor on how a prompt is
+    split into chunks."""
 
     @cache
     def fixed(params: AttentionParams) -> AttentionParams:
@@ -166,7 +167,8 @@ def batch_invariant(choose: ChooseKernel) -> ChooseKernel:
 
 
 def to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [out, in] -> float8_e4m3fn of the same shape, and float32 scales [out, 1]: each row's largest over 448."""
+    """weight [out, in] -> float8_e4m3fn of the same shape, and float32 scales [out, 1]: each row's largest magnitude /
+    448."""
     codes = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     largest = weight.abs().amax(1, keepdim=True).float()
     scales = torch.where(largest > 0, largest / LARGEST_STORED[FP8], 1.0)
@@ -179,8 +181,8 @@ def to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 def to_int8(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """weight [out, in] -> int8 codes of the same shape, and float16 scales [out, in / group].
 
-    A group's scale is its largest magnitude over 127, rounded to float16 before the codes are chosen: what the CPU's
-    int8 computes (`kernels.cpu.linear.quantise`).
+    A group's scale is its largest magnitude / 127, rounded to float16 before the codes are computed. The CPU's int8
+    (`kernels.cpu.linear.quantise`) computes the same.
     """
     out_features, in_features = weight.shape
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
@@ -197,8 +199,8 @@ def to_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """weight [out, in] -> codes [out, in / 2] uint8, the low half of a byte before the high one, float16 scales and
     float32 zeros, both [out, in / group]: (code - zero) * scale.
 
-    A group's codes go from its least weight to its largest in 15 steps, of which the step and the least are rounded
-    to float16 before the codes are chosen: what the CPU's int4 computes.
+    A group's codes divide the range from its smallest to its largest weight into 15 steps. The step and the smallest
+    weight are rounded to float16 before the codes are computed. The CPU's int4 computes the same.
     """
     out_features, in_features = weight.shape
     codes = torch.empty(out_features, in_features // 2, dtype=torch.uint8, device=weight.device)
@@ -212,12 +214,12 @@ def to_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
         least = least.clamp(-FP16_MAX, FP16_MAX).half().float()
         values = _divided(groups - least[..., None], step).round().clamp(0, 15).to(torch.uint8).flatten(1)
         codes[rows] = values[:, 0::2] | values[:, 1::2] << 4
-        scales[rows] = torch.where(step > 0, step, 1.0)  # a group of one value: its codes are 0, and it is its least
+        scales[rows] = torch.where(step > 0, step, 1.0)  # 1 for a group of equal weights, whose codes are 0
         zeros[rows] = -least / scales[rows].float()
     return codes, scales, zeros
 
 
 def _divided(groups: Tensor, scales: Tensor) -> Tensor:
-    """groups [rows, num_groups, group] float32 over scales [rows, num_groups]; 0 where that is 0."""
+    """groups [rows, num_groups, group] float32 / scales [rows, num_groups]; 0 where the scale is 0."""
     wide = scales.float()[..., None]
     return torch.where(wide > 0, groups / wide, 0.0)

@@ -1,4 +1,4 @@
-"""A rank on a GPU, alone or one of several that each have a GPU of their own."""
+"""A rank on a GPU: alone, or one of several ranks with a GPU each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
-    """What the rank needs of a device. `gpu.cuda.CudaBackend` is a GPU."""
+    """What the rank needs from a device. `gpu.hardware.cuda.CudaBackend` implements it for a GPU."""
 
     device: torch.device
 
@@ -59,7 +59,7 @@ class Backend(Protocol):
 
 
 class GpuRank(ModelRank):
-    """The model's part and all that a step needs on one GPU. Two steps may be in flight."""
+    """A rank's part of the model, with its cache and runner, on one GPU. Two steps may be in flight."""
 
     max_steps_in_flight = STEPS_IN_FLIGHT
     async_by_default = True
@@ -82,7 +82,7 @@ class GpuRank(ModelRank):
         self._residence: WeightResidency | None = None
 
     def describe(self, report: Report) -> ModelDescription:
-        self._gpu = self._backend.facts()  # before anything is fetched for a GPU that cannot be used
+        self._gpu = self._backend.facts()  # checked before anything is fetched for a GPU that cannot be used
         return msgspec.structs.replace(super().describe(report), device_bytes=self._gpu.total_bytes)
 
     def _link(self, meeting: Rendezvous) -> Collectives:
@@ -96,7 +96,7 @@ class GpuRank(ModelRank):
         runner_limits(plan, plan.max_model_len)
         elements = weight_elements(spec) / self._place.world_size
         what = f"holding {elements / 1e9:.2f} billion weights of {plan.model.name} as {plan.dtype}"
-        # Quantised matrices take less in the end, and each of them its whole size for a moment.
+        # A lower bound: while a matrix is being quantised, it also needs its full size.
         needed_bytes = int(elements * Rounding.bits_of(plan, dtype.itemsize) / 8)
         offload_bytes = int(plan.options.cpu_offload_gb * (1 << 30))
         check_free_memory(self._device, facts, max(0, needed_bytes - offload_bytes), what)
@@ -112,7 +112,7 @@ class GpuRank(ModelRank):
         return self._measure_now(report)
 
     def measure(self, reading: MemoryReading, report: Report) -> MemoryReading:
-        """The ranks run steps together for it, so all must have their weights."""
+        """Measures after `load` of all ranks, since they run the measured steps together."""
         return reading if self._place.world_size == 1 else self._measure_now(report)
 
     def _measure_now(self, report: Report) -> MemoryReading:
@@ -132,7 +132,7 @@ class GpuRank(ModelRank):
             self._steps = make_runner(self._place, decoder, cache, device, limits, capturer)
             self.set_up(self._steps.batch.sampling)
             self._residence = WeightResidency(decoder, cache, self._steps, self._backend, self._find_weights)
-        self._decoder = None  # it may be replaced from now on
+        self._decoder = None  # owned by the residency from now on, which may replace it
         folder = self._options.profiler_config.get("torch_profiler_dir")
         self._profile = WorkerProfile(folder, self._place.rank, self._steps.times)
 
@@ -174,7 +174,7 @@ class GpuRank(ModelRank):
             self.residence.wake_up(tags)
 
     def facts(self) -> dict[str, Any]:
-        """Of the device too, what is captured, and where a step's time went of late (microseconds by phase)."""
+        """Adds the device, the captured graphs, and a recent step's times (microseconds by phase)."""
         graphs, gpu = self.steps.graphs, self._gpu
         return {
             **super().facts(),
@@ -198,12 +198,12 @@ class GpuRank(ModelRank):
         if self._gpu is None:
             return
         gc.collect()
-        with suppress(RuntimeError), self._backend.here():  # of a device that has failed
-            self._backend.memory()  # back to the driver, for the next engine of this process
+        with suppress(RuntimeError), self._backend.here():  # the device may have failed
+            self._backend.memory()  # returns memory to the driver, for the next engine of this process
 
     @property
     def steps(self) -> GpuRunner:
-        """For benchmarks and tests, once memory is allocated."""
+        """The runner, for benchmarks and tests; exists after `allocate`."""
         assert self._steps is not None, "allocate comes first"
         return self._steps
 
@@ -230,7 +230,7 @@ class GpuRank(ModelRank):
     def _read_again(self, checkpoint: Checkpoint) -> Decoder:
         with self._backend.here():
             decoder = self._new_decoder(checkpoint)
-            self._backend.memory()  # waits for what this thread has under way
+            self._backend.memory()  # waits for this thread's pending work
         return decoder
 
     def _new_cache(self, plan: Plan, num_blocks: int) -> kv_cache.KVCache:
@@ -269,7 +269,7 @@ class GpuRank(ModelRank):
 
 
 def offload_of(plan: Plan, spec: ArchSpec, place: RankPlace, backend: Backend) -> Offload | None:
-    """What keeps layers in the host's memory, where that is asked for."""
+    """What keeps layers in the host's memory; None without cpu_offload_gb."""
     offload_bytes = int(plan.options.cpu_offload_gb * (1 << 30))
     if not offload_bytes:
         return None
@@ -281,7 +281,7 @@ def offload_of(plan: Plan, spec: ArchSpec, place: RankPlace, backend: Backend) -
 
 
 def runner_limits(plan: Plan, max_model_len: int) -> RunnerLimits:
-    """Raises OptionError when the sizes of graphs contradict each other."""
+    """Raises OptionError when the options for graph sizes contradict each other."""
     options = plan.options
     sizes = capture_sizes(plan.max_num_seqs, options.cudagraph_capture_sizes, options.max_cudagraph_capture_size)
     return RunnerLimits(

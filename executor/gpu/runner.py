@@ -1,17 +1,17 @@
-"""The host's side of a step on a GPU: a StepPlan becomes changes of the device's state, and work that is only started.
+"""The host's side of a step on a GPU: turns a StepPlan into changes of the device's state and asynchronous work.
 
-`submit` never waits for the device, and `collect` for one event: the step it asks for. So step N + 1 is started before
-the host knows what step N sampled, which the device feeds to it by itself.
+`submit` does not wait for the device, and `collect` waits for one event: the end of its step. So step N + 1 is started
+before the host knows which tokens step N sampled; the device feeds them to it.
 
     submit(N)    deltas -> one copy, one scatter -> graph or eager step -> results -> pinned memory, event N
     submit(N+1)  the same, behind it in the stream
     collect(N)   waits for event N
 
-A step with drafts is started eagerly, and the host waits for it to choose and compare tokens: the core plans those rows
-again only once it knows how many drafts were right.
+A step with drafts is the exception: it runs eagerly, and the host waits to choose and verify tokens, since the core
+plans its rows again only once it knows how many drafts were accepted.
 
-The host's copy of the rows (`BatchState`) is ahead of the truth by the tokens in flight: it counts them, and holds -1
-in their places until `collect` fills them in.
+The host's copy of the rows (`BatchState`) already counts the tokens of steps in flight: it holds -1 in their places
+until `collect` fills them in.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from headrace.ipc.step import NewRow, StepPlan, StepResult
 
 STEPS_IN_FLIGHT = 2
 STAGING_BUFFERS = 8 * (STEPS_IN_FLIGHT + 1)
-"""A steady decode sends at most once a step; one whose logits are changed and reported, up to eight times."""
+"""A steady decode sends at most once a step; a step whose logits are changed and reported, up to eight times."""
 PENDING = -1
-"""In the place of a token that is sampled and not known to the host."""
+"""Stands for a token that is being sampled and not yet known to the host."""
 ON_THE_DEVICE = (
     int(Needs.RANDOM | Needs.TRUNCATION | CHANGES | Needs.BAD_WORDS | Needs.LOGPROBS | Needs.PROMPT_LOGPROBS)
     & ~ON_HOST_ALONE
@@ -55,7 +55,7 @@ class RunnerLimits:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     layers_in_place: tuple[int, ...] = (1,)
-    """Of each cache group; see `CacheGroup`."""
+    """For each cache group; see `CacheGroup`."""
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes of decode graphs, ascending."""
 
@@ -65,10 +65,11 @@ class RunnerLimits:
 
 
 class GpuRunner:
-    """Owns the device's state and the host's copy of it; borrows model and cache. Used from one thread."""
+    """Owns the device's state and the host's copy of it; uses model and cache without owning them. Used from one
+    thread."""
 
     chooses = True
-    """Whether steps end in a choice of tokens here."""
+    """Whether this rank's steps choose tokens, as the last stage's do."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class GpuRunner:
         limits: RunnerLimits,
         capturer: Capturer | None = None,
     ) -> None:
-        """capturer: None runs every step eagerly."""
+        """capturer: None to run every step eagerly."""
         self._device, self._limits = device, limits
         self.state = DeviceState(limits.state_shape, device.device)
         self.tokens = TokenStates(limits.max_num_seqs if self.chooses else 0, limits.vocab_size, device.device)
@@ -96,7 +97,7 @@ class GpuRunner:
         self.deltas = Deltas(self.state, self._staging)
         self._decode_rows = DecodeRows(self.state, self.deltas)
         self.choosing = Choosing(device, self._staging, self.batch, self.state, self.tokens, self.steps)
-        # A result is read after the next step is submitted, so one buffer more than steps in flight.
+        # A result is read after the next step is submitted, so there is one buffer more than steps in flight.
         words = (limits.max_num_seqs + 1) * NUM_RESULTS
         self._buffers = deque(device.host_buffer(words) for _ in range(STEPS_IN_FLIGHT + 1))
         self._marks = deque((device.mark(), device.mark()) for _ in range(STEPS_IN_FLIGHT + 1))
@@ -104,14 +105,12 @@ class GpuRunner:
         self._in_flight: deque[StepInFlight] = deque()
         rows = limits.max_num_seqs + 1
         self._num_computed = np.zeros(rows, np.int32)
-        self._generation = np.zeros(rows, np.int64)  # how many requests have entered a row
+        self._generation = np.zeros(rows, np.int64)  # how many requests have entered each row
 
     def _make_steps(self, model: HiddenStateModel, kv_cache: Any) -> DeviceSteps:
         limits = self._limits
         choose = chooser(self._device.device, limits.vocab_size)
         return DeviceSteps(model, kv_cache, self.state, limits.block_size, choose)
-
-    # --- what the executor calls --------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
@@ -137,7 +136,7 @@ class GpuRunner:
         self.times.submitted()
 
     def collect(self) -> StepResult:
-        """The oldest submitted step's result. A row whose logits are not finite becomes a RowFailure."""
+        """The result of the oldest submitted step. A row whose logits are not finite becomes a RowFailure."""
         step, waits = self._in_flight[0], not self._in_flight[0].done.query()
         with self.times.phase("wait"):
             self._settle(step)
@@ -151,20 +150,19 @@ class GpuRunner:
         return result
 
     def use(self, model: HiddenStateModel) -> None:
-        """From the next step on, with none in flight. The rows stay as they are; graphs are captured anew."""
+        """Replaces the model from the next step on; no step may be in flight. Rows stay as they are; graphs are
+        captured anew."""
         self.steps.use(model)
         self.graphs.forget()
 
     def has_result(self) -> bool:
-        """Whether the oldest submitted step is done, so that `collect` waits for nothing."""
+        """Whether the oldest submitted step is done, so that `collect` need not wait."""
         step = self._in_flight[0]
         return step.sampled is not None or step.done.query()
 
     def idle(self) -> bool:
-        """Captures a graph while nothing runs; False when there is none left."""
+        """Captures a graph if no step is in flight; returns False when none is left to capture."""
         return not self._in_flight and self.graphs.is_one_left and self._capture()
-
-    # --- the state ----------------------------------------------------------------------------------------------
 
     def _apply(self, plan: StepPlan) -> None:
         batch, deltas = self.batch, self.deltas
@@ -174,7 +172,7 @@ class GpuRunner:
         if plan.block_tables.size:
             order = np.argsort(plan.block_tables, kind="stable")
             tables = plan.block_tables[order]
-            # Counted from the end of what the table holds by now: the last of its new blocks is its last block.
+            # Blocks are placed relative to the table's end: the last of its new blocks is its last block.
             from_last = np.searchsorted(tables, tables, "right") - np.arange(len(tables))
             numbers = batch.numbers_in_group(plan.block_tables, plan.block_ids)
             deltas.set_blocks(tables, batch.num_blocks[tables] - from_last, numbers[order])
@@ -197,8 +195,6 @@ class GpuRunner:
         if self.chooses:
             self.tokens.enter(new, self.batch.sampling.rules.get(row), self._staging)
 
-    # --- a step -------------------------------------------------------------------------------------------------
-
     def _start(self, plan: StepPlan, step: StepInFlight) -> None:
         needs = self.batch.needs(plan.rows)
         on_the_host = bool(needs & ~ON_THE_DEVICE) or not self.choosing.can(step.rows)
@@ -206,7 +202,7 @@ class GpuRunner:
         num_sampled = len(step.rows)
         if logits is not None and num_sampled:
             with self.times.phase("sample"):
-                if on_the_host or needs & Needs.BAD_WORDS:  # which ask for the tokens of the steps before
+                if on_the_host or needs & Needs.BAD_WORDS:  # these read the tokens of the steps before
                     self._settle_earlier()
                 choose = self._sample_on_host if on_the_host else self.choosing.sample
                 choose(logits[:num_sampled], step, needs)
@@ -218,7 +214,7 @@ class GpuRunner:
             self._fill_in(step)
 
     def _start_drafted(self, plan: StepPlan, places: SampledPositions, step: StepInFlight) -> None:
-        """Computes a step with drafts, and chooses tokens as far as those are right."""
+        """Computes a step with drafts, and samples tokens up to the first rejected draft."""
         batch, needs = self.batch, self.batch.needs(plan.rows)
         self._settle_earlier()
         logits = self._mixed(plan, step, needs, places)
@@ -231,23 +227,23 @@ class GpuRunner:
             ends = np.cumsum(verified.num_appended)
             self.deltas.set("last_token", places.rows, verified.appended[ends - 1])
             if needs & Needs.PENALTIES:
-                for nth in range(int(verified.num_appended.max())):  # of different rows at a time
+                for nth in range(int(verified.num_appended.max())):  # in each pass, rows are distinct
                     more = verified.num_appended > nth
                     new = verified.appended[(ends - verified.num_appended)[more] + nth]
                     rows, token_ids = self._staging.send(places.rows[more], new.astype(np.int32))
                     self.tokens.add(rows.long(), token_ids.long())
 
     def _compute(self, plan: StepPlan, step: StepInFlight, needs: int) -> Tensor | None:
-        """Starts the model, and the choice of tokens where it is part of a decode; the logits when it is not."""
+        """Starts the model and, if a decode includes it, the choice of tokens; otherwise returns the logits."""
         is_decode = plan.total_tokens == len(plan.rows) and bool(plan.sampled.all())
-        if is_decode:  # every row is past its prompt, of which nothing more is reported
+        if is_decode:  # every row is past its prompt, so no prompt logprobs are due
             needs &= ~int(Needs.PROMPT_LOGPROBS)
             ends_with_logits = needs & ~ON_THE_DEVICE or plan.masks is not None
             return self._decode(plan, Choice.LOGITS if ends_with_logits else choice_for(needs))
         return self._mixed(plan, step, needs)
 
     def _decode(self, plan: StepPlan, choice: Choice) -> Tensor | None:
-        """Starts it; the logits when it ends with them."""
+        """Starts a decode; returns the logits if it ends with them."""
         if self.graphs.due():
             self._capture()
         graph = self.graphs.find(len(plan.rows), choice)
@@ -266,8 +262,8 @@ class GpuRunner:
     def _mixed(
         self, plan: StepPlan, step: StepInFlight, needs: int, places: SampledPositions | None = None
     ) -> Tensor | None:
-        """Starts a step that is no plain decode; its logits. places: of a plan with drafts, whose rows' tokens are all
-        known to the host."""
+        """Starts a step that is not a plain decode; returns its logits. places: the sampled positions of a plan with
+        drafts, whose rows' tokens are all known to the host."""
         with self.times.phase("ship"):
             self.deltas.ship()
             arrays = self.batch.arrays(plan, places)
@@ -290,7 +286,7 @@ class GpuRunner:
         return logits if len(step.rows) else None
 
     def _decode_nothing(self, key: GraphKey) -> Tensor | None:
-        """What is captured: a step of padding rows, which changes no request's state wherever it really runs."""
+        """The step that is captured: only padding rows, so that it changes no request's state when it really runs."""
         return self.steps.decode(key.size, key.choice)
 
     def _capture(self) -> bool:
@@ -298,28 +294,24 @@ class GpuRunner:
         with self.times.phase("capture"):
             return self.graphs.capture_next()
 
-    # --- choosing, where logits are changed or reported ---------------------------------------------------------
-
     def _report_prompts(self, hidden: Tensor, plan: StepPlan, query_start: np.ndarray, step: StepInFlight) -> None:
         self.choosing.report_prompts(hidden, plan, query_start, step)
 
     def _sample_on_host(self, logits: Tensor, step: StepInFlight, needs: int) -> None:
-        """For what no op here does: lets the host's sampler choose. The steps before must be settled."""
+        """Lets the host's sampler choose, for needs without an op on the device. Earlier steps must be settled."""
         step.sampled = sample(logits, self.batch, step.rows, masks=step.plan.masks)
         rows, token_ids = self._staging.send(step.rows, step.sampled.token_ids.astype(np.int32))
         self.state.last_token[rows.long()] = token_ids
         if needs & Needs.PENALTIES:
             self.tokens.add(rows.long(), token_ids.long())
 
-    # --- the host's copy ----------------------------------------------------------------------------------------
-
     def _settle_earlier(self) -> None:
-        """Waits for the steps in flight. The model of the one at hand has been started, so the device goes on."""
+        """Waits for the steps in flight. The current step's model has been started, so the device stays busy."""
         for earlier in self._in_flight:
             self._settle(earlier)
 
     def _settle(self, step: StepInFlight) -> None:
-        """Waits for the step, and puts its tokens into the host's copy of the rows."""
+        """Waits for the step, and writes its tokens into the host's copy of the rows."""
         if step.sampled is None:
             step.settle()
             self._fill_in(step)
@@ -332,5 +324,5 @@ class GpuRunner:
 
 
 def _num_blocks(plan: StepPlan, block_size: int) -> int:
-    """Columns of the block tables that hold all blocks of the plan's rows."""
+    """How many columns of the block tables hold all blocks of the plan's rows."""
     return -(-int((plan.num_computed_tokens + plan.num_tokens).max()) // block_size)

@@ -1,6 +1,7 @@
 """From logits to tokens without the host: everything that a choice depends on is read from the device's state.
 
-The operations have shapes that the host knows beforehand, so that they can be captured in a graph and nothing waits.
+The shapes of all operations are known to the host beforehand, so that they can be captured in a graph and nothing
+waits.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ logger = logging.getLogger(__name__)
 
 
 class Choice(enum.IntEnum):
-    """How far a step goes by itself. A higher one serves every request that a lower one serves."""
+    """How a step ends, and which requests it serves. A higher choice serves every request that a lower one serves."""
 
     ARGMAX = 0
     DRAW = 1
-    """Greedy rows, and rows that draw from the whole vocabulary."""
+    """For greedy rows, and rows that draw from the whole vocabulary."""
     TRUNCATE = 2
-    """And rows with top_k, top_p or min_p."""
+    """Also for rows with top_k, top_p or min_p."""
     LOGITS = 3
-    """The step ends with the logits: something is to change in them or to be reported of them."""
+    """The step ends with the logits, which are then changed, or from which logprobs are reported."""
 
 
 def choice_for(needs: int) -> Choice:
-    """needs: bits of `Needs`, of all rows together."""
-    if needs & ~int(Needs.RANDOM | Needs.TRUNCATION):  # of a plain int: a flag's complement has known bits only
+    """needs: bits of `Needs`, the union over all rows."""
+    if needs & ~int(Needs.RANDOM | Needs.TRUNCATION):  # int first: a flag's complement contains only known bits
         return Choice.LOGITS
     if needs & Needs.TRUNCATION:
         return Choice.TRUNCATE
@@ -47,12 +48,12 @@ def choice_for(needs: int) -> Choice:
 
 
 Choose = Callable[[Tensor, DeviceState, Tensor, Tensor, Choice], DeviceChosen]
-"""The next token of each row: of logits [num_rows, vocab_size] float32, which are kept as they are, for rows
-[num_rows] int64 of the state at positions [num_rows] int64 of their sequences. LOGITS chooses as TRUNCATE does."""
+"""Chooses the next token of each row from logits [num_rows, vocab_size] float32, which stay unchanged, for rows
+[num_rows] int64 of the state at positions [num_rows] int64 of their sequences. LOGITS chooses like TRUNCATE."""
 
 
 def chooser(device: torch.device, vocab_size: int) -> Choose:
-    """By the kernel for this device where there is one."""
+    """Returns the `Choose` of this device: by its own kernel if there is one, else by the reference."""
     facts = {"device": device, "dtype": torch.float32, "vocab_size": vocab_size, "captured": True}
     return partial(choose_with, kernels.choose("choose_tokens", **facts))
 
@@ -65,11 +66,11 @@ def choose_with(
     positions: Tensor,
     choice: Choice,
 ) -> DeviceChosen:
-    """`Choose`, by a version of the op `choose_tokens`."""
+    """A `Choose` by a version of the op `choose_tokens`."""
     may_draw, may_truncate = choice is not Choice.ARGMAX, choice > Choice.DRAW
 
     def of_rows(column: Tensor, is_read: bool) -> Tensor:
-        """What is not read need not be gathered, as each costs a launch."""
+        """Does not gather a column that is not read, since each gather costs a launch."""
         return column[rows] if is_read else column[: len(rows)]
 
     draws = DeviceDraws(
@@ -87,15 +88,15 @@ def choose_with(
 
 
 choose: Choose = partial(choose_with, choose_tokens)
-"""By the reference."""
+"""Uses the reference version of the op."""
 
 
 class TokenStates:
-    """What requests have to do with each token of the vocabulary, on the device: a row for each that is running.
+    """Which tokens of the vocabulary each running request may use and has used, on the device, one row per request.
 
-    Bits, 32 to an int32 word, say which tokens are allowed, in the prompt and in the output. How often a token is in
-    the output matters to a frequency penalty alone: those counts take 32 times as much, and are not there before a
-    request has one. They come out of memory that nothing was promised; where there is none, the host must choose.
+    Bits, 32 to an int32 word, mark the tokens that are allowed, in the prompt and in the output. How often a token is
+    in the output matters only to a frequency penalty: these counts take 32 times as much memory, and are allocated only
+    when a request needs them. No memory is reserved for them; if there is none left, the host must choose.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -105,7 +106,7 @@ class TokenStates:
         self.allowed_bits.fill_(-1)
         self.counts: Tensor | None = None  # [num_rows + 1, vocab_size] int32
         self.lacks_counts = False
-        """Some request needed them, and there was no room."""
+        """A request needed the counts, and there was no memory for them."""
         self._limited: set[int] = set()  # rows whose allowed bits are not all ones
         self._bit = 1 << torch.arange(32, dtype=torch.int32, device=device)
         self._adjust = kernels.choose("adjust_logits", device=device, dtype=torch.float32)
@@ -115,7 +116,7 @@ class TokenStates:
         return self.bits.nbytes + (self.counts.nbytes if self.counts is not None else 0)
 
     def enter(self, new: NewRow, rules: TokenRules | None, staging: Staging) -> None:
-        """A request that is given a row, with the tokens known so far."""
+        """Enters a request that is assigned a row, with the tokens known so far."""
         row, sampling = new.row, new.sampling
         if rules is not None and len(rules.allowed):
             self._limited.add(row)
@@ -136,7 +137,7 @@ class TokenStates:
                 self.counts[row].index_add_(0, ids.long(), torch.ones_like(ids))
 
     def add(self, rows: Tensor, token_ids: Tensor) -> None:
-        """One more output token, token_ids [n] int64, of each of rows [n] int64, which are distinct."""
+        """Records one more output token, token_ids [n] int64, for each of rows [n] int64, which are distinct."""
         words = self.output_bits.view(-1)
         words[rows * self._num_words + token_ids // 32] |= self._bit[token_ids % 32]
         if self.counts is not None:
@@ -144,7 +145,8 @@ class TokenStates:
             self.counts.view(-1).index_add_(0, rows * self.vocab_size + token_ids, ones)
 
     def adjust(self, logits: Tensor, state: DeviceState, rows: Tensor, changes: Changes) -> None:
-        """Allowed tokens and penalties, in place. logits: [num_rows, vocab_size] float32; rows: [num_rows] int64."""
+        """Applies allowed tokens and penalties in place. logits: [num_rows, vocab_size] float32; rows: [num_rows]
+        int64."""
         if not (changes.limited or changes.penalised):
             return
         penalties = Penalties(
@@ -155,25 +157,26 @@ class TokenStates:
             frequency=state.frequency_penalty,
             presence=state.presence_penalty,
         )
-        # Penalties never come without the allowed bits, which cost little to read: a kernel less to compile.
+        # Penalties are always combined with the allowed bits, which are cheap to read: one kernel less to compile.
         self._adjust(logits, LogitChanges(rows, self.allowed_bits, penalties if changes.penalised else None))
 
     def mask(self, logits: Tensor, masks: TokenMasks, staging: Staging) -> None:
-        """Forbids, in place, what masks do not allow; their places are the rows of logits [num_rows, vocab_size]."""
-        mask_of = np.zeros(len(logits), np.int64)  # the first one, which is put before theirs, allows everything
+        """Forbids, in place, the tokens that masks do not allow; their places are rows of logits [num_rows,
+        vocab_size]."""
+        mask_of = np.zeros(len(logits), np.int64)  # mask 0, which is sent before the others, allows everything
         mask_of[masks.places] = np.arange(1, 1 + len(masks.places))
         rows, bits = staging.send(mask_of, np.concatenate((np.full(self._num_words, -1, np.int32), masks.bits)))
         self._adjust(logits, LogitChanges(rows.view(torch.int64), bits.view(-1, self._num_words)))
 
     def visit_counted(self, logits: Tensor, state: DeviceState, rows: Tensor) -> None:
-        """`adjust` with counts, for one row that is row 0."""
+        """Runs `adjust` with counts for one row, which must be row 0."""
         assert self.counts is None, "no request has come"
         self.counts = torch.zeros(1, self.vocab_size, dtype=torch.int32, device=logits.device)
         self.adjust(logits, state, rows, Changes(limited=True, penalised=True, counted=True))
         self.counts = None
 
     def changes(self, batch: BatchState, rows: np.ndarray) -> Changes:
-        """What `rows` [num_rows] need."""
+        """The changes that `rows` [num_rows] need."""
         penalised = bool(batch.needs(rows) & Needs.PENALTIES)
         return Changes(
             limited=not self._limited.isdisjoint(rows.tolist()),
@@ -206,10 +209,10 @@ class TokenStates:
 
 
 class Changes(NamedTuple):
-    """Which changes of logits a step's rows need, of those that depend on all tokens."""
+    """Which changes of logits that depend on all tokens a step's rows need."""
 
     limited: bool
-    """Some row has allowed tokens."""
+    """Some row has a set of allowed tokens."""
     penalised: bool
     """Some row has penalties."""
     counted: bool

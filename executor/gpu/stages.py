@@ -1,8 +1,8 @@
-"""Runners of a pipeline's stages on GPUs; `executor/parallel/stages.py` has the idea, which is the same.
+"""Runners of pipeline stages on GPUs; the algorithm is that of `executor/parallel/stages.py`.
 
-A stage that is not the last runs the same steps, graphs and captures as the last one does, in the same order, so that
-what is sent is what is awaited; it chooses no tokens. Those that it computes next come from the last stage by way of
-the hosts, and go into the device's state with the step's other changes.
+A stage that is not the last runs the same steps, graphs and captures as the last one, in the same order, so that sends
+and receives match; it chooses no tokens. The last stage sends the tokens that are computed next through the hosts, and
+they are written to the device's state with the step's other changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ NOTHING = np.zeros(0, np.int32)
 
 
 class StageModel:
-    """A stage's model as the runner takes it: what it makes of hidden states is for the next stage, and sent."""
+    """Adapts a stage's model to the runner: in place of logits it returns the hidden states, which go to the next
+    stage."""
 
     def __init__(self, model: HiddenStateModel) -> None:
         self._model = model
@@ -42,7 +43,7 @@ class StageModel:
 
 
 class StageSteps(DeviceSteps):
-    """Steps that end with hidden states, whatever choice the last stage ends them with."""
+    """Steps that end with hidden states, whichever `Choice` the last stage's steps end with."""
 
     def use(self, model: HiddenStateModel) -> None:
         super().use(StageModel(model))
@@ -56,22 +57,22 @@ class StageSteps(DeviceSteps):
 
 @dataclass(eq=False)
 class _Unknown:
-    """A step that was started here and whose tokens did not come yet."""
+    """A step that was started here and whose tokens have not arrived yet."""
 
     step: int
     rows: np.ndarray  # [num_sampled] int32
-    columns: np.ndarray  # [num_sampled]: where in its row each token goes
-    generations: np.ndarray  # [num_sampled]: which occupant of the row it is for
+    columns: np.ndarray  # [num_sampled]: the column of each token in its row
+    generations: np.ndarray  # [num_sampled]: which of a row's successive requests it is for
     is_drafted: bool = False
-    """How many tokens each row has is not known either."""
+    """The number of tokens of each row is unknown, too."""
 
 
 class GpuStageRunner(GpuRunner):
-    """Of a stage that is not the last. Its results hold nothing."""
+    """Runs a stage that is not the last. Its results are empty."""
 
     chooses = False
     link: Collectives
-    """Needed from the first plan on."""
+    """Must be set before the first plan."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,10 +106,10 @@ class GpuStageRunner(GpuRunner):
         self._awaited.steps.append(unknown)
 
     def _report_prompts(self, hidden: Tensor, plan: StepPlan, query_start: np.ndarray, step: StepInFlight) -> None:
-        """The last stage does."""
+        """Does nothing: the last stage reports them."""
 
     def _take_tokens(self, plan: StepPlan) -> None:
-        """Those that have come, and by all means those that the plan computes."""
+        """Takes the tokens that have arrived, and waits for those that the plan computes."""
         batch, last = self.batch, plan.num_computed_tokens + plan.num_tokens - 1
         if plan.drafts is not None:
             last = last - plan.drafts.counts
@@ -139,7 +140,7 @@ class GpuStageRunner(GpuRunner):
 
 
 class LastGpuRunner(GpuRunner):
-    """Of the last stage's first rank, when there are others: it publishes the tokens of each step that samples."""
+    """Runs the last of several stages on its first rank, and publishes the tokens of each step that samples."""
 
     link: Collectives
 
@@ -157,7 +158,7 @@ class LastGpuRunner(GpuRunner):
 
 
 def runner_kind(place: RankPlace) -> type[GpuRunner]:
-    """The class of the runner of this place."""
+    """The class of the runner for this place."""
     if not place.is_last_stage:
         return GpuStageRunner
     return LastGpuRunner if place.pp_size > 1 and place.tp_rank == 0 else GpuRunner
@@ -171,7 +172,7 @@ def make_runner(
     limits: RunnerLimits,
     capturer: Capturer | None = None,
 ) -> GpuRunner:
-    """The runner of this place, connected."""
+    """The runner for this place, connected to the other stages."""
     runner = runner_kind(place)(model, kv_cache, device, limits, capturer)
     if isinstance(runner, (GpuStageRunner, LastGpuRunner)):
         runner.link = place.link

@@ -1,7 +1,7 @@
-"""Where a step's wall time goes, in phases that sum to it: from one `collect`'s end to the next.
+"""Measures a step's wall time, from one `collect`'s end to the next, in phases that sum to it.
 
-Recorded always: a phase costs two reads of the clock. The device's own time is inside `wait`, as far as the host was
-ahead of it. `DeviceClock` tells when steps began and ended on the device, in the host's time.
+Always on, since a phase costs only two reads of the clock. The device's time appears in `wait`, as far as the host was
+ahead of the device. `DeviceClock` gives a step's begin and end on the device in the host's time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from headrace.ipc.step import StepResult
 KEPT_STEPS = 4096
 _NO_RANGE = nullcontext()
 MOST_LATE_S = 1e-3
-"""A host that waited for a step comes back this long after its end at most; what seems longer is the clocks' drift."""
+"""A host that waited for a step returns at most this long after its end; any longer difference is drift between
+clocks."""
 
 
 @contextmanager
@@ -29,13 +30,14 @@ def _range(name: str) -> Iterator[None]:
 
 
 class StepTimes:
-    """Seconds per phase of the last steps. `core` is what passes outside this process's runner: the core's own work."""
+    """Seconds per phase of recent steps. The phase `core` is the time outside this runner, mostly the core's own
+    work."""
 
     def __init__(self) -> None:
         self.steps: deque[dict[str, float]] = deque(maxlen=KEPT_STEPS)
         """Per step, oldest first: seconds by phase, with `total_s` and `num_sampled`."""
         self.as_ranges = False
-        """While a profile is recorded: phases are ranges of torch's profiler, and of NVTX where there is CUDA."""
+        """True while a profile is recorded: phases become ranges of torch's profiler and, with CUDA, of NVTX."""
         self._phases: dict[str, float] = {}
         self._began_s = 0.0
 
@@ -49,13 +51,13 @@ class StepTimes:
             self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - began_s
 
     def submitted(self) -> None:
-        """A step was started; the first begins the account."""
+        """A step was started; the first one starts the measurement."""
         if not self._began_s:
             self._began_s = time.perf_counter()
             self._phases = {}
 
     def collected(self, result: StepResult) -> None:
-        """A step's result was read: its account closes, and the next one opens."""
+        """A step's result was read, which ends its time and starts the next step's."""
         now_s = time.perf_counter()
         total_s = now_s - self._began_s
         self._phases["core"] = total_s - sum(self._phases.values())
@@ -63,7 +65,7 @@ class StepTimes:
         self._phases, self._began_s = {}, now_s
 
     def idle(self) -> None:
-        """Nothing runs: the time until the next step is nobody's."""
+        """Nothing runs: the time until the next step is not counted."""
         self._phases, self._began_s = {}, 0.0
 
     def summary(self) -> dict[str, float]:
@@ -78,19 +80,19 @@ class StepTimes:
 
 
 class DeviceClock:
-    """Chains steps by the device's own clock, to a moment at which the host waited for one: what lies between two
-    steps is then as exact as the device's clock, and the whole is never later than the host's."""
+    """Converts the device's times to the host's, starting from a moment at which the host waited for a step: intervals
+    between steps are as exact as the device's clock, and no time is later than the host's now."""
 
     def __init__(self, device: Device) -> None:
-        self._last = device.mark()  # the step's before; it must not be recorded anew before the next call
+        self._last = device.mark()  # of the previous step; must not be recorded again before the next call
         self._last.record()
         self._last.synchronize()
         self._last_s = time.monotonic()
 
     def times(self, began: Mark, ended: Mark, waited: bool) -> tuple[float, float]:
-        """(began_s, ended_s) on time.monotonic(), of the next step; both marks have passed.
+        """(began_s, ended_s) of the next step, on time.monotonic(); both marks have passed.
 
-        waited: the host has just waited for the end, so that it is now.
+        waited: the host has just waited for the end, which was therefore now.
         """
         now_s = time.monotonic()
         ended_s = self._last_s + ended.seconds_since(self._last)

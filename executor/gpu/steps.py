@@ -1,10 +1,10 @@
-"""The device's side of a step: from the state to tokens in the state, with nothing that needs the host meanwhile.
+"""The device's side of a step: from the state to tokens in the state, without waiting for the host.
 
 decode: every row computes its last known token.  state -> inputs -> model -> choice -> state. Reads and writes
-        fixed tensors only, so it can be captured; the host says which rows by `state.batch_rows` beforehand.
+        fixed tensors only, so it can be captured; the host sets the rows in `state.batch_rows` beforehand.
 mixed:  some rows compute several tokens of their prompt. The host sends those; the rest is the same.
 
-`StepInFlight` is a step whose results the host has not read yet, and what it makes of them when it does.
+`StepInFlight` is a step whose results the host has not read yet; it turns them into a StepResult.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from headrace.kernels.reference.decode import RowsState
 from headrace.kernels.reference.sampling import TokenLogprobs
 
 TOKEN, BEST, RAW_BEST = 0, 1, 2
-"""Columns of `DeviceSteps.results`: the token, the bits of the row's highest logit, and of that before any change."""
+"""Columns of `DeviceSteps.results`: the token, the bits of the row's highest logit, and of the highest before
+changes."""
 NUM_RESULTS = 3
 ReportLogprobs = Callable[[Tensor, Tensor, int], TokenLogprobs]
-"""A version of the op `token_logprobs`."""
+"""Signature of the versions of the op `token_logprobs`."""
 
 
 @dataclass(frozen=True, eq=False)
 class MixedInputs:
-    """What the host sends of a step that is no plain decode, on the device, int32."""
+    """What the host sends for a step that is not a plain decode: int32 tensors on the device."""
 
-    token_ids: Tensor  # [num_tokens]; of a sampled row's last token anything, as the device knows it
+    token_ids: Tensor  # [num_tokens]; arbitrary for a sampled row's last token, which the device knows
     positions: Tensor  # [num_tokens]
     query_start: Tensor  # [num_seqs + 1]
     seq_lens: Tensor  # [num_seqs]
@@ -51,13 +52,13 @@ class MixedInputs:
 
     @classmethod
     def of(cls, sent: list[Tensor]) -> MixedInputs:
-        """The fields in their order, the slots group by group."""
+        """Takes the fields in order, with one slot mapping per cache group at the end."""
         token_ids, positions, query_start, seq_lens, rows, logits_indices, sampled_rows, *slots = sent
         return cls(token_ids, positions, query_start, seq_lens, rows, logits_indices, sampled_rows, tuple(slots))
 
 
 class DeviceSteps:
-    """Borrows model, cache and state. Used from one thread."""
+    """Runs steps; uses model, cache and state without owning them. Used from one thread."""
 
     def __init__(
         self, model: HiddenStateModel, kv_cache: Any, state: DeviceState, block_size: int, choose: Choose = choose
@@ -73,14 +74,15 @@ class DeviceSteps:
         """[num_rows + 1, NUM_RESULTS]: one line for each sampled row of the last step, in the plan's order."""
 
     def use(self, model: HiddenStateModel) -> None:
-        """From the next step on."""
+        """Replaces the model from the next step on."""
         self._model = model
 
     @torch.inference_mode()
     def decode(self, size: int, choice: Choice, num_blocks: int | None = None) -> Tensor | None:
-        """One token of each of the first `size` of `state.batch_rows`; the logits [size, vocab_size] with LOGITS.
+        """Computes one token for each of the first `size` of `state.batch_rows`; with LOGITS returns logits [size,
+        vocab_size].
 
-        num_blocks: how many columns of the block tables hold all of these rows' blocks; None takes them all.
+        num_blocks: how many columns of the block tables hold all blocks of these rows; None uses all columns.
         """
         state, block_size = self._state, self._block_size
         width = state.shape.max_blocks if num_blocks is None else num_blocks
@@ -105,10 +107,10 @@ class DeviceSteps:
 
     @torch.inference_mode()
     def mixed(self, sent: MixedInputs, num_blocks: int, longest: int, feeds_back: bool = True) -> tuple[Tensor, Tensor]:
-        """Computes what was sent. Returns hidden [num_tokens, hidden_size] and logits [num_sampled, vocab_size].
+        """Computes the sent tokens. Returns hidden [num_tokens, hidden_size] and logits [num_sampled, vocab_size].
 
-        num_blocks: as in `decode`; longest: the most tokens that any row computes; feeds_back: sampled rows' last
-        tokens are those of the state, whatever was sent.
+        num_blocks: as in `decode`; longest: most tokens that any row computes; feeds_back: sampled rows' last tokens
+        are taken from the state, whatever was sent.
         """
         state = self._state
         rows, logits_indices = sent.rows.long(), sent.logits_indices.long()
@@ -135,13 +137,14 @@ class DeviceSteps:
 
     @torch.inference_mode()
     def prompt_logits(self, hidden: Tensor, first: int, last: int) -> Tensor:
-        """[last - first, vocab_size] float32: logits of the tokens [first, last) of a mixed step's hidden states."""
+        """[last - first, vocab_size] float32: logits of tokens [first, last) of a mixed step, from its hidden
+        states."""
         return self._model.logits(hidden[first:last])
 
     @torch.inference_mode()
     def take(self, logits: Tensor, rows: Tensor, positions: Tensor, choice: Choice) -> Tensor:
-        """Chooses and keeps a token for each of rows [n] int64: in the state for the next step, in `results` for the
-        host. Returns the tokens, [n] int32. The rest as in `sampler.choose`."""
+        """Chooses a token for each of rows [n] int64, and stores it in the state for the next step and in `results` for
+        the host. Returns the tokens, [n] int32. The other arguments are those of `sampler.Choose`."""
         chosen = self._choose(logits, self._state, rows, positions, choice)
         self._state.last_token[rows] = chosen.token_ids
         self.results[: len(rows), TOKEN] = chosen.token_ids
@@ -150,7 +153,7 @@ class DeviceSteps:
 
 
 class LogprobsInFlight:
-    """Log-probabilities on their way to the host: num_rows rows of 1 + width tokens each."""
+    """Logprobs on their way to the host: num_rows rows of 1 + width tokens each."""
 
     def __init__(
         self,
@@ -163,7 +166,7 @@ class LogprobsInFlight:
     ) -> None:
         """logits [num_rows, vocab_size] float32; own_ids [num_rows] int64; counts [num_rows] `limited`.
 
-        A row of which tokens are asked for counts the whole vocabulary, and they are picked out on the host.
+        A row with logprob_token_ids has the whole vocabulary as its count; the host then picks those tokens out.
         """
         self._counts, self._asked = counts, asked or []
         found = report(logits, own_ids, int(counts.max(initial=0)))
@@ -176,7 +179,7 @@ class LogprobsInFlight:
         device.to_host(self._host, flat)
 
     def rows(self, kept: np.ndarray | slice = slice(None)) -> LogprobRows:
-        """Those that `kept` [num_rows] bool marks, as wide as they need. After the step's event."""
+        """The rows that `kept` [num_rows] bool marks, as wide as they need. Call it after the step's event."""
         num_rows, columns = self._shape
         words = self._host.numpy()[: num_rows * (2 * columns + 1)]
         ids, values, ranks = np.split(words, [num_rows * columns, 2 * num_rows * columns])
@@ -191,7 +194,7 @@ class LogprobsInFlight:
 
     @property
     def finite(self) -> bool:
-        """Every row's highest logit was. After the step's event."""
+        """Whether every row's highest logit is finite. Call it after the step's event."""
         num_rows, columns = self._shape
         return bool(self._host[num_rows * (2 * columns + 1)])
 
@@ -202,28 +205,29 @@ class StepInFlight:
 
     plan: StepPlan
     rows: np.ndarray  # [num_sampled] int32
-    columns: np.ndarray  # [num_sampled] int32: where in its row each sampled token goes
-    generations: np.ndarray  # [num_sampled]: which occupant of the row it was sampled for
+    columns: np.ndarray  # [num_sampled] int32: the column of each sampled token in its row
+    generations: np.ndarray  # [num_sampled]: which of a row's successive requests it was sampled for
     host: Tensor  # [at least num_sampled * NUM_RESULTS] int32
     began: Mark
     done: Mark
     changed: bool = False
-    """Logits were changed before the choice; RAW_BEST then has their highest before that."""
-    reporting: np.ndarray | None = None  # [num_logprob_rows], ascending: indices of rows with log-probabilities
+    """Whether logits were changed before the choice; RAW_BEST then holds their highest value before the change."""
+    reporting: np.ndarray | None = None  # [num_logprob_rows], ascending: indices of rows with logprobs
     logprobs: LogprobsInFlight | None = None
     prompt_runs: list[tuple[int, int, LogprobsInFlight]] = field(default_factory=list)
-    """Row, first position reported, and the log-probabilities."""
+    """Row, first reported position, and the logprobs."""
     prompt_problems: dict[int, str] = field(default_factory=dict)
-    """Row -> why no log-probabilities of its prompt can be told."""
+    """Row -> why its prompt logprobs cannot be reported."""
     sampled: Sampled | None = None
-    """Chosen on the host instead, or read from the device already."""
+    """Set once tokens are known: chosen on the host, or read from the device."""
     places: SampledPositions | None = None
-    """Of a step with drafts, which `sampled` is of; it has been taken into the host's copy of the rows."""
+    """For a step with drafts: the positions that `sampled` belongs to; the host's copy of the rows has its tokens
+    already."""
     began_s: float = 0.0
     ended_s: float = 0.0
 
     def settle(self) -> Sampled:
-        """Waits for the device; the tokens and what went wrong. Log-probabilities are not part of it."""
+        """Waits for the device; returns tokens and problems, without logprobs."""
         if self.sampled is None:
             self.done.synchronize()
             results = self.host.numpy()[: len(self.rows) * NUM_RESULTS].reshape(-1, NUM_RESULTS)
@@ -238,7 +242,8 @@ class StepInFlight:
         return self.sampled
 
     def result(self) -> StepResult:
-        """The result for the core, once `done` has passed. A row with a problem is a failure, without its numbers."""
+        """The result for the core, once `done` has passed. A row with a problem becomes a failure, without its
+        logprobs."""
         sampled = self.settle()
         runs, problems = self._prompt_logprobs()
         if self.places is not None:
@@ -251,7 +256,7 @@ class StepInFlight:
             kept = good[self.reporting]
             reporting, logprobs = self.reporting[kept], self.logprobs.rows(kept)
         if reporting is not None:
-            # Indices move up past the failed rows before them.
+            # Indices drop by the number of failed rows before them.
             reporting = (np.cumsum(good) - 1)[reporting].astype(np.int32)
         return StepResult(
             step=self.plan.step,
@@ -285,7 +290,7 @@ class StepInFlight:
         )
 
     def _prompt_logprobs(self) -> tuple[tuple[PromptLogprobRun, ...], dict[int, str]]:
-        """What is reported of prompts, and why nothing more can be reported of some rows."""
+        """The reported prompt logprobs, and the rows that fail, with the reason."""
         runs: list[PromptLogprobRun] = []
         problems = dict(self.prompt_problems)
         for row, start, logprobs in self.prompt_runs:
@@ -296,7 +301,7 @@ class StepInFlight:
                 continue
             try:
                 runs.append(PromptLogprobRun(row=row, start=start, rows=logprobs.rows()))
-            except Exception as error:  # of this row's numbers, and nobody else's
+            except Exception as error:  # caused by this row's values, so only this row fails
                 problems[row] = no_prompt_logprobs(error)
         return tuple(runs), problems
 

@@ -1,1 +1,1 @@
-"""The GPU itself: which one, what it can do, CUDA, its memory."""
+"""The GPU itself: choice of the device, its capabilities, CUDA and memory."""

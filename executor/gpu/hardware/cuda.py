@@ -1,6 +1,6 @@
-"""CUDA as the executor sees it: pinned memory, events, graphs, and how much memory there is.
+"""The executor's interface to CUDA: pinned memory, events, graphs and the amount of memory.
 
-Needs a GPU; everything that decides anything is elsewhere, and runs on a CPU with a stand-in for `CudaBackend`.
+Needs a GPU. All decisions are made elsewhere, in code that tests run on a CPU with a stand-in for `CudaBackend`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from headrace.executor.parallel.rendezvous import Rendezvous
 
 
 class CudaMark(torch.cuda.Event):
-    """As torch's event, of which both ends of a time must be on one GPU."""
+    """A torch event with its time; a time difference needs two marks of one GPU."""
 
     def seconds_since(self, earlier: torch.cuda.Event) -> float:
         return float(earlier.elapsed_time(self)) / 1e3
 
 
 class CudaDevice:
-    """One GPU, fed through the current stream."""
+    """One GPU, used through the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -57,10 +57,10 @@ class CudaDevice:
 
 
 class CudaCapturer:
-    """Captures on a stream of its own into one pool of memory, which all graphs share.
+    """Captures on its own stream into one memory pool, which all graphs share.
 
-    Sharing is safe because graphs are replayed one after another in one stream, and what one leaves behind is read
-    before the next is replayed.
+    Sharing is safe because graphs are replayed one after another in one stream, and the result of one is read before
+    the next is replayed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,17 +68,18 @@ class CudaCapturer:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        """Kept until `forget`: a pool whose last graph is gone takes no other (`create_or_incref_pool` in
-        c10/cuda/CUDACachingAllocator.cpp asserts that), and torch may ask one whose capture failed for its capture."""
+        """Kept until `forget`: a pool whose last graph is gone accepts no other (`create_or_incref_pool` in
+        c10/cuda/CUDACachingAllocator.cpp asserts that), and torch may still refer to the capture of a graph that
+        failed."""
         self.pool_bytes = 0
 
     def capture(self, run: Callable[[], Any]) -> tuple[Replay, Any]:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        # What the first run takes counts too: torch keeps it for this stream alone.
+        # The memory of the first run counts too: torch keeps it for this stream only.
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
         with torch.cuda.stream(self._stream):
-            run()  # what is compiled, tuned or allocated at the first call must not be captured
+            run()  # compilation, tuning and allocations of a first call must not be captured
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             self._graphs.append(graph)
@@ -101,47 +102,47 @@ class CudaCapturer:
         self.pool_bytes = 0
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Ends a capture that failed. That it cannot end well is known, and where it raises, torch has not yet told its
-        allocator, which would free no cached memory from then on. Nor has torch up to 2.12 told its random generator
-        (`capture_epilogue` in aten/src/ATen/cuda/CUDAGeneratorImpl.cpp), which refuses random numbers, and the replay
-        of other graphs, until a capture ends well."""
+        """Ends a failed capture. `capture_end` is expected to fail too, and where it raises, torch has not told its
+        allocator of the end, which would free no cached memory from then on. Nor has torch up to 2.12 told its random
+        generator (`capture_epilogue` in aten/src/ATen/cuda/CUDAGeneratorImpl.cpp), which refuses random numbers, and
+        the replay of other graphs, until a later capture ends well."""
         with suppress(RuntimeError):
             graph.capture_end()
-            return  # no error of CUDA's, so all of it has ended
+            return  # not an error of CUDA's, so the capture has ended properly
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-        with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # that it is empty
+        with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # warns that the graph is empty
             empty = torch.cuda.CUDAGraph()
             begin(empty, torch.cuda.graph_pool_handle())
             empty.capture_end()
 
 
 def begin(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """Begins a capture. Other threads may go on using CUDA meanwhile, as a loader does.
+    """Begins a capture. Other threads, such as a loader's, may go on using CUDA meanwhile.
 
-    Outside of inference mode: what torch makes for the first graph of all, and writes for each one after it, would else
-    belong to that mode, and no capture outside of it could begin (pytorch/pytorch#166792).
+    It leaves inference mode: the tensors that torch makes for the first graph, and writes for each later one, would
+    otherwise be inference tensors, and no capture outside of that mode could begin (pytorch/pytorch#166792).
     """
     with torch.inference_mode(False):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
 
 def lent(result: Any) -> Any:
-    """A tensor's memory without owning it, so that later graphs of the pool may have it too: what a replay leaves there
-    is read before the next. The logits of all batch sizes side by side would take gigabytes."""
+    """A tensor on the same memory without owning it, so that later graphs of the pool may use the memory too: a
+    replay's result is read before the next replay. Separate logits for all batch sizes would take gigabytes."""
     if not isinstance(result, Tensor) or not result.is_cuda:
         return result
     try:
         view = SimpleNamespace(__cuda_array_interface__=result.__cuda_array_interface__)
         borrowed = torch.as_tensor(view, device=result.device)
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # it only costs memory
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # the fallback only costs memory
         return result
     return borrowed if borrowed.data_ptr() == result.data_ptr() else result
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Nothing of a capture may depend on when Python collects garbage: freeing what CUDA made could end it."""
+    """Turns garbage collection off during a capture: freeing CUDA objects could invalidate it."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -152,7 +153,7 @@ def no_collections() -> Iterator[None]:
 
 
 class CudaSideStream:
-    """Copies on a stream of their own. In a capture that stream becomes part of it, by the events between the two."""
+    """Copies on a stream of its own. In a capture, the events between the two streams make it part of the graph."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -169,7 +170,7 @@ class CudaSideStream:
 
 
 class CudaMeter:
-    """What torch's allocator took of the device at most: more than it handed out, as it keeps pieces between."""
+    """The peak of memory that torch's allocator reserved: more than it handed out, as it keeps pieces between."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -185,7 +186,7 @@ class CudaMeter:
 
 
 class CudaBackend:
-    """One GPU."""
+    """One GPU. Implements `gpu.rank.Backend`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -194,7 +195,7 @@ class CudaBackend:
         return gpu_facts(self.device)
 
     def here(self) -> AbstractContextManager[Any]:
-        """Makes it the current device of the calling thread."""
+        """Makes this GPU the current device of the calling thread."""
         return torch.cuda.device(self.device)
 
     def host_side(self) -> Device:
@@ -210,7 +211,7 @@ class CudaBackend:
         return CudaMeter(self.device)
 
     def link(self, meeting: Rendezvous, options: Options) -> GpuCollectives:
-        from headrace.executor.gpu.collectives import open_nccl  # only where there are several ranks
+        from headrace.executor.gpu.collectives import open_nccl  # imported only with several ranks
 
         return open_nccl(
             meeting,
@@ -220,7 +221,7 @@ class CudaBackend:
         )
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes, once what nobody uses has been given back."""
+        """Free and total bytes, after torch's unused cached memory has been returned to the driver."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)

@@ -1,4 +1,5 @@
-"""Which device the model runs on, and why one that was asked for cannot be used: facts first, sentences from them."""
+"""Chooses the device, and explains why a requested one cannot be used: collects facts, then makes messages from
+them."""
 
 from __future__ import annotations
 
@@ -17,20 +18,21 @@ from headrace.ipc.failure import OptionError
 
 logger = logging.getLogger(__name__)
 BFLOAT16_CAPABILITY = (8, 0)
-"""Below it there is no bf16 arithmetic (NVIDIA's CUDA programming guide, compute capabilities)."""
+"""Lower compute capabilities have no bf16 arithmetic (NVIDIA's CUDA programming guide, compute capabilities)."""
 LEAST_CAPABILITY = (7, 5)
-"""What the CUDA builds of torch 2.11 and later are compiled for at the least."""
+"""The lowest compute capability that CUDA builds of torch 2.11 and later support."""
 HOW_TO_HAVE_CUDA = (
     "a GPU needs an NVIDIA driver and a torch built for CUDA (`pip install torch` from PyPI installs one on Linux, the "
     "CPU index does not); --device cpu runs the model without"
 )
 LOCAL_RANK, LOCAL_WORLD_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-"""Environment variables by which launchers such as torchrun tell a rank its number on its host, and of how many."""
+"""Environment variables by which launchers such as torchrun give a rank its number on its host, and the number of ranks
+there."""
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """One GPU as it is before anything of ours is on it."""
+    """One GPU, before the engine has allocated anything on it."""
 
     name: str
     capability: tuple[int, int]
@@ -40,7 +42,7 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class CudaFacts:
-    """What of CUDA there is on this machine."""
+    """The CUDA support found on this machine."""
 
     torch_version: str
     torch_cuda: str | None
@@ -49,11 +51,11 @@ class CudaFacts:
     """The newest CUDA version that the driver runs; None without a driver."""
     num_devices: int
     error: str = ""
-    """Why torch could not start CUDA, in its words."""
+    """Why torch could not start CUDA, as torch reports it."""
 
 
 def cuda_facts() -> CudaFacts:
-    """Asks the driver's library and torch. Never raises; costs under a millisecond where there is no driver."""
+    """Queries the driver's library and torch. Never raises; takes under a millisecond where there is no driver."""
     built_for, driver = torch.version.cuda, _driver_cuda()
     if built_for is None or driver is None:
         return CudaFacts(torch.__version__, built_for, driver, 0)
@@ -66,7 +68,7 @@ def cuda_facts() -> CudaFacts:
 
 
 def gpu_facts(device: torch.device) -> GpuFacts:
-    """The GPU's own facts. Raises OptionError when its memory cannot even be asked for."""
+    """Queries the GPU. Raises OptionError when even its amount of memory cannot be read."""
     properties = torch.cuda.get_device_properties(device)
     try:
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -82,8 +84,8 @@ def gpu_facts(device: torch.device) -> GpuFacts:
 def choose_device(asked: str, facts: Callable[[], CudaFacts] = cuda_facts) -> torch.device:
     """The device for the option's value: auto, cpu, cuda or cuda:INDEX.
 
-    auto is the first GPU where one can be used, and the CPU elsewhere (with a warning where a driver says that there
-    is a GPU). Raises OptionError when what was asked for by name is not to be had.
+    auto is the first GPU if one can be used, else the CPU (with a warning where there is a GPU's driver). Raises
+    OptionError when an explicitly requested device is not available.
     """
     if asked == "cpu":
         return torch.device("cpu")
@@ -108,7 +110,8 @@ def choose_device(asked: str, facts: Callable[[], CudaFacts] = cuda_facts) -> to
 
 
 def check_no_gpu_options(options: Options) -> None:
-    """Raises OptionError for options that a CPU can do nothing with. (It computes eagerly anyway.)"""
+    """Raises OptionError for options that have no meaning on a CPU, except enforce_eager, which is always true
+    there."""
     for name, value in (
         ("cudagraph_capture_sizes", options.cudagraph_capture_sizes),
         ("max_cudagraph_capture_size", options.max_cudagraph_capture_size),
@@ -125,7 +128,7 @@ def check_no_gpu_options(options: Options) -> None:
 
 
 def check_gpu(device: torch.device, dtype: torch.dtype, facts: GpuFacts) -> None:
-    """Raises OptionError for a GPU that is too old for torch's build, or for the dtype."""
+    """Raises OptionError for a GPU that is too old for torch's builds, or for the dtype."""
     version = ".".join(map(str, facts.capability))
     if facts.capability < LEAST_CAPABILITY:
         raise OptionError(
@@ -140,7 +143,8 @@ def check_gpu(device: torch.device, dtype: torch.dtype, facts: GpuFacts) -> None
 
 
 def check_free_memory(device: torch.device, facts: GpuFacts, needed_bytes: int, what: str) -> None:
-    """Raises OptionError, before anything is read, when `what` does not fit what other processes left free."""
+    """Raises OptionError, before anything is read, when `what` does not fit the memory that other processes left
+    free."""
     if needed_bytes <= facts.free_bytes:
         return
     held_bytes = facts.total_bytes - facts.free_bytes
@@ -157,7 +161,7 @@ def gib(size_bytes: int) -> str:
 
 
 def _why_no_cuda(facts: CudaFacts) -> str:
-    """A sentence without its full stop, or "" when there is at least one GPU for torch to use."""
+    """A sentence without its full stop; "" when torch can use at least one GPU."""
     if facts.torch_cuda is None:
         driver = (
             f"the driver runs CUDA {facts.driver_cuda}" if facts.driver_cuda else "there is no NVIDIA driver either"
@@ -190,9 +194,9 @@ def _driver_cuda() -> str | None:
 
 
 def rank_device(asked: str, facts: Callable[[], CudaFacts] = cuda_facts) -> torch.device:
-    """The device of this process's rank for the option's value; the environment has its place on the host.
+    """The device of this process's rank; the environment gives the rank's number on its host.
 
-    Raises OptionError for a device that cannot be used, and with the numbers where there are fewer GPUs than ranks.
+    Raises OptionError for a device that cannot be used and, with the numbers, where there are fewer GPUs than ranks.
     """
     rank, size = int(os.environ.get(LOCAL_RANK, "0")), int(os.environ.get(LOCAL_WORLD_SIZE, "1"))
     check_device_option(asked, size)

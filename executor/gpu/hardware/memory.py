@@ -1,4 +1,4 @@
-"""What a step and the graphs take of a GPU's memory, measured before the cache is given the rest."""
+"""Measures a step's and the graphs' GPU memory, before the cache is given the rest."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from headrace.executor.gpu.sampler import Choice
 from headrace.executor.gpu.steps import MixedInputs
 
 CHOICES_CAPTURED = 2
-"""Kinds of choice that graphs are usually captured for: greedy, and what the model's defaults ask for."""
+"""Number of `Choice`s for which graphs are usually captured: greedy, and what the model's defaults ask for."""
 
 
 class Meter(Protocol):
     def peak_bytes(self, run: Callable[[], Any]) -> int:
-        """Runs it; how much more memory was allocated at once meanwhile than before."""
+        """Calls run; returns by how much the peak of memory exceeded the memory before."""
         ...
 
 
 @dataclass(frozen=True)
 class StepMemory:
     activation_bytes: int
-    """Peak of a step of max_num_batched_tokens, or of choosing max_num_seqs tokens, or of changing and reporting their
-    logits, whichever is more."""
+    """The peak of a step of max_num_batched_tokens, of choosing max_num_seqs tokens, or of changing and reporting their
+    logits, whichever is largest."""
     state_bytes: int
-    """What is kept of rows."""
+    """Per-row state on the device."""
     graph_bytes: int
-    """All decode graphs, from the measured sizes of the largest and of the smallest."""
+    """All decode graphs, estimated from the measured sizes of the largest and the smallest."""
 
 
 def measure(
@@ -44,7 +44,7 @@ def measure(
     meter: Meter,
     capturer: Capturer | None,
 ) -> StepMemory:
-    """Runs the largest steps there can be; the runner's cache is block 0 alone, which is the null block."""
+    """Runs the largest possible steps; the runner's cache consists of block 0 only, the null block."""
     peaks = [
         meter.peak_bytes(lambda: largest_prefill(runner, device, limits, max_num_batched_tokens)),
         meter.peak_bytes(lambda: runner.steps.decode(limits.max_num_seqs, Choice.TRUNCATE)),
@@ -57,16 +57,16 @@ def measure(
 
 
 def visit_kernels(runner: GpuRunner, limits: RunnerLimits) -> None:
-    """Runs what else a step may launch, so that nobody waits for a compiler later: there are kernels for each kind of
-    choice, and some for batches up to a power of two."""
+    """Launches the other kernels of steps, so that no request waits for a compiler later: there are kernels for each
+    `Choice`, and some for batches up to a power of two."""
     sizes = [1 << bits for bits in range(limits.max_num_seqs.bit_length())]
     for size in sizes:
         runner.steps.decode(size, Choice.ARGMAX)
-    runner.steps.decode(1, Choice.DRAW, num_blocks=1)  # contexts so short that batch-invariant sums have one part
+    runner.steps.decode(1, Choice.DRAW, num_blocks=1)  # a context so short that batch-invariant sums have one part
 
 
 def largest_prefill(runner: GpuRunner, device: Device, limits: RunnerLimits, num_tokens: int) -> None:
-    """A step of num_tokens prompt tokens, in as few requests as can have them. All read and write block 0."""
+    """Runs a step of num_tokens prompt tokens, in as few requests as can have them. All read and write block 0."""
     counts: list[int] = []
     while (left := num_tokens - sum(counts)) > 0 and len(counts) < limits.max_num_seqs:
         counts.append(min(left, limits.max_model_len))
@@ -100,6 +100,6 @@ def _graph_bytes(runner: GpuRunner, limits: RunnerLimits, capturer: Capturer | N
         try:
             capturer.capture(lambda key=key: runner.steps.decode(key.size, key.choice))  # type: ignore[misc]
         except RuntimeError:
-            return 0  # the runner will find the same, and say so
+            return 0  # the runner will fail in the same way, and log why
         took.append(capturer.pool_bytes - before_bytes)
     return took[0] + took[-1] * (CHOICES_CAPTURED * len(sizes) - 1)

@@ -1,4 +1,4 @@
-"""How many GPUs this process may use, asked of the driver's own library before anything else starts. No torch."""
+"""Counts the GPUs that this process may use, through the driver's library, before anything else starts. No torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from headrace.ipc.failure import OptionError
 
 
 def check_gpus(asked: str, num_ranks: int, count: int | None) -> None:
-    """Raises OptionError, with the numbers, where the ranks of this host cannot each have a GPU that was asked for.
+    """Raises OptionError, with the numbers, where the ranks of this host cannot each have a GPU as asked for.
 
-    asked: the option device; count: `visible_gpus()`. What is not known here each rank finds out for itself.
+    asked: the option device; count: `visible_gpus()`, or None, in which case each rank checks for itself.
     """
     check_device_option(asked, num_ranks)
     if asked.startswith("cuda") and count is not None and count < num_ranks:
@@ -18,7 +18,7 @@ def check_gpus(asked: str, num_ranks: int, count: int | None) -> None:
 
 
 def check_device_option(asked: str, num_ranks: int) -> None:
-    """Raises OptionError for one GPU by number, where there are several ranks."""
+    """Raises OptionError where several ranks are asked to use one GPU by its number."""
     if num_ranks > 1 and asked.startswith("cuda:"):
         raise OptionError(
             f"device={asked} is one GPU, and {num_ranks} ranks compute on this host: ask for device=cuda; "
@@ -36,11 +36,12 @@ def too_few_gpus(asked: str, num_ranks: int, count: int) -> OptionError:
 
 
 def visible_gpus() -> int | None:
-    """Of this process, as CUDA_VISIBLE_DEVICES leaves them; None where there is no driver, or it does not say.
+    """The number of GPUs that CUDA_VISIBLE_DEVICES leaves to this process; None if the driver is missing or does not
+    answer.
 
-    Asking NVML creates no context on any GPU.
+    Querying NVML creates no context on any GPU.
     """
-    import pynvml  # of nvidia-ml-py
+    import pynvml  # package nvidia-ml-py
 
     try:
         pynvml.nvmlInit()
@@ -54,7 +55,8 @@ def visible_gpus() -> int | None:
 
 
 def left_visible(variable: str | None, count: int) -> int:
-    """Of `count` GPUs. The variable lists numbers or UUIDs, and ends at the first that is none (CUDA's guide)."""
+    """How many of `count` GPUs the variable leaves. It lists numbers or UUIDs, and ends at the first invalid one
+    (CUDA's guide)."""
     if variable is None:
         return count
     visible = 0

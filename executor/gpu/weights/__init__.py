@@ -1,1 +1,1 @@
-"""A GPU's weights: how they get there, and where they are when not in use."""
+"""A GPU's weights: how they are loaded, and where they are while not in use."""

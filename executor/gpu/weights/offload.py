@@ -1,11 +1,11 @@
-"""Layers whose weights stay in the host's memory (cpu_offload_gb), and are copied to the GPU ahead of their use.
+"""Offloading: layers whose weights stay in host memory (cpu_offload_gb) and are copied to the GPU ahead of their use.
 
     second stream    [copy 0][copy 1]          [copy 2]          [copy 3]
     computing        ... layer 0 of them ... layer 1 ... ... layer 2 ...
 
-They take turns with two buffers. A copy begins when the layer that had its buffer before is done, and a layer begins
-when its copy is; both are events between the streams, so a captured step holds the copies too. The layers are spread
-over the model, so that others compute while a copy is under way.
+These layers alternate between two buffers. A copy begins when the layer that last used its buffer is done, and a layer
+begins when its copy is; both are events between the streams, so a captured step contains the copies too. The offloaded
+layers are spread over the model, so that other layers compute during a copy.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from headrace.ipc.failure import ModelError
 logger = logging.getLogger(__name__)
 NUM_BUFFERS = 2
 ALIGNMENT = 256
-"""Of a weight in a buffer, as of torch's own allocations on a GPU at the least."""
+"""Alignment of a weight in a buffer; torch's own allocations on a GPU have at least this."""
 Wait = Callable[[], None]
 
 
 class SideStream(Protocol):
-    """A second stream of work on a device. `gpu_cuda.CudaSideStream` is a GPU's."""
+    """A second stream of work on a device. `hardware.cuda.CudaSideStream` is a GPU's."""
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
-        """Copies pinned memory, the second of each pair, into the first, which is the device's: after all that the
-        current stream was given so far, and beside what it is given next. What is returned makes the current stream
-        wait for it, and must be called before the step ends."""
+        """Copies, for each pair, pinned memory (the second) to the device (the first). The copies wait for all work
+        given to the current stream so far, and run beside its later work. The returned function makes the current
+        stream wait for the copies; it must be called before the step ends."""
         ...
 
 
@@ -47,11 +47,11 @@ def layers_to_offload(layers: range, layer_bytes: int, offload_bytes: int) -> fr
 
 
 class Offload:
-    """Takes over layers as they are read: `keep`, in the order of the model."""
+    """Offloads layers as they are read: `keep` must be called for each layer, in the order of the model."""
 
     def __init__(self, which: frozenset[int], device: Device, side: SideStream) -> None:
         self._which, self._device, self._side = which, device, side
-        self._buffers: list[Tensor] = []  # at most NUM_BUFFERS, [bytes of the largest layer in it] int8
+        self._buffers: list[Tensor] = []  # at most NUM_BUFFERS: [bytes of the largest layer in it] int8
         self._copies: list[list[tuple[Tensor, Tensor]]] = []  # per offloaded layer, for `SideStream.copy`
         self._waits: dict[int, Wait] = {}
         self._has_first = False
@@ -59,11 +59,11 @@ class Offload:
 
     @property
     def saved_bytes(self) -> int:
-        """Of the device's memory."""
+        """Device memory that offloading saves."""
         return self.offloaded_bytes - sum(len(buffer) for buffer in self._buffers)
 
     def keep(self, index: int, layer: Any) -> Any:
-        """The layer as it is to be called. Raises ModelError when the host has no room for it."""
+        """Returns the layer as it must be called from now on. Raises ModelError when the host has no room for it."""
         is_first, self._has_first = not self._has_first, True
         order = None
         if index in self._which:
@@ -72,22 +72,23 @@ class Offload:
         return layer if order is None and not is_first else OffloadedLayer(self, layer, order, is_first)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Starts the first copies of a step."""
         for order in range(min(NUM_BUFFERS, len(self._copies))):
             self._waits[order] = self._side.copy(self._copies[order])
 
     def arrive(self, order: int) -> None:
-        """What the current stream is given from now on finds this layer's weights."""
+        """Makes the current stream wait for this layer's weights."""
         self._waits.pop(order)()
 
     def leave(self, order: int) -> None:
-        """The layer has been given to the current stream: the next one may have its buffer after it."""
+        """Called when the layer's work has been given to the current stream: starts the copy of the next layer that
+        uses its buffer."""
         following = order + NUM_BUFFERS
         if following < len(self._copies):
             self._waits[following] = self._side.copy(self._copies[following])
 
     def _move(self, layer: Any, order: int) -> list[tuple[Tensor, Tensor]]:
-        """The layer's tensors lie in a buffer afterwards, and what they held in pinned memory."""
+        """Moves the layer's tensors to a buffer and their contents to pinned memory; returns the pairs to copy."""
         storages = storages_of(layer, self._device.device)
         offsets, size = {}, 0
         for storage in storages:
@@ -111,7 +112,7 @@ class Offload:
         return self._pinned(buffer[:size])
 
     def _buffer(self, index: int, size: int) -> Tensor:
-        """[at least size] int8; grown where it lies, so that earlier layers' tensors stay in it."""
+        """[at least size] int8; grown in place, so that earlier layers' tensors stay in it."""
         if index == len(self._buffers):
             self._buffers.append(torch.empty(size, dtype=torch.int8, device=self._device.device))
         buffer = self._buffers[index]
@@ -134,14 +135,15 @@ class Offload:
 
 
 class OffloadedLayer:
-    """A layer among what its weights need; the first of the model begins the copying, wherever its own weights are."""
+    """A layer that waits for its weights and releases their buffer. The model's first layer starts the copies,
+    offloaded or not."""
 
     def __init__(self, offload: Offload, layer: Any, order: int | None, is_first: bool) -> None:
-        """order: among the offloaded layers; None for one whose weights are on the device."""
+        """order: its index among the offloaded layers; None for a layer whose weights stay on the device."""
         self._offload, self._layer, self._order, self._is_first = offload, layer, order, is_first
 
     def __call__(self, *arguments: Any) -> Any:
-        """As `decoder.Layer`."""
+        """Calls the layer, like `decoder.Layer`."""
         if self._is_first:
             self._offload.begin()
         if self._order is None:

@@ -1,13 +1,13 @@
-"""Where a GPU's weights and cache are: on it, put aside in the host's memory, or dropped.
+"""Moves a GPU's weights and cache between the GPU and host memory, drops them, and brings them back.
 
     on the GPU --- sleep 1, or new weights are read ---> aside --- wake up, or they failed ---> on the GPU
     on the GPU --- sleep 2 -------------------------> dropped --- wake up: read again -------> on the GPU
 
-New weights take the old ones' memory, as beside them and the cache there is seldom room for a second model. Whatever
-is moved, graphs are captured anew.
+New weights take the memory of the old ones, since there is seldom room for a second model beside model and cache. After
+any move, graphs are captured anew.
 
-Tensors stay the objects that they are, and lose and regain the storage beneath them, so nothing that holds a tensor
-need know. Only their addresses change.
+Tensor objects stay the same; only the storage beneath them is freed and allocated again. So objects that hold tensors
+need not know, but the tensors' addresses change.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from headrace.ipc.control import ASLEEP
 from headrace.ipc.failure import HeadraceError, ModelError
 
 Read = Callable[[], Decoder]
-"""Reads a checkpoint that has been found fit. Raises ModelError, and RuntimeError for want of memory."""
+"""Reads the weights of a checkpoint that has been checked. Raises ModelError, and RuntimeError when memory runs out."""
 PIECE_BYTES = 64 << 20
-"""Pinned memory is taken in pieces of this size: torch rounds each up to a power of two."""
+"""Pinned memory is allocated in pieces of this size: torch rounds each up to a power of two."""
 
 
 class Memory(Protocol):
-    """The part of `executor.gpu.Backend` that is of use here."""
+    """The part of `executor.gpu.rank.Backend` that is used here."""
 
     device: torch.device
 
@@ -45,12 +45,12 @@ class Memory(Protocol):
 
 
 class WeightResidency:
-    """Owns the model from `allocate` on. For one thread, with no step in flight."""
+    """Owns the model after `allocate`. Used from one thread, with no step in flight."""
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, runner: GpuRunner, backend: Memory, find: Callable[[str], Read]
     ) -> None:
-        """find: looks for the checkpoint at a path, empty for the model's own, and says how to read it."""
+        """find: finds the checkpoint at a path, or the model's own for "", and returns the function that reads it."""
         self.decoder = decoder
         self._cache, self._runner, self._backend, self._find = cache, runner, backend, find
         self._asleep: frozenset[str] = frozenset()
@@ -65,7 +65,7 @@ class WeightResidency:
         self._put_aside("sleep level 1" if level == 1 else "")
         self._cache.release()
         self._asleep = ASLEEP
-        self._backend.memory()  # back to the driver, for other processes
+        self._backend.memory()  # returns memory to the driver, for other processes
 
     def wake_up(self, tags: frozenset[str]) -> None:
         for tag in sorted(tags & self._asleep, reverse=True):  # weights first
@@ -108,22 +108,23 @@ class WeightResidency:
         aside.restore()
 
     def _put_aside(self, why: str) -> None:
-        """The weights' memory is free afterwards. Without a `why` they are lost."""
+        """Frees the weights' memory, after copying them to host memory for the reason `why`; with "" they are
+        dropped."""
         storages = storages_of(self.decoder, self._backend.device)
         self._aside = HostCopy(storages, self._backend.host_side(), why) if why else None
         self._runner.graphs.forget()
-        self._backend.memory()  # waits for whatever is under way
+        self._backend.memory()  # waits for pending work
         free(storages)
         self._backend.memory()
 
     def _read_safely(self, read: Read) -> Decoder:
-        """Raises HeadraceError, nothing of what was read remaining."""
+        """Reads, or raises HeadraceError and leaves nothing of what was read in memory."""
         problem: HeadraceError
         try:
             return read()
         except HeadraceError as error:
             problem = error.with_traceback(None)
-        except Exception as error:  # the device's memory, a damaged file
+        except Exception as error:  # such as lack of device memory, or a damaged file
             problem = ModelError(f"the weights could not be read: {str(error).partition(chr(10))[0]}")
         gc.collect()
         self._backend.memory()
@@ -135,9 +136,9 @@ class WeightResidency:
 
 
 def tensors_of(root: object) -> list[Tensor]:
-    """Every tensor that an object of ours holds, by its attributes, containers and the objects in them, each once.
+    """All tensors that one of Headrace's objects holds in attributes, containers and the objects in them, each once.
 
-    What ranks talk through (`RankPlace`) belongs to nobody's weights and is left out.
+    Communication between ranks (`RankPlace`) belongs to no weights and is left out.
     """
     seen: set[int] = set()
     return list(_tensors(root, seen))
@@ -160,7 +161,7 @@ def _tensors(found: object, seen: set[int]) -> Iterator[Tensor]:
 
 
 def storages_of(root: object, device: torch.device) -> list[torch.UntypedStorage]:
-    """The memory on that device of all tensors that an object holds, each storage once; pinned memory is the host's."""
+    """The storages on that device of all tensors that an object holds, each once; pinned memory belongs to the host."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors_of(root):
         if tensor.device.type == device.type and not tensor.is_pinned():
@@ -170,16 +171,16 @@ def storages_of(root: object, device: torch.device) -> list[torch.UntypedStorage
 
 
 def free(storages: Sequence[torch.UntypedStorage]) -> None:
-    """Gives their memory back to torch's allocator; nothing may be under way on it."""
+    """Returns their memory to torch's allocator; no pending work may use it."""
     for storage in storages:
         storage.resize_(0)
 
 
 class HostCopy:
-    """What some storages held when this was made."""
+    """A copy of the contents of storages in host memory."""
 
     def __init__(self, storages: Sequence[torch.UntypedStorage], device: Device, what: str) -> None:
-        """Returns once it is copied. Raises HeadraceError, naming `what`, when the host has no room for it."""
+        """Returns once the copy is complete. Raises HeadraceError, naming `what`, when the host has no room for it."""
         self._storages, self._sizes = tuple(storages), [storage.nbytes() for storage in storages]
         self._device = device
         self.nbytes = sum(self._sizes)
@@ -188,7 +189,7 @@ class HostCopy:
             raise HeadraceError(
                 f"{what} needs {gib(self.nbytes)} of the host's memory, and {gib(available_bytes)} are available"
             )
-        self._moves: list[tuple[Tensor, int, int]] = []  # pinned memory, which storage's, from which byte on
+        self._moves: list[tuple[Tensor, int, int]] = []  # pinned memory, index of the storage, offset in bytes
         room = torch.empty(0, dtype=torch.int8)
         for index, storage in enumerate(storages):
             source, at = bytes_of(storage), 0
@@ -202,7 +203,7 @@ class HostCopy:
         self._wait()
 
     def restore(self) -> None:
-        """Gives the storages memory again, and what they held. Returns once that is done."""
+        """Allocates the storages again and restores their contents. Returns once that is done."""
         for storage, size in zip(self._storages, self._sizes, strict=True):
             storage.resize_(size)
         for piece, index, at in self._moves:
@@ -216,8 +217,8 @@ class HostCopy:
 
 
 def pinned(device: Device, size: int, what: str) -> Tensor:
-    """[size] int8 of pinned memory. Raises HeadraceError when the host gives no more, as a limit may be lower than
-    what is free."""
+    """[size] int8 of pinned memory. Raises HeadraceError when the host refuses: a limit may be lower than the free
+    memory."""
     try:
         return device.host_buffer(-(-size // 4)).view(torch.int8)[:size]
     except RuntimeError as error:
@@ -226,7 +227,8 @@ def pinned(device: Device, size: int, what: str) -> Tensor:
 
 
 def check_room(needed_bytes: int, memory: tuple[int, int], what: str) -> None:
-    """memory: free and total bytes. Raises HeadraceError when another process has taken what was given back."""
+    """memory: free and total bytes. Raises HeadraceError when another process has taken the memory that was
+    released."""
     free_bytes, total_bytes = memory
     if needed_bytes > free_bytes:
         raise HeadraceError(
@@ -236,5 +238,5 @@ def check_room(needed_bytes: int, memory: tuple[int, int], what: str) -> None:
 
 
 def bytes_of(storage: Any) -> Tensor:
-    """[nbytes] int8, the storage itself."""
+    """[nbytes] int8 on the storage itself."""
     return torch.empty(0, dtype=torch.int8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -1,4 +1,4 @@
-"""Weights straight to a GPU: tensor by tensor through two pinned buffers, so that reading and copying overlap."""
+"""Loads weights to a GPU, tensor by tensor through two pinned buffers, so that reading and copying overlap."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ NUM_BUFFERS = 2
 
 
 class StagedWeights:
-    """A source whose tensors are on the device already.
+    """A source whose tensors are already on the device.
 
-    A page of the file is read once, into the pinned buffer that the device is not copying from at the moment; what is
-    not asked for (another rank's part) is never read.
+    A page of the file is read once, into the pinned buffer that the device is not copying from; whatever is not asked
+    for (another rank's part) is never read.
     """
 
     def __init__(self, source: WeightSource, device: Device, staging_bytes: int = STAGING_BYTES) -> None:
@@ -35,7 +35,7 @@ class StagedWeights:
         return self._source.shape(name)
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """On the device. The copy may still be under way, in the current stream, when this returns."""
+        """Returns a tensor on the device. Its copy may still be running in the current stream."""
         read = self._source.get(name, rows, columns).contiguous()
         out = torch.empty(read.shape, dtype=read.dtype, device=self._device.device)
         if not read.numel():
