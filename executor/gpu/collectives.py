@@ -264,11 +264,7 @@ def open_small_sums(
     sums: SymmetricSums | None = None
     try:
         sums = join()
-    except (
-        RuntimeError,
-        ImportError,
-        AttributeError,
-    ) as error:  # builds of torch and drivers without it
+    except (RuntimeError, ImportError, AttributeError) as error:  # of builds of torch and drivers without it
         reason = str(error).strip().partition("\n")[0]
     if not link.agree(sums is not None):
         _say(meeting, reason or "another rank could not join")

@@ -1,1 +1,1 @@
-"""From logits to tokens on the host, and the random numbers for it."""
+"""Sampling on the host: from logits to tokens, and the random numbers for it."""

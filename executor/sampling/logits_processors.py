@@ -1,11 +1,11 @@
-"""Logits processors of others, behind vLLM's interface: classes that change a whole batch's logits.
+"""Users' logits processors, with vLLM's interface: classes that change a whole batch's logits.
 
-A class is named by `--logits-processors` (module:Class) or by an entry point, and is made once in each sampling rank.
-Before a step's logits come to it, `update_state` says which requests its rows belong to. A request that changes its row
-is added anew, with what it has written so far; nothing is moved.
+A class is named by `--logits-processors` (module:Class) or by an entry point, and each sampling rank makes one
+instance. Before `apply` gets a step's logits, `update_state` tells the instance which requests the rows belong to. A
+request that moves to another row is added again, with its output so far; `moved` is never used.
 
-What a processor raises for a batch ends no request that it does not raise for: a new instance of the class takes the
-same logits row by row, each row as a batch of its own, and goes on in the place of the one that raised.
+When a processor raises for a batch, only the requests that it raises for on their own fail: a new instance gets the
+same logits row by row, each row as a batch of its own, and replaces the one that raised.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class MoveDirectionality(enum.Enum):
 
 
 AddedRequest = tuple[int, Sampling, list[int] | None, list[int]]
-"""Its row, its parameters, its prompt, and its output: a list that grows with every step."""
+"""Row, parameters, prompt and output of a request; the output is a list that grows with every step."""
 
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """What changed since the update before, to be applied in this order: removed, added, moved."""
+    """Changes since the previous update, to be applied in this order: removed, added, moved."""
 
     batch_size: int
     removed: Sequence[int]
@@ -53,30 +53,30 @@ class BatchUpdate:
 
 
 class LogitsProcessor(ABC):
-    """One for all requests."""
+    """The base class of logits processors. An instance serves all requests of a rank."""
 
     @classmethod
     def validate_params(cls, sampling_params: Sampling) -> None:
-        """Raises ValueError for parameters, `extra_args` among them, that it cannot work with. Asked of each request
-        before it is taken, in every rank."""
+        """Raises ValueError for parameters, including `extra_args`, that the class does not support. Called for each
+        request before it is accepted, in every rank."""
         return
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:  # noqa: B027
-        """vllm_config: with scheduler_config (max_num_seqs, max_num_batched_tokens) and model_config (model,
-        max_model_len, get_vocab_size()); and `plan`, what the engine runs by."""
+        """vllm_config: has scheduler_config (max_num_seqs, max_num_batched_tokens), model_config (model, max_model_len,
+        get_vocab_size()) and `plan`, the engine's Plan."""
 
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:
-        """[batch_size, vocab_size] float32, in place or not."""
+        """Changes logits [batch_size, vocab_size] float32, in place or not, and returns them."""
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """It never changes which token is the likeliest: greedy requests do without it, and it comes after the
-        temperature; others come before the penalties."""
+        """Whether `apply` never changes which token has the highest logit. Then it is skipped for greedy requests and
+        runs after the temperature; otherwise it runs before the penalties."""
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Before `apply`; None where nothing changed but outputs, which have grown."""
+        """Called before `apply`; None if nothing but the outputs has changed."""
 
 
 State = TypeVar("State")
@@ -87,9 +87,9 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[Sampling, list[int] | None, list[int]], State | None],
 ) -> bool:
-    """For `update_state` of a class that keeps something for each of its requests: whether anything changed.
+    """Implements `update_state` for a class with a state per request; returns whether any state was added or removed.
 
-    new_state: of a request's parameters, prompt and output; None where the class does nothing for it.
+    new_state: makes the state from a request's parameters, prompt and output; None if the class does nothing for it.
     """
     if batch_update is None:
         return False
@@ -114,7 +114,7 @@ RequestLogitsProcessor = Callable[..., Tensor]
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """Makes a batch's processor of functions for single requests. One that raises ends its request alone."""
+    """Makes a batch's processor from one function per request. A function that raises fails only its own request."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.req_info: dict[int, Callable[[Tensor], Tensor]] = {}
@@ -123,7 +123,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
 
     @abstractmethod
     def new_req_logits_processor(self, params: Sampling) -> RequestLogitsProcessor | None:
-        """None where the request does without one."""
+        """The function for a request with these parameters; None if it needs none."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is None:
@@ -134,7 +134,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
             self.req_info.pop(index, None)
             try:
                 made = self.new_req_logits_processor(params)
-            except Exception as error:  # this request's alone
+            except Exception as error:  # fails only this request
                 self.failures[index] = error
                 continue
             if made is not None:
@@ -144,7 +144,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
         for index, process in self.req_info.items():
             try:
                 logits[index] = process(logits[index])
-            except Exception as error:  # this request's alone
+            except Exception as error:  # fails only this request
                 self.failures[index] = error
         return logits
 
@@ -156,7 +156,7 @@ def _bound(made: RequestLogitsProcessor, prompt: list[int] | None, output: list[
 
 
 def processor_classes(names: Sequence[str]) -> list[type[LogitsProcessor]]:
-    """Those of installed packages, and those named. Raises OptionError for one that cannot be had."""
+    """The classes of installed packages, then the named ones. Raises OptionError for a class that cannot be loaded."""
     found = [load_plugin(entry) for entry in logits_processor_entries()] + [
         load_class("logits_processors", name) for name in names
     ]
@@ -171,31 +171,31 @@ def processor_classes(names: Sequence[str]) -> list[type[LogitsProcessor]]:
 
 
 def looks_at_params(classes: Sequence[type[LogitsProcessor]]) -> bool:
-    """Whether one has a `validate_params` of its own."""
+    """Whether any class overrides `validate_params`."""
     takes_all = LogitsProcessor.validate_params.__func__  # type: ignore[attr-defined]
     return any(getattr(_validate_of(each), "__func__", None) is not takes_all for each in classes)
 
 
 def refusal_of(classes: Sequence[type[LogitsProcessor]], params: Sampling) -> str:
-    """Why one does not work with a request's parameters; empty where all do."""
+    """Why a class refuses a request's parameters; "" if none does."""
     for each in classes:
         try:
             _validate_of(each)(params)
-        except Exception as error:  # this request's alone
+        except Exception as error:  # any error is a refusal
             field = "SamplingParams.extra_args: " if params.extra_args else ""
             return f"{field}the logits processor {each.__name__} refuses the parameters: {error}"
     return ""
 
 
 def _validate_of(kind: type[LogitsProcessor]) -> Callable[[Sampling], None]:
-    """A class made for vLLM need not derive from ours, nor have one."""
+    """The class's `validate_params`; a class made for vLLM need not have one, nor derive from ours."""
     return getattr(kind, "validate_params", LogitsProcessor.validate_params)
 
 
 def make_processors(
     classes: Sequence[type[LogitsProcessor]], plan: Plan, device: torch.device
 ) -> LogitsProcessors | None:
-    """None where there are none. Raises OptionError for a class that cannot be made."""
+    """None without classes. Raises OptionError for a class that cannot be instantiated."""
     config = SimpleNamespace(
         plan=plan,
         scheduler_config=SimpleNamespace(
@@ -215,17 +215,17 @@ class _Entered:
     """A request in a row of the batch state."""
 
     number: int
-    """Which one of those that entered the engine."""
+    """The request's number in the order of entry; see `SamplingColumns.entries`."""
     params: Sampling
     prompt: list[int]
     output: list[int]
 
 
 class LogitsProcessors:
-    """The classes of one rank, and which requests are in the batch's rows."""
+    """A rank's logits processors, and the requests in the batch's rows."""
 
     def __init__(self, makers: Sequence[partial[LogitsProcessor]]) -> None:
-        """Of each class what makes an instance. Raises OptionError for one that cannot be made."""
+        """makers: make an instance of each class. Raises OptionError for one that cannot be made."""
         self._loaded = [_Loaded(make) for make in makers]
         self._entered: dict[int, _Entered] = {}
         self._saved: Tensor | None = None
@@ -233,11 +233,12 @@ class LogitsProcessors:
     def begin(
         self, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None, problems: dict[int, str]
     ) -> ProcessedBatch:
-        """A step's. rows, num_tokens: as in `sampler.sample`; problems: index of a row -> why it failed; added to."""
+        """Begins a step. rows, num_tokens: as in `sampler.sample`; problems: index of a row -> why it failed; is added
+        to."""
         places, members = [], []
         for index, row in enumerate(rows.tolist()):
             if num_tokens is not None and num_tokens[index] > batch.num_tokens[row]:
-                problems[index] = "logits processors take one token at a time"  # so it ends before a draft
+                problems[index] = "logits processors take one token at a time"  # so the row ends before its first draft
                 continue
             places.append(index)
             members.append(self._member(batch, row))
@@ -246,7 +247,7 @@ class LogitsProcessors:
         return step
 
     def saved(self, logits: Tensor) -> Tensor:
-        """A copy, which lasts until the next one."""
+        """A copy in a buffer that the next call overwrites."""
         if self._saved is None or len(self._saved) < len(logits):
             self._saved = torch.empty_like(logits)
         return self._saved[: len(logits)].copy_(logits)
@@ -274,24 +275,24 @@ class ProcessedBatch:
         places: list[int],
         problems: dict[int, str],
     ) -> None:
-        """members: the requests that have part in it; places: the rows of logits that are theirs."""
+        """members: the participating requests; places: their rows in the logits."""
         self._owner, self._loaded = owner, loaded
         self._members, self._places, self._problems = members, places, problems
         self._not_updated: dict[int, Exception] = {}
-        """Index of a class whose instance could not be told of this step's requests."""
+        """Index of a class whose `update_state` raised for this step -> the error."""
 
     def update(self) -> None:
         for index, each in enumerate(self._loaded):
             try:
                 each.update(self._members)
-            except Exception as error:  # whose it is shows when the rows come one by one
+            except Exception as error:  # its request is found when the rows are applied one by one
                 each.discard()
                 self._not_updated[index] = error
             else:
                 self._take_failures(each, self._places)
 
     def apply(self, logits: Tensor, *, argmax_invariant: bool) -> None:
-        """Those of one kind, in place. logits: [num_rows, vocab_size] float32"""
+        """Applies the processors of one kind in place. logits: [num_rows, vocab_size] float32."""
         if not self._places or not self.has(argmax_invariant=argmax_invariant):
             return
         whole = len(self._places) == len(logits)
@@ -313,7 +314,7 @@ class ProcessedBatch:
         saved = self._owner.saved(part) if len(part) > 1 else None
         try:
             loaded.apply(part)
-        except Exception as error:  # whatever it is
+        except Exception as error:  # any error of a user's class
             loaded.discard()
             if saved is None:
                 self._fail(0, loaded, error)
@@ -324,14 +325,14 @@ class ProcessedBatch:
             self._take_failures(loaded, self._places)
 
     def _apply_by_rows(self, loaded: _Loaded, part: Tensor, cause: Exception) -> None:
-        """Each row as a batch of its own, so that the requests that it raises for fail, and no others."""
+        """Applies each row as a batch of its own, so that only the requests that the class raises for fail."""
         innocent = True
         for index, member in enumerate(self._members):
             row = part[index : index + 1].clone()
             try:
                 loaded.update([member])
                 loaded.apply(row)
-            except Exception as error:  # this request's alone
+            except Exception as error:  # fails only this request
                 loaded.discard()
                 self._fail(index, loaded, error)
                 innocent = False
@@ -345,7 +346,7 @@ class ProcessedBatch:
         self._problems.setdefault(self._places[index], loaded.failed(error))
 
     def _take_failures(self, loaded: _Loaded, places: Sequence[int]) -> bool:
-        """Those of single requests that the instance has noted: whether there are any."""
+        """Moves the instance's failures of single requests to `problems`; returns whether there were any."""
         failures = loaded.failures()
         for index, failure in failures.items():
             self._problems.setdefault(places[index], loaded.failed(failure))
@@ -355,7 +356,7 @@ class ProcessedBatch:
 
 
 class _Loaded:
-    """A class, and the instance of it that runs: one that raised is used no more."""
+    """A class and its current instance; an instance that raised is not used again."""
 
     def __init__(self, make: partial[LogitsProcessor]) -> None:
         self._make = make
@@ -363,18 +364,18 @@ class _Loaded:
         try:
             self._instance: LogitsProcessor | None = make()
             self.is_argmax_invariant = bool(self._instance.is_argmax_invariant())
-        except Exception as error:  # whatever it does
+        except Exception as error:  # any error of a user's class
             raise OptionError(
                 f"the logits processor {self.name} cannot be made: {type(error).__name__}: {error}"
             ) from error
-        self._numbers: list[int] = []  # of the requests in its rows, as it knows them
+        self._numbers: list[int] = []  # of the requests in the instance's rows, as it was last told
         self._has_warned = False
 
     def discard(self) -> None:
         self._instance, self._numbers = None, []
 
     def update(self, members: Sequence[_Entered]) -> None:
-        """Says which requests its rows belong to."""
+        """Tells the instance which requests its rows belong to."""
         instance = self._made()
         before, numbers = self._numbers, [each.number for each in members]
         self._numbers = numbers
@@ -392,7 +393,8 @@ class _Loaded:
         instance.update_state(update)
 
     def apply(self, part: Tensor) -> None:
-        """In place. Raises what the class does, and TypeError or ValueError for what it gives back, if not logits."""
+        """Applies in place. Raises the class's errors, and TypeError or ValueError if it does not return logits of this
+        shape."""
         found: object = self._made().apply(part)
         if found is part:
             return

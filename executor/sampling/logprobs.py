@@ -1,9 +1,9 @@
-"""Log-probabilities of tokens and of their likeliest alternatives, for the wire: of raw logits, or
-what `sampling.sampler` made of them (the option logprobs_mode).
+"""Logprobs of tokens and of the top alternatives, for the wire: from raw logits, or from the logits that
+`sampling.sampler` has processed (option logprobs_mode).
 
-Tokens are ranked everywhere in one total order: by logit, highest first, and equal logits by token id, lowest
-first (`reference_sampling.likeliest`). bf16 models tie often, and without such an order a result would depend on the
-sort that produced it.
+Tokens are ranked everywhere in one total order: by logit, highest first, and equal logits by token id, lowest first
+(`kernels.reference.sampling.likeliest`). bf16 models tie often, and without a total order a result would depend on the
+sorting algorithm.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ WHOLE_VOCABULARY = -1
 
 
 Asked = list[np.ndarray]
-"""Of each row, the tokens that the request names (logprob_token_ids), [n] int64; empty for the likeliest ones."""
+"""For each row, the tokens that the request names (logprob_token_ids), [n] int64; empty for the top tokens."""
 
 
 def asked_tokens(columns: SamplingColumns, rows: np.ndarray) -> Asked:
-    """Of these rows."""
+    """The `Asked` of these rows."""
     params = [columns.params[row] for row in rows.tolist()]
     return [np.array(() if each is None else each.logprob_token_ids, np.int64) for each in params]
 
@@ -38,11 +38,11 @@ def asked_tokens(columns: SamplingColumns, rows: np.ndarray) -> Asked:
 def logprob_rows(
     logits: Tensor, token_ids: np.ndarray, counts: np.ndarray, asked: Asked | None = None, *, as_logits: bool = False
 ) -> LogprobRows:
-    """The log-probability and rank of one token per row, and of the likeliest ones.
+    """The logprob and rank of one token per row, and of its top tokens.
 
-    logits: [num_rows, vocab_size] float32, as the model gave them; token_ids: [num_rows], the row's own token;
-    counts: [num_rows], how many of the likeliest to add, WHOLE_VOCABULARY for all. Padding has logprob -inf. as_logits:
-    logits themselves are reported.
+    logits: [num_rows, vocab_size] float32, in the state that logprobs_mode names; token_ids: [num_rows], the row's own
+    token; counts: [num_rows], how many top tokens to add, WHOLE_VOCABULARY for all. Padding has logprob -inf.
+    as_logits: report logits instead of logprobs.
     """
     counts = limited(counts, logits.shape[1])
     own_ids = torch.from_numpy(token_ids.astype(np.int64)).to(logits.device)
@@ -60,7 +60,7 @@ def logprob_rows(
 
 
 def with_asked(rows: LogprobRows, asked: Asked, values_of: Callable[[int, np.ndarray], np.ndarray]) -> LogprobRows:
-    """With the tokens that were asked for in the place of the likeliest ones. values_of: their log-probabilities."""
+    """Replaces the top tokens by the requested ones in rows that request tokens. values_of: gives their logprobs."""
     if not any(len(tokens) for tokens in asked):
         return rows
     ids, values = rows.token_ids.numpy(), rows.logprobs.numpy()
@@ -78,17 +78,18 @@ def with_asked(rows: LogprobRows, asked: Asked, values_of: Callable[[int, np.nda
 
 
 def no_prompt_logprobs(error: Exception) -> str:
-    """Why a request ends whose prompt's log-probabilities could not be told."""
+    """The failure message of a request whose prompt logprobs could not be computed."""
     return f"no log-probabilities of the prompt: {type(error).__name__}: {error}"
 
 
 def limited(counts: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Counts as asked for -> how many there are of each."""
+    """Requested counts -> actual numbers, at most vocab_size."""
     return np.where(counts == WHOLE_VOCABULARY, vocab_size, np.minimum(counts, vocab_size))
 
 
 def padded(ids: np.ndarray, values: np.ndarray, ranks: np.ndarray, counts: np.ndarray) -> LogprobRows:
-    """Rows of `TokenLogprobs`, of which each has more of the likeliest than its count [num_rows], or as many."""
+    """Cuts each row of `TokenLogprobs` to its count [num_rows] of top tokens, and pads the rest. Rows must have at
+    least that many."""
     width = 1 + int(counts.max(initial=0))
     ids, values = ids[:, :width].copy(), values[:, :width].copy()
     padding = np.arange(width) > counts[:, None]

@@ -1,4 +1,4 @@
-"""The repetition, frequency and presence penalties, and what they count: each token of a row, once."""
+"""The repetition, frequency and presence penalties, and the counts of tokens that they need."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from headrace.executor.cpu.batch import BatchState, Needs
 
 
 class TokenCounts:
-    """The distinct tokens of one row, and how often each is in the output. A token is counted as it comes, and once:
-    to make a long context distinct again at every step would take longer than to choose a token."""
+    """The distinct tokens of one row, and how often each is in the output. Counts are updated token by token: to
+    compute the distinct tokens of a long context at every step would take longer than to choose a token."""
 
     def __init__(self, prompt: np.ndarray) -> None:
         """prompt: [num_prompt_tokens] int32."""
         ids = np.unique(prompt)
-        self._ids = ids.astype(np.int64)  # [capacity], of which the first `_size` count
-        self._counts = np.zeros(len(ids), np.float32)  # [capacity]: in the output
+        self._ids = ids.astype(np.int64)  # [capacity], of which the first `_size` are used
+        self._counts = np.zeros(len(ids), np.float32)  # [capacity]: occurrences in the output
         self._place = dict(zip(ids.tolist(), range(len(ids)), strict=True))
         self._size = len(ids)
         self.num_tokens = len(prompt)
-        """How many of the row's have been counted."""
+        """How many of the row's tokens have been counted."""
 
     def count_until(self, tokens: np.ndarray) -> None:
-        """tokens: [num_tokens] int32, all known ones of the row."""
+        """tokens: [num_tokens] int32, all known tokens of the row."""
         for token in tokens[self.num_tokens :].tolist():
             self._count(token)
         self.num_tokens = len(tokens)
@@ -39,7 +39,7 @@ class TokenCounts:
         self._counts[place] += 1
 
     def distinct(self, drafts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids [n] int64, each once, and how often each is in the output [n] float32; drafts count as output."""
+        """Distinct token ids [n] int64, and how often each is in the output [n] float32; drafts count as output."""
         ids, counts = self._ids[: self._size], self._counts[: self._size]
         if not len(drafts):
             return ids, counts
@@ -53,11 +53,11 @@ class TokenCounts:
 
 
 def penalise(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> None:
-    """Applies the repetition, frequency and presence penalties in place, in that order (the order of vLLM).
+    """Applies the repetition, frequency and presence penalties in place, in that order, as in vLLM.
 
-    A token seen in prompt or output has its logit divided by the repetition penalty if positive and multiplied
-    if negative (Keskar et al., "CTRL", 2019); one seen in the output then loses frequency_penalty for each time
-    and presence_penalty once. num_tokens: as in `sampler.sample`.
+    The logit of a token in prompt or output is divided by the repetition penalty if positive and multiplied by it if
+    negative (Keskar et al., "CTRL", 2019). A token in the output then loses frequency_penalty per occurrence, and
+    presence_penalty once. num_tokens: as in `sampler.sample`.
     """
     indices = np.flatnonzero((batch.sampling.needs[rows] & Needs.PENALTIES) != 0)
     if not indices.size:
@@ -86,7 +86,7 @@ def penalise(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens: np
 
 
 def _counts_of(batch: BatchState, row: int, num_tokens: int) -> TokenCounts:
-    """Of the row's first tokens."""
+    """The counts after the row's first num_tokens tokens."""
     counts = batch.sampling.counts.get(row)
     if counts is None or counts.num_tokens > num_tokens:
         counts = batch.sampling.counts[row] = TokenCounts(batch.tokens[row, : batch.num_prompt_tokens[row]])

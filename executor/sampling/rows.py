@@ -1,4 +1,5 @@
-"""Runs the processors of single rows (row_processors/) around a choice, each in a guard of its own."""
+"""Runs the processors of single rows (row_processors/) around the choice of tokens, so that an error fails only its
+row."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 
 class ProcessedRows:
-    """The rows of a step that have processors. problems: index of a row -> why it failed; they are added to."""
+    """The rows of a step that have processors. problems: index of a row -> why it failed; is added to."""
 
     def __init__(
         self, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None, problems: dict[int, str]
@@ -32,7 +33,8 @@ class ProcessedRows:
         for index in np.flatnonzero((batch.sampling.needs[rows] & Needs.PROCESSORS) != 0).tolist():
             row = rows[index]
             if num_tokens is not None and num_tokens[index] > batch.num_tokens[row]:
-                # What a processor did for a draft's place could not be undone: the row ends before it.
+                # A processor's state could not be rolled back after a rejected draft, so the row ends before its first
+                # draft.
                 problems[index] = "its processors take one token at a time"
                 continue
             is_random = (batch.sampling.needs[row] & Needs.RANDOM) != 0
@@ -40,7 +42,7 @@ class ProcessedRows:
             self._processors[index] = tuple(each for each in found if is_random or not each.only_random)
 
     def change(self, logits: Tensor) -> None:
-        """[num_rows, vocab_size] float32, in place."""
+        """Runs `RowProcessor.change`, in place. logits: [num_rows, vocab_size] float32."""
         for index, processors in self._processors.items():
             values, at = logits[index].cpu().numpy(), self._position(index, logits.shape[1])
             for each in processors:
@@ -49,7 +51,8 @@ class ProcessedRows:
                 logits[index] = torch.from_numpy(values).to(logits.device)
 
     def keep(self, logits: Tensor, draws: Draws) -> Draws:
-        """Forbids, in place, what truncation and processors leave out; the draws that are left to do."""
+        """Forbids, in place, the tokens that truncation and processors remove; returns the draws without that
+        truncation."""
         chosen = [index for index in self._processors if draws.temperature[index] > 0 and index not in self._problems]
         if not chosen:
             return draws
@@ -73,7 +76,7 @@ class ProcessedRows:
         return dataclasses.replace(draws, top_k=top_k, top_p=top_p, min_p=min_p)
 
     def chosen(self, token_ids: np.ndarray) -> None:
-        """[num_rows] int32"""
+        """Passes the chosen tokens [num_rows] int32 to the processors."""
         for index, (candidates, at) in self._kept.items():
             for each in self._processors[index]:
                 if index not in self._problems:
@@ -87,14 +90,15 @@ class ProcessedRows:
     def _guarded(self, index: int, processor: RowProcessor, call: Callable[..., T], *arguments: object) -> T | None:
         try:
             return call(*arguments)
-        except Exception as error:  # whatever it is, it is this request's alone
+        except Exception as error:  # any error fails only this request
             name = type(processor).__name__
             self._problems.setdefault(index, f"its processor {name} failed: {type(error).__name__}: {error}")
             return None
 
 
 def truncate_row(logits: Tensor, draws: Draws, index: int) -> Candidates:
-    """What is left of one row, which is drawn at random: logits [vocab_size] float32, by the draws at `index`."""
+    """The candidates of a random row after temperature and truncation. logits: [vocab_size] float32; index: the row in
+    draws."""
     temperature, *truncation = (
         torch.from_numpy(column[index : index + 1]).to(logits.device)
         for column in (draws.temperature, draws.top_k, draws.top_p, draws.min_p)

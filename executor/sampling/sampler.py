@@ -1,7 +1,7 @@
-"""From logits to tokens: allowed tokens, bad words, min_tokens, bias, penalties, temperature, min_p, top_k, top_p, then
-a choice.
+"""Samples tokens from logits: allowed tokens, bad words, min_tokens, bias, penalties, temperature, min_p, top_k, top_p,
+then the choice.
 
-A row's choice depends on its own logits, parameters, tokens and seed only, never on the rows beside it.
+A row's choice depends only on its own logits, parameters, tokens and seed, never on other rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from headrace.kernels.reference.sampling import DeviceDraws
 
 
 class Refused(str):
-    """Why a row failed, where its client's own parameters are to blame."""
+    """A row's reason for failure that its client's parameters caused."""
 
     __slots__ = ()
 
@@ -41,7 +41,7 @@ ALL_FORBIDDEN = Refused(
 
 
 def row_failure(row: int, why: str) -> RowFailure:
-    """Ends the request in `row`: the client's doing where that is said, else ours."""
+    """A failure that ends the request in `row`: the client's error if `why` is `Refused`, otherwise ours."""
     kind = "InvalidRequestError" if isinstance(why, Refused) else "SamplingError"
     return RowFailure(
         row=row,
@@ -51,15 +51,15 @@ def row_failure(row: int, why: str) -> RowFailure:
 
 @dataclass(frozen=True)
 class Sampled:
-    token_ids: np.ndarray  # [num_rows] int32; meaningless where not ok
+    token_ids: np.ndarray  # [num_rows] int32; meaningless for rows in `problems`
     problems: dict[int, str]
     """Index of a row -> why no token could be chosen for it."""
-    logprob_indices: np.ndarray | None = None  # [num_logprob_rows] int32, ascending: rows of `logprobs`
+    logprob_indices: np.ndarray | None = None  # [num_logprob_rows] int32, ascending: the rows that `logprobs` is of
     logprobs: LogprobRows | None = None
 
     @property
     def good(self) -> np.ndarray:
-        """[num_rows] bool: a token was chosen."""
+        """[num_rows] bool: whether a token was chosen."""
         good = np.ones(len(self.token_ids), bool)
         good[list(self.problems)] = False
         return good
@@ -74,15 +74,14 @@ def sample(
 ) -> Sampled:
     """Chooses the next token of each row.
 
-    logits: [num_rows, vocab_size] float32, one row for each of `rows` [num_rows]; it may be overwritten.
-    num_tokens: [num_rows], how many of the row's tokens come before the one to choose, where the row occurs several
-    times, for a place after each of its drafts; None: all known ones.
-    masks: which tokens may be chosen; places are the rows of logits.
+    logits: [num_rows, vocab_size] float32, one row for each of `rows` [num_rows]; may be overwritten. num_tokens:
+    [num_rows], the number of the row's tokens before the one to choose, where a row with drafts occurs once for each
+    position; None: all known tokens. masks: the tokens that may be chosen; places are rows of logits.
     """
     needs = batch.sampling.needs[rows]
     used = batch.needs(rows) if len(rows) else 0
     reporting = np.flatnonzero((needs & Needs.LOGPROBS) != 0)
-    raw = logits[_indices(reporting, logits)] if reporting.size else None  # a copy, before anything changes them
+    raw = logits[_indices(reporting, logits)] if reporting.size else None  # a copy, before anything changes logits
     changes = bool(used & CHANGES) or masks is not None
     problems: dict[int, str] = {}
     custom = None
@@ -133,8 +132,8 @@ def sample(
 
 
 def drawn_from(logits: Tensor, draws: Draws, indices: np.ndarray) -> Tensor:
-    """What tokens of these rows are drawn from, [num_indices, vocab_size] float32: tempered, and -inf for what
-    truncation leaves out; of a greedy row its logits."""
+    """The logits from which these rows' tokens are drawn, [num_indices, vocab_size] float32: divided by temperature,
+    -inf where truncated; unchanged for greedy rows."""
     found = logits[_indices(indices, logits)]
     for place, index in enumerate(indices.tolist()):
         if draws.temperature[index] > 0:
@@ -145,7 +144,7 @@ def drawn_from(logits: Tensor, draws: Draws, indices: np.ndarray) -> Tensor:
 
 
 def _temper(logits: Tensor, draws: Draws) -> Draws:
-    """Divides rows that are drawn at random by their temperature, in place; the draws that are left to do."""
+    """Divides random rows by their temperature, in place; returns the draws without it."""
     is_random = draws.temperature > 0
     temperature = np.where(is_random, draws.temperature, np.float32(1))
     logits.div_(_column(temperature, logits)[:, None])
@@ -153,7 +152,7 @@ def _temper(logits: Tensor, draws: Draws) -> Draws:
 
 
 def choose_tokens(logits: Tensor, draws: Draws) -> Chosen:
-    """Tokens for rows of logits [num_rows, vocab_size] float32, which are kept, by the op for their device."""
+    """Chooses tokens for logits [num_rows, vocab_size] float32, which stay unchanged, by the op for their device."""
     op = kernels.choose("choose_tokens", device=logits.device, dtype=logits.dtype, vocab_size=logits.shape[1])
     truncating = (draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0)
     chosen = op(
@@ -173,14 +172,15 @@ def choose_tokens(logits: Tensor, draws: Draws) -> Chosen:
 
 
 def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
-    """Forbids, in place, what masks do not allow."""
+    """Forbids, in place, the tokens that masks do not allow."""
     allowed = torch.from_numpy(masks.allowed(logits.shape[1])).to(logits.device)
     for place, mask in zip(masks.places.tolist(), allowed, strict=True):
         logits[place].masked_fill_(~mask, -torch.inf)
 
 
 def apply_rules(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> None:
-    """What requests say of single tokens, in place: allowed tokens, bad words, min_tokens, bias (the order of vLLM)."""
+    """Applies the requests' rules for single tokens, in place: allowed tokens, bad words, min_tokens, bias (vLLM's
+    order)."""
     for index, _, rules in batch.with_rules(rows):
         if len(rules.allowed):
             allowed = _indices(rules.allowed, logits)
@@ -193,11 +193,11 @@ def apply_rules(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens:
 
 
 def find_problems(best: np.ndarray) -> dict[int, str]:
-    """Index of a row -> why it cannot be sampled from, by the rows' highest logits.
+    """Index of a row -> why it cannot be sampled, from the rows' highest logits.
 
-    A row with a NaN has NaN as its highest. -inf elsewhere is how a model masks a token.
+    A row with a NaN has NaN as its highest. -inf is allowed elsewhere: models mask tokens with it.
     """
-    if math.isfinite(sum(best.tolist())):  # of few rows, faster than numpy's
+    if math.isfinite(sum(best.tolist())):  # faster than numpy for few rows
         return {}
     finite = np.isfinite(best)
     return {

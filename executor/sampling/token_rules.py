@@ -1,6 +1,7 @@
-"""What requests say of single tokens: allowed_token_ids, bad_words and logit_bias, and what min_tokens forbids.
+"""A request's rules for single tokens: allowed_token_ids, bad_words and logit_bias, and the tokens that min_tokens
+forbids.
 
-Torch-free. All but the allowed tokens come to numbers that are added to single logits, of which -inf forbids.
+Imports no torch. All rules except allowed tokens are numbers that are added to single logits, -inf to forbid a token.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ FORBIDDEN = np.float32(-np.inf)
 
 @dataclass(frozen=True)
 class TokenRules:
-    """Of one request."""
+    """The rules of one request."""
 
-    allowed: np.ndarray  # [n] int64: all other tokens are forbidden; empty where every token is allowed
+    allowed: np.ndarray  # [n] int64: all other tokens are forbidden; empty if every token is allowed
     ids: np.ndarray  # [m] int64: tokens whose logits change at every step
-    added: np.ndarray  # [m] float32: by so much
+    added: np.ndarray  # [m] float32: what is added to them
     words_after: Mapping[int, Sequence[tuple[int, ...]]]
-    """Bad words of several tokens, by the last token but one."""
+    """Bad words of several tokens, by their last token but one."""
 
     def completing(self, output: np.ndarray) -> list[int]:
-        """The last tokens of the bad words that output [num_output_tokens] ends in but for that token.
+        """The last tokens of those bad words whose other tokens end output [num_output_tokens].
 
-        As in vLLM, all of a word but its last token is looked for in the output alone, and not in the prompt.
+        As in vLLM, these other tokens are searched for in the output only, not in the prompt.
         """
         words = self.words_after.get(int(output[-1]), ()) if len(output) else ()
         return [word[-1] for word in words if output[1 - len(word) :].tolist() == list(word[:-1])]
 
 
 def rules_of(sampling: Sampling) -> TokenRules | None:
-    """None where the request has no say in single tokens."""
+    """None if the request has none of these rules."""
     if not (sampling.allowed_token_ids or sampling.bad_words or sampling.logit_bias):
         return None
     alone = [word[0] for word in sampling.bad_words if len(word) == 1]
@@ -59,12 +60,12 @@ def rules_of(sampling: Sampling) -> TokenRules | None:
 def additions(
     batch: BatchState, rows: np.ndarray, vocab_size: int, num_tokens: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What is added to single logits of rows [num_rows] at this step: bad words, min_tokens and bias.
+    """The numbers to add to single logits of rows [num_rows] at this step, for bad words, min_tokens and bias.
 
     num_tokens: as in `sample`.
 
-    Returns flat indices [n] int64 into logits [num_rows, vocab_size], of which one may occur several times, and the
-    numbers [n] float32. The output tokens of rows with bad words of several tokens must be known.
+    Returns flat indices [n] int64 into logits [num_rows, vocab_size], which may repeat, and the numbers [n] float32.
+    The output tokens of rows with bad words of several tokens must be known.
     """
     columns, first = batch.sampling, batch.num_prompt_tokens[rows]
     last = batch.num_tokens[rows] if num_tokens is None else num_tokens

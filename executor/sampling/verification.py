@@ -1,4 +1,4 @@
-"""Which drafts were right: a row keeps what was sampled after its last known token, and after each right draft."""
+"""Verifies drafts: a row keeps the token sampled after its last known token, and after each accepted draft."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class SampledPositions:
-    """The places of a step's plan that tokens are sampled for: of each sampled row one, and one after each draft.
+    """The positions of a step at which tokens are sampled: one for each sampled row, and one after each of its drafts.
 
-    `rows` [num_sampled] int32 are the plan's sampled rows; every other array has one element for each place, a row's
-    places in order, so that `row_of` repeats a row that has drafts.
+    `rows` [num_sampled] int32 are the plan's sampled rows. Every other array has one element per position, in order of
+    rows, so `row_of` repeats a row that has drafts.
     """
 
     def __init__(self, plan: StepPlan, drafts: Drafts) -> None:
@@ -27,21 +27,22 @@ class SampledPositions:
         self.num_places = drafts.counts[plan.sampled] + np.int32(1)  # [num_sampled] int32
         self.starts = np.cumsum(self.num_places, dtype=np.int32) - self.num_places  # [num_sampled]: each row's first
         self.row_of = np.repeat(self.rows, self.num_places)
-        self.nth = nth_of_each(self.num_places).astype(np.int32)  # how many drafts come before the place
+        self.nth = nth_of_each(self.num_places).astype(np.int32)  # how many drafts come before the position
         self._drafts = drafts.token_ids
 
     def logits_indices(self, query_start: np.ndarray, sampled: np.ndarray) -> np.ndarray:
-        """[num_places] int32: which of the step's tokens each place follows."""
+        """[num_places] int32: the index of the step's token that each position follows."""
         first = query_start[1:][sampled] - self.num_places
         return np.repeat(first, self.num_places) + self.nth
 
     def counts(self, token_ids: np.ndarray, unusable: np.ndarray | None = None) -> np.ndarray:
-        """How many of a row's sampled tokens count, [num_sampled] int32.
+        """How many of each row's sampled tokens are kept, [num_sampled] int32.
 
-        token_ids: [num_places], what was sampled; unusable: [num_places] bool, places that nothing could be sampled
-        for. A row whose first place is one has count 0; at a later one it ends before that, and begins there next time.
+        token_ids: [num_places], the sampled tokens; unusable: [num_places] bool, positions without a valid token. A row
+        keeps the tokens before its first unusable position, which is sampled again in the next step; 0 tokens mean that
+        it has failed.
         """
-        has_next = np.ones(len(token_ids), bool)  # a draft follows
+        has_next = np.ones(len(token_ids), bool)  # whether a draft follows
         has_next[self.starts + self.num_places - 1] = False
         is_last = ~has_next
         is_last[has_next] = token_ids[has_next] != self._drafts
@@ -55,17 +56,17 @@ class SampledPositions:
         return counts.astype(np.int32)
 
     def kept(self, counts: np.ndarray) -> np.ndarray:
-        """[num_places] bool: the places that count. counts: [num_sampled]."""
+        """[num_places] bool: whether a position's token is kept. counts: [num_sampled]."""
         kept: np.ndarray = self.nth < np.repeat(counts, self.num_places)
         return kept
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What a step with drafts brings, and what the batch is to take in: of a failed row its first token, whatever that
-    is, as a plan made before the failure was known may compute it."""
+    """The result of a step with drafts, and the tokens that the batch must append. A failed row appends its first
+    token, whatever that is: a plan made before the failure was known may compute it."""
 
-    rows: np.ndarray  # [num_good] int32: the sampled rows, less the failed ones
+    rows: np.ndarray  # [num_good] int32: the sampled rows without the failed ones
     token_ids: np.ndarray  # [num_new_tokens] int32
     counts: np.ndarray  # [num_good] int32, all >= 1
     logprob_indices: np.ndarray | None  # [num_logprob_rows] int32, ascending: indices into token_ids
@@ -77,7 +78,7 @@ class Verified:
 
 
 def verify(places: SampledPositions, sampled: Sampled, problems: Mapping[int, str]) -> Verified:
-    """problems: why rows failed whatever was sampled for them, by row."""
+    """problems: row -> why it fails, whatever was sampled for it."""
     unusable = None
     if sampled.problems or problems:
         unusable = ~sampled.good | np.isin(places.row_of, list(problems))
@@ -89,7 +90,7 @@ def verify(places: SampledPositions, sampled: Sampled, problems: Mapping[int, st
     kept, num_appended = places.kept(counts), np.maximum(counts, 1)
     indices, logprobs = sampled.logprob_indices, sampled.logprobs
     if indices is not None and logprobs is not None:
-        # The rows of logprobs are of places without a problem only.
+        # Logprobs exist only for positions without a problem.
         chosen = kept[indices]
         indices = (np.cumsum(kept, dtype=np.int32) - 1)[indices[chosen]].astype(np.int32) if chosen.any() else None
         logprobs = logprobs.select(chosen) if chosen.any() else None

@@ -1,1 +1,1 @@
-"""Executors without a model, and an oracle for step plans."""
+"""An executor without a model, and a checker of step plans."""

@@ -1,7 +1,7 @@
-"""An executor without a model: deterministic tokens at no cost, and an oracle over the plans it is given.
+"""An executor without a model: deterministic tokens at almost no cost, and a check of the plans.
 
-For scheduler benchmarks and for tests of processes. Needs no torch. What it imitates comes from `NullModel`,
-whose fields may be given as `hf_overrides`, so that a daemon started as a program can be configured too.
+For scheduler benchmarks and for tests of processes. Needs no torch. `NullModel` configures what it imitates; its fields
+may also be given as `hf_overrides`, for an engine that is started as a program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIRST_ORDINARY_TOKEN = 3
 
 
 class NullModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The model to imitate, and how it misbehaves."""
+    """The model to imitate, and errors to simulate."""
 
     vocab_size: int = 32_000
     max_model_len: int = 32_768
@@ -39,23 +39,23 @@ class NullModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     memory_bytes: int = 1 << 30
     """What `load` reports as available."""
     eos_after_tokens: int = 0
-    """The output token of this number, counted from 1, is the end-of-sequence token; 0 for never."""
+    """Position in the output, counted from 1, of the end-of-sequence token; 0: never."""
     load_delay_s: float = 0.0
     step_delay_s: float = 0.0
     fail_token_id: int = -1
-    """A request with this token in its prompt fails when it would get its first token."""
+    """A request with this token in its prompt fails at its first output token."""
     crash_token_id: int = -1
     """A step that computes a request with this token in its prompt raises RuntimeError."""
     crash_step: int = -1
-    """The step of this number raises RuntimeError."""
+    """The step with this number raises RuntimeError."""
     cycle_tokens: int = 0
-    """An output repeats after so many tokens, but for about one token in eight; 0: it never does."""
+    """The output repeats with this period, except about one token in eight; 0: no repetition."""
     check: bool = False
-    """Hold every plan against `PlanCheck`, which raises AssertionError with the details."""
+    """Whether to check every plan by `PlanCheck`, which raises AssertionError with the details."""
 
 
 class NullExecutor(Executor):
-    """Every token is a function of the request's prompt and of the token's position, and of nothing else."""
+    """Executes plans without a model. A token depends only on the request's prompt and on the token's position."""
 
     def __init__(self, options: Options, model: NullModel | None = None, bundle: TokenizerBundle | None = None) -> None:
         """Raises OptionError for hf_overrides that are no fields of NullModel (not read when `model` is given)."""
@@ -124,7 +124,7 @@ class NullExecutor(Executor):
         if self._check is not None:
             rows = result.rows if result.counts is None else np.repeat(result.rows, result.counts)
             self._check.append_sampled(rows, result.token_ids)
-            # Failed rows get some token too: a plan made before the failure was known may still compute them.
+            # Failed rows get a token too: a plan made before the failure was known may still compute them.
             failed = np.array([failure.row for failure in result.failures], np.int32)
             self._check.append_sampled(failed, np.zeros(len(failed), np.int32))
         return result
@@ -134,7 +134,7 @@ class NullExecutor(Executor):
 
 
 class _Rows:
-    """What the null executor keeps of each row."""
+    """The null executor's state of each row."""
 
     def __init__(self, num_rows: int, model: NullModel) -> None:
         self._model = model
@@ -143,10 +143,10 @@ class _Rows:
         self._num_prompt_tokens = np.zeros(num_rows, np.int32)
         self._fails = np.zeros(num_rows, bool)
         self._crashes = np.zeros(num_rows, bool)
-        self._num_logprobs = np.full(num_rows, -2, np.int32)  # -2: none asked for
+        self._num_logprobs = np.full(num_rows, -2, np.int32)  # -2: no logprobs
         self._decoding = np.zeros(0, np.int32)
         """The sampled rows of the last step."""
-        self._prompts: dict[int, np.ndarray] = {}  # of the rows that want prompt_logprobs
+        self._prompts: dict[int, np.ndarray] = {}  # of the rows with prompt_logprobs
         self._num_prompt_logprobs: dict[int, int] = {}
 
     def step(self, plan: StepPlan, began_s: float) -> StepResult:
@@ -198,7 +198,7 @@ class _Rows:
     def _sample(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """The sampled rows, the row of each new token, those tokens, and how many each row has (None: one each)."""
         rows = plan.rows
-        if rows is not self._decoding:  # else all are sampled again
+        if rows is not self._decoding:  # if it is the same array, all rows are sampled again
             rows = self._decoding = plan.rows if plan.sampled.all() else plan.rows[plan.sampled]
         if plan.drafts is None:
             token_ids = self._masked(plan, self._draw(rows, self._num_tokens[rows]))
@@ -212,7 +212,7 @@ class _Rows:
         return rows, places.row_of[kept], token_ids[kept], counts
 
     def _masked(self, plan: StepPlan, token_ids: np.ndarray) -> np.ndarray:
-        """In the place of tokens that the plan's masks forbid, ones that they allow."""
+        """Replaces tokens that the plan's masks forbid by allowed ones."""
         if plan.masks is not None:
             for place, allowed in zip(plan.masks.places, plan.masks.allowed(self._model.vocab_size), strict=True):
                 if not allowed[token_ids[place]] and allowed.any():
@@ -221,7 +221,8 @@ class _Rows:
         return token_ids
 
     def _draw(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """[num_tokens] int32 tokens for positions of rows, none of them special but where the model says so."""
+        """[num_tokens] int32 tokens for positions of rows; no special tokens except the end-of-sequence token of
+        eos_after_tokens."""
         model, drawn_at = self._model, positions
         if model.cycle_tokens:
             is_other = row_keys(self._key[rows], positions) % np.uint64(8) == 0
@@ -234,7 +235,7 @@ class _Rows:
         return tokens
 
     def _logprobs(self, token_ids: np.ndarray, counts: np.ndarray) -> LogprobRows:
-        """The token itself is the likeliest, at -1; the k-th of the rest is the token k above it, at -1 - k."""
+        """The token itself ranks first, with logprob -1; the k-th alternative is token id + k, with logprob -1 - k."""
         vocab_size = self._model.vocab_size
         counts = np.where(counts < 0, vocab_size, np.minimum(counts, vocab_size))
         places = np.arange(int(counts.max(initial=0)))

@@ -1,8 +1,8 @@
-"""An oracle for step plans: keeps its own naive account of every row and block, and asserts on each plan.
+"""A checker of step plans: tracks every row and block in its own simple way, and checks each plan against that.
 
-Besides counts it follows content. Each cache slot remembers the cache group and the chain hash of the tokens up to the
-one whose keys and values it holds, so a block that was reused too early, given back while a sliding window shows it,
-shared wrongly or never computed is found when a row reads it, whatever the block manager believes.
+It checks contents as well as counts. Each cache slot has the cache group and the chain hash of the tokens up to the one
+whose keys and values it holds. So a block that was reused too early, freed while a sliding window still reads it,
+shared wrongly or never computed is detected when a row reads it, independent of the block manager.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class _Row:
     tokens: list[int]
     num_computed: int
     tables: list[list[int]]
-    """Of each cache group. Blocks that a sliding window has passed stay in it, as executors keep them."""
+    """By cache group. Blocks that a sliding window has passed stay in the table, as executors keep them."""
     chain: list[int] = field(default_factory=list)  # chain[i]: hash of tokens[: i + 1]
-    drafts: list[int] = field(default_factory=list)  # which the step at hand computes after its tokens
+    drafts: list[int] = field(default_factory=list)  # drafts that the current step computes after the tokens
 
     def chain_with_drafts(self) -> np.ndarray:
         """[num_tokens + num_drafts] uint64"""
@@ -33,7 +33,7 @@ class _Row:
         return np.array([*self.chain, *_chain(self.chain[-1], self.drafts)], np.uint64)
 
     def drop_drafts(self) -> None:
-        """Those that were right are among its tokens by now; the others are to be computed anew."""
+        """Removes the drafts: accepted ones are among the tokens by now, and the others will be computed anew."""
         self.num_computed, self.drafts = min(self.num_computed, len(self.tokens) - 1), []
 
 
@@ -46,7 +46,7 @@ def _chain(parent: int, tokens: list[int]) -> list[int]:
 
 
 class PlanCheck:
-    """Checks plans one after another. Every complaint is an AssertionError that names the step, row and values."""
+    """Checks plans one after another. Every error is an AssertionError with the step, row and values."""
 
     def __init__(self, plan: Plan, num_blocks: int, max_model_len: int) -> None:
         self._plan, self._num_blocks, self._max_model_len = plan, num_blocks, max_model_len
@@ -55,7 +55,7 @@ class PlanCheck:
         self._content = np.full(num_blocks * plan.block_size, NEVER_WRITTEN, np.uint64)
 
     def apply(self, plan: StepPlan) -> None:
-        """Raises AssertionError when the plan contradicts itself, the plans before it, or the limits."""
+        """Raises AssertionError if the plan contradicts itself, earlier plans or the limits."""
         for row in plan.released_rows.tolist():
             assert row in self._rows, f"step {plan.step} releases row {row}, which is free"
             del self._rows[row]
@@ -73,7 +73,7 @@ class PlanCheck:
         self._compute(plan)
 
     def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """The tokens that the step just applied has sampled: each one's row, and the tokens."""
+        """Appends the tokens that the applied step has sampled: token_ids, and the row of each."""
         for row, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
             self._rows[row].tokens.append(token)
         for row in set(rows.tolist()):
@@ -105,7 +105,7 @@ class PlanCheck:
             assert len(set(read)) == len(read), f"{where}: a block occurs twice in {row.tables}"
 
     def _drafts_of(self, plan: StepPlan) -> dict[int, list[int]]:
-        """By row."""
+        """Drafts by row."""
         if plan.drafts is None:
             return {}
         counts, token_ids = plan.drafts.counts, plan.drafts.token_ids.tolist()
@@ -176,7 +176,7 @@ class PlanCheck:
             row.num_computed = end
 
     def _table(self, number: int) -> tuple[int, int]:
-        """The group and row of a table that a plan names."""
+        """The group and row of a table, from its number in a plan."""
         return divmod(number, self._plan.max_num_seqs)
 
     def _slots(self, table: list[int], positions: np.ndarray) -> np.ndarray:

@@ -1,9 +1,11 @@
-"""What changes one row's choice beyond what every kernel knows: a file for each, with a constant `PROCESSOR`.
+"""Processors that change the choice of single rows, beyond what the kernels support: a file for each, with a constant
+`PROCESSOR`.
 
     penalties > change (dry, top_n_sigma) > temperature, min_p, top_k, top_p > keep (typical_p, xtc, mirostat) > draw
 
-A request that asks for none costs one look at each `PROCESSOR` when it enters, and nothing in a step. Torch-free: a row
-of logits is a numpy array on the host, whatever computed it. One that raises fails its own request alone.
+A request without processors costs one check of each `PROCESSOR` when it enters, and nothing in a step. Imports no
+torch: a row of logits is a numpy array on the host, whatever device computed it. A processor that raises fails only its
+own request.
 """
 
 from __future__ import annotations
@@ -23,29 +25,29 @@ TokenMask = np.ndarray
 
 @dataclass(frozen=True)
 class Position:
-    """Where a row stands: the token at hand follows `tokens`."""
+    """The position of the token to choose: it follows `tokens`."""
 
     tokens: np.ndarray  # [num_tokens] int32: the prompt, and the output so far
     num_prompt_tokens: int
     seed: int
-    """[0, 2**64): what the row's random numbers come from."""
+    """[0, 2**64): the seed of the row's random numbers."""
     vocab_size: int
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The tokens that are left of a row, in no order, with their tempered logits."""
+    """The remaining tokens of a row, in no order, with their logits divided by the temperature."""
 
     token_ids: np.ndarray  # [n] int64
     logits: np.ndarray  # [n] float64, finite
 
     def probabilities(self) -> np.ndarray:
-        """[n] float64, which sum to 1."""
+        """[n] float64, summing to 1."""
         weights = np.exp(self.logits - self.logits.max())
         return np.asarray(weights / weights.sum())
 
     def ranking(self) -> np.ndarray:
-        """[n] int64: indices, the likeliest first, and of equal ones the lowest token id first."""
+        """[n] int64: indices in order of probability, highest first, and of token id, lowest first, for equal ones."""
         return np.lexsort((self.token_ids, -self.logits))
 
     def where(self, mask: TokenMask) -> Candidates:
@@ -53,28 +55,28 @@ class Candidates:
 
 
 class RowProcessor:
-    """Of one request, from its entry to its end or preemption; what it does is a function of the tokens, unless it
-    says otherwise."""
+    """The processor of one request, from its entry to its end or preemption. Its effect is a function of the tokens,
+    unless the class says otherwise."""
 
     only_random = True
-    """Greedy requests do without it."""
+    """Whether greedy requests skip it."""
 
     def change(self, logits: np.ndarray, at: Position) -> None:
-        """In place, before temperature. logits: [vocab_size] float32; -inf forbids."""
+        """Changes logits [vocab_size] float32 in place, before temperature; -inf forbids a token."""
 
     def keep(self, candidates: Candidates, at: Position) -> TokenMask | None:
-        """[n] bool: which of the candidates stay, at least one; None: all."""
+        """[n] bool: the candidates to keep, at least one; None keeps all."""
 
     def chosen(self, token_id: int, candidates: Candidates, at: Position) -> None:
-        """The token that was drawn from what all processors kept."""
+        """Called with the token drawn from the candidates that all processors kept."""
 
 
 @dataclass(frozen=True)
 class ProcessorKind:
     order: int
-    """Within change and keep, lowest first."""
+    """The order of processors within change and within keep, lowest first."""
     of: Callable[[Sampling], RowProcessor | None]
-    """None where the request does not ask for it."""
+    """Makes a request's processor; None if the request does not ask for it."""
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""dry: "don't repeat yourself". The longer a run of tokens repeats, the more loses the token that would go on with it.
+"""dry ("don't repeat yourself"): penalises a token that would continue a repetition, more for longer repetitions.
 
-By its author's definition (p-e-w, text-generation-webui's pull request 5677): where the last `length` tokens occurred
-before, followed by a token, that token loses multiplier * base ** (length - allowed_length), from allowed_length on. A
-run does not go over a sequence breaker, and is looked at up to LONGEST tokens back.
+As defined by its author (p-e-w, text-generation-webui's pull request 5677): if the last `length` tokens occurred
+before, followed by some token, that token loses multiplier * base ** (length - allowed_length), from allowed_length on.
+A repetition does not extend over a sequence breaker, and is measured up to LONGEST tokens back.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Dry(RowProcessor):
             logits[places] -= loss.astype(np.float32)
 
     def _runs(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each earlier place where the last token occurs: the token after it, and the length of the run that ends
-        there and at the end."""
+        """For each earlier place of the last token: the token after it, and the length of the longest run that ends
+        both there and at the end."""
         places = np.flatnonzero(tokens[:-1] == tokens[-1]) if len(tokens) else np.zeros(0, np.int64)
         if np.isin(tokens[-1:], self._breakers).any():
             places = places[:0]

@@ -1,8 +1,8 @@
-"""mirostat: keeps the surprise of what is written near a target, by a bound that follows each token's surprise.
+"""mirostat: keeps the surprise of the output near a target, by a bound that is adjusted by each token's surprise.
 
 Basu et al., "Mirostat: A Neural Text Decoding Algorithm that Directly Controls Perplexity" (2020): algorithm 1, and its
-second version, which needs no estimate of Zipf's exponent. Surprises are in bits. The bound is a function of the logits
-of every token so far, which a preempted request does not compute again: it is kept by the tokens that led to it.
+second version, which needs no estimate of Zipf's exponent. Surprises are in bits. The bound depends on the logits of
+every token so far, which are not computed again after a preemption, so it is stored under a hash of those tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from headrace.executor.sampling.row_processors import Candidates, Position, Proc
 from headrace.ipc.messages import Sampling
 
 RANKED = 100
-"""Of how many of the likeliest tokens Zipf's exponent is estimated."""
+"""Number of top tokens from which Zipf's exponent is estimated."""
 MOST_KEPT = 1 << 16
 
 
 class KeptBounds:
-    """The bounds of requests after their tokens so far, of which the longest unused goes first."""
+    """The bounds of requests after their tokens so far; beyond MOST_KEPT, the one stored first is dropped."""
 
     def __init__(self) -> None:
         self._bounds: OrderedDict[bytes, float] = OrderedDict()
@@ -34,14 +34,14 @@ class KeptBounds:
             self._bounds.popitem(last=False)
 
     def get(self, at: Position) -> float:
-        """Raises LookupError when it is not there."""
+        """Raises LookupError if there is none for these tokens."""
         if (bound := self._bounds.get(_key(at, at.tokens))) is None:
             raise LookupError("the request was preempted, or came from another engine, and its bound is not here")
         return bound
 
 
 _KEPT = KeptBounds()
-"""Of this process: a request that was preempted comes back to it."""
+"""For the whole process: a preempted request finds its bound here."""
 
 
 class Mirostat(RowProcessor):
@@ -72,7 +72,7 @@ class Mirostat(RowProcessor):
 
 
 def _tokens_within(probabilities: np.ndarray, bound: float, vocab_size: int) -> int:
-    """How many of the likeliest tokens bring a surprise near the bound. probabilities: [n] float64, highest first."""
+    """How many top tokens give a surprise near the bound. probabilities: [n] float64, highest first."""
     ranked = probabilities[:RANKED]
     ranked = ranked[ranked > 0]
     steps = np.log((np.arange(len(ranked) - 1) + 2) / (np.arange(len(ranked) - 1) + 1))
@@ -82,7 +82,7 @@ def _tokens_within(probabilities: np.ndarray, bound: float, vocab_size: int) -> 
     if exponent < 1e-6:
         return len(probabilities)
     share = 1 / math.log(vocab_size) if abs(excess) < 1e-9 else excess / (1 - float(vocab_size) ** -excess)
-    # In logarithms, as the power overflows for a bound that has risen far.
+    # With logarithms, since the power overflows for a bound that has risen far.
     logarithm = (math.log(share) + bound * math.log(2)) / exponent
     return len(probabilities) if logarithm > math.log(len(probabilities)) else int(math.exp(logarithm))
 

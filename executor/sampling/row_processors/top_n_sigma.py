@@ -1,6 +1,6 @@
-"""top_n_sigma: only tokens whose logits lie within n standard deviations of the highest.
+"""top_n_sigma: keeps only tokens whose logits lie within n standard deviations of the highest.
 
-Tang et al., "Top-nsigma: Not All Logits Are You Need" (2024), equation 5. The set is the same at every temperature.
+Tang et al., "Top-nsigma: Not All Logits Are You Need" (2024), equation 5. The set does not depend on the temperature.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""typical_p: the tokens whose information is nearest to what is expected, up to a share of the mass.
+"""typical_p: keeps the tokens whose information is nearest to the entropy, up to a share of the probability mass.
 
 Meister et al., "Locally Typical Sampling" (2022), section 4. Of equally near tokens the lowest ids come first.
 """

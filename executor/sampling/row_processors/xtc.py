@@ -1,7 +1,8 @@
-"""xtc: "exclude top choices". By chance, all tokens of at least a threshold's probability go, but the least likely one.
+"""xtc ("exclude top choices"): at random, removes all tokens with at least a threshold's probability except the least
+likely of them.
 
-By its author's definition (p-e-w, text-generation-webui's pull request 6335). Whether it happens at a position is a
-function of the seed and the position, as every random number here.
+As defined by its author (p-e-w, text-generation-webui's pull request 6335). Whether it happens at a position depends on
+the seed and the position, like every random number here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Xtc(RowProcessor):
 
 
 def _of(sampling: Sampling) -> Xtc | None:
-    if sampling.xtc_probability <= 0 or sampling.xtc_threshold > 0.5:  # no two tokens have more than half each
+    if sampling.xtc_probability <= 0 or sampling.xtc_threshold > 0.5:  # two tokens cannot both have more than half
         return None
     return Xtc(sampling.xtc_probability, sampling.xtc_threshold)
 
