@@ -1,16 +1,16 @@
-"""What hostile requests cost others: a stream's longest pause, the server's memory, and every status they got.
+"""The cost of hostile requests to others: a stream's longest pause, the server's memory, and the statuses returned.
 
     python benchmarks/abuse.py [--rounds 3] [--key] [--demo] [--only TEXT]
 
-One client streams all the while from an engine that computes nothing, a token every 5 ms, in a process of its own. Each
-case is sent `rounds` times, one request at a time. Per case: the longest time between two events of the stream beside
-that of a quiet time before, the peak of resident memory and what of it stays 10 s later, and the statuses. With
---demo the engine is the demo model, whose tokenizer has a real vocabulary, and whose steps take their time: the time
-before is then one in which an ordinary client's prompts fill them, and the abuser leaves a request that the model still
-computes after --patience seconds ("left"). Exit status 1: a stall of over 50 ms more
-than the one before, over 150 MB that stay, a 5xx, or a server that does not end at SIGTERM with 0.
+During the whole run one client, in its own process, streams from an engine that computes nothing, a token every 5 ms.
+Each case is sent `rounds` times, one request at a time. Reported per case: the longest time between two events of the
+stream, beside that of a quiet time before; the peak of resident memory, and what of it remains 10 s later; and the
+statuses. With --demo the engine is the demo model, with a real vocabulary and real step times. Then the time before is
+one in which an ordinary client's prompts fill the steps, and the abuser abandons a request that the model still
+computes after --patience seconds ("left"). Exit status 1: a stall of over 50 ms more than the one before, over 150 MB
+that remain, a 5xx, or a server that does not exit with 0 at SIGTERM.
 
-Meaningful on a machine that does nothing else.
+Meaningful only on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "abuse.json"
 MAX_STALL_S, MAX_GROWTH_BYTES, SETTLE_S, QUIET_S = 0.05, 150 << 20, 10.0, 5.0
 ANSWER_S = 600.0
 LEFT = "left"
-"""The status of a request whose client went before its answer."""
+"""The status of a request whose client left before its answer."""
 KEY = "secret"
 LIMIT = 8 << 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -50,7 +50,7 @@ ECHO = {"prompt": [5] * 4000, "echo": True, "logprobs": 1, "max_tokens": 1}
 
 
 def cases() -> Iterator[tuple[str, str, Callable[[], bytes]]]:
-    """Name, path and body; bodies of up to max_body_bytes, made when their turn comes."""
+    """Name, path and body of each case; bodies of up to max_body_bytes are made only when needed."""
 
     def body(**fields: Any) -> Callable[[], bytes]:
         return lambda: json.dumps(fields).encode()
@@ -64,7 +64,7 @@ def cases() -> Iterator[tuple[str, str, Callable[[], bytes]]]:
         yield f"{path}: a long unknown field", path, body(**{"prompt": "x", name: 1})
         yield f"{path}: a long nested field", path, body(prompt="x", messages=[], stream_options={name: 1})
         yield f"{path}: a long model name", path, body(prompt="x", messages=[], model="m" * (7 << 20))
-        for count in (60_000, 100_000):  # about as many as are read, and more
+        for count in (60_000, 100_000):  # about as many as the server reads, and more
             body_of = partial(_unknown_fields, count)
             yield f"{path}: {count} unknown fields", path, body_of
         yield (
@@ -122,7 +122,7 @@ def cases() -> Iterator[tuple[str, str, Callable[[], bytes]]]:
 
 
 def _forms() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Larger than may be, and what expressions over them find slow."""
+    """Forms beyond the limits, and patterns that are slow on regular expressions over them."""
     yield "a schema", {"json": {"enum": ["a" * 1_000_000] * 8}}
     yield "a schema as text", {"json": json.dumps({"enum": ["a" * 1_000_000] * 8})}
     yield "an expression", {"regex": "a" * (LIMIT - 100)}
@@ -135,8 +135,8 @@ def _unknown_fields(count: int) -> bytes:
 
 
 def watch(url: str, headers: dict[str, str], pipe: Connection) -> None:
-    """A process of its own: streams for ever, and answers each look with the longest gap since the one before, be it
-    one that has not ended yet."""
+    """Runs in its own process: streams forever, and answers each query with the longest gap since the previous query,
+    even one that has not ended yet."""
     longest, last_event = [0.0], [0.0]
 
     def answer() -> None:
@@ -153,7 +153,7 @@ def watch(url: str, headers: dict[str, str], pipe: Connection) -> None:
                 last_event[0] = 0.0
                 for piece in response.iter_raw():
                     if not piece.startswith(b"data:"):
-                        continue  # a sign of life, while a new stream waits for its turn
+                        continue  # a keep-alive, while a new stream waits for its first token
                     now_s = time.perf_counter()
                     longest[0] = max(longest[0], now_s - last_event[0] if last_event[0] else 0.0)
                     last_event[0] = now_s
@@ -178,7 +178,7 @@ class Watcher:
 
 
 def server_processes(pid: int) -> list[psutil.Process]:
-    """Those of the server but its engine's."""
+    """The server's processes except its engine's."""
     process = psutil.Process(pid)
     return [process, *(each for each in process.children() if "daemon" not in str(each.cmdline()))]
 
@@ -192,7 +192,7 @@ def memory_bytes(processes: list[psutil.Process]) -> int:
 
 
 def send(client: httpx.Client, path: str, data: bytes, patience_s: float) -> int | str:
-    """The status of an answer that is read to its end; LEFT where that does not come in time; or the error's name."""
+    """The status of an answer that was read to its end; LEFT if it did not end in time; or the error's name."""
     end_s = time.perf_counter() + patience_s
     json_of = {"content-type": "application/json"}
     try:
@@ -216,7 +216,7 @@ def run_case(
     def look() -> None:
         nonlocal peak_bytes
         for count in itertools.count():
-            if count % 25 == 0:  # finding them takes as long as many looks at them, of the time that the server needs
+            if count % 25 == 0:  # finding processes costs the server as much time as many samples of them
                 processes = server_processes(pid)
             peak_bytes = max(peak_bytes, memory_bytes(processes))
             if done.wait(0.02):
@@ -248,7 +248,7 @@ def run_case(
 
 
 def trailers(url: str) -> bytes:
-    """64 MB of trailers, at once."""
+    """Sends 64 MB of trailers at once."""
     address = httpx.URL(url)
     with socket.create_connection((address.host, address.port or 80), timeout=10) as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n")

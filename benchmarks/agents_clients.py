@@ -1,10 +1,10 @@
-"""Frameworks as they come from PyPI, against a real server whose model says what it is told to.
+"""Frameworks, as installed from PyPI, against a real server whose model gives scripted answers.
 
     python benchmarks/agents_clients.py [--work DIR] [--only NAME ...] [--out benchmarks/results/agents_clients.json]
 
-Each framework is installed into a virtual environment of its own under DIR (kept, where one is named), and runs the
-function below that bears its name, unchanged. The model is an executor of the tests that repeats its prompt once; the
-chat template makes that prompt of the last message. Exit status 1 when one fails. Needs PyPI.
+Each framework is installed into its own virtual environment under DIR (kept if one is given), and runs the function
+below with its name, unchanged. The model is an executor of the tests that repeats its prompt once; the chat template
+makes that prompt from the last message. Exit status 1 when one fails. Needs PyPI.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check(found: Any, wanted: Any, what: str) -> None:
         raise AssertionError(f"{what}: {found!r}, not {wanted!r}")
 
 
-# --- the frameworks, each in a process of its environment's ----------------------------------------------------------
+# Run in the environments of the frameworks:
 
 
 def openai_client(url: str) -> None:
@@ -268,7 +268,7 @@ def instructor(url: str) -> None:
 
 
 Cases = dict[str, tuple[Callable[[str], None], tuple[str, ...]]]
-"""The function that uses a framework, and the packages that it needs, by the framework's name."""
+"""By framework: the function that uses it, and the packages that the function needs."""
 
 CASES: Cases = {
     "openai": (openai_client, ("openai",)),
@@ -281,11 +281,11 @@ CASES: Cases = {
     "instructor": (instructor, ("instructor",)),
 }
 
-# --- here ------------------------------------------------------------------------------------------------------------
+# Run in this environment:
 
 
 def python_with(packages: tuple[str, ...], folder: Path) -> Path:
-    """The interpreter of an environment that has them."""
+    """The Python interpreter of a new environment with the packages."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
@@ -319,7 +319,7 @@ def parse(description: str | None, cases: Cases, results: Path) -> argparse.Name
 
 
 def run(script: str, arguments: argparse.Namespace, cases: Cases, serve: Sequence[str]) -> None:
-    """The cases against a server, or one of them here. serve: what its command has besides the port."""
+    """Runs the cases against a server or, as a child, one case. serve: additional arguments of the server's command."""
     if arguments.case is not None:
         try:
             cases[arguments.case][0](arguments.url)

@@ -1,10 +1,10 @@
-"""`vllm bench serve` and `headrace bench serve` alternately against one running server: do they measure the same?
+"""Runs `vllm bench serve` and `headrace bench serve` alternately against one running server: do their results agree?
 
     python benchmarks/agreement.py --peers PEERS --model FOLDER
 
-PEERS is where `../shared/peers/setup.sh` installed vLLM. The server is ours. Both clients send random prompts of the
-same lengths, the same number at once. Prints the ratio of medians over the rounds, writes results/agreement.json, and
-fails (status 1) where throughput, time to first token or inter-token latency differ by more than 5%.
+PEERS is where `../shared/peers/setup.sh` installed vLLM. The server is Headrace's. Both clients send random prompts of
+the same lengths at the same concurrency. Prints the ratio of medians over the rounds, writes results/agreement.json,
+and fails (status 1) where throughput, time to first token or inter-token latency differ by more than 5%.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RUN_TIMEOUT_S = 120.0
 
 
 def run(command: list[str], result: Path) -> dict[str, float]:
-    """One run's figures."""
+    """The figures of one run."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=result.parent, env=environment, timeout=RUN_TIMEOUT_S, check=False
@@ -50,7 +50,7 @@ def run(command: list[str], result: Path) -> dict[str, float]:
 
 
 def sitting(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Every round's figures by client."""
+    """The figures of every round, by client."""
     samples: dict[str, list[dict[str, float]]] = {"headrace": [], "vllm": []}
     model = str(arguments.model)
     ours = [sys.executable, "-m", "headrace"]

@@ -1,14 +1,15 @@
-"""Streams through engines and HTTP processes that are killed and stopped all the time: none may end or change.
+"""Streams through engines and HTTP processes that are constantly killed and suspended: no stream may end or change.
 
     python benchmarks/chaos.py [--minutes 10] [--streams 64] [--demo] [--seed 0] [--out FILE]
 
-Four engine-cores of a tiny model (with --demo of the demo model), two HTTP processes that find them by a coordinator,
-and that coordinator, each started again by a supervisor when it ends. Streams of the official openai client take turns
-at requests whose answers were recorded undisturbed: seeded completions with log-probabilities, n = 2 and JSON schemas.
-Every few seconds an engine, an HTTP process or the coordinator gets SIGKILL, or SIGSTOP and some seconds later SIGCONT.
-One engine and one HTTP process are always left alone.
-Supervisors have a loop of their own: that of the streams is busy with reading them.
-To reach: no stream lost but those of a killed HTTP process, none changed. Exits with status 1 otherwise.
+Four engine-cores of a tiny model (with --demo of the demo model), two HTTP processes that find them through a
+coordinator, and that coordinator; a supervisor restarts each when it ends. Streams of the official openai client
+alternate between requests whose answers were recorded undisturbed: seeded completions with logprobs, n = 2, and JSON
+schemas. Every few seconds an engine, an HTTP process or the coordinator gets SIGKILL, or SIGSTOP and some seconds later
+SIGCONT. At least one engine and one HTTP process are always spared. Supervisors have their own event loop, as the
+streams' loop is busy reading.
+
+Target: no stream lost except those of a killed HTTP process, none changed. Otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from headrace.frontend.client.background import BackgroundLoop
 ROOT = Path(__file__).parent.parent
 NUM_ENGINES, NUM_SERVERS = 4, 2
 STRUCK = (0.65, 0.2, 0.15)
-"""How often engines, HTTP processes and the coordinator are, as shares."""
+"""Shares of the signals that go to engines, HTTP processes and the coordinator."""
 NUM_TOKENS = 120
 NAME = "chaos"
 STARTS_WITHIN_S = 120.0
 STREAM_TAKES_S = 180.0
-"""At most, however often its engine is lost: one that takes longer stands still."""
+"""A stream that takes longer has stalled, however often its engine was lost."""
 BETWEEN_S = (1.0, 4.0)
 STOPPED_S = (1.0, 8.0)
 LOGPROB_ERROR = 1e-3
-"""Sums of other batches round differently."""
+"""Sums in batches of other sizes round differently."""
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -60,17 +61,17 @@ SCHEMA = {
     "additionalProperties": False,
 }
 Answer = tuple[str, tuple[str, ...], tuple[float, ...]]
-"""Text, tokens and their log-probabilities."""
+"""Text, tokens and their logprobs."""
 
 
 class Process:
-    """A program that is started again whenever it ends."""
+    """A program that is restarted whenever it ends."""
 
     def __init__(self, name: str, command: list[str], is_ready: Callable[[], Awaitable[bool]], log: Path) -> None:
         self.name, self._command, self._is_ready, self._log = name, command, is_ready, log
         self.lives = 0
         self.is_up = False
-        """It has answered in this life, and is neither ended nor stopped."""
+        """Whether the current process has answered, and is neither ended nor suspended."""
         self._process: asyncio.subprocess.Process | None = None
 
     async def keep(self) -> None:
@@ -168,7 +169,7 @@ class Chaos:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def strike(self, until_s: float) -> None:
-        """Until then (monotonic seconds)."""
+        """Sends signals until then (monotonic seconds)."""
         stopped: set[asyncio.Task[None]] = set()
         while time.monotonic() < until_s:
             await asyncio.sleep(self._numbers.uniform(*BETWEEN_S))
@@ -193,7 +194,7 @@ class Chaos:
         await asyncio.gather(*stopped)
 
     async def _has_others(self, engine: Process) -> bool:
-        """Every server that is up is connected to another engine that is up."""
+        """Whether every server that is up is connected to another engine that is up."""
         for port, server in zip(self.ports, self.servers, strict=True):
             if not server.is_up:
                 continue
@@ -266,7 +267,7 @@ def _healthy(port: int) -> Callable[[], Awaitable[bool]]:
 
 
 async def completion(client: openai.AsyncOpenAI, seed: int, beat: Callable[[], None]) -> list[Answer]:
-    """One streamed completion with log-probabilities, of two outputs for odd seeds."""
+    """One streamed completion with logprobs; two outputs for odd seeds."""
     stream = await client.completions.create(
         model=NAME, prompt=f"The {seed}. story of the river:", seed=seed, max_tokens=NUM_TOKENS, logprobs=1,
         stream=True, n=1 + seed % 2, temperature=1.0, extra_body={"ignore_eos": True},
@@ -305,7 +306,7 @@ ASK = (completion, completion, document)
 
 
 def differences(answers: list[Answer], expected: list[Answer]) -> tuple[bool, float]:
-    """Whether texts or tokens differ, or log-probabilities by more than rounding; and the largest of these."""
+    """Whether texts or tokens differ, or logprobs by more than rounding; and the largest difference of logprobs."""
     if [each[:2] for each in answers] != [each[:2] for each in expected]:
         return True, 0.0
     pairs = [pair for a, b in zip(answers, expected, strict=True) for pair in zip(a[2], b[2], strict=False)]
@@ -314,7 +315,7 @@ def differences(answers: list[Answer], expected: list[Answer]) -> tuple[bool, fl
 
 
 class Streams:
-    """What became of them."""
+    """The outcomes of all streams."""
 
     def __init__(self, chaos: Chaos, clients: list[openai.AsyncOpenAI], expected: dict[int, list[Answer]]) -> None:
         self._chaos, self._clients, self._expected = chaos, clients, expected
@@ -324,7 +325,7 @@ class Streams:
         self.largest_error = 0.0
 
     async def run(self, first: int, until_s: float) -> None:
-        """One request after another, until then (monotonic seconds)."""
+        """Runs one request after another until then (monotonic seconds)."""
         number = first
         while time.monotonic() < until_s:
             up = [n for n, each in enumerate(self._chaos.servers) if each.is_up]
@@ -347,7 +348,7 @@ class Streams:
             async with asyncio.timeout(STREAM_TAKES_S):
                 answers = await ASK[seed % len(ASK)](self._clients[at], seed, beat)
         except (openai.OpenAIError, httpx.HTTPError, TimeoutError) as error:
-            await asyncio.sleep(0.2)  # its supervisor learns of a death a little later than its clients
+            await asyncio.sleep(0.2)  # its supervisor notices a death slightly later than its clients
             if server.lives != life or not server.is_up:
                 self.counts["ended with their HTTP process"] += 1
             else:
@@ -386,7 +387,7 @@ async def measure(arguments: argparse.Namespace, folder: Path, model: list[str])
         await asyncio.gather(*(streams.run(number, until_s) for number in range(arguments.streams)))
         await strikes
         await asyncio.to_thread(supervisors.run, chaos.all_up([*chaos.coordinators, *chaos.engines, *chaos.servers]))
-        for seed in kinds:  # all are there again, and answer as they did
+        for seed in kinds:  # at the end all processes must be up and give the same answers
             await streams._one(seed, seed % NUM_SERVERS)
     finally:
         await asyncio.gather(*(client.close() for client in clients))

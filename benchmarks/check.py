@@ -1,15 +1,15 @@
-"""The regression gate: what hot paths cost now beside the commit before, by counting instructions.
+"""The regression gate: compares the cost of hot paths with the previous commit, by counting instructions.
 
     make bench-check                       # against HEAD~1, or, with uncommitted changes, against HEAD
     python benchmarks/check.py --base REV  # against any commit
 
-Times on a shared machine differ by more than a regression does; the number of executed instructions does not.
-Callgrind counts those of each case in this checkout and in a worktree of the other commit, both run by this file. Each
-count is the difference between a long and a short run, so that imports and start-up cancel out. Cases without
-instructions to count (kernels, which use every core and instructions that callgrind lacks) are timed instead: the two
-commits run alternately, and the interval of their ratio decides.
+On a shared machine, times vary by more than a regression would change them; the number of executed instructions does
+not. Callgrind counts the instructions of each case in this checkout and in a worktree of the other commit, both run by
+this file. Each count is the difference between a long and a short run, so that imports and start-up cancel out. Cases
+that callgrind cannot count (kernels, which use every core and instructions that callgrind lacks) are timed: the two
+commits run alternately, and the confidence interval of their ratio decides.
 
-It fails (status 1) when a case got slower by more than its limit.
+It fails (status 1) when a case became slower by more than its limit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CASES = Path("benchmarks/check_cases.py")
 FOLDERS = ("core", "executor", "frontend", "ipc", "kernels")
 COUNTED = ("scheduler step", "ring", "codec", "detokeniser", "answer reader", "arguments reader")
 COUNT_LIMIT = 0.03
-"""Counts of one commit repeat to about 0.1%, but for hashes of strings, which are fixed here."""
+"""Counts of one commit repeat to about 0.1%, apart from the effect of string hashes, whose seed is fixed here."""
 TIME_LIMIT = 0.05
 ROUNDS = 7
 CASE_TIMEOUT_S = 300.0
@@ -48,7 +48,8 @@ NO_OTHER_CHECKOUT = """\
 import sys
 sys.meta_path[:] = [each for each in sys.meta_path if not getattr(each, "__module__", "").startswith("__editable__")]
 """
-"""Of an editable install, whose finder would give modules of this checkout to a commit that has them elsewhere."""
+"""Removes the finder of an editable install, which would import this checkout's modules where the other commit has
+moved them."""
 
 
 class Verdict(NamedTuple):
@@ -57,7 +58,7 @@ class Verdict(NamedTuple):
     before: float
     now: float
     interval: tuple[float, float] | None
-    """Of the ratio, 95%, for what was timed."""
+    """95% confidence interval of the ratio, of timed cases."""
     is_worse: bool
 
     @property
@@ -70,7 +71,7 @@ def judge_count(case: str, before: float, now: float) -> Verdict:
 
 
 def judge_times(case: str, before: Sequence[float], now: Sequence[float]) -> Verdict:
-    """Worse when all of the interval is beyond the limit: a difference that may be noise fails nobody."""
+    """Worse if the whole interval is beyond the limit: a difference that may be noise does not fail."""
     interval = welch(before, now)
     return Verdict(
         case, "us", statistics.median(before), statistics.median(now), interval, interval[0] > 1 + TIME_LIMIT
@@ -79,7 +80,7 @@ def judge_times(case: str, before: Sequence[float], now: Sequence[float]) -> Ver
 
 @contextmanager
 def worktree(revision: str) -> Iterator[Path]:
-    """A checkout of another commit, with the packages laid out as they are imported."""
+    """A worktree of another commit, removed at the end."""
     with tempfile.TemporaryDirectory(prefix="headrace-check-") as folder:
         path = Path(folder) / "tree"
         git("worktree", "add", "--detach", "--quiet", str(path), revision)
@@ -97,7 +98,7 @@ def git(*arguments: str) -> str:
 
 
 def layout(tree: Path, folder: Path) -> Path:
-    """A folder to put on the path: `headrace`, with the tree's folders in it."""
+    """Fills a folder for the import path: `headrace`, with links to the tree's folders."""
     package = folder / "headrace"
     package.mkdir(parents=True)
     for entry in (tree / "headrace").iterdir():
@@ -109,14 +110,15 @@ def layout(tree: Path, folder: Path) -> Path:
 
 
 class Side(NamedTuple):
-    """A commit that is compared."""
+    """One of the two compared commits."""
 
     tree: Path
     variables: dict[str, str]
-    """Of the environment in which its code runs."""
+    """Environment variables for its code."""
 
     def program(self, case: str) -> Path:
-        """That runs the case: this checkout's, or the commit's own where modules have moved since. Raises CaseError."""
+        """The program for the case: this checkout's, or the commit's own where modules have moved since. Raises
+        CaseError."""
         try:
             _run([sys.executable, str(ROOT / CASES), case, "1"], self.variables)
         except CaseError:
@@ -126,10 +128,10 @@ class Side(NamedTuple):
 
 
 def side_of(tree: Path, path: Path) -> Side:
-    """path: what `layout` made of the tree."""
+    """path: the result of `layout` for the tree."""
     variables = {
         **os.environ,
-        # Commits before the tests had folders keep their helpers in tests/ itself.
+        # Commits from before tests/ had subfolders keep helpers in tests/ itself.
         "PYTHONPATH": os.pathsep.join(map(str, (path, tree / "tests" / "support", tree / "tests"))),
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
@@ -139,9 +141,9 @@ def side_of(tree: Path, path: Path) -> Side:
 
 
 def count(program: Path, case: str, repeats: int, variables: dict[str, str]) -> int:
-    """Instructions of a whole process that runs the case that often. Raises CaseError."""
+    """Instructions of a whole process that repeats the case `repeats` times. Raises CaseError."""
     with tempfile.TemporaryDirectory(prefix="headrace-callgrind-") as folder:
-        # Per process, for the ring's reader is a thread of the same one.
+        # Per process, not per thread: the ring's reader is a thread of the same process.
         out = Path(folder) / "out"
         command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}", sys.executable, str(program), case]
         text = _run([*command, str(repeats)], variables)
@@ -159,14 +161,14 @@ def counted(case: str, side: Side) -> float:
 
 
 def timed(program: Path, side: Side) -> dict[str, float]:
-    """Microseconds of each kernel, by its name."""
+    """Microseconds of each kernel, by name."""
     text = _run([sys.executable, str(program), "kernels", "1"], side.variables)
     found: dict[str, float] = json.loads(text.strip().splitlines()[-1])
     return found
 
 
 class CaseError(Exception):
-    """A case does not run, as when the other commit lacks what it uses."""
+    """A case cannot run, for example because the other commit lacks something that it uses."""
 
 
 def _run(command: list[str], variables: dict[str, str]) -> str:
@@ -174,13 +176,13 @@ def _run(command: list[str], variables: dict[str, str]) -> str:
         command, capture_output=True, text=True, env=variables, timeout=CASE_TIMEOUT_S, cwd="/", check=False
     )
     if done.returncode:
-        said = [line for line in done.stderr.strip().splitlines() if not line.startswith("==")]  # as Callgrind's do
+        said = [line for line in done.stderr.strip().splitlines() if not line.startswith("==")]  # not Callgrind's own
         raise CaseError((said or ["no reason given"])[-1])
     return done.stdout if done.stdout.strip() else done.stderr
 
 
 def check(base: str, only: Sequence[str], rounds: int) -> tuple[list[Verdict], list[str]]:
-    """The verdicts, and what could not be compared."""
+    """The verdicts, and the cases that could not be compared."""
     verdicts: list[Verdict] = []
     skipped: list[str] = []
     with worktree(base) as other, tempfile.TemporaryDirectory(prefix="headrace-layout-") as folder:
@@ -203,7 +205,7 @@ def check(base: str, only: Sequence[str], rounds: int) -> tuple[list[Verdict], l
 
 
 def kernel_verdicts(sides: Sequence[Side], rounds: int) -> list[Verdict]:
-    """Alternately, and in another order each round, so that a drift of the machine meets both."""
+    """Runs both sides alternately, in another order each round, so that drift of the machine affects both."""
     programs = [side.program("kernels") for side in sides]
     samples: list[dict[str, list[float]]] = [{}, {}]
     for round_number in range(rounds):
@@ -237,7 +239,7 @@ def main() -> int:
         rows: list[dict[str, Any]] = [{**each._asdict(), "ratio": each.ratio} for each in verdicts]
         write_report(arguments.out, "check", {"base": git("rev-parse", base), "verdicts": rows, "skipped": skipped})
     if not verdicts:
-        return 1  # a gate that compared nothing has not passed
+        return 1  # nothing was compared, so the gate has not passed
     return 1 if any(each.is_worse for each in verdicts) else 0
 
 

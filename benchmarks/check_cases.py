@@ -1,6 +1,6 @@
-"""The hot paths that `check.py` counts and times: run as a program, with a case and how often to repeat it.
+"""The hot paths that `check.py` counts and times: a program that takes a case and the number of repetitions.
 
-It runs against the package on the path, which may be that of another commit; so it uses little of it.
+It runs against the package on the import path, which may be another commit's, so it depends on little of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, CONTEXT = 576, 1536
 
 
 def scheduler_step(repeats: int) -> None:
-    """Turns of the core's loop with 32 running requests, over an executor that computes nothing."""
+    """Iterations of the core's loop with 32 running requests, with an executor that computes nothing."""
     from engine_parts import VOCAB_SIZE, SteppedCore
 
     from headrace.executor.testing.null import NullModel
@@ -42,7 +42,7 @@ def scheduler_step(repeats: int) -> None:
 
 
 def ring(repeats: int) -> None:
-    """A message of 256 bytes into the ring and out of it, in one thread."""
+    """Writes a message of 256 bytes to the ring and reads it, in one thread."""
     from headrace.ipc.transport.ring import RingLayout, RingReader, RingWriter, lay_out_ring
     from headrace.ipc.wait import Deadline
 
@@ -56,7 +56,7 @@ def ring(repeats: int) -> None:
 
 
 def codec(repeats: int) -> None:
-    """A step's news of 64 tokens, encoded and decoded."""
+    """Encodes and decodes a step's outputs for 64 tokens."""
     from headrace.ipc.codec import Codec, Tensor
     from headrace.ipc.messages import CoreMessage, StepOutputs
 
@@ -67,7 +67,7 @@ def codec(repeats: int) -> None:
 
 
 def detokeniser(repeats: int) -> None:
-    """One token after another into text."""
+    """Detokenises one token after another."""
     from fake_tokenizers import bundle_of, byte_level_tokenizer
 
     from headrace.frontend.text.tokenizer import Tokenizer
@@ -80,7 +80,8 @@ def detokeniser(repeats: int) -> None:
 
 
 def answer_reader(repeats: int) -> None:
-    """One piece of an answer after another, read for reasoning and calls, where nearly all of them are text."""
+    """Parses one piece of an answer after another for reasoning and tool calls, where nearly all pieces are plain
+    text."""
     from headrace.frontend.text.formats.declaration import load_format
     from headrace.frontend.text.formats.parser import OutputParser
 
@@ -90,7 +91,7 @@ def answer_reader(repeats: int) -> None:
 
 
 def arguments_reader(repeats: int) -> None:
-    """One piece after another of a text within a call's arguments, in JSON and as xml has it."""
+    """Parses one piece after another of a string within a call's arguments, in JSON and in XML form."""
     from headrace.frontend.text.formats.declaration import load_format
     from headrace.frontend.text.formats.parser import OutputParser
 
@@ -107,7 +108,7 @@ def arguments_reader(repeats: int) -> None:
 
 
 def kernels(_: int) -> None:
-    """Prints microseconds of each CPU kernel on the demo model's shapes: the median of some calls."""
+    """Prints microseconds of each CPU kernel on the demo model's shapes: the median of several calls."""
     import torch
 
     torch.manual_seed(0)
@@ -130,7 +131,7 @@ def _median_us(run: Callable[[], object]) -> float:
 
 
 def _linear_runs() -> dict[str, Callable[[], object]]:
-    """The gate and up projection in each weight type, for one row and for 64."""
+    """The gate and up projection in each weight type, for one row and for 64 rows."""
     import torch
 
     from headrace.kernels.cpu.linear import FLOAT_TYPES, WEIGHT_TYPES, pack
@@ -138,9 +139,9 @@ def _linear_runs() -> dict[str, Callable[[], object]]:
     floats = {name: dtype for dtype, name in FLOAT_TYPES.items()}
     packed = {}
     for name, kind in WEIGHT_TYPES.items():
-        columns = HIDDEN // kind.block_size * kind.block_size  # a little less where blocks are of 256
+        columns = HIDDEN // kind.block_size * kind.block_size  # slightly fewer where blocks have 256
         if kind.quantised:
-            # Any bytes are weights; below 60 the halves among them are finite and small.
+            # Random bytes serve as weights; bytes below 60 keep the fp16 values among them finite and small.
             row_bytes = columns // kind.block_size * kind.block_bytes
             packed[name] = pack((name, torch.randint(0, 60, (2 * INTERMEDIATE, row_bytes), dtype=torch.uint8)))
         else:
@@ -153,7 +154,7 @@ def _linear_runs() -> dict[str, Callable[[], object]]:
 
 
 def _sampling_runs() -> dict[str, Callable[[], object]]:
-    """Eight rows of a vocabulary: the highest logit, and a draw from the likeliest."""
+    """Eight rows of a vocabulary: the argmax, and a draw from the top tokens."""
     import torch
 
     from headrace.kernels.cpu.linear import runtime

@@ -1,11 +1,12 @@
-"""What share of a core a coordinator takes: that of so many engines that announce themselves, and of so many frontends
-that follow it.
+"""The share of a core that a coordinator uses for many engines that announce themselves and many frontends that follow
+it.
 
     python benchmarks/coordinator.py [--engines 1000] [--frontends 100] [--seconds 20] [--keys] [--out FILE]
 
-The coordinator is the program. Engines and frontends are those of the product without their work (`Announcements`,
-`Directory`), each with a connection of its own; the load of every engine is another each second, and each second one of
-them starts anew. Processor time of the coordinator's process alone, with ZeroMQ's thread. To reach: 10% of a core.
+The coordinator is the real program. Engines and frontends are the product's classes without their work
+(`Announcements`, `Directory`), each with its own connection; every engine's load changes each second, and each second
+one of them is replaced by a new one. Measures processor time of the coordinator's process only, including ZeroMQ's
+thread. Target: 10% of a core.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def _measure(arguments: argparse.Namespace, process: psutil.Process, address: st
         due = int((now_s - began_s) / ANNOUNCE_EVERY_S * len(engines))
         while sent < due:
             engine = engines[sent % len(engines)]
-            if sent % len(engines) == 0:  # it has ended, and another has its place
+            if sent % len(engines) == 0:  # it has ended, and a new engine replaces it
                 lives += 1
                 engine.begin(lives)
             engine.announce(codec, chance)

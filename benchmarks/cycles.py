@@ -1,10 +1,10 @@
-"""An engine with two workers started and ended again and again, and what is left of them.
+"""Starts and ends an engine with two workers again and again, and looks for leaks.
 
     python benchmarks/cycles.py [--cycles 100]
 
-The engine computes nothing (`tests/support/null_rank.py`). It is ended in turn as its user ends it, by killing a core,
-by killing a worker, and while it loads. After each cycle no process, socket or file in shared memory may be left;
-descriptors, threads and resident memory of the process that starts the engines are compared with those at half time.
+The engine computes nothing (`tests/support/null_rank.py`). It is ended in turn by closing it, by killing a core, by
+killing a worker, and while it loads. After each cycle no process, socket or file in shared memory may be left;
+descriptors, threads and resident memory of the process that starts the engines are compared with those halfway through.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def options(end: str) -> dict[str, Any]:
 
 
 def cycle(end: str) -> None:
-    """From the start of an engine to its end. Raises AssertionError where it does not go as it should."""
+    """One engine from start to end. Raises AssertionError for unexpected behaviour."""
     if end == "fail while loading":
         with contextlib.suppress(HeadraceError):
             LLM("null", **options(end)).close()
@@ -66,7 +66,7 @@ def cycle(end: str) -> None:
 
 
 def resources(runtime_directory: Path) -> dict[str, int]:
-    """Of this process, and what engines have left over."""
+    """The resources of this process, and anything that engines have left behind."""
     this = psutil.Process()
     _, alive = psutil.wait_procs(this.children(recursive=True), timeout=GONE_WITHIN_S)
     return {
@@ -100,7 +100,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] = str(ROOT / "tests" / "support")
     with tempfile.TemporaryDirectory(prefix="hr-") as folder, open(os.devnull, "w") as nowhere:
         os.environ["HEADRACE_RUNTIME_DIR"] = folder
-        with contextlib.redirect_stderr(nowhere):  # which is told of every death
+        with contextlib.redirect_stderr(nowhere):  # discards the reports of deaths
             results = run(arguments.cycles, Path(folder))
     write_report(arguments.out, "cycles", results)
     print(f"{arguments.cycles} cycles: left over {results['left_over']}, grown {results['growth_of_last_half']}")

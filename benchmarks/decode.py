@@ -1,12 +1,12 @@
-"""The demo model on the workload of `workload.py`, in bf16 and with its weights packed as the file has them.
+"""The demo model on the workload of `workload.py`, in bf16 and with its weights packed as stored in the file.
 
     python benchmarks/decode.py [--only gguf] [--case decode_1 ...] [--out FILE.json]
 
-`gap_us` is the mean time from the end of one forward pass to the begin of the next: Python's, with the model standing
-still; `gap_share` is its share of both. They are of all cases of a run together.
+`gap_us` is the mean time from the end of one forward pass to the begin of the next, in which Python runs and the model
+is idle; `gap_share` is the gap's share of the whole time. Both are over all cases of a run.
 
-`startup_s` is from `LLM()` to its return, `first_token_s` from there to the first token of a short prompt. With
-`--cold` the kernels are compiled anew, in a cache folder of its own. Nothing else may run on the machine meanwhile.
+`startup_s` is from the call of `LLM()` to its return, `first_token_s` from there to the first token of a short prompt.
+With `--cold` the kernels are compiled anew, in a separate cache folder. Nothing else may run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def measure(path: Path, options: dict[str, Any], only: list[str] | None) -> dict
 
 @contextmanager
 def cold_cache() -> Iterator[None]:
-    """An empty cache folder for the engines started meanwhile."""
+    """Sets an empty cache folder for the engines started in the context."""
     before = os.environ.get("HEADRACE_CACHE")
     with empty_cache() as folder:
         os.environ["HEADRACE_CACHE"] = folder

@@ -1,12 +1,12 @@
-"""Thousands of requests whose clients leave at random moments, and what of them is left over in the server.
+"""Thousands of requests whose clients disconnect at random moments: what of them remains in the server?
 
     python benchmarks/disconnects.py [--requests 10000] [--streams 64]
 
-The engine computes nothing (`tests/support/null_with_tokenizer.py`), so most of the time goes into coming and leaving.
-Half of the clients leave: before the answer, within it, or near its end, streaming or not. Afterwards nothing may run
-or hold blocks, and descriptors and resident memory are compared with those at half time. The prefix cache is small, so
-that it is full by then: a larger one goes on growing, by the names of its blocks. At the end the idle server is looked
-at for 10 s: all its processes together should use no processor time.
+The engine computes nothing (`tests/support/null_with_tokenizer.py`), so most of the time is spent on connecting and
+disconnecting. Half of the clients disconnect: before the answer, within it, or near its end, streaming or not.
+Afterwards no request may run or hold blocks, and descriptors and resident memory are compared with those halfway
+through. The prefix cache is small, so that it is full by then: a larger one would go on growing by the hashes of its
+blocks. At the end the idle server is observed for 10 s: its processes together should use no processor time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def what_runs(session: aiohttp.ClientSession, url: str, prefix: str = "hea
     found = {
         name: sum(float(line.split()[-1]) for line in lines if line.startswith(f"{prefix}{name}")) for name in wanted
     }
-    found["requests_in_flight"] -= 1  # the one that asks
+    found["requests_in_flight"] -= 1  # the request that queries
     return found
 
 

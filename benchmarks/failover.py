@@ -1,20 +1,20 @@
-"""How long a stream stands still when its engine is killed or stopped, what of that is what, and whether its tokens
-stay the same.
+"""How long streams pause when their engine is killed or suspended, split into phases, and whether their tokens stay the
+same.
 
     python benchmarks/failover.py [--rounds 10] [--streams 8] [--signal KILL|STOP] [--out FILE]
 
 Two engines of the demo model serve one AsyncLLM. In each round all streams run undisturbed once, then again while one
-engine gets the signal. The router says which streams that engine had; the gap of such a stream is from its last token
-before the signal to its first one after:
+engine gets the signal. The router tells which streams that engine had; the gap of such a stream is from its last token
+before the signal to its first token after it:
 
     last token    signal     moved to the other engine                first token there
         |-----------|------ noticed ----|------------- resumed ------------|      gap = from the first to the last
-                                           |-- A --|--- B ---|                    computed again, of A's stream and B's
+                                           |-- A --|--- B ---|                    recomputed, of streams A and B
 
-The other engine computes prompt and tokens again, one request or several in a step, and those that wait meanwhile wait
-for that. It tells of each request how long it took from its first step to its first token; what is computed again in a
-stream's gap is the time during which it did that for any of the streams that moved. No prefix is cached, or it could
-find what it once computed. To reach at p99, gap without what is computed again: 100 ms killed, 3 s stopped.
+The other engine recomputes prompt and tokens, of one request or several in a step, and other requests wait meanwhile.
+It reports for each request the time from its first step to its first token. The recomputation in a stream's gap is the
+time during which the engine did that for any of the moved streams. No prefix is cached, or the engine could find what
+it once computed. Targets at p99, for the gap without recomputation: 100 ms killed, 3 s suspended.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Stream:
         self.token_ids: list[int] = []
         self.times_s: list[float] = []
         self.prefill_s = 0.0
-        """From its first step to its first token, at the engine that ended it."""
+        """Seconds from its first step to its first token, at the engine that finished it."""
 
     async def run(self, llm: AsyncLLM, name: str) -> Stream:
         self.request_id = f"{name}-{self.number}"
@@ -89,7 +89,7 @@ async def all_have(streams: Sequence[Stream], num_tokens: int) -> None:
 
 
 async def one_round(llm: AsyncLLM, index: int, num_streams: int, number: signal.Signals) -> dict[str, Any]:
-    """Of each stream that moved its gap and the parts of it, and how many streams changed."""
+    """For each moved stream its gap and the gap's phases; and how many streams changed."""
     quiet = await asyncio.gather(*(Stream(each).run(llm, f"quiet-{index}") for each in range(num_streams)))
     streams = [Stream(each) for each in range(num_streams)]
     running = [asyncio.ensure_future(each.run(llm, f"loud-{index}")) for each in streams]
@@ -131,7 +131,7 @@ async def one_round(llm: AsyncLLM, index: int, num_streams: int, number: signal.
 
 
 def covered_s(intervals: Sequence[tuple[float, float]], start_s: float, end_s: float) -> float:
-    """How much of the time from start to end lies in any of these."""
+    """How much of the time from start to end any of the intervals covers."""
     total_s = 0.0
     for first_s, last_s in sorted(intervals):
         first_s, last_s = max(first_s, start_s), min(last_s, end_s)
@@ -141,12 +141,12 @@ def covered_s(intervals: Sequence[tuple[float, float]], start_s: float, end_s: f
 
 
 async def rejoined() -> None:
-    """Both engines are there again."""
+    """Waits until both engines are connected again."""
     deadline_s = time.monotonic() + REJOINED_WITHIN_S
     while len(engines()) < 2:
         assert time.monotonic() < deadline_s, "the killed engine was not started again"
         await asyncio.sleep(0.1)
-    await asyncio.sleep(4.0)  # it reads its weights, or is heard again
+    await asyncio.sleep(4.0)  # it loads its weights, or resumes
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,15 +1,14 @@
-"""Two engines on this machine's cores against one on the same cores, and what the router costs beside a single engine.
+"""Two engines on this machine's cores compared with one on the same cores; and the router's cost with a single engine.
 
     python benchmarks/fleet_throughput.py [--rounds 5] [--streams 64] [--tokens 384] [--model MODEL | --null]
                                           [--out FILE]
 
-Without a model a tiny one is made, whose steps take as long for half as many streams: two layers of 64 numbers, so that
-little is computed beside their overhead. With --null the engines compute nothing (NullExecutor), and what is left is
-the cost of messages: two engines send twice as many. Each round serves all streams by one engine and by two, in turns.
-Figures are medians of the rounds: tokens per second of wall-clock time, and processor time of frontend and engines for
-each token. To reach: two have 0.95 of one. The router's cost is its processor time (every call into it, with the pool's
-ticks) as a share of the processor time of frontend and engine together, with one engine behind the same pool. To reach:
-1%.
+Without a model a tiny one is made, with two layers of 64 values, so that overhead dominates and a step takes as long
+for half as many streams. With --null the engines compute nothing (NullExecutor), which leaves the cost of messages: two
+engines send twice as many. Each round serves all streams by one engine and by two, in turn. Figures are medians of the
+rounds: tokens per second of wall-clock time, and processor time of frontend and engines per token. Target: two engines
+have 0.95 of one engine's rate. The router's cost is its processor time (every call into it, and the pool's ticks) as a
+share of the processor time of frontend and engine together, with one engine behind the same pool. Target: 1%.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def processor_s(processes: Sequence[psutil.Process]) -> float:
 
 
 class Watch:
-    """Processor time of the calls that it wraps."""
+    """Measures the processor time of the calls that it wraps."""
 
     def __init__(self) -> None:
         self.seconds, self._depth = 0.0, 0

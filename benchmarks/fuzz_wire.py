@@ -1,14 +1,14 @@
-"""Hostile clients on an engine core's wire, beside one whose seeded tokens must not change.
+"""Hostile clients on an engine core's wire protocol, beside a client whose seeded tokens must not change.
 
     python benchmarks/fuzz_wire.py [--minutes 30] [--seed 0]
     python benchmarks/fuzz_wire.py --adds-and-aborts 100000
 
-The engine is a real one with a tiny random model, in a process of its own. Hostile clients send what the types of the
-messages allow and more: numbers at and beyond the edges of their ranges (ipc/ranges.py), damaged, truncated and large
-frames, messages out of order, slots that are in use or foreign, thousands of requests that are aborted at once, floods
-of aborts and questions, and again what they had sent before; they read little, and vanish. An accountant sends requests
-of any content with slots of its own and must get exactly one terminal answer for each. The engine must not end, and its
-memory must not grow. The command ends with status 1 when any of that fails.
+The engine is a real one with a tiny random model, in its own process. Hostile clients send whatever the types of the
+messages allow, and more: numbers at and beyond the limits of their ranges (ipc/ranges.py); damaged, truncated and large
+frames; messages out of order; slots that are in use or belong to others; thousands of requests that are aborted at
+once; floods of aborts and queries; and replays of what they had sent before. They read little, and vanish. An
+accountant sends requests of any content with slots of its own and must get exactly one terminal answer for each. The
+engine must not end, and its memory must not grow. The exit status is 1 when any of that fails.
 
 With --adds-and-aborts one client sends so many requests, each aborted at once, and the core's memory may grow by 10 MB
 over the last half of them.
@@ -54,21 +54,21 @@ FLOAT_EDGES = (0.0, -0.0, 1.0, 1e-300, 1e-38, 3.4e38, 1e308, math.inf, -math.inf
 MOST_GROWTH_BYTES = 10_000_000
 """Over the last half of a run."""
 IDLE_S = 1.5
-"""Before memory is read: an engine that is idle for a second gives back what it has freed."""
+"""Wait before memory is read: an engine that is idle for a second returns what it has freed."""
 ROOM_WITHIN_MS = 1000
-"""How long a client waits when it has as much on its way to the core as it may have."""
+"""How long a client waits when its messages in transit have reached the limit."""
 RECENT_MESSAGES = 2000
-"""How many of the messages sent last may be sent again."""
+"""How many of the latest messages may be replayed."""
 STOPS_EVERYBODY = (PauseGeneration, Sleep, ReloadWeights, DrainEngine)
-"""Commands that change what others get by their meaning: whoever may send commands may do that."""
+"""Commands that affect other clients by design: whoever may send commands may do that."""
 
 
 Drawer = Callable[["Generator", bool], Any]
-"""Draws a value with the generator's numbers; whether a wild one."""
+"""Draws a value with the generator's random numbers; the flag says whether it is to be a wild one."""
 
 
 class Generator:
-    """Values of any annotated type, mostly plausible, drawn from any object with random.Random's methods."""
+    """Draws values of any annotated type, mostly plausible, from any object with the methods of random.Random."""
 
     def __init__(self, numbers: random.Random) -> None:
         self.numbers = numbers
@@ -78,7 +78,7 @@ class Generator:
         return self.struct(AddRequest if self.numbers.random() < 0.5 else kind)
 
     def request(self, slot: int) -> AddRequest:
-        """Of any content, with this slot."""
+        """A request of any content, with this slot."""
         return msgspec.structs.replace(self.struct(AddRequest), slot=slot)
 
     def struct(self, kind: Any) -> Any:
@@ -94,7 +94,8 @@ class Generator:
         return _drawer(hint)(self, is_wild)
 
     def several(self, draw: Drawer, is_wild: bool) -> Iterator[Any]:
-        """Of a tuple or dict. Those of a long one come again and again: to draw each would take most of the time."""
+        """Items of a tuple or dict. Long ones repeat a few items, since drawing each one would take most of the
+        time."""
         length = self.length()
         few = [draw(self, is_wild) for _ in range(min(length, 20))]
         return itertools.islice(itertools.cycle(few), length)
@@ -148,7 +149,7 @@ class Generator:
         return {self.text(): self.anything(depth + 1) for _ in range(3)}
 
     def damage(self, frames: list[bytes], largest_bytes: int) -> list[bytes]:
-        """Frames that are no message, or another one."""
+        """Frames that are no message, or a different one."""
         kind, frames = self.numbers.randrange(11), list(frames)
         if kind == 0:
             at = self.numbers.randrange(len(frames))
@@ -165,7 +166,7 @@ class Generator:
         elif kind == 4:
             frames += [b"\0" * self.numbers.choice((1, 1000, largest_bytes))]
         elif kind == 5:
-            frames = [b"\x91" * self.numbers.choice((100, 5000, 100_000)) + b"\xc0"]  # arrays in arrays
+            frames = [b"\x91" * self.numbers.choice((100, 5000, 100_000)) + b"\xc0"]  # nested arrays
         elif kind == 6:
             frames = [self.numbers.choice((b"\xdd", b"\xdf", b"\xc6", b"\xdb")) + b"\xff\xff\xff\xff"]  # 4 G entries
         elif kind == 7:  # a tensor whose sizes take long to multiply
@@ -173,10 +174,10 @@ class Generator:
             frames = [msgspec.msgpack.encode(["AddRequest", 1, "r", prompt, ["Generate", [4]]])]
         elif kind == 8:
             frames += [b"\0"] * self.numbers.choice((16, 5000))
-        elif kind == 9:  # entries of a byte, each of which is an object once it is read
+        elif kind == 9:  # entries of one byte, each of which becomes an object when decoded
             slots = [7] * self.numbers.choice((1000, 1 << 18, min(1 << 22, largest_bytes)))
             frames = [msgspec.msgpack.encode(["Abort", slots])]
-        else:  # an extension's payload that is a tree without an end
+        else:  # an extension whose payload is an endlessly nested tree
             header = msgspec.msgpack.encode(["Control", 1, ["CallExtension"]])
             frames = [header[:-15] + b"\x92\xadCallExtension\x81\xa1x" + b"\x91" * 2000 + b"\xc0"]
         return frames
@@ -202,7 +203,7 @@ def _wild_reals(span: Range | None) -> tuple[float, ...]:
 
 @functools.cache
 def _drawer(hint: Any) -> Drawer:
-    """What draws values of an annotated type: the type is looked at once."""
+    """A drawer for an annotated type, which is inspected only once."""
     marks = getattr(hint, "__metadata__", ())
     if marks:
         hint = hint.__origin__
@@ -238,7 +239,7 @@ def _drawer(hint: Any) -> Drawer:
 
 
 class Session:
-    """One connection, which waits for room a moment: what cannot be sent then is not sent."""
+    """One connection. It waits briefly for room, and drops what it cannot send by then."""
 
     def __init__(self, context: zmq.Context[Any], address: str, *, greets: bool = True) -> None:
         self.socket = new_dealer(context, address)
@@ -282,7 +283,7 @@ class Hostile:
         self._session = Session(context, address)
 
     def act(self, *, burst: int, largest_bytes: int) -> None:
-        """One act. burst: messages of the largest flood."""
+        """One attack. burst: number of messages of the largest flood."""
         chance = self._numbers.random()
         if chance < 0.5:
             self._send(self._generator.message())
@@ -305,11 +306,11 @@ class Hostile:
             self._session = Session(self._context, self._address, greets=self._numbers.random() < 0.8)
 
     def vanish(self) -> None:
-        """What is on its way may still arrive, or never."""
+        """Drops the connection; messages in transit may still arrive, or not."""
         self._session.socket.close(self._numbers.choice((0, 2000, 2000, 2000)))
 
     def _add_and_abort(self, count: int) -> None:
-        """Few contents with many slots, all before the first abort or each beside its own."""
+        """Sends few contents with many slots, all before the first abort or each beside its own."""
         first, few = self._numbers.randrange(10_000), [self._generator.request(0) for _ in range(5)]
         adds = [msgspec.structs.replace(few[slot % 5], slot=slot) for slot in range(first, first + count)]
         aborts = [Abort(slots=(add.slot,)) for add in adds]
@@ -318,7 +319,7 @@ class Hostile:
             self._send(message)
 
     def _ask(self, count: int) -> None:
-        """Messages of few bytes that the loop, or the session, has to answer or to look up."""
+        """Sends small messages that the loop or the session must answer or look up."""
         few = (
             Abort(slots=(self._numbers.randrange(10_000),)),
             Abort(slots=tuple(range(self._numbers.choice((2, 300))))),
@@ -337,7 +338,7 @@ class Hostile:
             self._recent.append(frames)
 
     def _encoded(self, message: Any) -> list[bytes]:
-        """Nothing for what msgpack has no form for."""
+        """The message's frames; none if msgpack cannot represent it."""
         try:
             return [bytes(frame) for frame in self._session.codec.encode(message)]
         except (OverflowError, msgspec.ValidationError):
@@ -379,7 +380,7 @@ class Accountant:
                 self._open.discard(finish.slot)
 
     def settle(self, timeout_s: float = 30.0) -> None:
-        """Takes all terminal answers, which must come."""
+        """Receives all terminal answers, which must arrive."""
         end_s = time.monotonic() + timeout_s
         while self._open and time.monotonic() < end_s:
             self.take(0.1)
@@ -392,7 +393,7 @@ class Accountant:
 
 
 class Victim:
-    """A client whose seeded requests give the same tokens whatever others do."""
+    """A client whose seeded requests must give the same tokens whatever other clients do."""
 
     REQUESTS = ({"temperature": 1.0, "seed": 7}, {"temperature": 0.0}, {"temperature": 0.8, "seed": 8, "top_p": 0.9})
 
@@ -413,7 +414,7 @@ class Victim:
         return slots
 
     def answers(self, slots: list[int], timeout_s: float = 60.0) -> list[list[int]]:
-        """The tokens of each. Raises AssertionError when one is missing."""
+        """The tokens of each request. Raises AssertionError when an answer is missing."""
         tokens: dict[int, list[int]] = {slot: [] for slot in slots}
         left, end_s = set(slots), time.monotonic() + timeout_s
         while left and time.monotonic() < end_s:
@@ -466,7 +467,8 @@ def fuzz(
     address: str, numbers: random.Random, counts: Counts, *, rounds: int = 1, acts: int = 60, burst: int = 60,
     largest_bytes: int = 1 << 20, hostile: int = 3, expected: list[list[int]] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Rounds of acts by hostile clients beside the victim. What went wrong, in sentences; nothing is good."""
+    """Runs rounds of attacks by hostile clients beside the victim. Returns the errors in sentences; none if all is
+    well."""
     problems: list[str] = []
     with zmq.Context() as context:
         generator = Generator(numbers)
@@ -494,8 +496,8 @@ def fuzz(
 
 
 def add_and_abort(address: str, process: psutil.Process, count: int, *, at_once: int = 250) -> list[dict[str, int]]:
-    """Sends requests, each aborted at once, and takes the one terminal answer of each: how many there had been by when,
-    and the core's memory then (bytes). Raises AssertionError when an answer is missing, or is a second one."""
+    """Sends requests, each aborted at once, and receives the one terminal answer of each. Returns samples of the number
+    of requests and the core's memory (bytes). Raises AssertionError when an answer is missing or repeated."""
     samples = []
     prompt = Tensor.of("int32", [2 + place % (VOCAB_SIZE - 2) for place in range(MAX_MODEL_LEN - 8)])
     task = messages.Generate(sampling=messages.Sampling(max_tokens=4))
@@ -519,7 +521,7 @@ def add_and_abort(address: str, process: psutil.Process, count: int, *, at_once:
 
 
 def growth_of_last_half(samples: list[dict[str, Any]]) -> int | None:
-    """Bytes, between the medians of its first and of its last tenth; None of nothing."""
+    """Growth in bytes between the medians of the last half's first and last tenth; None without samples."""
     half = [sample["rss"] for sample in samples[len(samples) // 2 :]]
     tenth = -(-len(half) // 10)
     return int(statistics.median(half[-tenth:]) - statistics.median(half[:tenth])) if half else None

@@ -1,16 +1,16 @@
-"""All that is to be measured on a GPU, in one command that fits a short lease: tests first, then by value.
+"""Runs all GPU benchmarks in one command that fits a short lease: tests first, then benchmarks by their value.
 
     python benchmarks/gpu_all.py --out DIR [--budget-s 540] [--only decode ...] [--resume DIR] [--wheels FOLDER]
         [--archive FILE] [--dry]
     python benchmarks/gpu_all.py --table [--out DIR]     # the README's table anew, from the JSON in DIR
 
-Needs a checkout, and a Python that has torch, triton and transformers; the package itself need not be installed, and
-`--wheels FOLDER` installs what else is missing from files, without a network. Each benchmark is a program of its own
-with a limit in seconds, so one that fails or hangs takes no other along, and writes its JSON after each case. What no
-longer fits the budget is skipped and named. `--resume DIR` copies what an earlier call's DIR has and runs the rest,
-first what was never begun, then what did not end well. `--archive FILE` is one .tar.gz of the results and of the
-kernels that Triton has compiled, written after each job, for a machine that starts bare each time and gives few files
-back; --resume takes it as it takes a folder. Nothing but the standard library is imported here.
+Needs a checkout, and a Python with torch, triton and transformers; the package itself need not be installed, and
+`--wheels FOLDER` installs other missing packages from files, without a network. Each benchmark is a program of its own
+with a limit in seconds, so one that fails or hangs does not affect the others, and writes its JSON after each case.
+Benchmarks that no longer fit the budget are skipped and named. `--resume DIR` copies the results of an earlier call's
+DIR and runs the rest: first those that were never started, then those that failed. `--archive FILE` writes one .tar.gz
+of the results and of the kernels that Triton has compiled, after each job, for a machine that starts bare each time and
+returns few files; --resume accepts it in place of a folder. Only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ RESULTS = ROOT / "benchmarks" / "results"
 FOLDERS = ("core", "executor", "frontend", "ipc", "kernels")
 NEEDED = ("torch", "numpy", "safetensors", "transformers", "msgspec", "zmq", "psutil", "yaml", "jinja2", "tokenizers")
 ALSO = ("gguf", "xxhash", "tqdm", "uvloop", "prometheus_client", "starlette", "uvicorn", "httptools")
-"""What parts of the package import besides."""
+"""Optional packages that parts of the package import."""
 OUT = "{out}"
-"""Stands for --out in a command."""
+"""Placeholder for --out in a command."""
 KEPT_LINES = 1000
 SHOWN_LINES = 15
 LINE_CHARACTERS = 240
 RECORD = "gpu_all.json"
 KERNELS = "triton"
-"""The folder in --out that Triton keeps compiled kernels in, where there is an archive."""
+"""The folder in --out for Triton's compiled kernels, where there is an archive."""
 MOST_PACKED_BYTES = 14 << 20
-"""Of an archive, from which on no kernel is added: a larger file than 16 MiB may not come back at all."""
+"""Size of an archive from which on no kernel is added: a file larger than 16 MiB may not be returned at all."""
 ALL_SKIPPED = re.compile(r"=+ \d+ skipped")
-"""The last line of a pytest in which nothing passed: that would be told first."""
+"""The last line of a pytest run in which nothing passed, which must be reported first."""
 LAST_S = 8.0
-"""ParentEngine for the table, and for ending what hangs."""
+"""Time kept back for the table, and for ending jobs that hang."""
 
 
 @dataclass(frozen=True)
 class Job:
     name: str
     file: str
-    """Of the JSON; jobs may share one."""
+    """Name of the JSON file; jobs may share one."""
     command: tuple[str, ...]
     most_s: float
     least_s: float
-    """With less time left it is not begun."""
+    """With less time left the job is not started."""
 
 
 @dataclass
@@ -78,13 +78,13 @@ class Outcome:
     status: str
     seconds: float
     output: list[str]
-    """Its last lines."""
+    """The last lines of its output."""
     errors: list[str]
-    """The last lines of a job that did not end well."""
+    """The last lines of errors of a job that failed."""
 
 
 def script(name: str, file: str, most_s: float, least_s: float, *arguments: str, kind: str = "") -> Job:
-    """kind: what another job of the same program has not, in the JSON's name."""
+    """kind: a suffix of the JSON file's name that distinguishes jobs of the same program."""
     json_file = f"{file}{kind}.json"
     command = (sys.executable, str(ROOT / "benchmarks" / f"{file}.py"), *arguments, "--out", f"{OUT}/{json_file}")
     return Job(name, json_file, command, most_s, least_s)
@@ -93,11 +93,11 @@ def script(name: str, file: str, most_s: float, least_s: float, *arguments: str,
 PYTEST = (sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu" / "test_gpu_device.py"), "-vv", "--tb=short")
 TESTS = (*PYTEST, "-o", "timeout=90", "--maxfail=12", "--durations=5", "-p", "no:cacheprovider")
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-UNCACHED = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")  # else what is beyond a tensor is mostly another's memory
+UNCACHED = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")  # so that memory beyond a tensor is not mostly another's
 MEMCHECK = (*UNCACHED, SANITIZER, "--tool", "memcheck", "--error-exitcode", "9", *TESTS, "-k", "chosen_tokens_are")
-"""Of the kernels of sampling, which gather by what they find."""
+"""For the sampling kernels, which gather at computed indices."""
 COMPILE = (sys.executable, str(ROOT / "benchmarks" / "gpu_compile.py"))
-JOBS = (  # in order of value, after what spares them all a wait
+JOBS = (  # in order of value, after the job that saves the others compilation
     Job("compile", "", COMPILE, 80, 20),
     Job("tests", "", TESTS, 140, 30),
     script("decode", "gpu_decode", 170, 45),
@@ -119,7 +119,7 @@ def missing(names: Sequence[str]) -> list[str]:
 
 
 def is_importable() -> bool:
-    """Whether the package is installed; a folder of its name alone is not enough."""
+    """Whether the package is installed; a folder with its name is not enough."""
     try:
         return importlib.util.find_spec("headrace.core") is not None
     except ImportError:
@@ -127,9 +127,9 @@ def is_importable() -> bool:
 
 
 def environment(folder: Path, wheels: Path | None) -> dict[str, str]:
-    """The children's, in which `headrace` can be imported wherever it is installed or not.
+    """The jobs' environment, in which `headrace` can be imported whether it is installed or not.
 
-    Where it is not, a tree of links has each folder under its import name. Raises SystemExit where some are missing.
+    If it is not, a tree of links has each folder under its import name. Raises SystemExit where packages are missing.
     """
     paths = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     if wheels is not None:
@@ -150,12 +150,12 @@ def environment(folder: Path, wheels: Path | None) -> dict[str, str]:
     if not is_importable():
         paths.insert(0, str(link_tree(folder / "tree")))
     fixed = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TRITON_STORE_BINARY_ONLY": "1"}
-    fixed |= {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}  # some images set it, and float32 would not be float32
+    fixed |= {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}  # some images set it, which makes float32 inexact
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **fixed}
 
 
 def link_tree(tree: Path) -> Path:
-    """What an installation would be: links under the import names, and the metadata that tells the version."""
+    """Imitates an installation: links under the import names, and the metadata with the version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     package, about = tree / "headrace", tree / f"headrace-{project['version']}.dist-info"
     for made in (package, about):
@@ -169,7 +169,7 @@ def link_tree(tree: Path) -> Path:
 
 
 def check_gpu(variables: dict[str, str], most_s: float) -> None:
-    """Raises SystemExit without a GPU, once a child has said why: torch is not imported here."""
+    """Raises SystemExit without a usable GPU, after a child has reported why: torch is not imported here."""
     command = [sys.executable, "-c", "import gpu_common; gpu_common.device_of(False, 'cuda')"]
     try:
         found = subprocess.run(command, env=variables, cwd=ROOT / "benchmarks", timeout=most_s, check=False)
@@ -180,9 +180,9 @@ def check_gpu(variables: dict[str, str], most_s: float) -> None:
 
 
 def check_folders(arguments: argparse.Namespace) -> None:
-    """Raises SystemExit where --resume is no earlier call's, or it or --out is of the other kind of run.
+    """Raises SystemExit where --resume is not an earlier call's, or it or --out is of the other kind of run.
 
-    A dry run's record must not stand for a real one's, nor be written over it.
+    A dry run's record must neither be taken for a real one's nor overwrite it.
     """
     if arguments.resume is not None and not (arguments.resume / RECORD).exists():
         raise SystemExit(f"--resume {arguments.resume} holds no {RECORD}; name the --out of an earlier call")
@@ -196,7 +196,7 @@ def check_folders(arguments: argparse.Namespace) -> None:
 
 
 def unpacked(resume: Path, folder: Path) -> Path:
-    """Where the files of --resume are, unpacked into the folder if it is an archive. Raises SystemExit."""
+    """The folder with the files of --resume, unpacked into `folder` if it is an archive. Raises SystemExit."""
     if not resume.is_file():
         return resume
     try:
@@ -210,9 +210,10 @@ def unpacked(resume: Path, folder: Path) -> Path:
 
 
 def pack(out: Path, file: Path) -> None:
-    """Results and compiled kernels of --out as one file; if this is cut off, the file stays the one before.
+    """Packs results and compiled kernels of --out into one file; if interrupted, the previous file stays.
 
-    Kernels are small (some 20 KB each), the oldest first; those for which there is no room are compiled again.
+    Kernels are small (some 20 KB each), and the oldest are packed first; those for which there is no room will be
+    compiled again.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f"{file.name}.part")
@@ -227,7 +228,7 @@ def pack(out: Path, file: Path) -> None:
 
 
 def run(job: Job, arguments: argparse.Namespace, variables: dict[str, str], most_s: float) -> Outcome:
-    """Its output goes on to ours line by line, and its errors only where it does not end well."""
+    """Runs a job. Passes its output on line by line, and its errors only if it fails."""
     command = [part.replace(OUT, str(arguments.out)) for part in job.command]
     command += ["--dry"] if arguments.dry and job.file else []
     began_s, shown = time.monotonic(), deque[str](maxlen=KEPT_LINES)
@@ -244,7 +245,7 @@ def run(job: Job, arguments: argparse.Namespace, variables: dict[str, str], most
             status = f"stopped after {most_s:.0f} s"
         finally:
             end(child)
-        reader.join(LAST_S / 2)  # what it started may hold the pipe a little longer
+        reader.join(LAST_S / 2)  # processes that it started may hold the pipe a little longer
         if status == "ended with status 0":
             status = "skipped: every test was" if shown and ALL_SKIPPED.match(shown[-1]) else "done"
         log.seek(0)
@@ -259,7 +260,7 @@ def pass_on(lines: Iterable[str], kept: deque[str]) -> None:
 
 
 def end(child: subprocess.Popen[str]) -> None:
-    """The process and all of its group; engines that it started end with their parent."""
+    """Ends the process and its group; engines that it started end with their parent."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -270,7 +271,7 @@ def is_done(job: Job, outcomes: list[dict[str, Any]]) -> bool:
 
 
 def take_over(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """What an earlier call came to, its files copied here."""
+    """The outcomes of an earlier call, whose files are copied."""
     if arguments.resume is None:
         return []
     if arguments.resume.resolve() != arguments.out.resolve():
@@ -286,7 +287,7 @@ def run_all(arguments: argparse.Namespace, variables: dict[str, str], began_s: f
     outcomes = take_over(arguments)
     tried = {each["name"] for each in outcomes if each["seconds"]}
     for job in sorted(JOBS, key=lambda job: job.name in tried):
-        if arguments.dry and not job.file:  # which have no dry run
+        if arguments.dry and not job.file:  # jobs without a dry run
             continue
         if (arguments.only and job.name not in arguments.only) or (not arguments.only and is_done(job, outcomes)):
             continue
@@ -309,7 +310,7 @@ def run_all(arguments: argparse.Namespace, variables: dict[str, str], began_s: f
         if arguments.archive is not None:
             try:
                 pack(arguments.out, arguments.archive)
-            except OSError as error:  # the one before is still there, and the next may be had
+            except OSError as error:  # the previous archive remains, and the next one may succeed
                 print(f"no archive: {error}", flush=True)
     return outcomes
 

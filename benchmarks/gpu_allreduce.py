@@ -1,9 +1,9 @@
-"""Sums over the GPUs of this host, one rank each: NCCL beside one-shot and two-shot through symmetric memory, by size.
+"""Sums over this host's GPUs, one rank each, by size: NCCL, and one-shot and two-shot through symmetric memory.
 
     torchrun --nproc-per-node 8 benchmarks/gpu_allreduce.py --out results/gpu_allreduce.json
 
-Each sample is a captured graph of SUMS sums in a row, as a decode step has them, divided by their number; a sample is
-the slowest rank's. The bounds in `executor/gpu/collectives.py` are to be set where the ways cross.
+Each sample is a captured graph of SUMS consecutive sums, as in a decode step, divided by their number, on the slowest
+rank. The limits in `executor/gpu/collectives.py` should be set where the methods cross.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def main() -> None:
     if rank == 0:
         found = {"gpu": torch.cuda.get_device_name(device), "ranks": size, "sums_in_a_graph": SUMS, "sums": rows}
         write_report(arguments.out, "gpu_allreduce", found)
-    os._exit(0)  # a communicator's end waits for all
+    os._exit(0)  # ending a communicator would wait for all ranks
 
 
 def meeting_of(rank: int, size: int) -> Rendezvous:
-    """Beside torchrun's own store, at the next port."""
+    """Uses the port after that of torchrun's own store."""
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1)
     listener = socket.create_server(address) if rank == 0 else None
     world = World(size, 1, max_tokens=1, max_seqs=1, hidden_size=1, vocab_size=1)

@@ -1,6 +1,6 @@
-"""What the GPU benchmarks share: models by shape, the machine's limits, and an executor fed without a core.
+"""Shared by the GPU benchmarks: models by shape, the machine's limits, and an executor driven without a core.
 
-Each takes `--device cuda` (the default) or `--dry`, which runs a tiny model on the CPU to see that the script works.
+Each benchmark takes `--device cuda` (the default) or `--dry`, which runs a tiny model on the CPU to test the script.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def positive(text: str) -> int:
 
 
 def check_only(parser: argparse.ArgumentParser, only: str, names: Iterable[str]) -> None:
-    """Exits with 2 where none of the names holds what was asked for."""
+    """Exits with 2 if no name contains the requested text."""
     known = list(dict.fromkeys(names))
     if not any(only in name for name in known):
         parser.error(f"--only {only!r} is in no name that there is: {'; '.join(known)}")
 
 
 def open_report(arguments: argparse.Namespace, name: str, results: dict[str, Any]) -> Report:
-    """A report that says whether the run is a dry one."""
+    """A report that records whether the run is a dry one."""
     return Report(arguments.out, name, {"dry": arguments.dry, **results})
 
 
@@ -99,7 +99,7 @@ def attempt(report: Report, case: dict[str, Any], measure: Callable[[], dict[str
 
 
 def finish(report: Report) -> None:
-    """Says so of a dry run, and exits with 1 where a case failed, once all are in the report."""
+    """Marks a dry run, and exits with 1 if a case failed, after all are in the report."""
     if report.results["dry"]:
         print(DRY_RUN, flush=True)
     if failed := [case for case in report.results["cases"] if "failed" in case]:
@@ -108,17 +108,17 @@ def finish(report: Report) -> None:
 
 @contextmanager
 def model_folder(name: str) -> Iterator[Path]:
-    """A folder with the config of a model; its weights are made up (load_format dummy)."""
+    """A folder with the config of a model; the weights are random (load_format dummy)."""
     with tempfile.TemporaryDirectory(prefix="headrace-shape-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODELS[name]))
         yield Path(folder)
 
 
-# --- limits -----------------------------------------------------------------------------------------------------
+# The machine's limits:
 
 
 def device_of(dry: bool, asked: str) -> torch.device:
-    """Raises SystemExit with a sentence where the GPU is not to be had."""
+    """Raises SystemExit with a message if the GPU is not available."""
     if dry:
         return torch.device("cpu")
     try:
@@ -133,7 +133,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def times_s(device: torch.device, run: Callable[[], Any], count: int, warm_up: int = 3) -> list[float]:
-    """Seconds that the device took for each of `count` runs, back to back, by its own clock."""
+    """Seconds of each of `count` consecutive runs, by the device's own clock."""
     for _ in range(warm_up):
         run()
     if device.type != "cuda":
@@ -153,8 +153,8 @@ def times_s(device: torch.device, run: Callable[[], Any], count: int, warm_up: i
 
 
 def limits(device: torch.device, dry: bool) -> dict[str, Any]:
-    """What the machine reaches here and now, on random data: copying (bytes read and written), bf16 and fp8 products,
-    and kernels of a graph that have nothing to do."""
+    """Measures the machine's current limits on random data: copying (bytes read and written), bf16 and fp8 products,
+    and kernels of a graph that do nothing."""
     elements, side = (1 << 20, 256) if dry else (1 << 32, 8192)
     source = torch.empty(elements, dtype=torch.uint8, device=device).random_(0, 255)
     into = torch.empty_like(source)
@@ -166,11 +166,11 @@ def limits(device: torch.device, dry: bool) -> dict[str, Any]:
         for name, find in (("launches_s", launches_s), ("fp8_products_s", partial(fp8_products_s, a=a, b=b))):
             try:
                 samples[name] = find(device)
-            except RuntimeError as error:  # what only refines the account must not cost the figures
+            except RuntimeError as error:  # a refinement must not cost the other figures
                 print(f"no {name}: {error}")
     del a, b
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # an engine in another process is to find it free
+        torch.cuda.empty_cache()  # so that an engine in another process can use it
     median_s = {name: statistics.median(each) for name, each in samples.items()}
     return {
         "device": gpu_facts(device).name if device.type == "cuda" else "cpu (dry run)",
@@ -183,19 +183,19 @@ def limits(device: torch.device, dry: bool) -> dict[str, Any]:
 
 
 def fp8_products_s(device: torch.device, a: Tensor, b: Tensor) -> list[float]:
-    """Seconds of a b^T [side, side] with a scale for each row of either, as the engine multiplies."""
+    """Seconds of a b^T [side, side] with a scale per row of both, as the engine multiplies."""
     ones, codes = torch.ones(len(a), device=device), [x.to(torch.float8_e4m3fn) for x in (a, b)]
     of: dict[str, Any] = {"scale_a": ones[:, None], "scale_b": ones[None], "out_dtype": torch.bfloat16}
     return times_s(device, partial(torch._scaled_mm, codes[0], codes[1].t(), **of), 10)
 
 
 def rates_of(found: dict[str, Any]) -> Rates:
-    """Of what `limits` found. Products of fp8 are measured against bf16's rate, as the issue has it."""
+    """The rates from the result of `limits`. fp8 products are compared with bf16's rate, as the target is defined."""
     return Rates(found["copy_bytes_s"], found["bf16_flop_s"], found["launch_s"])
 
 
 def launches_s(device: torch.device, count: int = 200) -> list[float]:
-    """Seconds for each of the kernels of a graph that do next to nothing."""
+    """Seconds per kernel of a graph of nearly empty kernels."""
     word = torch.zeros(1, device=device)
 
     def run() -> None:
@@ -208,8 +208,8 @@ def launches_s(device: torch.device, count: int = 200) -> list[float]:
 
 
 def profile_us(device: torch.device, run: Callable[[], Any], count: int) -> dict[str, float]:
-    """Microseconds of the device for one of `count` runs by the phases of `gpu_ledger`, from torch's profiler; empty
-    where there is none."""
+    """Device microseconds of one of `count` runs by the phases of `gpu_ledger`, from torch's profiler; empty without
+    one."""
     if device.type != "cuda":
         return {}
     try:
@@ -217,7 +217,7 @@ def profile_us(device: torch.device, run: Callable[[], Any], count: int) -> dict
             for _ in range(count):
                 run()
             synchronize(device)
-    except (RuntimeError, AssertionError) as error:  # not every machine lets CUPTI in
+    except (RuntimeError, AssertionError) as error:  # some machines do not permit CUPTI
         print(f"no profile: {error}")
         return {}
     found: dict[str, float] = {}
@@ -227,11 +227,11 @@ def profile_us(device: torch.device, run: Callable[[], Any], count: int) -> dict
     return found
 
 
-# --- an executor without a core -----------------------------------------------------------------------------------
+# An executor driven without a core:
 
 
 class DryBackend:
-    """The CPU in a GPU's place."""
+    """The CPU in place of a GPU."""
 
     device = torch.device("cpu")
 
@@ -272,12 +272,12 @@ class DryBackend:
 
 
 def blocks_for(contexts: Sequence[int]) -> int:
-    """Of the cache, for rows of so many tokens each."""
+    """Number of cache blocks for rows of so many tokens each."""
     return sum(-(-context // BLOCK_SIZE) for context in contexts) + 2
 
 
 class Feeder:
-    """Rows of random tokens, planned as the core would, for an executor in this process."""
+    """Rows of random tokens, with plans like the core's, for an executor in this process."""
 
     def __init__(self, model: Path, *, dry: bool, device: str, max_num_seqs: int, context: int, **options: Any) -> None:
         settings = {"num_gpu_blocks_override": blocks_for([context] * max_num_seqs), **options}
@@ -301,7 +301,7 @@ class Feeder:
         self.device = torch.device(made.steps.state.words.device)
         self.device_side: Device = HostDevice() if dry else CudaDevice(self.device)
         self.plan, self._step, self._next_block = plan, 0, 0
-        # Block 0 is nobody's; the others lie anywhere, as after hours of service.
+        # Block 0 is the null block; the others are in random order, as after hours of service.
         self._blocks = 1 + np.random.default_rng(0).permutation(facts.num_blocks - 1)
         self._lengths: dict[int, int] = {}
         self._num_blocks: dict[int, int] = {}
@@ -309,7 +309,7 @@ class Feeder:
         self._num_in_flight = 0
 
     def capture(self) -> float:
-        """Makes all graphs now; seconds."""
+        """Captures all graphs now; returns the seconds."""
         began_s = time.perf_counter()
         while self.executor.idle():
             pass
@@ -317,7 +317,7 @@ class Feeder:
         return time.perf_counter() - began_s
 
     def enter(self, prompts: Sequence[int], temperature: float = 0.0) -> None:
-        """Computes prompts of so many tokens, as many whole ones in a step as its budget holds, long ones in pieces."""
+        """Computes prompts of so many tokens: as many whole ones per step as fit its budget, long ones in chunks."""
         dice = np.random.default_rng(len(prompts))
         waiting = list(range(len(prompts)))
         while waiting:
@@ -349,7 +349,7 @@ class Feeder:
         self._submit(rows, [1] * len(rows), starts, [0] * len(rows), [])
 
     def release(self) -> None:
-        """All rows are over, whatever became of them; the next plan says so."""
+        """Releases all rows; the next plan includes that."""
         while self._num_in_flight:
             self.collect()
         self._released = list(self._lengths)
@@ -358,7 +358,7 @@ class Feeder:
     def _submit(
         self, rows: list[int], counts: list[int], starts: list[int], sampled_from: list[int], new: list[NewRow]
     ) -> None:
-        """Rows that reach their `sampled_from` tokens or more sample; a row that outgrows its blocks gets one more."""
+        """Rows that reach their `sampled_from` tokens are sampled; a row that outgrows its blocks gets one more."""
         appended = []
         for row in rows:
             if self._lengths[row] > self._num_blocks[row] * BLOCK_SIZE:

@@ -1,11 +1,11 @@
-"""Compiles what the jobs of `gpu_all.py` launch, all at once, so that none of them waits for a compiler.
+"""Compiles the kernels that the jobs of `gpu_all.py` launch, all at once, so that no job waits for a compiler.
 
     python benchmarks/gpu_compile.py [--case NAME ...]
 
-A model has some 40 kernels, and a job that meets them one by one waits a minute or more for them. Here each case is a
-process that notes the launches of its model's steps on tensors without memory (`tests/support/gpu_launches.py`) and
-compiles them side by side into Triton's cache, where the jobs find them. With a GPU the programs that launch them are
-built too; without one the kernels of an H200 are compiled. What a job launches besides, it compiles itself.
+A model has some 40 kernels, and a job that compiles them one by one waits a minute or more. Here each case is a process
+that records the launches of its model's steps on tensors without memory (`tests/support/gpu_launches.py`) and compiles
+them in parallel into Triton's cache, where the jobs find them. With a GPU the launcher programs are built too; without
+one the kernels are compiled for an H200. A job compiles any further kernels itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FP32, FP8 = torch.float32, torch.float8_e4m3fn
 
 
 def tiny(name: str, **options: Any) -> Callable[[], LaunchNotes]:
-    """A model of the tests of a GPU."""
+    """A model of the GPU tests."""
 
     def notes() -> LaunchNotes:
         import tiny_models
@@ -72,7 +72,7 @@ CASES: dict[str, Callable[[], LaunchNotes]] = {
 
 
 class NoDriver:
-    """Triton's, of a GPU that is not there."""
+    """Triton's driver for a GPU that is not present."""
 
     def get_current_device(self) -> int:
         return 0
@@ -85,7 +85,7 @@ class NoDriver:
 
 
 def compile_launches(launches: list[LaunchRecord], num_threads: int) -> int:
-    """Into Triton's cache, as the launches would; how many kernels. Raises what the first that fails raised."""
+    """Compiles into Triton's cache, as the launches would; returns the number of kernels. Raises the first error."""
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         driver.set_active(NoDriver())
@@ -101,7 +101,7 @@ def compile_launches(launches: list[LaunchRecord], num_threads: int) -> int:
 
 
 def build_launcher(kernel: Any) -> None:
-    """kernel: as `JITFunction.run` gives it."""
+    """kernel: as `JITFunction.run` returns it."""
     compiled = kernel.result() if hasattr(kernel, "result") else kernel
     compiled._init_handles()
 
@@ -117,7 +117,7 @@ def run_case(name: str) -> None:
 
 
 def run_cases(names: list[str]) -> list[str]:
-    """Each in a process of its own, all at once; those that failed."""
+    """Runs each case in its own process, all at once; returns those that failed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     children = {name: subprocess.Popen([sys.executable, __file__, "--case", name], env=environment) for name in names}
     ends_s, failed = time.monotonic() + MOST_S, []

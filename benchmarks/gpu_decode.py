@@ -3,15 +3,15 @@
     python benchmarks/gpu_decode.py --out results/gpu_decode.json [--batch 1] [--weights fp8] [--model NAME]
         [--launch-early] [--beside 100000] [--dry]
 
-A step's limit is the larger of two times: what it must read (weights once, every request's keys and values) at the
-rate that copying reaches in this run, and what it must multiply at the rate that bf16 products reach. To reach: 85% of
-it at batch 1, 80% at 32 and 256, and 1.6 times bf16's tokens per second with fp8 weights at batch 1; and under 50 us
-between consecutive graphs at batch 64. `gap_us` is that: by the device's clock, from the end of a step's graph to the
-begin of the next one's. Prompts end so that the median step has the context that is named; each sample is from one
-result to the next with two steps in flight. --beside adds to each batch one row of another context, as when one long
-request decodes among short ones. Once all is timed, a profile of a few steps of each batch is put beside
-`gpu_ledger.py`'s account: what the first profile turns on in a process makes its launches slower until its end
-(pytorch/pytorch#144455).
+A step's limit is the larger of two times: reading its bytes (weights once, every request's keys and values) at the rate
+of copying, and multiplying at the rate of bf16 products, both measured in this run. Targets: 85% of the limit at batch
+1, 80% at 32 and 256; 1.6 times bf16's tokens per second with fp8 weights at batch 1; and under 50 us between
+consecutive graphs at batch 64. The latter is `gap_us`: by the device's clock, from the end of a step's graph to the
+begin of the next one's. Prompts end so that the median step has the named context; each sample is from one result to
+the next with two steps in flight. --beside adds one row of another context to each batch, as when one long request
+decodes among short ones. After all timing, a profile of a few steps of each batch is compared with `gpu_ledger.py`'s
+prediction. The profile comes last because the first profile in a process makes its launches slower until the process
+ends (pytorch/pytorch#144455).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def measure(
 
 @contextlib.contextmanager
 def timed_replays(graphs: DecodeGraphs, batch: int, mark: Callable[[], Mark]) -> Iterator[list[tuple[Mark, Mark]]]:
-    """Meanwhile the graph of that batch is marked where each of its replays begins and ends; nothing without one."""
+    """Within the context, marks the begin and end of each replay of that batch's graph; no marks without a graph."""
     marks: list[tuple[Mark, Mark]] = []
     key = graphs.key_for(batch, Choice.ARGMAX)
     graph = graphs._graphs.get(key) if key is not None else None
@@ -102,14 +102,14 @@ def timed_replays(graphs: DecodeGraphs, batch: int, mark: Callable[[], Mark]) ->
 
 
 def between(marks: Sequence[tuple[Mark, Mark]]) -> tuple[list[float], list[float]]:
-    """Seconds of each replay, and from each one's end to the next one's begin, once all have passed."""
+    """Seconds of each replay, and from each one's end to the next one's begin. All marks must have passed."""
     kept = marks[WARM_UP:]
     gaps_s = [begin.seconds_since(end) for (_, end), (begin, _) in itertools.pairwise(kept)]
     return [end.seconds_since(begin) for begin, end in kept], gaps_s
 
 
 def run_steps(feeder: Feeder, steps: int) -> list[float]:
-    """Seconds from one result to the next, with a step started before the one before is read."""
+    """Seconds from one result to the next; each step is started before the previous result is read."""
     feeder.decode()
     for _ in range(WARM_UP):
         feeder.decode()
@@ -129,7 +129,7 @@ def run_steps(feeder: Feeder, steps: int) -> list[float]:
 def profile(
     feeder: Feeder, config: dict[str, Any], contexts: list[int], weight_bytes: float, found: dict[str, Any]
 ) -> dict[str, Any]:
-    """The device's time by phases, and the account with it."""
+    """The device's time by phase, compared with the prediction."""
     feeder.enter([max(1, context - WARM_UP - PROFILED_STEPS // 2) for context in contexts])
     for _ in range(WARM_UP):
         one_step(feeder)
@@ -164,7 +164,7 @@ def batches_of(arguments: argparse.Namespace) -> list[list[int]]:
 
 @contextlib.contextmanager
 def opened(folder: Path, arguments: argparse.Namespace, weights: str) -> Iterator[Feeder]:
-    """Its cache leaves room for the next weights' whatever happens."""
+    """An executor for the model. Its cache leaves room for the next weights' executor in any case."""
     batches, room = batches_of(arguments), arguments.steps + PROFILED_STEPS + 64
     most = max(batches, key=len)
     feeder = Feeder(
@@ -210,7 +210,7 @@ def measure_all(folder: Path, arguments: argparse.Namespace, report: Report, wei
 
 
 def profile_all(folder: Path, arguments: argparse.Namespace, report: Report, weights: str) -> None:
-    """Adds profiles to the cases that were measured."""
+    """Adds profiles to the measured cases."""
     config, found = MODELS[arguments.model], report.results["limits"]
     with opened(folder, arguments, weights) as feeder:
         feeder.capture()
@@ -257,7 +257,7 @@ def main() -> None:
         for weights in kinds if device.type == "cuda" else ():
             try:
                 profile_all(folder, arguments, report, weights)
-            except Exception:  # what only refines the account must not cost the figures
+            except Exception:  # a refinement must not cost the other figures
                 traceback.print_exc()
     gpu_common.finish(report)
 

@@ -1,11 +1,11 @@
-"""Greedy answers on a GPU against transformers on the same GPU, for random weights in the shape of Qwen3-0.6B.
+"""Compares greedy answers on a GPU with transformers on the same GPU, for random weights in the shape of Qwen3-0.6B.
 
     python benchmarks/gpu_greedy.py --out results/gpu_greedy.json [--dry]
 
-Judged token by token on our own sequences: transformers gives the logits at each of their positions. In float32 ours
-must be its best everywhere, so that the answers are equal. In bfloat16 it must be where transformers' best and second
-differ by more than twice the largest difference between its bf16 and fp32 logits there, which is what rounding has
-been seen to come to; how many positions that leaves is told.
+Judged token by token on our own sequences: transformers computes the logits at each of their positions. In float32 our
+token must be its highest everywhere, so that the answers are equal. In bfloat16 it must be the highest wherever
+transformers' two highest logits differ by more than twice the largest difference between its bf16 and fp32 logits
+there, which is the observed size of rounding; the number of such positions is reported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUM_TOKENS = 64
 
 
 def ours(folder: Path, prompts: list[list[int]], dtype: str, device: torch.device) -> list[list[int]]:
-    """Prompts with our answers."""
+    """Prompts followed by our answers."""
     memory: dict[str, Any] = {"gpu_memory_utilization": 0.3} if device.type == "cuda" else {}
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
     with LLM(
@@ -52,7 +52,7 @@ def logits_of(folder: Path, sequences: list[list[int]], dtype: torch.dtype, devi
 def judge(
     sequences: list[list[int]], prompts: list[list[int]], theirs: list[torch.Tensor], slack: Any
 ) -> dict[str, int]:
-    """slack: for each sequence [len - 1], how far apart best and second must be for a position to count."""
+    """slack: for each sequence [len - 1], the least difference of the two highest logits at which a position counts."""
     judged = wrong = 0
     for ids, prompt, logits, least in zip(sequences, prompts, theirs, slack, strict=True):
         best = logits.topk(2)

@@ -2,12 +2,12 @@
 
     python benchmarks/gpu_kernels.py --out results/gpu_kernels.json [--sweep] [--only attention] [--dry]
 
-The kernels are those that the engine chooses. A kernel's limit is moving its bytes at the rate of copying or
-multiplying at the rate of matrix products (of fp8 where both sides are fp8), whichever takes longer, both measured in
-this run. torch's own attention (FlashAttention and cuDNN, over keys and values that lie side by side) stands beside
-ours for the prompt. A sample is a graph of calls on as many sets of inputs as no cache holds, divided by their number,
-so it has the time between two kernels of a graph in it. --sweep times attention with some other tiles too, and says
-which row of `kernels/triton/configs.py` is not the fastest here. --dry runs tiny shapes by Triton's interpreter.
+The kernels are those that the engine chooses. A kernel's limit is the longer of moving its bytes at the rate of
+copying, and multiplying at the rate of matrix products (of fp8 where both operands are fp8), both measured in this run.
+For prompts, torch's own attention (FlashAttention and cuDNN, on contiguous keys and values) is measured too. A sample
+is a graph of calls on more sets of inputs than fit any cache, divided by their number, so it includes the time between
+two kernels of a graph. --sweep also times attention with other tiles, and reports the rows of
+`kernels/triton/configs.py` that are not the fastest here. --dry runs tiny shapes by Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 CACHE_BYTES = 1 << 28
-"""Several times a GPU's second-level cache."""
+"""Several times the size of a GPU's L2 cache."""
 MOST_SETS = 12
 SAMPLES = 15
 BLOCK_SIZE = 16
@@ -43,7 +43,7 @@ BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Kernel:
-    """One op on one shape. `make` gives a call on inputs of its own."""
+    """One op on one shape. `make` returns a call with its own inputs."""
 
     name: str
     shape: str
@@ -59,13 +59,13 @@ class Machine:
     found: dict[str, Any]
     dry: bool
     served: dict[str, str] = field(default_factory=dict)
-    """Which version of each op was chosen last."""
+    """The version of each op that was chosen last."""
 
     def random(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
         return torch.randn(shape, device=self.device).to(dtype)
 
     def choose(self, op: str, dtype: torch.dtype = BF16, **facts: Any) -> Callable[..., Any]:
-        """What the engine would call; in a dry run Triton's version where there is one."""
+        """The version that the engine would call; in a dry run Triton's, if there is one."""
         from headrace.kernels import ops
 
         known = {"device": self.device, "dtype": dtype, **facts}
@@ -77,14 +77,14 @@ class Machine:
         return choice.function
 
     def samples_s(self, kernel: Kernel) -> list[float]:
-        """Seconds of one call."""
+        """Seconds per call."""
         if self.dry:
             return times_s(self.device, kernel.make(), 1, warm_up=0)
         from headrace.executor.gpu.hardware.cuda import CudaCapturer
 
         count = max(2, min(MOST_SETS, -(-CACHE_BYTES // int(kernel.num_bytes))))
         calls = [kernel.make() for _ in range(count)]
-        times = max(1, 24 // count)  # enough that a sample is not the launch of a graph
+        times = max(1, 24 // count)  # enough calls that the graph's launch does not dominate
 
         def run() -> None:
             for call in calls * times:
@@ -195,10 +195,10 @@ def choices(machine: Machine, config: dict[str, Any], rows: int) -> Iterator[Ker
 def paged(
     machine: Machine, heads: tuple[int, int], contexts: Sequence[int], query_len: int, dtype: torch.dtype
 ) -> tuple[Any, Tensor, Tensor]:
-    """A batch whose rows compute the last `query_len` tokens of their contexts, in blocks that lie anywhere, and its
+    """A batch whose rows compute the last `query_len` tokens of their contexts, with blocks in random order, and its
     cache.
 
-    heads: key/value heads and values of each.
+    heads: number of key/value heads, and values of each.
     """
     from headrace.kernels.reference.attention import PagedBatch
 
@@ -245,7 +245,7 @@ def attention(
 
 
 def library_attention(machine: Machine, config: dict[str, Any], prompt: int, backend: SDPBackend) -> Kernel:
-    """torch's attention of one whole prompt: what a fallback to it would take."""
+    """torch's attention for one whole prompt, as a fallback to it would compute."""
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], head_dim_of(config)
 
     def make() -> Callable[[], Any]:
@@ -295,7 +295,7 @@ PREFILL_SWEEP = ((64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 5), (128, 128, 8,
 
 
 def sweep(machine: Machine, config: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
-    """Cases and what measures them: attention with other tiles than the table's, and the table's first (no tiles)."""
+    """Cases and their measurements: attention with the table's tiles first (no tiles), then with others."""
     from headrace.kernels.triton.configs import Tiles
 
     rows, context, prompt = ((2,), 40, 24) if machine.dry else ((1, 32, 256), 1024, 8192)
@@ -320,7 +320,7 @@ def with_tiles(machine: Machine, kernel: Kernel, table: str, tiles: Any) -> dict
 
 
 def show_sweep(cases: list[dict[str, Any]]) -> None:
-    """For each shape the table's own tiles beside the fastest."""
+    """For each shape, the table's tiles and the fastest ones."""
     swept = [case for case in cases if "sweep" in case and "failed" not in case]
     for (table, shape), group in itertools.groupby(swept, lambda case: (case["sweep"], case["shape"])):
         found = list(group)
@@ -337,7 +337,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kernels whose names hold this")
     arguments = parser.parse_args()
     if arguments.dry:
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read as the kernels are imported, which is below
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read at the import of the kernels, below
     gpu_common.check_only(
         parser, arguments.only, (each.name for each in kernels_of(Machine(torch.device("cpu"), {}, True), TINY))
     )

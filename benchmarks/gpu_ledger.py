@@ -1,11 +1,11 @@
-"""What a step must do on paper: bytes and products of each phase, its least time at given limits, and its launches.
+"""Predicts a step's cost: bytes and products of each phase, its least time at given limits, and its launches.
 
     python benchmarks/gpu_ledger.py
 
-prints the cases of `gpu_decode.py` and `gpu_prefill.py` for what an H200 is said to reach, and which of their targets
-cannot be met as the step is built, even if each kernel reached its limit. Those scripts print the same for the limits
+prints the cases of `gpu_decode.py` and `gpu_prefill.py` for the published limits of an H200, and which of their targets
+the step cannot meet as it is built, even if each kernel reached its limit. Those scripts print the same for the limits
 that they measure, beside a profile. A phase's least time is the larger of moving its bytes (weights, keys, values and
-activations, once) at the rate of copying and multiplying at the rate of products; to that comes a launch per kernel.
+activations, once) at the rate of copying, and multiplying at the rate of products, plus a launch per kernel.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from gpu_shapes import LLAMA_8B, cache_bytes, head_dim_of, weight_elements
 from headrace.kernels.triton.configs import most_small_rows
 
 LAUNCH_S = 1.3e-6
-"""From one kernel of a graph to the next where neither has much to do; `gpu_common.limits` measures it on a GPU."""
-NAMES = (  # the first that is part of a kernel's name says the phase
+"""Seconds between consecutive kernels of a graph that have little to do; `gpu_common.limits` measures it on a GPU."""
+NAMES = (  # the first whose part occurs in a kernel's name gives the phase
     ("attention", ("attend_kernel", "combine_kernel")),
     ("rounding to fp8", ("round_tokens",)),
     ("norms", ("norm_kernel",)),
@@ -28,7 +28,7 @@ NAMES = (  # the first that is part of a kernel's name says the phase
     ("choice of tokens", ("chunk_kernel", "pick_kernel", "part_kernel", "threshold_kernel")),
     ("matrices", ("gemm", "gemv", "nvjet", "cutlass", "xmma", "cublas", "splitk", "linear", "product")),
 )
-"""cuBLAS names its kernels by how they are built; the head's product is among the matrices of a profile."""
+"""cuBLAS names its kernels by their construction, so a profile counts the head's product among the matrices."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Step:
     context: int
     query_len: int = 1
     weight_bytes: float = 2
-    """Of an element of the layers' matrices; the head's take 2."""
+    """Bytes of a weight of the layers' matrices; the head's take 2."""
     cache_bytes: float = 2
 
     @property
@@ -55,12 +55,12 @@ class Step:
 
     @property
     def is_fused(self) -> bool:
-        """Whether norms, activation, rounding and addition are parts of the matrices' kernels."""
+        """Whether norms, activation, rounding and addition are fused into the matrices' kernels."""
         return self.tokens <= most_small_rows(int(8 * self.weight_bytes), rounds_input=self.weight_bytes < 2)
 
     @property
     def pairs(self) -> int:
-        """Of a query and a key that it sees."""
+        """The number of pairs of a query and a key that it attends to."""
         return self.rows * (self.query_len * self.context - self.query_len * (self.query_len - 1) // 2)
 
 
@@ -76,7 +76,7 @@ class Phase:
 
 
 def phases(config: dict[str, Any], step: Step) -> list[Phase]:
-    """What the decoder launches for a step of a dense gated model, in bf16 or with fp8 matrices."""
+    """The phases of a decoder step of a dense gated model, in bf16 or with fp8 matrices."""
     hidden, layers, inner = config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], head_dim_of(config)
     tokens, width = step.tokens, (heads + 2 * kv_heads) * size
@@ -108,13 +108,13 @@ def attention_flop(config: dict[str, Any], step: Step) -> float:
 
 
 def step_flop(config: dict[str, Any], step: Step) -> float:
-    """Products of the layers' matrices, of the head for each row's last token, and of attention under its mask."""
+    """FLOP of the layers' matrices, of the head for each row's last token, and of attention under its mask."""
     elements, head = weight_elements(config)
     return 2 * step.tokens * elements + 2 * step.rows * head + attention_flop(config, step)
 
 
 def limit(config: dict[str, Any], step: Step, rates: Rates) -> tuple[float, str]:
-    """Seconds that no step is faster than, and what binds it: weights, keys and values read once, or all products."""
+    """The least seconds of any step, and the bound: weights, keys and values read once, or all products."""
     elements, head = weight_elements(config)
     cached = cache_bytes(config, step.rows * step.context, step.cache_bytes)
     reading_s = (elements * step.weight_bytes + 2 * head + cached) / rates.copy_bytes_s
@@ -123,13 +123,13 @@ def limit(config: dict[str, Any], step: Step, rates: Rates) -> tuple[float, str]
 
 
 def phase_of(kernel: str) -> str:
-    """The phase that a kernel of a profile belongs to; what is none of ours or cuBLAS's is torch's own."""
+    """The phase that a profile's kernel belongs to; kernels that are neither ours nor cuBLAS's are torch's own."""
     lowered = kernel.lower()
     return next((name for name, parts in NAMES if any(part in lowered for part in parts)), "inputs, embedding")
 
 
 def lines(config: dict[str, Any], step: Step, rates: Rates, measured_us: dict[str, float] | None = None) -> list[str]:
-    """A line for each phase: predicted and, where a profile is at hand, measured microseconds."""
+    """A line for each phase: predicted microseconds and, with a profile, measured ones."""
     found = measured_us or {}
     shown = [
         f"    {phase.name:20} {1e6 * phase.predicted_s(rates):9.1f} us on paper ({phase.launches:3} launches)"
@@ -142,7 +142,7 @@ def lines(config: dict[str, Any], step: Step, rates: Rates, measured_us: dict[st
     return [*shown, total + (f" {sum(found.values()):9.1f} us measured" if found else "")]
 
 
-CASES = (  # what, the step, the share of its limit to reach
+CASES = (  # name, step, target share of its limit
     ("decode, batch 1, bf16", Step(1, 1024), 0.85),
     ("decode, batch 1, fp8", Step(1, 1024, weight_bytes=1), None),
     ("decode, batch 32, bf16", Step(32, 1024), 0.80),

@@ -2,15 +2,15 @@
 
     python benchmarks/gpu_linear.py --out results/gpu_linear.json [--sweep] [--budget-s 65] [--only "down fp8"] [--dry]
 
-Every matrix of Llama-3.1-8B's and Qwen3-0.6B's layers, in bf16, fp8, int8 and int4 (groups of 32), times 1 to 256 rows:
-by torch (F.linear, and _scaled_mm with the rounding of its inputs, without and with `use_fast_accum`: "torch fast"),
-by the small kernel, by the tile kernel, and by the small kernel with the norm, activation or addition that stands
-beside the matrix in it ("fused"; the others are without them). A sample is a graph of calls on as many weights as no
-cache holds, divided by their number. Prints, for each, the share of the longer of two times: moving its bytes at the
-rate of copying, and multiplying at the rate of bf16 products, both measured in this run; and which is the best.
-`kernels/triton/configs.py` has the table that this is to settle: MOST_SMALL_ROWS, `small_tiles`, `matrix_tiles`,
-`least_scaled_mm_rows`. --sweep times other tiles too. What the budget leaves no time for is skipped: fewer rows and
-Llama come first. --dry runs tiny shapes by Triton's interpreter.
+Every matrix of the layers of Llama-3.1-8B and Qwen3-0.6B, in bf16, fp8, int8 and int4 (groups of 32), with 1 to 256
+rows: by torch (F.linear, and _scaled_mm with the rounding of its inputs, without and with `use_fast_accum`: "torch
+fast"), by the small kernel, by the tile kernel, and by the small kernel fused with the adjacent norm, activation or
+addition ("fused"; the others are timed without them). A sample is a graph of calls on more weights than fit any cache,
+divided by their number. For each, prints the best, and the share of its limit: the longer of moving its bytes at the
+rate of copying, and multiplying at the rate of bf16 products, both measured in this run. The results are meant to
+settle the table in `kernels/triton/configs.py`: MOST_SMALL_ROWS, `small_tiles`, `matrix_tiles`, `least_scaled_mm_rows`.
+--sweep times other tiles too. Cases for which the budget leaves no time are skipped: fewer rows and Llama come first.
+--dry runs tiny shapes by Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gpu_shapes import LLAMA_8B, QWEN3_06B, TINY, head_dim_of
 from torch import Tensor
 
 CACHE_BYTES = 1 << 28
-"""Several times a GPU's second-level cache."""
+"""Several times the size of a GPU's L2 cache."""
 SAMPLES = 10
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 TYPES = ("bf16", "fp8", "int8", "int4")
@@ -52,7 +52,7 @@ DRY: dict[str, Any] = {
     "vocab_size": 24,
 }
 Call = Callable[[Any, Tensor], Any]
-"""Of a packed layer and x."""
+"""A function of a packed layer and x."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Matrix:
     model: str
     name: str
     shape: tuple[int, int]
-    """out, in"""
+    """(out, in)"""
 
 
 def matrices(model: str, config: dict[str, Any]) -> Iterator[Matrix]:
@@ -86,10 +86,10 @@ class Bench:
     found: dict[str, Any]
     dry: bool
     ends_s: float
-    """When time.monotonic() says so, nothing more is begun."""
+    """After this time of time.monotonic() no case is started."""
 
     def packed(self, matrix: Matrix, kind: str) -> list[Any]:
-        """The matrix as the engine packs it, as many times as no cache holds."""
+        """Copies of the matrix, packed as the engine does, that together exceed any cache."""
         from headrace.executor.gpu.kernels import to_fp8, to_int4, to_int8
         from headrace.kernels.triton import linear
 
@@ -108,7 +108,7 @@ class Bench:
         return made
 
     def samples_s(self, calls: list[Callable[[], Any]]) -> list[float]:
-        """Seconds of one call."""
+        """Seconds per call."""
         if self.dry:
             return times_s(self.device, calls[0], 1, warm_up=0)
         from headrace.executor.gpu.hardware.cuda import CudaCapturer
@@ -123,7 +123,8 @@ class Bench:
         return [sample / len(calls) / times for sample in times_s(self.device, replay, SAMPLES)]
 
     def compile(self, layer: Any, listed: list[tuple[dict[str, Any], Call]]) -> None:
-        """Calls each once, side by side: it is the compiler that takes the time. What fails will do so again."""
+        """Calls each once, in parallel, so that its kernels are compiled. A failure is ignored here, since it will
+        recur."""
 
         def once(case: dict[str, Any], call: Call) -> None:
             with contextlib.suppress(Exception), torch.inference_mode():
@@ -149,7 +150,7 @@ class Bench:
 
 
 def ways(matrix: Matrix, kind: str, rows: int, device: torch.device) -> Iterator[tuple[str, Call]]:
-    """How a layer can be multiplied, by name."""
+    """The ways to multiply a layer, by name."""
     from headrace.kernels.triton.linear import ScaledLinear
     from headrace.kernels.triton.linear_small import Around
 
@@ -177,7 +178,7 @@ def ways(matrix: Matrix, kind: str, rows: int, device: torch.device) -> Iterator
 
 
 def scaled_fast(layer: Any, x: Tensor) -> Tensor:
-    """As `ScaledLinear.apply_scaled`, but the sums stay in the tensor cores' own precision (some 14 bits)."""
+    """Like `ScaledLinear.apply_scaled`, but sums keep only the tensor cores' own precision (some 14 bits)."""
     from headrace.kernels.triton.linear import round_tokens
 
     codes, scales = round_tokens(x)
@@ -201,7 +202,7 @@ def in_tiles(layer: Any, x: Tensor, tiles: Any = None) -> Tensor:
 
 
 def swept(layer: Any, kind: str, rows: int) -> Iterator[tuple[dict[str, Any], Call]]:
-    """Other tiles, and what multiplies with them."""
+    """Other tiles, and the functions that multiply with them."""
     from headrace.kernels.triton.configs import SmallTiles, matrix_tiles
 
     if rows <= MOST_SMALL:
@@ -219,7 +220,7 @@ def swept(layer: Any, kind: str, rows: int) -> Iterator[tuple[dict[str, Any], Ca
 
 
 def cases(bench: Bench, models: dict[str, dict[str, Any]], rows_of: tuple[int, ...], arguments: Any) -> Iterator[Any]:
-    """(case, what measures it), fewer rows first."""
+    """(case, its measurement), fewer rows first."""
     for model, config in models.items():
         for few in (True, False):
             for matrix, kind in measured(model, config):
@@ -248,7 +249,7 @@ def cases(bench: Bench, models: dict[str, dict[str, Any]], rows_of: tuple[int, .
 
 
 def show(found: list[dict[str, Any]]) -> None:
-    """A line for each shape, type and number of rows: every way's share, and the best of each in the sweep."""
+    """A line for each shape, type and number of rows: the share of every way, and the best of each in the sweep."""
     good = [case for case in found if "failed" not in case]
     key = ("model", "matrix", "type", "rows")
     for which, group in itertools.groupby(good, lambda case: tuple(case[name] for name in key)):
@@ -276,7 +277,7 @@ def main() -> None:
     gpu_common.check_only(parser, arguments.only, names)
     ends_s = time.monotonic() + arguments.budget_s
     if arguments.dry:
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read as the kernels are imported, which is below
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read at the import of the kernels, below
     device = gpu_common.device_of(arguments.dry, arguments.device)
     found = limits(device, arguments.dry)
     models = {"tiny": DRY} if arguments.dry else {"llama-8b": LLAMA_8B, "qwen3-0.6b": QWEN3_06B}

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_prefill.py --out results/gpu_prefill.json [--tokens 8192] [--weights bf16] [--dry]
 
-The share is of the rate that bf16 products reach in this run, counting the products of the layers' matrices and of
-attention under its causal mask; to reach: 65%. A sample is from the plan of the step to its token on the host.
+Reports the share of the rate of bf16 products measured in this run, counting the products of the layers' matrices and
+of attention under its causal mask. Target: 65%. A sample is from the step's plan to its token on the host.
 """
 
 from __future__ import annotations

@@ -2,18 +2,18 @@
 
     python benchmarks/gpu_serving.py --out results/gpu_serving.json [--case nano] [--case full] [--no-peer] [--dry]
 
-nano: 256 requests of 100 to 1024 tokens in and out at temperature 0.6, dummy weights in the shape of Qwen3-0.6B, beside
-transformers' continuous batching on the same GPU in the same run (to reach: 3 times its tokens per second). What others
-publish for this workload stands beside it, with their hardware.
+nano: 256 requests of 100 to 1024 tokens in and out at temperature 0.6, dummy weights in the shape of Qwen3-0.6B,
+compared with transformers' continuous batching on the same GPU in the same run (target: 3 times its tokens per second).
+Published figures for this workload are listed too, with their hardware.
 
-full: requests of 1000 tokens in and 1000 out, all there from the beginning, dummy weights in the shape of Llama-3.1-8B
-rounded to fp8, keys and values in fp8, as TensorRT-LLM's figure has both (--weights bf16 and --kv-cache-dtype auto do
-without). TensorRT-LLM's 17,744 output tok/s on an H200 are of 3000 requests, a batch as large as its cache holds (95%
-of what is free) and graphs of up to 8192; here --requests says how many, and --max-num-seqs how many at once, by
-default as many as the cache holds to their end: with fewer requests the begin and the end, where the batch is not full,
-count for more, which is no advantage.
+full: requests of 1000 tokens in and 1000 out, all submitted at the beginning, dummy weights in the shape of
+Llama-3.1-8B in fp8, and an fp8 cache, as in TensorRT-LLM's figure (--weights bf16 and --kv-cache-dtype auto turn both
+off). TensorRT-LLM's 17,744 output tok/s on an H200 are for 3000 requests, a batch as large as its cache holds (95% of
+the free memory) and graphs of up to 8192. Here --requests sets the number of requests, and --max-num-seqs how many run
+at once, by default as many as the cache holds to their end. With fewer requests the beginning and the end, where the
+batch is not full, weigh more, which is no advantage.
 
-A file that is there already keeps the other case.
+An existing output file keeps its other case.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ PUBLISHED: list[dict[str, Any]] = [
 ]
 """nano-vllm's README; mini-sglang's README; TensorRT-LLM's perf-overview.md (Llama-3.1-8B-Instruct-FP8, TP1)."""
 FULL_TOKENS = 1000
-"""In and out, of each request of a full load."""
+"""Tokens in, and out, of each request of the full load."""
 FULL_SHARE = 0.92
-"""Of the GPU's memory."""
+"""Share of the GPU's memory."""
 STEP_BYTES = 4 << 30
-"""Of a full load's activations and graphs, with room to spare."""
+"""Activations and graphs of the full load, with a margin."""
 MOST_SEQS = 1024
 GRAPHS_MOST_S = 90.0
 WARM_UP_REQUESTS = 64
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896)
-"""Of a full load, whose batch is smaller than the largest at its end alone."""
+"""For the full load, whose batch is below the maximum only at its end."""
 PEER_TOKENS = 32
-"""Of each of a few requests that warm transformers up."""
+"""Tokens of each of the requests that warm transformers up."""
 PEER_WARM_UP_S = 60.0
 Workload = tuple[list[list[int]], list[int]]
-"""Prompts, and how many tokens to generate for each."""
+"""Prompts, and the number of tokens to generate for each."""
 
 
 def nano_workload(dry: bool) -> Workload:
-    """The lengths that nano-vllm's bench.py draws, and its seed."""
+    """The lengths and the seed of nano-vllm's bench.py."""
     dice = random.Random(0)
     count, longest, vocabulary = (8, 64, 500) if dry else (256, 1024, 10_000)
     shortest = longest // 10
@@ -76,9 +76,10 @@ def full_workload(dry: bool, num_requests: int) -> Workload:
 
 
 def seqs_that_fit(total_bytes: int, weight_bytes: int, cache_bytes: int) -> int:
-    """Requests of a full load that a GPU of so much memory holds to their end; bytes of a weight, and of a key's value.
+    """How many requests of the full load a GPU with so much memory holds to their end; bytes of a weight, and of a
+    cached value.
 
-    All begin together and are as long, so with more of them all would be preempted at their end.
+    All begin together and have the same length, so with more of them all would be preempted at their end.
     """
     elements, head = weight_elements(LLAMA_8B)
     room_bytes = FULL_SHARE * total_bytes - STEP_BYTES - elements * weight_bytes - 2 * 2 * head
@@ -130,7 +131,7 @@ def ours(folder: Path, arguments: Any, workload: Workload, temperature: float, *
 
 
 def wait_for_graphs(llm: LLM, generate: Callable[[], Any]) -> float:
-    """Seconds until all graphs are made for what `generate` asks for; an engine makes them while it has no requests."""
+    """Seconds until all graphs that `generate` needs are captured; an engine captures while it has no requests."""
     began_s, count = time.perf_counter(), -1
     generate()
     while (found := llm.describe_engine().workers[0].get("graphs", 0)) != count:
@@ -154,8 +155,8 @@ def timed(generate: Callable[[], int], repeats: int) -> dict[str, Any]:
 def transformers_batching(folder: Path, arguments: Any, workload: Workload, temperature: float) -> dict[str, Any]:
     """transformers' own continuous batching, with random weights of the same shape and each request's own length.
 
-    Its attention over pages is torch's: flash-attn's kernels are not looked for, as that may ask the network. Where it
-    takes longer than --peer-seconds, the tokens until then are what counts.
+    Its paged attention is torch's: flash-attn's kernels are not looked for, as that may query the network. If it takes
+    longer than --peer-seconds, only the tokens until then count.
     """
     import torch
     import transformers
@@ -163,7 +164,7 @@ def transformers_batching(folder: Path, arguments: Any, workload: Workload, temp
 
     prompts, lengths = workload
     device = gpu_common.device_of(arguments.dry, arguments.device)
-    with torch.device(device):  # random numbers of a CPU would take longer than the workload
+    with torch.device(device):  # random numbers on a CPU would take longer than the workload
         model = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.from_pretrained(folder),
             dtype=torch.float32 if arguments.dry else torch.bfloat16,
@@ -174,10 +175,10 @@ def transformers_batching(folder: Path, arguments: Any, workload: Workload, temp
         max_new_tokens=max(lengths),
         do_sample=temperature > 0,
         temperature=temperature,
-        eos_token_id=-1,  # no token has it, so every request gets its length
+        eos_token_id=-1,  # matches no token, so every request gets its full length
         pad_token_id=0,
     )
-    # Left to itself it fills all memory, which takes minutes on a CPU.
+    # By default it fills all memory, which takes minutes on a CPU.
     small: dict[str, Any] = {"num_blocks": 64, "block_size": 32, "max_batch_tokens": 256} if arguments.dry else {}
     with (
         model.to(device)
@@ -262,7 +263,7 @@ CASES = {"nano": nano, "full": full}
 
 
 def earlier(path: Path | None, names: list[str], dry: bool) -> list[dict[str, Any]]:
-    """The cases of a file that is there, of a run as dry as this one, but those that are about to be run."""
+    """The cases of an existing file, if it is of the same kind (dry or not), without those about to be run."""
     if path is None or not path.exists():
         return []
     results = json.loads(path.read_text())["results"]

@@ -1,4 +1,4 @@
-"""The models that the GPU benchmarks take the shapes of: their configs as Hugging Face has them."""
+"""Models whose shapes the GPU benchmarks use: their configs in Hugging Face's form."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def head_dim_of(config: dict[str, Any]) -> int:
 
 
 def weight_elements(config: dict[str, Any]) -> tuple[int, int]:
-    """Elements of the matrices that every token meets in the layers, and of the head; embeddings are only looked up."""
+    """Elements of the layers' matrices, which every token multiplies, and of the head; embeddings are only looked
+    up."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     attention = 2 * hidden * head_dim_of(config) * (heads + config["num_key_value_heads"])
     layers = config["num_hidden_layers"] * (attention + 3 * hidden * config["intermediate_size"])
@@ -75,5 +76,5 @@ def weight_elements(config: dict[str, Any]) -> tuple[int, int]:
 
 
 def cache_bytes(config: dict[str, Any], tokens: int, itemsize: float = 2) -> float:
-    """Keys and values of so many tokens, in all layers."""
+    """Bytes of keys and values of so many tokens, in all layers."""
     return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim_of(config) * tokens * itemsize

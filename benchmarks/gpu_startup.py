@@ -1,11 +1,11 @@
-"""From starting the engine to the first token on a GPU: a checkpoint in the shape of Llama-3.1-8B, its files in memory.
+"""Time from starting the engine to the first token on a GPU: a checkpoint of Llama-3.1-8B's shape, in the page cache.
 
     python benchmarks/gpu_startup.py --out results/gpu_startup.json [--folder FOLDER] [--dry]
 
-FOLDER is filled with 16 GB of random bf16 weights in eight safetensors files unless they are there, and is read once
-before the first start, so that the files are in the page cache; by default it is a temporary one, in memory where that
-has room. The first start compiles the Triton kernels unless they are in Triton's cache; the later ones find them
-there. To reach: 15 s, from the call of `LLM()`, which starts an engine-core, to the token.
+FOLDER is filled with 16 GB of random bf16 weights in eight safetensors files unless they exist, and is read once before
+the first start, so that the files are in the page cache. By default it is a temporary one, in memory where that has
+room. The first start compiles the Triton kernels unless they are in Triton's cache; later starts find them there.
+Target: 15 s from the call of `LLM()`, which starts an engine-core, to the token.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ MEMORY = Path("/dev/shm")
 
 
 def roomy_folder(config: dict[str, Any]) -> Path | None:
-    """Memory's own file system where it has twice the room; None is the usual place for temporary files."""
+    """The memory file system if it has twice the needed room; None for the usual temporary folder."""
     needed_bytes = 2 * 2 * (sum(weight_elements(config)) + config["vocab_size"] * config["hidden_size"])
     return MEMORY if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > needed_bytes else None
 
 
 def make_checkpoint(folder: Path, config: dict[str, Any], device: torch.device) -> None:
-    """Random weights under their Hugging Face names, with an index."""
+    """Writes random weights under their Hugging Face names, with an index."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return
@@ -59,13 +59,13 @@ def make_checkpoint(folder: Path, config: dict[str, Any], device: torch.device) 
 
 
 def weight_of(source: DummyWeights, name: str) -> torch.Tensor:
-    """On the host. Norms are about 1, as trained ones are."""
+    """The weight on the host. Norms are about 1, like trained ones."""
     weight = source.get(name)
     return (weight + 1 if name.endswith("norm.weight") else weight).cpu().contiguous()
 
 
 def read_all(folder: Path) -> int:
-    """Bytes that are now in the page cache."""
+    """Reads all files into the page cache; returns their bytes."""
     total = 0
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as opened:

@@ -1,4 +1,4 @@
-"""The table of the issue's cases on a GPU, from the JSON that the benchmarks wrote and from nothing else."""
+"""Makes the table of GPU targets from the benchmarks' JSON, and from nothing else."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ NO_FIGURES = "No GPU has run it yet, so there are no figures."
 DRY_RUN = "dry run on a CPU: the figures mean nothing"
 Cases = list[dict[str, Any]]
 Found = tuple[str, float] | None
-"""What to show, and what is compared with the target."""
+"""The text to show, and the value to compare with the target."""
 
 
 def find(cases: Cases, **facts: Any) -> dict[str, Any] | None:
-    """The case of these facts that did not fail."""
+    """The case with these facts, if it did not fail."""
     return next(
         (case for case in cases if "failed" not in case and all(case.get(key) == facts[key] for key in facts)), None
     )
@@ -98,7 +98,7 @@ ROWS: tuple[tuple[str, str, Callable[[Cases], Found], str, float], ...] = (
     ("greedy answers are transformers', fp32", "gpu_greedy", greedy("float32"), "all", 0.0),
     ("the same, bf16, beyond rounding", "gpu_greedy", greedy("bfloat16"), "all", 0.0),
 )
-"""What, whose file, its figure, the target in words, and the least that reaches it."""
+"""Name, file, its figure, the target in words, and the lowest value that meets it."""
 
 
 def read(folder: Path, name: str) -> dict[str, Any]:
@@ -107,12 +107,12 @@ def read(folder: Path, name: str) -> dict[str, Any]:
 
 
 def is_dry(results: dict[str, Any]) -> bool:
-    """Whether no figure is one of a GPU's: a dry run's, or a tiny model's."""
+    """Whether no figure comes from a GPU: a dry run's, or a tiny model's."""
     return bool(results.get("dry")) or results.get("model") == "tiny"
 
 
 def table(folder: Path) -> str:
-    """Markdown. Of runs without a GPU nothing is shown, as if it had not been measured; without any, a sentence."""
+    """Markdown. Runs without a GPU are left out, as if not measured; a sentence if there are no others."""
     files = {name: read(folder, name) for _, name, *_ in ROWS}
     lines = ["| what | measured | to reach | reached |", "|---|---|---|---|"]
     for label, name, figure, target, least in ROWS:
@@ -126,7 +126,7 @@ def table(folder: Path) -> str:
 
 
 def notes(files: dict[str, dict[str, Any]]) -> list[str]:
-    """The machine and its limits, and what others publish."""
+    """The machine and its limits, and published figures."""
     of_gpus = [each["results"] for each in files.values() if not is_dry(each["results"])]
     found = next((results["limits"] for results in of_gpus if "limits" in results), None)
     sentences = []
@@ -143,7 +143,7 @@ def notes(files: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def write_readme(path: Path, folder: Path) -> None:
-    """Raises SystemExit where the folder has no figures, or the file no place for the table."""
+    """Raises SystemExit if the folder has no figures, or the file no place for the table."""
     names = {name for _, name, *_ in ROWS}
     if not any((folder / f"{name}.json").exists() and not is_dry(read(folder, name)["results"]) for name in names):
         raise SystemExit(

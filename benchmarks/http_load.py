@@ -2,10 +2,10 @@
 
     python benchmarks/http_load.py URL MODEL STREAMS REQUESTS PROMPT_TOKENS OUTPUT_TOKENS [BODY]
 
-Each of STREAMS connections sends one request after another until REQUESTS are done, of random token ids, greedy, to
-the last of OUTPUT_TOKENS. With a BODY (JSON), these are chat completions with its fields in place of a prompt. Prints
-one JSON line: rates, percentiles of the time to the first event and between events.
-Needs aiohttp. Its own time per event counts on a machine that it shares with the server.
+Each of STREAMS connections sends one request after another, with a prompt of random token ids, greedy, always of
+OUTPUT_TOKENS, until REQUESTS are done. With a BODY (JSON), these are chat completions with its fields in place of a
+prompt. Prints one JSON line: rates, and percentiles of the time to the first event and between events. Needs aiohttp.
+On a machine shared with the server, the client's own time per event matters.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Load:
             self.errors += not ended
 
     async def _request(self, session: aiohttp.ClientSession, prompt: list[int]) -> bool:
-        """Whether it ended as it should."""
+        """Whether it ended as expected."""
         last_s, times = time.perf_counter(), self.first_s
         more = {"prompt": prompt} if self._body is None else self._body
         async with session.post(self._url, json={**self._fixed, **more}) as response:

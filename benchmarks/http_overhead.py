@@ -1,19 +1,19 @@
-"""Serving a model that costs next to nothing, ours and vLLM's side by side: what is left is the servers' own time.
+"""Serves a nearly free model by Headrace and by vLLM, in turn: what remains is the servers' own time.
 
     python benchmarks/http_overhead.py [--peers PEERS] [--load http_load.py] [--rounds 3]
     python benchmarks/http_overhead.py --parsers
 
 The model is a random Llama of one layer, 128 wide, in bf16, with the demo model's tokeniser. 64 streams and then one
-ask for 128 tokens each after 32 random ones. Both servers are asked in turns, so the machine's moods meet both;
-vLLM's processes are stopped by a signal while ours is asked (ours, which uses no processor time while idle, are not
-while vLLM's is). Nothing else may run meanwhile. PEERS is where the peers' setup.sh installed vLLM, whose start takes a
-minute: `--peer-url` names a server of the same model (`--model FOLDER`, made by `--keep-model FOLDER`) that runs
-already. `--load` takes another client of the same arguments and output in place of `http_load.py`.
+ask for 128 tokens each after 32 random ones. The servers are loaded in turn, so that drift of the machine affects both.
+vLLM's processes are suspended while Headrace is loaded; Headrace's, which use no processor time while idle, are not
+suspended. Nothing else may run meanwhile. PEERS is where the peers' setup.sh installed vLLM, whose start takes a
+minute: `--peer-url` names a running server of the same model (`--model FOLDER`, made by `--keep-model FOLDER`).
+`--load` names another client with the same arguments and output as `http_load.py`.
 
-`--parsers` measures what reading an answer for tool calls and reasoning costs: the same chats with tools, read and not
-read in turns (`--rounds 40` resolves 2%), in processor time of the HTTP process for each streamed token. The model says
-words, or (a regular expression holds it to that) a call whose arguments go on to the last token: what is
-streamed as `tool_calls` when it is read, is streamed as text when it is not.
+`--parsers` measures the cost of parsing answers for tool calls and reasoning: the same chats with tools, parsed and not
+parsed in turn (`--rounds 40` resolves 2%), in processor time of the HTTP process per streamed token. The model
+generates words or, constrained by a regular expression, a call whose arguments last to the last token; it is streamed
+as `tool_calls` when parsed and as text when not.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def make_model(folder: Path) -> None:
 def program(
     command: list[str], log: Path, environment: dict[str, str], folder: Path
 ) -> Iterator[subprocess.Popen[Any]]:
-    """A server in a session of its own, which ends with the block."""
+    """Runs a server in its own session, until the block ends."""
     with log.open("w") as written:
         process = subprocess.Popen(
             command,
@@ -117,7 +117,7 @@ def free_port() -> int:
 
 
 def servers(arguments: argparse.Namespace, model: Path, work: Path, stack: ExitStack) -> dict[str, str]:
-    """Their names and addresses, once all answer. vLLM runs at its best here: both cores, Intel's OpenMP."""
+    """The servers' names and addresses, once all answer. vLLM gets its best settings: both cores, Intel's OpenMP."""
     common = [str(model), "--host", "127.0.0.1", "--max-model-len", str(MAX_MODEL_LEN)]
     starting: dict[str, tuple[list[str], dict[str, str]]] = {
         "headrace": ([sys.executable, "-m", "headrace", "serve", *common], {})
@@ -136,7 +136,7 @@ def servers(arguments: argparse.Namespace, model: Path, work: Path, stack: ExitS
     for name, (command, environment) in starting.items():
         port, log = free_port(), work / f"{name}.log"
         urls[name] = f"http://127.0.0.1:{port}"
-        # From elsewhere: a peer that looks for the package `kernels` would find our folder of that name here.
+        # In another folder: a peer that looks for the package `kernels` would find our folder of that name here.
         process = stack.enter_context(program([*command, "--port", str(port)], log, environment, work))
         running.append((process, urls[name], log))
     for each in running:
@@ -157,7 +157,7 @@ def run_load(client: Path, url: str, model: Path, streams: int, requests: int, *
 
 
 def processes_behind(url: str) -> list[psutil.Process]:
-    """Whoever has the address's port open, and their children."""
+    """The processes that have the address's port open, and their children."""
     port = int(re.findall(r":(\d+)", url)[-1])
     owners = {each.pid for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port}
     servers = [psutil.Process(pid) for pid in owners - {None}]
@@ -165,14 +165,14 @@ def processes_behind(url: str) -> list[psutil.Process]:
 
 
 def processor_seconds(url: str) -> dict[str, float]:
-    """What the processes behind an address have computed so far, by what they are."""
+    """Processor seconds so far of the processes behind an address, by pid and name."""
     spent = {f"{process.pid} {process.name()}": process.cpu_times() for process in processes_behind(url)}
     return {name: times.user + times.system for name, times in spent.items()}
 
 
 @contextmanager
 def stopped(url: str | None) -> Iterator[None]:
-    """The server's processes do not run meanwhile."""
+    """Suspends the server's processes within the context."""
     processes = [] if url is None else processes_behind(url)
     for process in processes:
         process.suspend()
@@ -200,7 +200,8 @@ def measure(urls: dict[str, str], arguments: argparse.Namespace, model: Path) ->
 
 
 def ratios(samples: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Of medians: how many times vLLM's rate at many streams, and which share of its inter-token time at one."""
+    """Ratios of medians: rate relative to vLLM's with many streams, and inter-token time relative to vLLM's with
+    one."""
     many, one = LOADS[0][0], LOADS[1][0]
 
     def median(server: str, streams: int, of: Any) -> float:
@@ -211,7 +212,7 @@ def ratios(samples: list[dict[str, Any]]) -> dict[str, float | None]:
     each = [median(server, one, lambda row: row["out_tok_s"]) for server in ("headrace", "vllm")]
     return {
         "output_tokens_per_s": rate[0] / rate[1],
-        # Tokens that a server holds back until the next are no time apart, at the client.
+        # The client sees no time between tokens that a server sends together.
         "inter_token_p50": gap_ms[0] / gap_ms[1] if gap_ms[1] else None,
         "inter_token_mean": each[1] / each[0],
     }
@@ -231,18 +232,18 @@ FORMS = {
     "a call in xml": r"<tool_call>\n<function=get_weather>\n<parameter=city>\n[a-z ]{9000}",
     "a call in python": r"\[get_weather\(city='[a-z ]{9000}",
 }
-"""What the model is held to, besides words."""
+"""Regular expressions that constrain the model; it also generates words without one."""
 CASES = (
     (WORDS, "calls"),
     ("a call", "calls"),
     ("a call in xml", "calls in xml"),
     ("a call in python", "calls in python"),
-    (WORDS, "reasoning"),  # the format's answers begin with it
+    (WORDS, "reasoning"),  # answers in this format begin with reasoning
     (WORDS, "calls and reasoning"),
 )
-"""What the model says, and what the server reads."""
+"""What the model generates, and what the server parses."""
 READ_FOR_TOOLS = ("calls", "calls in xml", "calls in python")
-"""Those servers read nothing for a request whose `tool_choice` is none."""
+"""These servers parse nothing for a request whose `tool_choice` is none."""
 PARSER_LOAD = (64, 128)
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
@@ -250,8 +251,8 @@ CHAT = {"messages": [{"role": "user", "content": "How warm is it in Zürich?"}],
 
 
 def words_of(model: Path) -> list[int]:
-    """Tokens that are words. A reader tells nobody of special tokens, nor of spaces before it knows what follows, and
-    the random model's favourite may be one of them."""
+    """Tokens that are words. A parser streams no special tokens, nor spaces before it knows what follows, and a random
+    model might prefer those."""
     from tokenizers import Tokenizer
 
     vocabulary = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab()
@@ -259,7 +260,7 @@ def words_of(model: Path) -> list[int]:
 
 
 def start_reader(model: Path, work: Path, reads: str, stack: ExitStack) -> str:
-    """The address of a server that reads that."""
+    """The address of a server that parses that."""
     port, log = free_port(), work / f"{reads}.log"
     command = [sys.executable, "-m", "headrace", "serve", str(model), "--max-model-len", str(MAX_MODEL_LEN)]
     process = stack.enter_context(program([*command, *READS[reads], "--port", str(port)], log, {}, work))
@@ -268,19 +269,20 @@ def start_reader(model: Path, work: Path, reads: str, stack: ExitStack) -> str:
 
 
 def bodies_of(model: Path) -> dict[str, dict[str, Any]]:
-    """What is asked for, by what the model says then."""
+    """Request bodies by what the model then generates."""
     bodies: dict[str, dict[str, Any]] = {WORDS: {**CHAT, "allowed_token_ids": words_of(model)}}
     return bodies | {said: {**CHAT, "structured_outputs": {"regex": form}} for said, form in FORMS.items()}
 
 
 def measure_parsers(arguments: argparse.Namespace, model: Path, work: Path, stack: ExitStack) -> dict[str, Any]:
-    """Microseconds of the HTTP process for each token, read and not read, in pairs one after the other; and how much
-    more reading takes, in the median of the pairs and in their mean."""
+    """Microseconds of the HTTP process per token, parsed and not parsed, in consecutive pairs; and the additional cost
+    of parsing, as the median and the mean over the pairs."""
     urls = {reads: start_reader(model, work, reads, stack) for reads in READS}
     bodies = bodies_of(model)
     found = dict[str, Any]()
     for said, reads in CASES:
-        # By the same process where that can be: two of one program differ by some percent, as their memory lies.
+        # Uses one process for both if possible: two processes of one program differ by some percent, by their memory
+        # layout.
         server_without = reads if reads in READ_FOR_TOOLS else NOTHING
         without = {**bodies[said], **({"tool_choice": "none"} if reads in READ_FOR_TOOLS else {})}
         check_answer(urls[reads], bodies[said], said, reads)
@@ -305,7 +307,7 @@ def measure_parsers(arguments: argparse.Namespace, model: Path, work: Path, stac
 
 
 def us_per_token(url: str, body: dict[str, Any], arguments: argparse.Namespace, model: Path) -> float:
-    """Processor time of the HTTP process in a load, in microseconds for each streamed token."""
+    """Processor time of the HTTP process under load, in microseconds per streamed token."""
     (server, *_) = processes_behind(url)
     before = server.cpu_times()
     row = run_load(arguments.load, url, model, *PARSER_LOAD, json.dumps(body))
@@ -315,7 +317,7 @@ def us_per_token(url: str, body: dict[str, Any], arguments: argparse.Namespace, 
 
 
 def check_answer(url: str, body: dict[str, Any], said: str, reads: str) -> None:
-    """What is measured is what it is called."""
+    """Checks that the answer has the form that the measurement is named for."""
     data = json.dumps({**body, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}).encode()
     request = urllib.request.Request(f"{url}/v1/chat/completions", data, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as response:

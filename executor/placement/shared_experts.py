@@ -1,5 +1,4 @@
-"""The executor of an engine core that shares its model's experts with other cores (data parallelism with expert
-parallelism).
+"""The executor of an engine core that shares its model's experts with other cores (data and expert parallelism).
 
 Each core has the whole model, but only its part of the experts, and its own requests and cache. All cores compute every
 step together (`executor/parallel/lock_step.py`), and exchange tokens in the layers with experts

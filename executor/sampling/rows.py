@@ -1,5 +1,4 @@
-"""Runs the processors of single rows (row_processors/) around the choice of tokens, so that an error fails only its
-row."""
+"""Runs the processors of single rows (row_processors/) around the choice of tokens; an error fails only its row."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A request's rules for single tokens: allowed_token_ids, bad_words and logit_bias, and the tokens that min_tokens
-forbids.
+"""A request's rules for single tokens: allowed_token_ids, bad_words, logit_bias, and what min_tokens forbids.
 
 Imports no torch. All rules except allowed tokens are numbers that are added to single logits, -inf to forbid a token.
 """

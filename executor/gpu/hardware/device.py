@@ -1,5 +1,4 @@
-"""Chooses the device, and explains why a requested one cannot be used: collects facts, then makes messages from
-them."""
+"""Chooses the device, and explains why a requested one cannot be used: collects facts, then words the messages."""
 
 from __future__ import annotations
 

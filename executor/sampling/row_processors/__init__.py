@@ -1,5 +1,4 @@
-"""Processors that change the choice of single rows, beyond what the kernels support: a file for each, with a constant
-`PROCESSOR`.
+"""Processors of single rows, for parameters that the kernels do not support: a file each, with a constant `PROCESSOR`.
 
     penalties > change (dry, top_n_sigma) > temperature, min_p, top_k, top_p > keep (typical_p, xtc, mirostat) > draw
 

@@ -1,5 +1,4 @@
-"""xtc ("exclude top choices"): at random, removes all tokens with at least a threshold's probability except the least
-likely of them.
+"""xtc ("exclude top choices"): sometimes removes all tokens above a threshold's probability but the least likely one.
 
 As defined by its author (p-e-w, text-generation-webui's pull request 6335). Whether it happens at a position depends on
 the seed and the position, like every random number here.
