@@ -1,5 +1,5 @@
-"""Paged attention on the CPU: GB/s of keys and values in decode, GFLOP/s in prefill, as shares of what this machine
-can do, measured by the same threads in the same run.
+"""Paged attention on the CPU: GB/s of keys and values in decode, GFLOP/s in prefill, as shares of this machine's
+limits, which the same threads measure in the same run.
 
     python benchmarks/kernel_attention.py --output benchmarks/results/kernel_attention.json
 """
@@ -29,12 +29,12 @@ from headrace.kernels.reference.attention import AttentionParams, PagedBatch
 
 BLOCK_SIZE = 16
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
-"""Of the demo model."""
+"""Those of the demo model."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory of the kind that an engine's cache lies in."""
+    """The kind of memory that holds an engine's cache."""
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -42,7 +42,7 @@ def huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def samples_of(run: Callable[[], object], count: int) -> list[float]:
-    """Seconds of each of `count` runs, after one that does not count."""
+    """Seconds of each of `count` runs, after one warm-up run."""
     run()
     found = []
     for _ in range(count):
@@ -55,7 +55,7 @@ def samples_of(run: Callable[[], object], count: int) -> list[float]:
 def attention_case(
     ops: CpuOps, measured: dict[str, Any], num_seqs: int, query_len: int, context: int, cache: str, runs: int
 ) -> dict[str, Any]:
-    """One call of attention over blocks that lie in random order, as an engine's program keeps and scales them."""
+    """One call of attention over blocks in random order, stored and scaled as in an engine's program."""
     dtype, blocks_each = DTYPES[cache], -(-context // BLOCK_SIZE)
     shape = (num_seqs * blocks_each, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     keys, values = (huge_pages(shape, dtype) for _ in range(2))

@@ -1,9 +1,9 @@
-"""Packed linear layers on the CPU: GB/s of weights as a share of what the same threads read in the same run, and
-GFLOP/s as a share of what the same instructions reach, per weight type and number of rows.
+"""Packed linear layers on the CPU: GB/s of weights as a share of the same threads' read bandwidth in the same run, and
+GFLOP/s as a share of the same instructions' peak, per weight type and number of rows.
 
-Twice: over each weight of the demo model alone (which stays in the third-level cache), and over a set of such weights
-as large as the demo model in bf16, run as one program, so that every weight comes from memory. torch's own bf16
-product stands beside ours.
+Measured twice: over each weight of the demo model alone (which stays in the L3 cache), and over a set of such weights
+as large as the demo model in bf16, run as one program, so that every weight comes from memory. torch's own bf16 product
+is measured too.
 
     python benchmarks/kernel_linear.py --output benchmarks/results/kernel_linear.json
 """
@@ -49,10 +49,10 @@ def arithmetic_of(type_name: str, measured: dict[str, Any]) -> str:
 
 
 def random_rows(type_name: str, n: int, k: int) -> Tensor:
-    """GGUF rows of random bits: the time of a product does not depend on them, as long as no scale is NaN."""
+    """GGUF rows of random bits: a product's time does not depend on them, as long as no scale is NaN."""
     kind = WEIGHT_TYPES[type_name]
     rows = torch.randint(0, 256, (n, k // kind.block_size, kind.block_bytes), dtype=torch.uint8)
-    # fp16 fields (of every type within the first or last four bytes of a block) with a small exponent.
+    # Makes the exponents of fp16 fields small (every type has them within the first or last four bytes of a block).
     rows[:, :, 1:4:2] &= 0x2F
     rows[:, :, -1] &= 0x2F
     return rows.view(n, -1)
@@ -68,7 +68,7 @@ def make(type_name: str, n: int, k: int, arena: Arena) -> PackedLinear:
 
 
 class Pass:
-    """Every weight of a list times as many rows as asked, in one program."""
+    """Multiplies every weight of a list by so many rows, in one program."""
 
     def __init__(self, used: Runtime, weights: list[PackedLinear], rows: int) -> None:
         self.used, self.weights = used, weights

@@ -1,8 +1,8 @@
-"""Experts on the CPU: bytes of weights that a step reads, GB/s as a share of what the same threads read in the same
-run, and GFLOP/s as a share of what the same instructions reach, per weight type and number of rows.
+"""Experts on the CPU: bytes of weights that a step reads, GB/s as a share of the same threads' read bandwidth in the
+same run, and GFLOP/s as a share of the same instructions' peak, per weight type and number of rows.
 
-One layer of the size of OLMoE-1B-7B. Each run routes its rows anew, so that experts come from memory and not from the
-caches; of one row `top_k` experts are read, of many all.
+One layer of the size of OLMoE-1B-7B. Each run routes its rows anew, so that experts come from memory and not from
+caches; one row reads `top_k` experts, many rows read all.
 
     python benchmarks/kernel_moe.py --output benchmarks/results/kernel_moe.json
 """
@@ -46,7 +46,7 @@ def make(type_name: str, used: Runtime) -> PackedExperts:
 
 
 class Layer:
-    """Routing and experts over as many rows as asked, each run with logits of its own."""
+    """Routing and experts for a number of rows, with new logits in each run."""
 
     def __init__(self, used: Runtime, experts: PackedExperts, num_rows: int) -> None:
         self._used, self._experts, self._num_rows = used, experts, num_rows
@@ -71,7 +71,7 @@ class Layer:
         self._used.pool.run_op("hr_op_route", args)
 
     def run(self) -> tuple[float, int]:
-        """Seconds of the experts alone, and how many were read."""
+        """Seconds of the experts only, and the number of experts read."""
         self._route(torch.randn(self._num_rows, NUM_EXPERTS))
         before = int(self._experts.experts_read)
         begin = time.perf_counter()
@@ -87,7 +87,7 @@ def case(
     samples: list[tuple[float, int]] = []
     while len(samples) < 5 or sum(sample for sample, _ in samples) < seconds:
         samples.append(layer.run())
-    # Runs that read more experts take longer: rates are compared, not times.
+    # Runs that read more experts take longer, so rates are compared, not times.
     best, num_read = max(samples, key=lambda sample: sample[1] / sample[0])
     num_bytes = num_read * experts.expert_bytes
     flops = 2 * num_rows * TOP_K * 3 * HIDDEN * INNER

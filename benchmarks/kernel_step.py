@@ -1,7 +1,6 @@
-"""Where a step of the demo model's shapes (random bf16 weights) spends its time, op by op, and what share of the limits
-of this machine it reaches: of reading weights, keys and values once, or of the arithmetic, whichever takes longer. The
-limit of reading is measured between the steps, by the same threads: a shared machine's memory is not the same from
-one second to the next.
+"""Where a step with the demo model's shapes (random bf16 weights) spends its time, op by op, and the share of its limit
+that each op reaches: reading weights, keys and values once, or the arithmetic, whichever takes longer. Memory bandwidth
+is measured between the steps, by the same threads, since it varies from second to second on a shared machine.
 
     python benchmarks/kernel_step.py --output benchmarks/results/kernel_step.json
 """
@@ -49,7 +48,7 @@ CASES = {
 
 
 def demo_program(runtime: Runtime, max_tokens: int, num_blocks: int) -> Program:
-    """A program of the demo model's shapes over random bf16 weights, greedy sampling included."""
+    """A program of the demo model's shapes with random bf16 weights, including greedy sampling."""
     arena, inner = Arena(), torch.bfloat16
 
     def weight(rows: int, columns: int, gated: bool = False) -> Any:
@@ -76,7 +75,7 @@ def demo_program(runtime: Runtime, max_tokens: int, num_blocks: int) -> Program:
         if is_last:
             builder.gather(hidden, wanted)
         builder.attend(qkv, attended, attention, only_logits=is_last)
-        if is_last:  # what follows is for the rows that logits are wanted of, as `executor/cpu/program.py` has it
+        if is_last:  # the rest is only for rows whose logits are needed, as in `executor/cpu/program.py`
             attended, all_attended = builder.buffer(HEADS * HEAD_DIM, inner, "logits", own=True), attended
             builder.gather(all_attended, attended)
             hidden, normed, activated = wanted, normed.of_logits(MAX_LOGITS), activated.of_logits(MAX_LOGITS)
@@ -115,7 +114,7 @@ def step_arrays(num_seqs: int, query_len: int, context: int) -> ProgramStep:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What an op must read, and compute."""
+    """The bytes that an op must read, and the operations that it must compute."""
 
     num_bytes: float
     flops: float
@@ -125,9 +124,10 @@ class Work:
 
 
 def work_of(num_seqs: int, query_len: int, context: int) -> dict[str, Work]:
-    """By the names of the program's ops, over all layers; of those that have much to do.
+    """The work of the expensive ops by their names in the program, summed over the layers.
 
-    In the last layer only the queries, keys and values are of all tokens."""
+    In the last layer only queries, keys and values are computed for all tokens.
+    """
     rows = dict.fromkeys(LINEARS, num_seqs * ((LAYERS - 1) * query_len + 1)) | {"qkv": num_seqs * LAYERS * query_len}
     found = {f"linear {name}": Work(2 * LAYERS * n * k, 2 * rows[name] * n * k) for name, (n, k) in LINEARS.items()}
     found["linear head"] = Work(2 * VOCAB * HIDDEN, 2 * num_seqs * VOCAB * HIDDEN)
@@ -138,7 +138,7 @@ def work_of(num_seqs: int, query_len: int, context: int) -> dict[str, Work]:
 
 
 class ReadProbe:
-    """How fast the pool's threads read memory right now."""
+    """Measures how fast the pool's threads read memory at this moment."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._pool = runtime.pool
@@ -165,7 +165,7 @@ def step_case(
         program.run(arrays)
         samples.append(time.perf_counter() - begin)
         profiles.append(program.profile(arrays, 1))
-    # The least disturbed of the profiled runs says where the time goes when the machine is ours.
+    # The fastest profiled run is the least disturbed by other processes.
     profile = min(profiles, key=lambda found: found.seconds)
     flops_per_s = 1e9 * (measured["bf16 dot product gigaflops"] or measured["fp32 multiply-add gigaflops"])
     whole = Work(sum(w.num_bytes for w in work.values()), sum(w.flops for w in work.values()))

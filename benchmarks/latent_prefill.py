@@ -1,7 +1,7 @@
-"""A long prompt's latent attention on the CPU: the absorbed form beside the expanded one, and both beside op by op.
+"""Latent attention of long prompts on the CPU: the absorbed form, the expanded form and op by op.
 
-A model of DeepSeek-V2-Lite's sizes (a few layers, random bf16 weights) reads prompts in chunks on one thread. Figures
-are processor seconds of a whole prefill, which other work on the machine changes less than time.
+A model with DeepSeek-V2-Lite's sizes (a few layers, random bf16 weights) reads prompts in chunks on one thread. Figures
+are processor seconds of a whole prefill, which other work on the machine affects less than wall time.
 
     python benchmarks/latent_prefill.py --output benchmarks/results/latent_prefill.json
 """
@@ -41,11 +41,11 @@ V2_LITE: dict[str, Any] = {
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": None, "topk_method": "greedy",
     "max_position_embeddings": 1 << 15, "hidden_act": "silu",
 }  # fmt: skip
-"""Its vocabulary is cut: no prompt's time depends on it."""
+"""With a small vocabulary, on which a prompt's time does not depend."""
 
 
 def steps_of(length: int, chunk: int) -> Iterator[StepArrays]:
-    """One prompt, whose blocks lie in random order."""
+    """The steps of one prompt, whose blocks are in random order."""
     table = np.random.default_rng(0).permutation(-(-length // BLOCK_SIZE)).astype(np.int32)
     for start in range(0, length, chunk):
         positions = np.arange(start, min(start + chunk, length), dtype=np.int32)
@@ -86,7 +86,7 @@ def measure(spec: ArchSpec, args: argparse.Namespace, report: Report) -> None:
     decoders: dict[str, Decoder | CpuDecoder] = {}
     program = CpuDecoder(spec, source, torch.bfloat16, limits, used=runtime(num_threads=1))
     decoders["expanded"] = program
-    with only_absorbed():  # another program over the same weights
+    with only_absorbed():  # writes another program over the same weights
         absorbed = copy.copy(program)
         absorbed.bind(cache)
     decoders["absorbed"] = absorbed

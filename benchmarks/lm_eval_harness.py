@@ -1,10 +1,10 @@
-"""EleutherAI's lm-eval against a live server on the demo model: both of its OpenAI clients, and what they must find.
+"""EleutherAI's lm-eval against a live server on the demo model, with both of its OpenAI clients.
 
     python benchmarks/lm_eval_harness.py --lm-eval PATH/TO/lm-eval
 
-lm-eval lives in an environment of its own (`pip install "lm-eval[api]"`). The two tasks are made here, so nothing is
-fetched: questions with choices (loglikelihoods, by echo and logprobs), and questions to answer (greedy text). The
-answers are then compared with `LLM`'s: the script fails where they differ.
+lm-eval must be in its own environment (`pip install "lm-eval[api]"`). The two tasks are made here, so nothing is
+downloaded: multiple-choice questions (loglikelihoods, by echo and logprobs), and questions to answer (greedy text). The
+answers are compared with `LLM`'s, and the script fails where they differ.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def run(lm_eval: str, folder: Path, client: str, url: str, task: str) -> tuple[d
 
 
 def choice_logprobs(llm: LLM) -> list[list[float]]:
-    """Of each document's choices, the sum of their tokens' log-probabilities after the question."""
+    """For each document's choices, the sum of their tokens' logprobs after the question."""
     found = []
     for document in documents():
         num_context = len(llm.get_tokenizer().encode(document["question"]))
@@ -152,7 +152,7 @@ def wait_ready(server: subprocess.Popen[str]) -> str:
 
 
 def compare(llm: LLM, choices: list[Any], answers: list[Any], replies: list[Any]) -> dict[str, Any]:
-    """Exits where lm-eval saw other answers than LLM gives; else what was compared."""
+    """Compares lm-eval's answers with LLM's; exits if they differ, else returns what was compared."""
     worst = 0.0
     for row, ours in zip(choices, choice_logprobs(llm), strict=True):
         theirs = [float(response[0]) for response in row["filtered_resps"]]

@@ -1,11 +1,11 @@
-"""A mixture of experts with packed weights beside llama.cpp, on one GGUF file, in alternating pairs.
+"""A mixture of experts with packed weights compared with llama.cpp, on one GGUF file, in alternating pairs.
 
     python benchmarks/moe_gguf.py --peers PEERS [--types Q4_K] [--pairs 3] [--out FILE.json]
 
-The file is made first, where it is missing: the shape of Qwen3-MoE with 8 of 64 experts and 8 layers, random blocks of
-about 1.5 GB. PEERS/llamacpp is a virtual environment with llama-cpp-python. Each pair runs both engines one after the
-other, each in a process of its own, with two threads; a ratio is the median of the pairs' ratios. What two threads read
-from memory is measured before each run, and shares of it are given of decoding. Nothing else may run on the machine
+The file is made first if it is missing: the shape of Qwen3-MoE with 8 of 64 experts and 8 layers, about 1.5 GB of
+random blocks. PEERS/llamacpp is a virtual environment with llama-cpp-python. Each pair runs both engines one after the
+other, each in its own process, with two threads; a ratio is the median of the pairs' ratios. The read bandwidth of two
+threads is measured before each run, and decoding is reported as a share of it. Nothing else may run on the machine
 meanwhile. `--engine headrace FILE` or `--engine llama.cpp FILE` runs one of them alone.
 """
 
@@ -34,13 +34,13 @@ CASES = (Case("decode_1", 1, 16, 64, 3), Case("prefill_512", 1, 512, 1, 3))
 TARGETS = {"decode_1": 1.5, "prefill_512": 1.3}
 THREADS = 2
 SCALES = {"Q4_K": (0, 2), "Q6_K": (208,), "Q4_0": (0,), "Q8_0": (0,)}
-"""Where the half-precision scales of a block lie, in bytes."""
+"""Byte offsets of the fp16 scales in a block."""
 SCALE = 2.0**-10
-"""Of each block: small enough that no layer's values overflow a half-precision float."""
+"""The scale of each block: small enough that no layer's values overflow fp16."""
 
 
 def random_blocks(generator: np.random.Generator, kind: gguf.GGMLQuantizationType, *shape: int) -> np.ndarray:
-    """[..., bytes of a row] of a matrix of this shape, whose blocks are random but for their scales."""
+    """A matrix of this shape as [..., bytes of a row], with blocks that are random except for their scales."""
     import gguf
     import numpy as np
 
@@ -54,7 +54,7 @@ def random_blocks(generator: np.random.Generator, kind: gguf.GGMLQuantizationTyp
 
 
 def make(path: Path, type_name: str) -> None:
-    """Writes the file; the head and, as mixed files have it, the down projections of every other layer are finer."""
+    """Writes the file. As in usual mixed files, the head and every other layer's down projections have more bits."""
     import gguf
     import numpy as np
 
@@ -102,7 +102,7 @@ def write_config(writer: gguf.GGUFWriter) -> None:
     writer.add_block_count(LAYERS)
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(3 * HIDDEN)  # of dense layers, of which there are none
+    writer.add_feed_forward_length(3 * HIDDEN)  # for dense layers, which the model does not have
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_key_length(HEAD_DIM)
@@ -164,7 +164,7 @@ ENGINES = {"headrace": run_headrace, "llama.cpp": run_llama_cpp}
 
 
 def measure(engine: str, python: Path, path: Path) -> dict[str, Any]:
-    """One engine's run, in a process of its own and another folder: ours has one that is named as a package is."""
+    """One engine's run, in its own process and in another folder, as one of our folders has the name of a package."""
     command = [str(python), str(Path(__file__).resolve()), "--engine", engine, str(path)]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=folder)
@@ -175,14 +175,14 @@ def measure(engine: str, python: Path, path: Path) -> dict[str, Any]:
 
 
 def read_bytes_per_s() -> float:
-    """By as many threads, in a process of its own; shared machines change by the minute."""
+    """The read bandwidth of as many threads, from a process of its own; on shared machines it changes by the minute."""
     command = [sys.executable, "-m", "headrace.kernels.cpu.limits"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return 1e9 * float(json.loads(done.stdout)["read_gigabytes_per_s"])
 
 
 def bytes_of_token(path: Path) -> int:
-    """That decoding one token of one stream reads: all weights but the embedding and the experts not chosen."""
+    """Bytes read to decode one token of one stream: all weights except the embedding and the experts not chosen."""
     import gguf
 
     tensors = {tensor.name: tensor.n_bytes for tensor in gguf.GGUFReader(path).tensors}

@@ -1,9 +1,9 @@
-"""Quantises a model with a real tool, inside that tool's virtual environment: see quantised_tools.py, which runs this.
+"""Quantises a model with a real tool, inside that tool's virtual environment; run by quantised_tools.py.
 
     python quantised_maker.py TOOL SCHEME MODEL INTO
 
-INTO/model is the checkpoint as the tool saves it, INTO/dequantised.safetensors what the tool says that it stands for.
-Where the scheme means inputs to be int8, INTO/own.safetensors has logits of the tool's own model, which rounds them.
+INTO/model is the checkpoint as the tool saves it, INTO/dequantised.safetensors the values that the tool computes for
+it. For schemes with int8 inputs, INTO/own.safetensors has the logits of the tool's own model, which rounds inputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 ROUNDED = ("W8A8", "W4A8", "Int8DynamicActivationInt8Weight", "Int8DynamicActivationIntxWeight")
-"""Schemes whose inputs become int8."""
+"""Schemes with int8 inputs."""
 
 
 def bitsandbytes(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
@@ -95,7 +95,7 @@ def torchao(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
 
 
 def hqq(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
-    """By the tool's own layers: transformers does not save such models any more."""
+    """Uses the tool's own layers, since transformers no longer saves such models."""
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
     from transformers import AutoModelForCausalLM
 
@@ -128,8 +128,8 @@ def modelopt(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
         if not getattr(quantizer, "is_enabled", False):
             continue
         if scheme == "FP8_DEFAULT":
-            # As it exports them: its quantiser multiplies by a reciprocal, which rounds what lies between two codes
-            # the other way.
+            # As the tool exports them: its quantiser multiplies by a reciprocal, which rounds values midway between two
+            # codes to the other one.
             scale = quantizer.amax.float() / 448
             packed, _ = FP8QTensor.quantize(module.weight.detach(), scale)
             values[f"{name}.weight"] = packed.dequantize(torch.float32, scale=scale)
@@ -157,7 +157,7 @@ def quark(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
     quantizer = ModelQuantizer(tool.QConfig(global_quant_config=layer, exclude=["lm_head"]))
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     texts = [torch.tensor([text["input_ids"]]) for text in _texts()]
-    model = quantizer.freeze(quantizer.quantize_model(model, texts))  # weights are the rounded ones from here on
+    model = quantizer.freeze(quantizer.quantize_model(model, texts))  # replaces the weights by the rounded ones
     values = {
         f"{name}.weight": module.weight.detach().clone()
         for name, module in model.named_modules()
@@ -167,12 +167,12 @@ def quark(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
 
 
 def gptqmodel(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
-    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it wants no fewer, and takes one of two cores by itself
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its minimum, and it would take one of two cores otherwise
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
     from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
     from gptqmodel.quantization.config import FP8Config
 
-    # Codes are packed by torch: the tool's own extension takes minutes to compile.
+    # torch packs the codes: the tool's own extension takes minutes to compile.
     options: dict[str, dict[str, Any]] = {
         "4 bits": {"bits": 4},
         "4 bits asymmetric": {"bits": 4, "sym": False},
@@ -198,11 +198,11 @@ def gptqmodel(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
     folder = Path(tempfile.mkdtemp())
     model.save(str(folder))
     backend = BACKEND.FP8_TORCH if "fp8" in scheme else BACKEND.AWQ_TORCH if "awq" in scheme else BACKEND.TORCH
-    dtype = torch.float32 if "fp8" in scheme else torch.float16  # which it rounds scales of fp8 to
+    dtype = torch.float32 if "fp8" in scheme else torch.float16  # the type to which it rounds fp8 scales
     stored = GPTQModel.load(str(folder), device="cpu", backend=backend, dtype=dtype)
     values = {}
     for name, module in stored.model.named_modules():
-        # Scales as they are stored, but the product is not rounded to their type.
+        # Uses scales as stored, without rounding the product to their type.
         if "awq" in scheme and hasattr(module, "qweight"):
             tensors = (module.qweight, module.qzeros, module.scales.float(), module.bits, module.group_size)
             values[f"{name}.weight"] = dequantize_gemm(*tensors).T
@@ -218,8 +218,8 @@ def gptqmodel(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
 
 
 def autoround(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
-    """What it stands for is what the tool's own functions make of the stored tensors: not of all layouts has it a layer
-    for a CPU. Schemes of gptq and awq are checkpoints of those formats."""
+    """The dequantised values come from the tool's own functions applied to the stored tensors, since it does not have a
+    CPU layer for every layout. Schemes of gptq and awq are checkpoints of those formats."""
     from auto_round import AutoRound
     from auto_round.export.export_to_awq.utils import dequantize_gemm
     from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
@@ -266,11 +266,11 @@ def autoround(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
 
 
 def own_logits(tool: str, model: Any) -> dict[str, Any]:
-    """Of a text, by the tool's own model; `decided`: with the borders below decided, where there are such.
+    """Logits of a text by the tool's own model; `decided`: the same with the borderline cases below decided one way.
 
-    compressed-tensors divides a token by a 127.5th of its largest magnitude. Where that is negative the quotient is
-    -127.5, and whether it becomes -128 or -127 is a matter of the last bit of two divisions. A scale that is smaller
-    by 2^-22 makes it -128.
+    compressed-tensors divides a token by its largest magnitude / 127.5. If that value is negative, the quotient is
+    -127.5, and the last bit of two divisions determines whether it becomes -128 or -127. A scale smaller by 2^-22
+    always makes it -128.
     """
     ids = torch.tensor([_texts()[0]["input_ids"]])
     with torch.no_grad():
@@ -290,13 +290,13 @@ def own_logits(tool: str, model: Any) -> dict[str, Any]:
 
 
 def _texts() -> list[dict[str, list[int]]]:
-    """Random ids to calibrate with."""
+    """Random token ids for calibration."""
     ids = torch.randint(0, 300, (16, 64), generator=torch.Generator().manual_seed(1)).tolist()
     return [{"input_ids": row, "attention_mask": [1] * len(row)} for row in ids]
 
 
 class _Exported:
-    """A model that a function of its tool writes."""
+    """A model that a function of its tool saves."""
 
     def __init__(self, write: Callable[[Path], object]) -> None:
         self._write = write
@@ -306,7 +306,7 @@ class _Exported:
 
 
 class _Saved:
-    """A model that is saved by its tensors alone."""
+    """A model of which only the tensors are saved."""
 
     def __init__(self, config: Any, state: dict[str, Any]) -> None:
         self.config, self.state = config, state

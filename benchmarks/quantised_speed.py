@@ -1,14 +1,14 @@
-"""Speed of quantised checkpoints of the demo model's shape, beside bf16, as shares of what this machine reads.
+"""Speed of quantised checkpoints of the demo model's shape compared with bf16, as shares of the memory bandwidth.
 
     python benchmarks/quantised_speed.py [--only W4A16 ...] [--rounds 3] [--out FILE.json]
-    python benchmarks/quantised_speed.py --peers PEERS --scripts ../shared/peers    # vLLM beside it
+    python benchmarks/quantised_speed.py --peers PEERS --scripts ../shared/peers    # compared with vLLM
 
-Weights are random, written in the layouts of compressed-tensors: W4A16 in groups of 128 (of 64 where 128 does not
-divide the rows: the hidden size is 576), W8A8 with a scale for each row and token; GPTQ and AWQ have 4 bits in groups
-of 64. The head is bf16 and tied to the embedding, so a decode step reads the whole checkpoint: bytes of a token are its
-size. Each round measures every kind, and vLLM, where it runs the kind on a CPU, right after ours; figures are medians.
-PEERS is where the peers' setup.sh installed vLLM. Nothing else may run on the machine meanwhile; a minute for each
-round, and two more for each kind with vLLM.
+Weights are random, in the layouts of compressed-tensors: W4A16 in groups of 128 (of 64 where 128 does not divide the
+rows: the hidden size is 576), W8A8 with a scale per row and token; GPTQ and AWQ have 4 bits in groups of 64. The head
+is bf16 and tied to the embedding, so a decode step reads the whole checkpoint, and the bytes per token are its size.
+Each round measures every kind and, right after it, vLLM if that runs the kind on a CPU; figures are medians. PEERS is
+where the peers' setup.sh installed vLLM. Nothing else may run on the machine meanwhile. A round takes a minute, and
+each kind with vLLM two more.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ GROUPS = {HIDDEN: 64, INNER: 128}
 COMMON_GROUP = 64
 CASES = {"decode_1": "out_tok_s", "decode_8": "out_tok_s", "prefill_1024": "in_tok_s"}
 RUN_BY_VLLM = ("W8A8", "GPTQ", "AWQ")
-"""On a CPU."""
+"""The kinds that vLLM runs on a CPU."""
 Rates = dict[str, Any]
-"""By case, what `workload.py` says of it."""
+"""By case, the figures of `workload.py`."""
 
 
 def floats(n: int, k: int, random: torch.Generator) -> dict[str, Tensor]:
@@ -63,7 +63,7 @@ def floats(n: int, k: int, random: torch.Generator) -> dict[str, Tensor]:
 
 def codes_of_4_bits(n: int, k: int, random: torch.Generator) -> dict[str, Tensor]:
     words = torch.randint(-(1 << 31), 1 << 31, (n, k // 8), generator=random).to(torch.int32)
-    scales = torch.full((n, k // GROUPS[k]), k**-0.5 / 4.6).half()  # 4.6: the spread of codes that are equally likely
+    scales = torch.full((n, k // GROUPS[k]), k**-0.5 / 4.6).half()  # 4.6: the spread of uniformly distributed codes
     return {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor([n, k])}
 
 
@@ -73,7 +73,7 @@ def codes_of_8_bits(n: int, k: int, random: torch.Generator) -> dict[str, Tensor
 
 
 def every_word(n: int, k: int, code: int) -> Tensor:
-    """Zero points of 4 bits, all of this code: [k / 64, n / 8] int32."""
+    """4-bit zero points that all have this code: [k / 64, n / 8] int32."""
     return torch.full((k // COMMON_GROUP, n // 8), int.from_bytes([17 * code] * 4, "little", signed=True)).to(
         torch.int32
     )
@@ -126,7 +126,7 @@ KINDS: dict[str, tuple[dict[str, Any] | None, Writer]] = {
 
 
 def write_checkpoint(folder: Path, kind: str) -> int:
-    """Returns the bytes of its tensors."""
+    """Writes random weights; returns the bytes of the tensors."""
     quantisation, writer = KINDS[kind]
     random = torch.Generator().manual_seed(0)
     tensors = {
@@ -147,7 +147,7 @@ def write_checkpoint(folder: Path, kind: str) -> int:
 
 
 def add_tokenizer(folder: Path) -> None:
-    """The demo model's, which has the shape's vocabulary: vLLM does without none."""
+    """Adds the demo model's tokenizer, which has the shape's vocabulary: vLLM needs one."""
     import transformers
 
     from headrace.executor.checkpoints.demo_model import fetch_demo_model
@@ -174,7 +174,7 @@ def median(samples: list[Rates], case: str, figure: str) -> float:
 
 
 def summary(found: dict[str, Any], read_bytes_per_s: float) -> dict[str, Any]:
-    """Of the samples of one kind."""
+    """The figures of one kind's samples."""
     mine, theirs = found["headrace"], found["vllm"]
     share = median(mine, "decode_1", "out_tok_s") * found["bytes of a token"] / read_bytes_per_s
     against = {

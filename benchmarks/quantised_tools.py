@@ -1,16 +1,18 @@
-"""Checkpoints that the real tools make of a tiny model, against what the tools say that they stand for.
+"""Checkpoints that real quantisation tools make from a tiny model, compared with the values that the tools compute for
+them.
 
     python benchmarks/quantised_tools.py bitsandbytes=/tmp/bnb/bin/python llmcompressor=/tmp/llmc/bin/python \\
         torchao=/tmp/ao/bin/python hqq=/tmp/hqq/bin/python modelopt=/tmp/modelopt/bin/python \\
         quark=/tmp/quark/bin/python gptqmodel=/tmp/gptqmodel/bin/python auto_round=/tmp/auto_round/bin/python
 
-Each tool runs in the Python given, of a virtual environment of its own that has the tool, torch of this project's
-version and transformers. For each scheme: the error of logits, root mean square over their spread, against
-transformers' model of the dequantised weights in float64 (whose inputs are rounded where the scheme means it), whether
-greedy tokens are equal in float32, by how much the perplexity of a fixed text differs, and the memory of weights. Where
-inputs are rounded also the median error of a text's tokens against the tool's own model in float32 (with and without
-what `quantised_maker.own_logits` says of borders).
-TOOL/SCHEME=... runs one scheme alone; what is not run keeps its result of before.
+Each tool runs in the given Python, in a virtual environment with the tool, this project's version of torch, and
+transformers. Reported for each scheme: the error of logits (root mean square divided by their spread) against
+transformers' model of the dequantised weights in float64 (with rounded inputs where the scheme rounds them); whether
+greedy tokens are equal in float32; the difference in perplexity of a fixed text; and the memory of weights. Where
+inputs are rounded, also the median error of a text's tokens against the tool's own model in float32 (with and without
+the borderline cases of `quantised_maker.own_logits`).
+
+TOOL/SCHEME=... runs one scheme alone; other schemes keep their earlier results.
 """
 
 from __future__ import annotations
@@ -56,9 +58,9 @@ SCHEMES = {
     "quark": ("fp8", "int8", "int4", "uint4", "mxfp4", "mxfp6 e2m3", "mxfp6 e3m2"),
 }  # fmt: skip
 DISTRIBUTIONS = {"modelopt": "nvidia-modelopt", "quark": "amd-quark", "auto_round": "auto-round"}
-"""Where a tool is imported by another name than it is installed by."""
+"""Distribution names of tools that are imported by another name."""
 SHIFTED = ("Int8DynamicActivationIntxWeight",)
-"""Schemes whose inputs become int8 with a zero point for each token."""
+"""Schemes with int8 inputs and a zero point per token."""
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 NEW_TOKENS, TEXT_TOKENS = 16, 48
 RESULTS = ROOT / "benchmarks/results/quantised_tools.json"
@@ -95,7 +97,7 @@ def main(tools: dict[str, str]) -> None:
 
 
 def compare(model: Path, into: Path, rounding: InputRounding | None) -> dict[str, Any]:
-    """Our logits, tokens and perplexity beside those of the dequantised model."""
+    """Our logits, tokens and perplexity compared with those of the dequantised model."""
     import transformers
     from model_driver import Driver
     from quantised_checkpoints import inputs_rounded
@@ -138,7 +140,7 @@ def compare(model: Path, into: Path, rounding: InputRounding | None) -> dict[str
 
 
 def perplexity(logits: torch.Tensor, text: torch.Tensor) -> float:
-    """Of text [count] after its first token, by logits [count - 1, vocabulary]."""
+    """Perplexity of text [count] after its first token, from logits [count - 1, vocabulary]."""
     return float(torch.nn.functional.cross_entropy(logits, text[1:]).exp())
 
 

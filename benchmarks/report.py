@@ -1,4 +1,4 @@
-"""The JSON that every benchmark here writes, in the form of `headrace bench`'s results."""
+"""The JSON that every benchmark here writes, in the format of `headrace bench`'s results."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from headrace.frontend.bench.results.record import SCHEMA, commit, surroundings,
 
 
 class Report:
-    """A report that is whole in its file after each case, so that nothing measured is lost with what comes next."""
+    """A report that is saved completely after each case, so that no measurement is lost if a later case fails."""
 
     def __init__(self, path: Path | None, name: str, results: dict[str, Any], *, seed: int = 0) -> None:
-        """path: None keeps it in memory alone. `results` may be added to; `cases` is made where it is missing."""
+        """path: None keeps it only in memory. `results` may be added to; `cases` is created if missing."""
         self.results = results
         self._path = path
         self._head = {} if path is None else head(name, seed)
@@ -29,7 +29,7 @@ class Report:
 
 
 def head(name: str, seed: int) -> dict[str, Any]:
-    """What it takes to judge results."""
+    """Metadata needed to judge the results."""
     return {
         "benchmark": name,
         "schema": SCHEMA,
@@ -41,6 +41,6 @@ def head(name: str, seed: int) -> dict[str, Any]:
 
 
 def write_report(path: Path, name: str, results: Any, *, seed: int = 0) -> None:
-    """Writes `results` with what it takes to judge them."""
+    """Writes `results` with the metadata of `head`."""
     write(path, {**head(name, seed), "results": results})
     print(f"wrote {path.name}")

@@ -1,12 +1,12 @@
-"""What the boundary between core and workers costs: the ring alone, a step through it, a worker's memory.
+"""The cost of the boundary between core and workers: the ring alone, a step through it, and a worker's memory.
 
     python benchmarks/ring.py [--out FILE.json]
 
 Latencies are one way, from the writer's clock to the reader's (the same clock: CLOCK_MONOTONIC), with a message of a
-decode step's size. `paced` leaves a millisecond between messages, so that readers have gone to sleep: a model's step
-is longer than that. `at once` sends the next when the last was answered, so that they still spin. `bare` is the same as
-`paced` in C with nothing but the futex calls (ring_limit.c), where there is a C compiler: what the kernel takes. A step
-through multiproc is paired with the same step in this process, in alternating blocks; the budget is on the difference.
+decode step's size. `paced` leaves a millisecond between messages, so that readers have gone to sleep, as in the longer
+steps of a model. `at once` sends the next message when the last was answered, so that readers still spin. `bare` is
+`paced` in C with only the futex calls (ring_limit.c), if there is a C compiler: the kernel's part. A step through
+multiproc is paired with the same step in this process, in alternating blocks; the budget applies to the difference.
 Expected on two cores: below 20 us one way, below 150 us a step, below 300 MB a worker.
 """
 
@@ -39,7 +39,7 @@ from headrace.ipc.transport.ring import RingLayout, RingReader, RingWriter, lay_
 from headrace.ipc.wait import Deadline
 
 MESSAGE_BYTES = 1000
-"""About what a decode step of 64 rows takes."""
+"""About the size of a decode step of 64 rows."""
 NUM_MESSAGES, PACE_S = 2000, 1e-3
 ROWS, BLOCKS, STEPS = 64, 20, 50
 BUDGET_LATENCY_US, BUDGET_STEP_US, BUDGET_WORKER_MB = 20.0, 150.0, 300.0
@@ -63,7 +63,7 @@ print(*late_ns)
 
 
 def latency_us(num_readers: int, pace_s: float) -> list[float]:
-    """One way, of the first reader's messages: that is the one which answers."""
+    """One-way latencies to the first reader, which is the one that answers."""
     layouts = RingLayout.holding(MESSAGE_BYTES, 4, num_readers), RingLayout.holding(64, 4, 1)
     fds = [os.memfd_create(name) for name in ("there", "back")]
     for fd, layout in zip(fds, layouts, strict=True):
@@ -92,7 +92,7 @@ def latency_us(num_readers: int, pace_s: float) -> list[float]:
 
 
 def bare_latency_us(num_readers: int) -> list[float]:
-    """The same without Python and without a ring: what waking processes takes. Empty where nothing compiles C."""
+    """The same without Python and without a ring: the cost of waking processes. Empty without a C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         return []
@@ -106,7 +106,7 @@ def bare_latency_us(num_readers: int) -> list[float]:
 
 
 class Stepper:
-    """Decode steps of ROWS rows through one executor."""
+    """Runs decode steps of ROWS rows through one executor."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor, self._maker = executor, PlanMaker(block_size=16)
@@ -159,7 +159,7 @@ def step_costs() -> dict[str, Any]:
 
 
 def worker_memory() -> dict[str, Any]:
-    """Of each of two workers with a model so small that what they hold is themselves."""
+    """Memory of each of two workers whose model is so small that only the process counts."""
     import tiny_models
 
     from headrace.core.options.engine_options import Options
@@ -198,7 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     arguments = parser.parse_args()
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))  # the workers'
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))  # for the workers
     results: dict[str, Any] = {"latency": {"budget_p50_us": BUDGET_LATENCY_US}}
     for num_readers in (1, 2):
         for name, pace_s in (("paced", PACE_S), ("at once", 0.0), ("bare", None)):

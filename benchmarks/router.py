@@ -1,8 +1,9 @@
-"""How long the router takes to choose: among many engines, prompts of 64 blocks, half of which some engines hold.
+"""How long the router takes to choose among many engines, for prompts of 64 blocks, half of which some engines have
+cached.
 
     python benchmarks/router.py [--engines 1000] [--versions 1] [--requests 20000]
 
-Processor time of this thread, without the waits for a core that others have. To reach: 20 us among 1,000 engines.
+Processor time of this thread, without waits for a core that other processes use. Target: 20 us among 1,000 engines.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROUND = 1000
 
 
 class Quiet:
-    """A request that brings nothing meanwhile."""
+    """A request without any events."""
 
     num_tokens = 0
     first_token_s = num_cached_tokens = None

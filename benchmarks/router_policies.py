@@ -1,11 +1,11 @@
-"""How much of multi-turn chats the engines' caches have, and how even their work is: the router, round robin, least
-requests, and the cache-aware rule of SGLang's router, in the simulation.
+"""Prefix-cache hits and load balance of engines with multi-turn chats, in the simulation: the router compared with
+round robin, least requests, and the cache-aware rule of SGLang's router.
 
     python benchmarks/router_policies.py [--engines 16] [--frontends 4] [--users 1600] [--seconds 100] [--out FILE]
 
-Each user has one conversation after another, and a turn goes to any of the frontends. Deterministic: equal arguments
-give equal figures, on any machine. To reach: 95% of what one cache without bounds would have, the busiest engine
-within 10% of the mean.
+Each user has one conversation after another, and each turn goes to any of the frontends. Deterministic: equal arguments
+give equal figures, on any machine. Targets: 95% of the hits of a single unbounded cache, and the busiest engine within
+10% of the mean.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/scheduler.py [--out FILE.json]
 
-Counted is everything of a turn of the loop but the executor's own calls: taking messages, scheduling, advancing,
-and making each client's message. The budget (design, section 5) is 100 us + 1.5 us per running request. With two steps
-in flight (asynchronous scheduling) the same work also reconciles what was planned ahead.
+Counts everything in an iteration of the loop except the executor's own calls: receiving messages, scheduling,
+advancing, and making each client's message. The budget (design, section 5) is 100 us + 1.5 us per running request. With
+two steps in flight (asynchronous scheduling) the same work also reconciles what was planned ahead.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Decoding with and without n-gram speculation: text that copies from its prompt, and text that does not.
+"""Decoding with and without n-gram speculation, on text that copies from its prompt and on text that does not.
 
     python benchmarks/speculation.py [--num-speculative-tokens 8] [--out benchmarks/results/speculation.json]
 
-`copy`: passages of the standard library's help pages, and the request to repeat them with one change.
-`random`: prompts of random tokens, sampled from at temperature 1, so that hardly a run of tokens comes twice.
+`copy`: passages of the standard library's help pages, with the request to repeat them with one change. `random`:
+prompts of random tokens, sampled from at temperature 1, so that hardly any run of tokens occurs twice.
 
-One stream at a time, in the demo model; runs with and without take turns. `ratio` is the speed with speculation beside
-the speed without, of the medians; both give the same tokens, or it says how many. Nothing else may run on the machine.
+One stream at a time, with the demo model; runs with and without speculation alternate. `ratio` is the speed with
+speculation divided by the speed without, of the medians. Both should give the same tokens; differing answers are
+counted. Nothing else may run on the machine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PROMPT_TOKENS, VOCAB_SIZE = 256, 49152
 
 
 def copy_prompts(count: int) -> list[str]:
-    """The instruction-tuned demo model's chat form, written out: its template is not needed for it."""
+    """The instruction-tuned demo model's chat format, written out, so that its template is not needed."""
     prompts = []
     for name in MODULES[:count]:
         page = pydoc.plain(pydoc.render_doc(name)).strip()
@@ -50,7 +51,7 @@ def random_prompts(count: int) -> list[dict[str, Any]]:
 
 
 def measure(llm: LLM, prompts: list[Any], params: SamplingParams) -> tuple[list[list[int]], float]:
-    """The tokens of each prompt, one after another, and the seconds of their decoding, first tokens left out."""
+    """The tokens of each prompt, one after another, and the seconds of decoding without the first tokens."""
     tokens, seconds = [], 0.0
     for prompt in prompts:
         (output,) = llm.generate([prompt], params, use_tqdm=False)

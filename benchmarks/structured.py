@@ -1,12 +1,13 @@
-"""What structured outputs cost: speed with a JSON schema, the first token of new schemas, what others notice.
+"""The cost of structured outputs: speed with a JSON schema, first tokens of new schemas, and the effect on other
+requests.
 
     python benchmarks/structured.py [--quick] [--out benchmarks/results/structured.json]
 
-- `streams`: answers that follow a schema of 20 fields beside the same prompts without one. All answers are cut at the
-  same number of tokens; runs take turns, and `ratio` is of the median times.
-- `first token`: requests one at a time, each with a schema that the engine has not seen, beside the same without.
-- `arrivals`: the time between tokens of one long stream while requests for a token each arrive, every one with a new
-  schema, beside the same arrivals without schemas.
+- `streams`: answers that follow a schema of 20 fields, compared with the same prompts without one. All answers are cut
+  at the same number of tokens; runs alternate, and `ratio` is that of the median times.
+- `first token`: requests one at a time, each with a schema that is new to the engine, compared with the same without.
+- `arrivals`: the time between tokens of one long stream while requests for one token each arrive, every one with a new
+  schema, compared with the same arrivals without schemas.
 - `steps`: how many steps an answer of known form takes for its tokens.
 
 Nothing else may run on the machine.
@@ -98,7 +99,7 @@ async def arrive(llm: AsyncLLM, seconds: float, per_s: float, extra_of: Callable
 
 
 async def gaps_of(outputs: AsyncIterator[Any], until: asyncio.Task[None]) -> list[float]:
-    """Milliseconds between tokens, as long as the task runs."""
+    """Milliseconds between tokens, while the task runs."""
     gaps_ms, last_s = [], 0.0
     async for _ in outputs:
         now_s = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Clients that ask for structured outputs, as they come from PyPI, against a real server with the demo model.
+"""Clients for structured outputs, as installed from PyPI, against a real server with the demo model.
 
     python benchmarks/structured_clients.py [--work DIR] [--only NAME ...] [--out FILE]
 
-As `agents_clients.py`, but the model says what it likes: every form that comes back is the server's doing. Exit status
+Like `agents_clients.py`, but the model generates freely: only the server enforces the form of the answers. Exit status
 1 when one fails. Needs PyPI and the demo model.
 """
 
@@ -16,13 +16,13 @@ from agents_clients import ROOT, Cases, check, parse, run
 
 RESULTS = ROOT / "benchmarks" / "results" / "structured_clients.json"
 CONFIG = {"disable_any_whitespace": True, "disable_additional_properties": True}
-"""A small model would go on with white space, or with properties of its own, until it is cut."""
+"""Otherwise a small model goes on with white space, or with its own properties, until it is cut off."""
 SERVE = ("--max-model-len", "2048", "--seed", "1", "--structured-outputs-config", json.dumps(CONFIG))
 ASKED = "Describe a person."
 
 
 def openai_client(url: str) -> tuple[Any, str]:
-    """And the name of the model."""
+    """The client, and the name of the model."""
     from openai import OpenAI
 
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
@@ -54,7 +54,7 @@ def openai(url: str) -> None:
 
 
 def outlines(url: str) -> None:
-    """The adapter of OpenAI's API, and that of vLLM's server, which has regular expressions and grammars too."""
+    """The adapter for OpenAI's API, and the one for vLLM's server, which also has regular expressions and grammars."""
     import outlines
     from outlines.types import CFG, Regex
     from pydantic import BaseModel, Field
@@ -78,12 +78,12 @@ def outlines(url: str) -> None:
 
 
 def instructor(url: str) -> None:
-    """A tool that has to be called, and a schema of the answer."""
+    """A forced tool call, and a schema of the answer."""
     import instructor
     from pydantic import BaseModel, ConfigDict, Field
 
     class Person(BaseModel):
-        model_config = ConfigDict(extra="forbid")  # a small model makes up properties without end
+        model_config = ConfigDict(extra="forbid")  # a small model invents properties without end
         name: str = Field(max_length=20)
         age: int = Field(ge=0, le=120)
 

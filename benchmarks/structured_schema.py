@@ -1,4 +1,4 @@
-"""The schema of 20 fields that `structured.py` and `structured_workload.py` ask for. The standard library alone."""
+"""The schema of 20 fields that `structured.py` and `structured_workload.py` use. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ WORDS = ("red", "green", "blue", "white")
 
 
 def schema_of(nth: int = 0, fields: int = 20) -> dict[str, Any]:
-    """An object with strings, numbers, enums, arrays and objects; each `nth` is another schema."""
+    """An object with strings, numbers, enums, arrays and objects; each `nth` gives a different schema."""
     kinds: list[dict[str, Any]] = [
         {"type": "string", "minLength": 12, "maxLength": 24},
         {"type": "integer", "minimum": 0, "maximum": 1000 + nth},

@@ -1,9 +1,9 @@
-"""Eight streams that follow a JSON schema, in this engine or in vLLM, whose Python interface both have.
+"""Eight streams that follow a JSON schema, in Headrace or in vLLM, through the Python interface that both share.
 
     python benchmarks/structured_workload.py MODEL [--engine vllm] [--backend guidance]
 
-runs it and prints one JSON line as `workload.py` does, with a case named by the library of grammars. `peers.py` runs it
-with each peer's Python, so nothing is imported but that engine and the standard library.
+prints one JSON line like `workload.py`, with a case named by the grammar library. `peers.py` runs it with each peer's
+Python, so it imports only that engine and the standard library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from structured_schema import schema_of
 NUM_STREAMS, OUTPUT_TOKENS, REPEATS = 8, 64, 3
 PROMPT = "Describe a person as JSON."
 MODULES = {"headrace": ("headrace", "headrace"), "vllm": ("vllm", "vllm.sampling_params")}
-"""Where each has LLM and SamplingParams, and where StructuredOutputsParams."""
+"""For each engine, the modules with LLM and SamplingParams, and with StructuredOutputsParams."""
 
 
 def main() -> None:

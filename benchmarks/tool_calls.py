@@ -1,10 +1,10 @@
-"""Whether calls that a request forces are always well-formed: a small model, many seeds, schemas of several kinds.
+"""Checks that forced tool calls are always well-formed, with a small model, many seeds and several kinds of schemas.
 
     python benchmarks/tool_calls.py [--calls 200] [--out benchmarks/results/tool_calls.json]
 
-The demo model, which has never seen a tool, is asked with `tool_choice: required` and with a function by its name, in
-turns, at temperature 1. Each call's name and arguments are judged by the `jsonschema` library. Exit status 1 when one
-is not valid. What it counts does not depend on what else the machine does.
+The demo model, which was not trained on tools, is asked alternately with `tool_choice: required` and with a function by
+name, at temperature 1. The `jsonschema` library validates each call's name and arguments. Exit status 1 when one is
+invalid. The result does not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ QUESTIONS = ("How warm is it in Zürich?", "Tell Ann and Bob to come.", 'Book a 
 
 
 async def ask(client: openai.AsyncOpenAI, nth: int) -> dict[str, Any]:
-    """One answer's calls, and why it is wrong, if it is."""
+    """One answer's calls, and the error in them, if any."""
     named = TOOLS[nth // 2 % len(TOOLS)]["function"]["name"] if nth % 2 else None
     choice: Any = {"type": "function", "function": {"name": named}} if named else "required"
     answer = await client.chat.completions.create(

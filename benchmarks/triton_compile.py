@@ -1,8 +1,8 @@
-"""Compiles what the entry points of `headrace.kernels.triton` launch, for a GPU that need not be there.
+"""Compiles the launches of the entry points of `headrace.kernels.triton`, for a GPU that need not be present.
 
-`record` runs an entry point on tensors of the meta device, which have shapes and no memory: whatever it launches is
-noted instead of run, and an entry point that read a value on the host would fail. `compile_launch` compiles one such
-launch ahead of time and asks cuobjdump what it takes.
+`record` runs an entry point on tensors of the meta device, which have shapes but no memory: launches are recorded
+instead of run, and an entry point that reads a value on the host fails. `compile_launch` compiles one such launch ahead
+of time, and determines its resources by cuobjdump.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class LaunchRecord:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes."""
+    """The resources that a compiled kernel needs."""
 
     num_registers: int
-    """Of each thread; at most 255."""
+    """Per thread; at most 255."""
     spilled_bytes: int
-    """Of each thread's stack, which is where registers go that do not fit."""
+    """Bytes of each thread's stack to which registers are spilled."""
     shared_bytes: int
     num_threads: int
     tensor_core_instructions: int
@@ -70,13 +70,13 @@ class Resources:
 
 @contextmanager
 def pretended(architecture: int) -> Iterator[None]:
-    """Every tensor seems to be on this GPU."""
+    """Makes every tensor appear to be on this GPU."""
     with mock.patch.object(configs, "device_of", return_value=DEVICES[architecture]):
         yield
 
 
 def record(run: Callable[[], Any], architecture: int) -> list[LaunchRecord]:
-    """What `run` launches there."""
+    """The launches of `run` on that architecture."""
     found: list[LaunchRecord] = []
 
     def note(function: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
@@ -90,7 +90,7 @@ def record(run: Callable[[], Any], architecture: int) -> list[LaunchRecord]:
 
 
 def compile_launch(launch: LaunchRecord, architecture: int) -> Resources:
-    """What it takes on `architecture`."""
+    """The resources of the launch on `architecture`."""
     compiled = compile_kernel(launch, architecture)
     num_threads = 32 * compiled.metadata.num_warps
     return _resources(compiled.asm["cubin"], compiled.asm["ptx"], compiled.metadata.shared, num_threads)
@@ -103,8 +103,8 @@ def compile_kernel(launch: LaunchRecord, architecture: int) -> Any:
 
 
 def digest_of(launch: LaunchRecord, architecture: int) -> str:
-    """Of all that one version of Triton compiles from: the text of the kernel and of what it calls, what its arguments
-    are specialised to, the options and the architecture."""
+    """A hash of everything that one version of Triton compiles from: the text of the kernel and of its callees, the
+    specialisations of its arguments, the options and the architecture."""
     texts: dict[str, str] = {}
     _add_texts(launch.function, texts)
     parts = (sorted(texts.items()), *_specialised(launch), sorted(launch.options.items()), architecture)
@@ -112,7 +112,7 @@ def digest_of(launch: LaunchRecord, architecture: int) -> str:
 
 
 def _add_texts(function: JITFunction, texts: dict[str, str]) -> None:
-    """By their names a kernel, what it calls, and the constants outside that either reads."""
+    """Adds, by name, the texts of a kernel, of its callees, and of the global constants that they read."""
     name = f"{function.__module__}.{function.__name__}"
     if name in texts:
         return
@@ -127,7 +127,7 @@ def _add_texts(function: JITFunction, texts: dict[str, str]) -> None:
 
 
 def _specialised(launch: LaunchRecord) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]:
-    """Types of arguments by name, and by index those that are constants and what is known of others."""
+    """Types of arguments by name; and by index the constants, and the attributes of the other arguments."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.function.params):
         value = launch.arguments.get(parameter.name, parameter.default)

@@ -1,10 +1,10 @@
 """Registers, spills and shared memory of every Triton kernel on sm_80 and sm_90, without a GPU.
 
-`python benchmarks/triton_resources.py` compiles what the entry points launch for the shapes of real models and writes
-`results/triton_resources.json`. A launch whose digest (`triton_compile.digest_of`) is on record there, by the same
-version of Triton, is not compiled again: its figures are kept. `--all` compiles everything. `--only WORD` prints those
-whose case holds the word, and writes nothing. `--out FILE` keeps another record: `results/triton_resources_3_6.json` is
-that of the oldest Triton that serves, which spills sooner.
+`python benchmarks/triton_resources.py` compiles the launches of the entry points for the shapes of real models and
+writes `results/triton_resources.json`. A launch whose digest (`triton_compile.digest_of`) is already recorded there, by
+the same version of Triton, is not compiled again. `--all` compiles everything. `--only WORD` prints the launches whose
+case contains the word, and writes nothing. `--out FILE` uses another record: `results/triton_resources_3_6.json` is
+that of the oldest supported Triton, which spills sooner.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ Run = Callable[[], Any]
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    """A tensor of this shape and no memory."""
+    """A tensor of this shape without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def batch_of(num_tokens: int, num_seqs: int) -> PagedBatch:
-    """Decodes where there are as many tokens as sequences."""
+    """A batch of decodes if there are as many tokens as sequences."""
     return PagedBatch(
         query_start=meta(num_seqs + 1, dtype=INT32),
         seq_lens=meta(num_seqs, dtype=INT32),
@@ -125,7 +125,7 @@ def attention_cases() -> dict[str, Run]:
 def attend_latent(
     num_heads: int, num_tokens: int, num_seqs: int, stored: torch.dtype = BF16, dtype: torch.dtype = BF16
 ) -> Run:
-    """Of DeepSeek's sizes: vectors of 512 and 64 values."""
+    """With DeepSeek's sizes: vectors of 512 and 64 values."""
     up = LatentUp(meta(num_heads, 128, 512, dtype=dtype), meta(num_heads, 512, 128, dtype=dtype))
     query, cache = meta(num_tokens, num_heads, 192, dtype=dtype), meta(1000, 1, 16, 576, dtype=stored)
     rows = meta(1000, 1, 16, dtype=FP32) if stored.itemsize == 1 else None
@@ -208,12 +208,12 @@ def sampling_cases() -> dict[str, Run]:
 
 
 def multiply(pack: Callable[[], Any], num_rows: int) -> Run:
-    """The packing is done within the run, where the device is known."""
+    """Packs within the run, where the device is known."""
     return lambda: pack().apply(meta(num_rows, 4096))
 
 
 def multiply_fused(pack: Callable[[], Any], num_rows: int, **around: Any) -> Run:
-    """What is around the matrix: `linear_small.Around`."""
+    """around: the ops fused with the matrix, see `linear_small.Around`."""
     return lambda: pack().apply_fused(meta(num_rows, 4096), **around)
 
 
@@ -275,7 +275,7 @@ def linear_cases() -> dict[str, Run]:
 
 
 def moe_cases() -> dict[str, Run]:
-    """Of the size of Qwen3-30B-A3B: 128 experts, 8 of them for each token."""
+    """With the sizes of Qwen3-30B-A3B: 128 experts, 8 of them per token."""
 
     def apply(num_rows: int, pack: Callable[[int, int], Any], **options: Any) -> Run:
         x, ids, weights = meta(num_rows, 2048), meta(num_rows, 8, dtype=INT32), meta(num_rows, 8, dtype=FP32)
@@ -300,7 +300,7 @@ def moe_cases() -> dict[str, Run]:
     logits = meta(64, 128)
 
     def clamped(num_rows: int) -> Run:
-        """Of the size of gpt-oss 20B: 32 experts, 4 of them for each token."""
+        """With the sizes of gpt-oss 20B: 32 experts, 4 of them per token."""
         x, ids, weights = meta(num_rows, 2880), meta(num_rows, 4, dtype=INT32), meta(num_rows, 4, dtype=FP32)
         biases = meta(32, 5760, dtype=FP32), meta(32, 2880, dtype=FP32)
         return lambda: moe.experts(meta(32, 5760, 2880), meta(32, 2880, 2880), "clamped_silu", biases).apply(
@@ -328,7 +328,7 @@ def all_cases() -> Mapping[str, Run]:
 
 
 def launches() -> Iterator[tuple[str, int, LaunchRecord]]:
-    """Of every case on every architecture: its name, the architecture, and what is launched."""
+    """The name, architecture and launches of every case on every architecture."""
     for name, run in all_cases().items():
         for architecture in ARCHITECTURES:
             for launch in record(run, architecture):
@@ -336,7 +336,7 @@ def launches() -> Iterator[tuple[str, int, LaunchRecord]]:
 
 
 def recorded(path: Path) -> dict[str, dict[str, Any]]:
-    """What is on record by digests; nothing where there is none, or another version of Triton compiled it."""
+    """The recorded resources by digest; empty without a record, or if another version of Triton made it."""
     if not path.exists():
         return {}
     report = json.loads(path.read_text())
@@ -351,7 +351,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="compile also what is on record")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the record; default benchmarks/results")
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore", UserWarning)  # triton's notice of a default that will change
+    warnings.simplefilter("ignore", UserWarning)  # Triton announces that a default will change
     known: dict[str, dict[str, Any]] = {} if arguments.all or arguments.only else recorded(arguments.out)
     figures = [field.name for field in fields(Resources)]
     results = []

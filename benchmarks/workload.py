@@ -2,7 +2,7 @@
 
     python benchmarks/workload.py MODEL [--dtype bfloat16] [--case decode_1 ...]
 
-runs Headrace on it and prints one JSON line in the form that the peers' scripts print.
+runs Headrace on it and prints one JSON line in the same format as the peers' scripts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run_cases(generate: Generate, only: list[str] | None = None, cases: Sequence
 
 
 def generator(llm: LLM) -> Generate:
-    """Our engine, as `run_cases` wants one."""
+    """The `Generate` function of our engine."""
     from headrace import SamplingParams
 
     def generate(batch: list[list[int]], output_tokens: int) -> float:
