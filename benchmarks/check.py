@@ -48,8 +48,7 @@ NO_OTHER_CHECKOUT = """\
 import sys
 sys.meta_path[:] = [each for each in sys.meta_path if not getattr(each, "__module__", "").startswith("__editable__")]
 """
-"""Removes the finder of an editable install, which would import this checkout's modules where the other commit has
-moved them."""
+"""Removes the finder of an editable install, which would import this checkout's modules in another commit's place."""
 
 
 class Verdict(NamedTuple):
@@ -117,7 +116,7 @@ class Side(NamedTuple):
     """Environment variables for its code."""
 
     def program(self, case: str) -> Path:
-        """The program for the case: this checkout's, or the commit's own where modules have moved since. Raises
+        """The program for the case: this checkout's, or the commit's own if modules have moved since. Raises
         CaseError."""
         try:
             _run([sys.executable, str(ROOT / CASES), case, "1"], self.variables)

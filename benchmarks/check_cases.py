@@ -80,8 +80,7 @@ def detokeniser(repeats: int) -> None:
 
 
 def answer_reader(repeats: int) -> None:
-    """Parses one piece of an answer after another for reasoning and tool calls, where nearly all pieces are plain
-    text."""
+    """Parses pieces of an answer, one after another, for reasoning and tool calls; nearly all pieces are plain text."""
     from headrace.frontend.text.formats.declaration import load_format
     from headrace.frontend.text.formats.parser import OutputParser
 

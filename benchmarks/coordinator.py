@@ -1,5 +1,4 @@
-"""The share of a core that a coordinator uses for many engines that announce themselves and many frontends that follow
-it.
+"""The share of a core that a coordinator uses for many engines and for many frontends that follow it.
 
     python benchmarks/coordinator.py [--engines 1000] [--frontends 100] [--seconds 20] [--keys] [--out FILE]
 

@@ -1,5 +1,4 @@
-"""How long streams pause when their engine is killed or suspended, split into phases, and whether their tokens stay the
-same.
+"""How long streams pause when their engine is killed or suspended, by phases, and whether their tokens change.
 
     python benchmarks/failover.py [--rounds 10] [--streams 8] [--signal KILL|STOP] [--out FILE]
 

@@ -94,8 +94,7 @@ class Generator:
         return _drawer(hint)(self, is_wild)
 
     def several(self, draw: Drawer, is_wild: bool) -> Iterator[Any]:
-        """Items of a tuple or dict. Long ones repeat a few items, since drawing each one would take most of the
-        time."""
+        """Items of a tuple or dict. Long ones repeat a few items, as drawing each one would take most of the time."""
         length = self.length()
         few = [draw(self, is_wild) for _ in range(min(length, 20))]
         return itertools.islice(itertools.cycle(few), length)
@@ -467,8 +466,7 @@ def fuzz(
     address: str, numbers: random.Random, counts: Counts, *, rounds: int = 1, acts: int = 60, burst: int = 60,
     largest_bytes: int = 1 << 20, hostile: int = 3, expected: list[list[int]] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Runs rounds of attacks by hostile clients beside the victim. Returns the errors in sentences; none if all is
-    well."""
+    """Runs rounds of attacks by hostile clients beside the victim. Returns the errors in sentences, if any."""
     problems: list[str] = []
     with zmq.Context() as context:
         generator = Generator(numbers)

@@ -208,8 +208,7 @@ def launches_s(device: torch.device, count: int = 200) -> list[float]:
 
 
 def profile_us(device: torch.device, run: Callable[[], Any], count: int) -> dict[str, float]:
-    """Device microseconds of one of `count` runs by the phases of `gpu_ledger`, from torch's profiler; empty without
-    one."""
+    """Device microseconds of one of `count` runs by the phases of `gpu_ledger`, by torch's profiler; may be empty."""
     if device.type != "cuda":
         return {}
     try:

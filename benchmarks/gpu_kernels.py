@@ -195,8 +195,7 @@ def choices(machine: Machine, config: dict[str, Any], rows: int) -> Iterator[Ker
 def paged(
     machine: Machine, heads: tuple[int, int], contexts: Sequence[int], query_len: int, dtype: torch.dtype
 ) -> tuple[Any, Tensor, Tensor]:
-    """A batch whose rows compute the last `query_len` tokens of their contexts, with blocks in random order, and its
-    cache.
+    """A batch whose rows compute the last `query_len` tokens of their contexts, with blocks in random order; its cache.
 
     heads: number of key/value heads, and values of each.
     """

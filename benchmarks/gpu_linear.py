@@ -123,7 +123,7 @@ class Bench:
         return [sample / len(calls) / times for sample in times_s(self.device, replay, SAMPLES)]
 
     def compile(self, layer: Any, listed: list[tuple[dict[str, Any], Call]]) -> None:
-        """Calls each once, in parallel, so that its kernels are compiled. A failure is ignored here, since it will
+        """Calls each once, in parallel, so that its kernels are compiled. Failures are ignored, since they will
         recur."""
 
         def once(case: dict[str, Any], call: Call) -> None:

@@ -76,8 +76,7 @@ def full_workload(dry: bool, num_requests: int) -> Workload:
 
 
 def seqs_that_fit(total_bytes: int, weight_bytes: int, cache_bytes: int) -> int:
-    """How many requests of the full load a GPU with so much memory holds to their end; bytes of a weight, and of a
-    cached value.
+    """How many requests of the full load a GPU of this memory holds to their end; bytes of a weight and a cached value.
 
     All begin together and have the same length, so with more of them all would be preempted at their end.
     """

@@ -67,8 +67,7 @@ def head_dim_of(config: dict[str, Any]) -> int:
 
 
 def weight_elements(config: dict[str, Any]) -> tuple[int, int]:
-    """Elements of the layers' matrices, which every token multiplies, and of the head; embeddings are only looked
-    up."""
+    """Elements of the layers' matrices, which every token multiplies, and of the head; embeddings are looked up."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     attention = 2 * hidden * head_dim_of(config) * (heads + config["num_key_value_heads"])
     layers = config["num_hidden_layers"] * (attention + 3 * hidden * config["intermediate_size"])

@@ -200,8 +200,7 @@ def measure(urls: dict[str, str], arguments: argparse.Namespace, model: Path) ->
 
 
 def ratios(samples: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Ratios of medians: rate relative to vLLM's with many streams, and inter-token time relative to vLLM's with
-    one."""
+    """Ratios of medians to vLLM's: the rate with many streams, and the inter-token time with one."""
     many, one = LOADS[0][0], LOADS[1][0]
 
     def median(server: str, streams: int, of: Any) -> float:

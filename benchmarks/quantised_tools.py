@@ -1,5 +1,4 @@
-"""Checkpoints that real quantisation tools make from a tiny model, compared with the values that the tools compute for
-them.
+"""Checkpoints that real quantisation tools make from a tiny model, compared with the values that the tools compute.
 
     python benchmarks/quantised_tools.py bitsandbytes=/tmp/bnb/bin/python llmcompressor=/tmp/llmc/bin/python \\
         torchao=/tmp/ao/bin/python hqq=/tmp/hqq/bin/python modelopt=/tmp/modelopt/bin/python \\

@@ -1,5 +1,4 @@
-"""How long the router takes to choose among many engines, for prompts of 64 blocks, half of which some engines have
-cached.
+"""How long the router takes to choose among many engines, for prompts of 64 blocks of which some engines hold half.
 
     python benchmarks/router.py [--engines 1000] [--versions 1] [--requests 20000]
 

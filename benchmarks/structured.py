@@ -1,5 +1,4 @@
-"""The cost of structured outputs: speed with a JSON schema, first tokens of new schemas, and the effect on other
-requests.
+"""The cost of structured outputs: speed with a JSON schema, first tokens of new schemas, effect on other requests.
 
     python benchmarks/structured.py [--quick] [--out benchmarks/results/structured.json]
 

@@ -125,8 +125,7 @@ class SamplingColumns:
         """Only for rows whose penalties are computed on the host."""
 
     def enter(self, row: int, sampling: Sampling, seed: int) -> None:
-        """Enters a request's parameters. If that raises, only this request fails: with the cause, at its first
-        token."""
+        """Enters a request's parameters. An error fails only this request, when its first token is due."""
         try:
             self._enter(row, sampling, seed)
         except MemoryError:  # the host is out of memory, which is not this request's error
@@ -218,8 +217,7 @@ class BatchState:
         eos_token_ids: Sequence[int] = (),
         layers_in_place: Sequence[int] = (1,),
     ) -> None:
-        """layers_in_place: one factor per cache group; a block's number in the group's tensors is its id times the
-        factor."""
+        """layers_in_place: by cache group; a block's number in the group's tensors is its id times this."""
         self.block_size, self.num_groups = block_size, (num_groups := len(layers_in_place))
         self._factors = None if max(layers_in_place) == 1 else np.array(layers_in_place, np.int32)
         max_blocks = -(-max_model_len // block_size)
@@ -257,8 +255,7 @@ class BatchState:
         self.tokens[np.repeat(plan.rows, drafts.counts), columns] = drafts.token_ids
 
     def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray, counts: np.ndarray | None = None) -> None:
-        """Appends sampled tokens to distinct rows [n]: counts [n] tokens each, in row order, or one each without
-        counts."""
+        """Appends counts [n] sampled tokens each to distinct rows [n], in row order; without counts one each."""
         if counts is not None:
             self._append_several(rows, token_ids, counts)
             return

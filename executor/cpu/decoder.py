@@ -109,8 +109,7 @@ class CpuDecoder:
         return StepLogits(self._logits[count], self._logits_at, chosen)
 
     def repeat(self, begun: BegunBlocks | None, masks: TokenMasks | None) -> Chosen:
-        """Repeats the previous step, which computed and chose one token for each sequence, each now one token
-        further."""
+        """Repeats the previous step, which chose one token for each of its sequences, one token further."""
         assert self._written is not None, "a step comes first"
         buffers, sampling = self._written.buffers, self._written.sampling
         count = buffers.step.num_seqs

@@ -19,8 +19,8 @@ from headrace.kernels.cpu.program_parts import Rotary
 
 @dataclass(frozen=True)
 class CpuModel:
-    """One rank's weights. A tied `table` is the head too. Only the first stage looks rows up in a table, and only the
-    last stage has a head."""
+    """One rank's weights. A tied `table` is also the head. Only the first stage needs a table for lookups; only the
+    last has a head."""
 
     spec: ArchSpec
     dtype: torch.dtype

@@ -61,16 +61,14 @@ class WrittenProgram:
     program: Program
     buffers: StepBuffers
     hidden: Tensor
-    """[max_tokens, hidden_size] float32: the input of a pipeline stage after the first, and the output to the next
-    stage."""
+    """[max_tokens, hidden_size] float32: the input of a pipeline stage after the first, and the next stage's input."""
     logits: Tensor  # [max_logits, vocab_size] float32; no rows where another stage has the head
     sampling: SampleBuffers  # no rows where another stage has the head
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The buffers of a layer's ops: rows of all tokens or, later in the last layer, only of tokens whose logits are
-    needed."""
+    """The buffers of a layer's ops: for all tokens or, after the last attention, for tokens whose logits are needed."""
 
     hidden: Buffer
     """The residual stream."""
@@ -283,8 +281,7 @@ class ProgramOps:
             residual = out
 
     def _room(self, columns: int, dtype: torch.dtype) -> Buffer:
-        """A buffer that no other value of this layer uses. The n-th of a size and type is the same buffer in every
-        layer."""
+        """A buffer that no other value of this layer uses. The n-th of a size and type is the same in every layer."""
         key = columns, dtype
         order = self._taken[key] = self._taken.get(key, -1) + 1
         if (*key, order) not in self._rooms:
@@ -409,8 +406,7 @@ class RankBuffers:
         self.group: GroupC = place.link.group
 
     def next_parts(self, columns: int) -> Tensor:
-        """[tp_size, max_tokens, columns] float32. Two buffers alternate, since other ranks may still be reading the
-        last one."""
+        """[tp_size, max_tokens, columns] float32. Two buffers alternate, since ranks may still be reading the last."""
         self._turn ^= 1
         return self._shared.parts(self._turn, self._max_tokens, columns)
 
@@ -420,7 +416,6 @@ class RankBuffers:
 
 
 def inner_dtype(model: CpuModel) -> torch.dtype:
-    """The dtype of linear layers' inputs: bfloat16 if the last linear of the first layer's mixer has it, else
-    float32."""
+    """The dtype of linear layers' inputs: bfloat16 if the last linear of the first mixer has it, else float32."""
     output = [held for held in model.layers[0].mixer.values() if isinstance(held, CpuLinear)][-1]
     return torch.bfloat16 if output.weights[0].dtype == torch.bfloat16 else torch.float32

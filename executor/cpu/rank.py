@@ -294,8 +294,7 @@ DECODER = Op("decoder", op_by_op, (PROGRAM,))
 
 
 def check_op_by_op(plan: Plan, reason: str) -> None:
-    """Raises OptionError for options that only the CPU kernels' program supports; `reason`: why it cannot run this
-    model."""
+    """Raises OptionError for options that need the CPU kernels' program; `reason`: why it cannot run this model."""
     if plan.weight_bits:
         raise OptionError(
             f"quantization={plan.options.quantization} needs the CPU kernels' program, which cannot run "
@@ -336,8 +335,7 @@ def check_weights_fit(spec: ArchSpec, plan: Plan, memory: HostMemory, stored_byt
 
 
 def use_all_cores() -> None:
-    """Sets torch's threads to this process's cores: torch counts all of the machine's. OMP_NUM_THREADS takes
-    precedence."""
+    """Sets torch's threads to this process's cores, not the machine's. OMP_NUM_THREADS takes precedence."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(usable_cores())
     logger.info("computing on %d threads", torch.get_num_threads())

@@ -19,8 +19,7 @@ from headrace.executor.sampling.verification import SampledPositions, verify
 from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult, TokenMasks
 
 PROMPT_LOGITS_BYTES = 1 << 27
-"""Logits of prompt positions are computed in pieces of about this size: those of a whole chunk could need more memory
-than the model."""
+"""Logits of prompt positions are computed in pieces of about this size: a whole chunk's could dwarf the model."""
 
 
 class Model(Protocol):
@@ -96,8 +95,7 @@ class ModelRunner:
         self._repeating: _Repeating | None = None  # set after a decode whose tokens the model chose
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Runs one step. Plans must come in the core's order, as each step builds on the state that the previous ones
-        left.
+        """Runs one step. Plans must come in the core's order, as each step builds on the state of the previous ones.
 
         A row whose logits are not finite becomes a RowFailure; any exception ends the engine.
         """
@@ -180,8 +178,8 @@ class ModelRunner:
         prompt_logprobs: tuple[PromptLogprobRun, ...] = (),
         problems: Mapping[int, str] = MappingProxyType({}),
     ) -> StepResult:
-        """The result of a step with drafts: the sampled tokens up to the first rejected draft, which the batch appends
-        too.
+        """The result of a step with drafts: the tokens up to the first rejected draft, which are also appended to the
+        batch.
 
         problems: rows that fail whatever was sampled for them, with the reason.
         """

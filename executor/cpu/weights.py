@@ -41,8 +41,7 @@ from headrace.kernels.grouped import GroupedWeight, joined
 logger = logging.getLogger(__name__)
 
 Stored = Tensor | tuple[str, Tensor] | GroupedWeight
-"""A matrix: floats [rows, columns], or a GGUF type's name with [rows, bytes of a row] uint8, or codes with group
-scales."""
+"""A matrix: floats [rows, columns]; a GGUF type and [rows, bytes of a row] uint8; or codes with group scales."""
 
 OUTER_BITS = 8
 """Bits of the quantised embedding and head: their errors reach every token undiminished."""
@@ -101,8 +100,7 @@ class CpuAttend:
 
 @dataclass(frozen=True)
 class CpuLatent:
-    """An `AttendLatent` with the up-projections from latent vectors to keys and values, one for each of this rank's
-    heads."""
+    """An `AttendLatent` with the up-projections from latent vectors to keys and values, by head of this rank."""
 
     declared: AttendLatent
     keys: tuple[PackedLinear, ...]

@@ -42,8 +42,7 @@ class Choosing:
         return not self._tokens.lacks_counts or not self._tokens.changes(self._batch, rows).counted
 
     def sample(self, logits: Tensor, step: StepInFlight, needs: int) -> None:
-        """Chooses like the host's `sampler.sample`, but without waiting. May overwrite logits [num_sampled,
-        vocab_size]."""
+        """Chooses like `sampler.sample`, but without waiting. May overwrite logits [num_sampled, vocab_size]."""
         steps, count = self._steps, len(step.rows)
         (sent_rows,) = self._staging.send(step.rows)
         rows = sent_rows.long()
@@ -75,8 +74,7 @@ class Choosing:
             step.logprobs = LogprobsInFlight(self._device, raw, token_ids[told].long(), counts, self._report, asked)
 
     def _change(self, logits: Tensor, host_rows: np.ndarray, rows: Tensor) -> None:
-        """Adding to single logits and forbidding tokens commute, so the allowed tokens are applied in the launch that
-        penalties need anyway."""
+        """Additions to single logits and forbidding commute, so allowed tokens are applied in the penalties' launch."""
         places, added = additions(self._batch, host_rows, logits.shape[1])
         if places.size:
             sent_places, sent_added = self._staging.send(places, added)

@@ -166,8 +166,7 @@ def _summed_in_order(parts: Tensor) -> Tensor:
 
 
 class AgreedCapturer:
-    """A `Capturer` whose graphs exist on all ranks or on none, so that a step runs with the same batch size on each of
-    them."""
+    """A `Capturer` whose graphs exist on all ranks or on none: a step then has the same batch size on each of them."""
 
     def __init__(self, capturer: Capturer, agree: Callable[[bool], bool]) -> None:
         self._capturer, self._agree = capturer, agree
@@ -331,8 +330,7 @@ def _groups(meeting: Rendezvous, store: dist.Store, device: torch.device) -> Dev
 
 
 def _why_no_access(meeting: Rendezvous, device: torch.device) -> str:
-    """Why this GPU cannot read the memory of the stage's other GPUs, or "". The ranks of a host have its GPUs in
-    order."""
+    """Why this GPU cannot read the stage's other GPUs' memory, or "". A host's ranks have its GPUs in order."""
     tp_size = meeting.world.tp_size
     first = meeting.rank // tp_size * tp_size - meeting.host_ranks.start
     others = [index for index in range(first, first + tp_size) if index != device.index]

@@ -60,13 +60,11 @@ class Device(Protocol):
         ...
 
     def to_host(self, into: Tensor, source: Tensor) -> None:
-        """Copies in the stream, without waiting. Both are contiguous and of one size; `into` is part of a
-        host_buffer."""
+        """Copies in the stream, without waiting. Both are contiguous, of one size; `into` is part of a host_buffer."""
         ...
 
     def to_device(self, source: Tensor) -> Tensor:
-        """A copy on the device of a part of a host_buffer, which must stay unchanged until an event recorded after
-        this."""
+        """A copy on the device of a part of a host_buffer, which must not change before an event recorded later."""
         ...
 
 
@@ -190,8 +188,7 @@ class Staging:
     """
 
     def __init__(self, device: Device, num_buffers: int, num_words: int = 1 << 16) -> None:
-        """num_words: enough for most prefill steps, so that buffers seldom grow: allocating pinned memory makes the
-        device wait."""
+        """num_words: enough for most prefill steps: allocating larger pinned buffers later makes the device wait."""
         self._device = device
         self._buffers = [device.host_buffer(num_words) for _ in range(num_buffers)]
         self._read = [device.event() for _ in range(num_buffers)]
@@ -280,8 +277,7 @@ class DecodeRows:
         self._held = np.full(state.shape.num_rows + 1, state.padding_row, np.int32)
 
     def place(self, rows: np.ndarray, size: int) -> None:
-        """Makes the decode batch of `size` entries consist of rows, then padding; takes effect when the deltas are
-        shipped."""
+        """Makes the decode batch of `size` entries consist of rows, then padding, once the deltas are shipped."""
         wanted = np.full(size, self._state.padding_row, np.int32)
         wanted[: len(rows)] = rows
         changed = np.flatnonzero(self._held[:size] != wanted)

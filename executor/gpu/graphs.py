@@ -117,14 +117,12 @@ class DecodeGraphs:
         return f"{len(self._failed)} graphs could not be captured, the last for a batch of {key.size}: {why}"
 
     def key_for(self, batch_size: int, choice: Choice) -> GraphKey | None:
-        """The graph for such a batch, captured or not: the smallest size that holds it and can be captured; None if
-        there is none."""
+        """The graph for such a batch, captured or not: the smallest capturable size that holds it; None without one."""
         keys = (GraphKey(size, choice) for size in self.sizes if size >= batch_size)
         return next((key for key in keys if key not in self._failed), None)
 
     def find(self, batch_size: int, choice: Choice) -> Graph | None:
-        """The graph for a batch; None when it must run eagerly. Counts missing graphs, to capture the most needed one
-        next."""
+        """The graph for a batch; None to run it eagerly. A missing graph is counted, and the most missed is next."""
         key = self.key_for(batch_size, choice)
         if key is None or self._capturer is None:
             return None
@@ -137,8 +135,7 @@ class DecodeGraphs:
         return graph
 
     def forget(self) -> None:
-        """Drops all graphs, since the tensors that they use are about to move. They will be captured again from the
-        start."""
+        """Drops all graphs, since the tensors that they use are about to move. All will be captured again."""
         self._graphs.clear()
         self._lacked.clear()
         self._failed.clear()

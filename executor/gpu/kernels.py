@@ -143,8 +143,7 @@ def _rounded(weight: Tensor, rounding: Rounding) -> tuple[Tensor, ...]:
 
 
 def batch_invariant(choose: ChooseKernel) -> ChooseKernel:
-    """Wraps `choose`, so that sums are in an order that depends neither on the rest of a batch nor on how a prompt is
-    split into chunks."""
+    """Wraps `choose`, so that the order of sums depends neither on the rest of a batch nor on a prompt's chunks."""
 
     @cache
     def fixed(params: AttentionParams) -> AttentionParams:
@@ -167,8 +166,7 @@ def batch_invariant(choose: ChooseKernel) -> ChooseKernel:
 
 
 def to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [out, in] -> float8_e4m3fn of the same shape, and float32 scales [out, 1]: each row's largest magnitude /
-    448."""
+    """weight [out, in] -> float8_e4m3fn of the same shape, float32 scales [out, 1]: a row's largest magnitude / 448."""
     codes = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     largest = weight.abs().amax(1, keepdim=True).float()
     scales = torch.where(largest > 0, largest / LARGEST_STORED[FP8], 1.0)

@@ -65,8 +65,7 @@ class RunnerLimits:
 
 
 class GpuRunner:
-    """Owns the device's state and the host's copy of it; uses model and cache without owning them. Used from one
-    thread."""
+    """Owns the device's state and the host's copy of it, but not model and cache. Used from one thread."""
 
     chooses = True
     """Whether this rank's steps choose tokens, as the last stage's do."""
@@ -150,8 +149,7 @@ class GpuRunner:
         return result
 
     def use(self, model: HiddenStateModel) -> None:
-        """Replaces the model from the next step on; no step may be in flight. Rows stay as they are; graphs are
-        captured anew."""
+        """Replaces the model from the next step on, with none in flight. Rows stay; graphs are captured anew."""
         self.steps.use(model)
         self.graphs.forget()
 

@@ -145,8 +145,10 @@ class TokenStates:
             self.counts.view(-1).index_add_(0, rows * self.vocab_size + token_ids, ones)
 
     def adjust(self, logits: Tensor, state: DeviceState, rows: Tensor, changes: Changes) -> None:
-        """Applies allowed tokens and penalties in place. logits: [num_rows, vocab_size] float32; rows: [num_rows]
-        int64."""
+        """Applies allowed tokens and penalties in place.
+
+        logits: [num_rows, vocab_size] float32; rows: [num_rows] int64.
+        """
         if not (changes.limited or changes.penalised):
             return
         penalties = Penalties(
@@ -161,8 +163,7 @@ class TokenStates:
         self._adjust(logits, LogitChanges(rows, self.allowed_bits, penalties if changes.penalised else None))
 
     def mask(self, logits: Tensor, masks: TokenMasks, staging: Staging) -> None:
-        """Forbids, in place, the tokens that masks do not allow; their places are rows of logits [num_rows,
-        vocab_size]."""
+        """Forbids, in place, tokens that masks do not allow; places are rows of logits [num_rows, vocab_size]."""
         mask_of = np.zeros(len(logits), np.int64)  # mask 0, which is sent before the others, allows everything
         mask_of[masks.places] = np.arange(1, 1 + len(masks.places))
         rows, bits = staging.send(mask_of, np.concatenate((np.full(self._num_words, -1, np.int32), masks.bits)))

@@ -29,8 +29,7 @@ NOTHING = np.zeros(0, np.int32)
 
 
 class StageModel:
-    """Adapts a stage's model to the runner: in place of logits it returns the hidden states, which go to the next
-    stage."""
+    """Adapts a stage's model to the runner: its "logits" are the hidden states, which go to the next stage."""
 
     def __init__(self, model: HiddenStateModel) -> None:
         self._model = model

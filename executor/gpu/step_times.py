@@ -19,8 +19,7 @@ from headrace.ipc.step import StepResult
 KEPT_STEPS = 4096
 _NO_RANGE = nullcontext()
 MOST_LATE_S = 1e-3
-"""A host that waited for a step returns at most this long after its end; any longer difference is drift between
-clocks."""
+"""A host that waited for a step returns at most this long after its end; any longer difference is clock drift."""
 
 
 @contextmanager
@@ -30,8 +29,7 @@ def _range(name: str) -> Iterator[None]:
 
 
 class StepTimes:
-    """Seconds per phase of recent steps. The phase `core` is the time outside this runner, mostly the core's own
-    work."""
+    """Seconds per phase of recent steps. Phase `core` is the time outside this runner, mostly the core's work."""
 
     def __init__(self) -> None:
         self.steps: deque[dict[str, float]] = deque(maxlen=KEPT_STEPS)

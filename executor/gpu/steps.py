@@ -30,8 +30,7 @@ from headrace.kernels.reference.decode import RowsState
 from headrace.kernels.reference.sampling import TokenLogprobs
 
 TOKEN, BEST, RAW_BEST = 0, 1, 2
-"""Columns of `DeviceSteps.results`: the token, the bits of the row's highest logit, and of the highest before
-changes."""
+"""Columns of `DeviceSteps.results`: token, bits of the row's highest logit, and of the highest before changes."""
 NUM_RESULTS = 3
 ReportLogprobs = Callable[[Tensor, Tensor, int], TokenLogprobs]
 """Signature of the versions of the op `token_logprobs`."""
@@ -79,7 +78,7 @@ class DeviceSteps:
 
     @torch.inference_mode()
     def decode(self, size: int, choice: Choice, num_blocks: int | None = None) -> Tensor | None:
-        """Computes one token for each of the first `size` of `state.batch_rows`; with LOGITS returns logits [size,
+        """Computes a token for each of the first `size` of `state.batch_rows`; LOGITS returns logits [size,
         vocab_size].
 
         num_blocks: how many columns of the block tables hold all blocks of these rows; None uses all columns.
@@ -137,8 +136,7 @@ class DeviceSteps:
 
     @torch.inference_mode()
     def prompt_logits(self, hidden: Tensor, first: int, last: int) -> Tensor:
-        """[last - first, vocab_size] float32: logits of tokens [first, last) of a mixed step, from its hidden
-        states."""
+        """[last - first, vocab_size] float32: logits of a mixed step's tokens [first, last), from hidden states."""
         return self._model.logits(hidden[first:last])
 
     @torch.inference_mode()
@@ -221,8 +219,7 @@ class StepInFlight:
     sampled: Sampled | None = None
     """Set once tokens are known: chosen on the host, or read from the device."""
     places: SampledPositions | None = None
-    """For a step with drafts: the positions that `sampled` belongs to; the host's copy of the rows has its tokens
-    already."""
+    """With drafts: the positions that `sampled` is for; its tokens are in the host's copy of the rows already."""
     began_s: float = 0.0
     ended_s: float = 0.0
 
@@ -242,8 +239,7 @@ class StepInFlight:
         return self.sampled
 
     def result(self) -> StepResult:
-        """The result for the core, once `done` has passed. A row with a problem becomes a failure, without its
-        logprobs."""
+        """The result for the core, once `done` has passed. A row with a problem is a failure, without its logprobs."""
         sampled = self.settle()
         runs, problems = self._prompt_logprobs()
         if self.places is not None:

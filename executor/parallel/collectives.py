@@ -47,8 +47,8 @@ def open_shared(fd: int, world: World, rank: int, deadline_s: float) -> Collecti
 
 
 class SharedCollectives:
-    """`Collectives` over one shared mapping. Used from one thread; the threads of a program's parallel region may also
-    synchronise within it."""
+    """`Collectives` over one shared mapping. Used from one thread; threads of a parallel region may synchronise in
+    it."""
 
     def __init__(self, memory: mmap.mmap, layout: Layout, rank: int, library: build.Library, deadline_s: float) -> None:
         world = layout.world
@@ -209,8 +209,7 @@ class SharedCollectives:
 
 
 def loopback_store(memory: mmap.mmap, rank: int, deadline_s: float) -> dist.TCPStore:
-    """A store for ranks of one host that do not use shared collectives: rank 0 opens it and writes its port into
-    `memory`.
+    """A store for a host's ranks without shared collectives: rank 0 opens it and writes its port into `memory`.
 
     Raises PeerError when rank 0 does not open it in time.
     """

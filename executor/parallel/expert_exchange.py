@@ -38,8 +38,8 @@ class ExpertExchange:
         return torch.cat([gathered[:count, rank] for rank, count in enumerate(self.counts)])
 
     def own_sum(self, parts: Tensor) -> Tensor:
-        """parts [all cores' tokens, columns], the outputs of this rank's experts -> [own tokens, columns], the sums
-        over the group"""
+        """parts [all cores' tokens, columns], outputs of this rank's experts -> [own tokens, columns], the group's
+        sum"""
         total = self._link.all_reduce(parts)
         first = sum(self.counts[: self.dp_rank])
         return total[first : first + self.counts[self.dp_rank]]

@@ -127,8 +127,7 @@ class GlooCollectives:
         return int(message[0]), both[0], both[1]
 
     def tell(self, data: bytes) -> None:
-        """Sends data from the last stage's first rank to every rank of the other stages, which receive it with
-        `told`."""
+        """Sends data from the last stage's first rank to every rank of the other stages; `told` receives it."""
         length, body = torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for reader in range((self._world.pp_size - 1) * self._world.tp_size):
             self._send(length, reader, RESULT_TAG)

@@ -176,8 +176,7 @@ def _address(name: str) -> str:
 
 
 def check_user(connection: socket.socket) -> int:
-    """The pid at the other end. Raises ConnectionRefusedError if it is another user's: any user may connect to the
-    name."""
+    """The pid at the other end. Raises ConnectionRefusedError if it is another user's, as any may connect."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", credentials)
     if uid != os.getuid():
@@ -192,8 +191,7 @@ def is_stopped(pid: int) -> bool:
 
 
 class LockStep:
-    """One core's membership. The core's loop calls `step`, `computing`, `agree` and `announce`; a thread receives from
-    the hub."""
+    """One core's membership. Its methods are for the core's loop; a thread receives messages from the hub."""
 
     def __init__(
         self, connection: socket.socket, rank: int, pids: tuple[tuple[int, ...], ...], shared_fd: int, hub: Hub | None
@@ -285,8 +283,7 @@ class LockStep:
         return agreed.can
 
     def announce(self, what: str) -> bool:
-        """Like `agree`, but without waiting; returns whether all have announced it. `on_call` is called when they
-        have."""
+        """Like `agree`, but without waiting; returns whether all have announced it. Then `on_call` is called."""
         if not self._announced:
             self._announced = what
             self._send(Ready(what, True))

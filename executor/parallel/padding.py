@@ -174,8 +174,7 @@ def packed_part(
     rows: slice | None,
     columns: slice | None,
 ) -> np.ndarray | None:
-    """A part of a matrix whose rows consist of blocks of (elements, bytes); None where it begins or ends within a
-    block.
+    """A part of a matrix whose rows are blocks of (elements, bytes); None if it begins or ends within a block.
 
     data: [rows, bytes of a row] uint8, as in the checkpoint. Blocks of zero bytes decode to zeros in every type.
     """

@@ -50,15 +50,13 @@ class PeerError(HeadraceError):
 
 
 class Collectives(Protocol):
-    """Communication between the ranks of a world. Each method raises PeerError when a rank that it waits for died or
-    took too long.
+    """Communication between a world's ranks. Methods raise PeerError when a rank they wait for died or took too long.
 
     All ranks of a stage call all_reduce, all_gather and barrier in the same order with the same shapes.
     """
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the stage's ranks, added in float32 in order of rank, so bit-identical on each. May overwrite
-        x."""
+        """The sum over the stage's ranks, added in float32 in order of rank: bit-identical on each. May overwrite x."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -78,8 +76,8 @@ class Collectives(Protocol):
         ...
 
     def publish(self, step: int, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """Sends a step's sampled tokens from the last stage's first rank to every rank of the other stages. [n] int32
-        each."""
+        """Sends a step's sampled tokens, [n] int32 each, from the last stage's first rank to all other stages'
+        ranks."""
         ...
 
     def sampled(self, wait: bool) -> tuple[int, np.ndarray, np.ndarray] | None:
@@ -117,8 +115,7 @@ class World:
 
     @classmethod
     def of_engines(cls, plan: Plan, size: int, ranks_of_each: int) -> World:
-        """The world of `size` engine cores, of so many ranks each, that share experts; sized for all cores' tokens
-        together.
+        """The world of `size` engine cores of so many ranks that share experts; sized for all cores' tokens at once.
 
         The ranks with the same number in their cores form a group, like the ranks of a stage; only members of one group
         communicate.
@@ -271,15 +268,13 @@ class RankPlace:
         return tuple(range(rank * count // size, (rank + 1) * count // size) for rank in range(size))
 
     def experts(self, count: int) -> Sequence[int]:
-        """The experts of a layer that this rank has: with expert parallelism its own, otherwise (a part of) every
-        one."""
+        """The experts of a layer that this rank has: its own with expert parallelism, otherwise parts of all."""
         if not self.has_whole_experts(count):
             return range(count)
         return self.expert_placement(count)[self.expert_ranks[0]]
 
     def layers(self, num_layers: int) -> range:
-        """This stage's layers. A remainder goes to the stages before the last, from the back, since the last has the
-        head.
+        """This stage's layers. A remainder goes to the stages before the last, which has the head, from the back.
 
         Raises OptionError, with the numbers, for more stages than layers and for a partition that does not add up.
         """

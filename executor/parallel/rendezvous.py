@@ -52,7 +52,7 @@ class Rendezvous:
         )
 
     def store(self) -> dist.Store:
-        """The store that rank 0 opens, for other kinds of collectives. Raises PeerError when it cannot be reached in
+        """The store that rank 0 opens, for other kinds of collectives. Raises PeerError if it is not reached in
         time."""
         if self.address is None:
             from headrace.executor.parallel.collectives import loopback_store

@@ -148,8 +148,7 @@ def make_runner(
     vocab_size: int,
     set_up: Callable[[SamplingColumns], None],
 ) -> ModelRunner | StageRunner | LastStageRunner:
-    """The runner for this place. batch_args: arguments of `BatchState`; set_up: configures the batch's sampling
-    columns."""
+    """The runner for this place. batch_args: arguments of `BatchState`; set_up: configures its sampling columns."""
     if not place.is_last_stage:
         return StageRunner(model, kv_cache, BatchState(*batch_args), place.link)
     is_first_rank = place.pp_size > 1 and place.tp_rank == 0

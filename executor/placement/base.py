@@ -40,13 +40,11 @@ class Executor(ModelHost):
         """Computes what other cores need from this one, if they are waiting for it. Called with no step in flight."""
 
     def may_leave(self) -> bool:
-        """Says that this core has no more steps, and returns whether no other core needs it either. Called until it is
-        true."""
+        """Says that this core has no more steps; returns whether no other core needs it either. Asked until true."""
         return True
 
     def on_call(self, callback: Callable[[], None]) -> None:
-        """Registers a callback, called from another thread when `take_part` is due or the answer of `may_leave`
-        changes."""
+        """Registers a callback, called from another thread when `take_part` is due or `may_leave` changes."""
 
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
         """Carries out a command on every worker, with no step in flight; returns their answers, by rank.

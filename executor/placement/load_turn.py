@@ -19,8 +19,7 @@ RETRY_S = 0.02
 
 @contextlib.contextmanager
 def turn_to_load(name: str, most: int | None, on_wait: Callable[[], object]) -> Iterator[None]:
-    """Waits for one of `most` turns (None: no limit) and holds it in the context. `on_wait` is called if it has to
-    wait.
+    """Waits for one of `most` turns (None: no limit) and holds it in the context. `on_wait`: called if it must wait.
 
     name: not guessable, and the same for all workers of an engine. The start-up deadline ends the wait.
     """

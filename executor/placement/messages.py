@@ -88,8 +88,7 @@ class StartWorker(Message, frozen=True):
 
 
 class SharedExperts(msgspec.Struct, frozen=True, array_like=True):
-    """For engine cores that divide experts among them: how a worker joins the workers of its rank in the other
-    cores."""
+    """With experts divided among engine cores: how a worker joins the workers of its rank in the other cores."""
 
     memory: str
     """Path of the memory that all cores share; exists while the core runs."""

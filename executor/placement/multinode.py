@@ -312,8 +312,7 @@ class NodeListener:
     def __init__(
         self, options: Options, awaited: range, key: str, on_join: Callable[[int, Channel, str], None]
     ) -> None:
-        """`on_join` is called for each node with its number, its connection and its address. Raises OptionError if it
-        cannot listen."""
+        """`on_join` gets each node's number, connection and address. Raises OptionError if it cannot listen."""
         self._options, self._awaited, self._key, self._on_join = options, awaited, key, on_join
         self._here: set[int] = set()
         try:

@@ -30,8 +30,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class ExternalExecutor(InProcessExecutor):
-    """A rank of the world that the environment describes, as torchrun sets it; with GPUs, on the GPU of its
-    LOCAL_RANK."""
+    """A rank of the world that torchrun's environment describes; with GPUs, on the GPU of its LOCAL_RANK."""
 
     rank: ModelRank
 

@@ -243,7 +243,7 @@ class Worker:
         return None
 
     def _carry_out(self, rank: Rank, command: WorkerCommand) -> None:
-        """Carries out a command. A failed command leaves the state unchanged (see `Rank.control`), so the worker goes
+        """Carries out a command. A failed command leaves the state unchanged (`Rank.control`), so the worker goes
         on."""
         reads = isinstance(command, PrepareWeights)
         try:

@@ -124,8 +124,7 @@ class WorkerGroup:
         )
 
     def stop(self, deadline_s: float) -> None:
-        """Ends all workers together, and kills those that are not gone within `deadline_s`; after a failure, at
-        once."""
+        """Ends all workers together; kills those that are not gone within `deadline_s` or, after a failure, at once."""
         with self._changed:
             self._is_stopping = True
         for child in self.children:
@@ -202,8 +201,7 @@ class WorkerGroup:
 
 
 class Replies:
-    """Collects replies of several processes. Thread-safe: receiving threads call `hear` and `fail`, the asking thread
-    calls `gather`."""
+    """Collects replies of several processes. Thread-safe: receivers call `hear` and `fail`, the asker `gather`."""
 
     def __init__(
         self,

@@ -233,7 +233,7 @@ class LogitsProcessors:
     def begin(
         self, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None, problems: dict[int, str]
     ) -> ProcessedBatch:
-        """Begins a step. rows, num_tokens: as in `sampler.sample`; problems: index of a row -> why it failed; is added
+        """Begins a step. rows, num_tokens: as in `sampler.sample`; problems: index of a row -> why it failed; added
         to."""
         places, members = [], []
         for index, row in enumerate(rows.tolist()):
@@ -393,7 +393,7 @@ class _Loaded:
         instance.update_state(update)
 
     def apply(self, part: Tensor) -> None:
-        """Applies in place. Raises the class's errors, and TypeError or ValueError if it does not return logits of this
+        """Applies in place. Raises the class's errors; TypeError or ValueError unless it returns logits of this
         shape."""
         found: object = self._made().apply(part)
         if found is part:

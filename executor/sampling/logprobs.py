@@ -88,8 +88,7 @@ def limited(counts: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def padded(ids: np.ndarray, values: np.ndarray, ranks: np.ndarray, counts: np.ndarray) -> LogprobRows:
-    """Cuts each row of `TokenLogprobs` to its count [num_rows] of top tokens, and pads the rest. Rows must have at
-    least that many."""
+    """Cuts each row of `TokenLogprobs` to its count [num_rows] of top tokens, which it must have, and pads the rest."""
     width = 1 + int(counts.max(initial=0))
     ids, values = ids[:, :width].copy(), values[:, :width].copy()
     padding = np.arange(width) > counts[:, None]

@@ -43,8 +43,7 @@ def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number between 0 and 1 for a row at a position, independent of the noise of all tokens: `u` of token id
-    2**32."""
+    """A row's number between 0 and 1 at a position, independent of all tokens' noise: `u` of token id 2**32."""
     key = row_keys(np.array([seed], np.uint64), np.array([position]))
     word = mix(key + np.uint64(GOLDEN * ((1 << 32) + 1) % (1 << 64)))
     return (int(word[0]) >> 12) * 2.0**-52 + 2.0**-53

@@ -50,8 +50,7 @@ class ProcessedRows:
                 logits[index] = torch.from_numpy(values).to(logits.device)
 
     def keep(self, logits: Tensor, draws: Draws) -> Draws:
-        """Forbids, in place, the tokens that truncation and processors remove; returns the draws without that
-        truncation."""
+        """Forbids, in place, what truncation and processors remove; returns the draws without that truncation."""
         chosen = [index for index in self._processors if draws.temperature[index] > 0 and index not in self._problems]
         if not chosen:
             return draws
@@ -96,8 +95,7 @@ class ProcessedRows:
 
 
 def truncate_row(logits: Tensor, draws: Draws, index: int) -> Candidates:
-    """The candidates of a random row after temperature and truncation. logits: [vocab_size] float32; index: the row in
-    draws."""
+    """A random row's candidates after temperature and truncation. logits: [vocab_size] float32; index: its draws."""
     temperature, *truncation = (
         torch.from_numpy(column[index : index + 1]).to(logits.device)
         for column in (draws.temperature, draws.top_k, draws.top_p, draws.min_p)

@@ -1,5 +1,4 @@
-"""Samples tokens from logits: allowed tokens, bad words, min_tokens, bias, penalties, temperature, min_p, top_k, top_p,
-then the choice.
+"""Samples: allowed tokens, bad words, min_tokens, bias, penalties, temperature, min_p, top_k, top_p, then a choice.
 
 A row's choice depends only on its own logits, parameters, tokens and seed, never on other rows.
 """
@@ -179,8 +178,7 @@ def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
 
 
 def apply_rules(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> None:
-    """Applies the requests' rules for single tokens, in place: allowed tokens, bad words, min_tokens, bias (vLLM's
-    order)."""
+    """Applies rules for single tokens, in place: allowed tokens, bad words, min_tokens, bias (vLLM's order)."""
     for index, _, rules in batch.with_rules(rows):
         if len(rules.allowed):
             allowed = _indices(rules.allowed, logits)

@@ -221,8 +221,7 @@ class _Rows:
         return token_ids
 
     def _draw(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """[num_tokens] int32 tokens for positions of rows; no special tokens except the end-of-sequence token of
-        eos_after_tokens."""
+        """[num_tokens] int32 tokens for positions of rows; none is special but that of eos_after_tokens."""
         model, drawn_at = self._model, positions
         if model.cycle_tokens:
             is_other = row_keys(self._key[rows], positions) % np.uint64(8) == 0

@@ -25,8 +25,7 @@ HOW_TO_HAVE_CUDA = (
     "CPU index does not); --device cpu runs the model without"
 )
 LOCAL_RANK, LOCAL_WORLD_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-"""Environment variables by which launchers such as torchrun give a rank its number on its host, and the number of ranks
-there."""
+"""Environment variables in which torchrun and others give a rank its number on its host, and the ranks' count."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,7 @@ def choose_device(asked: str, facts: Callable[[], CudaFacts] = cuda_facts) -> to
 
 
 def check_no_gpu_options(options: Options) -> None:
-    """Raises OptionError for options that have no meaning on a CPU, except enforce_eager, which is always true
-    there."""
+    """Raises OptionError for options that mean nothing on a CPU, except enforce_eager, which always holds there."""
     for name, value in (
         ("cudagraph_capture_sizes", options.cudagraph_capture_sizes),
         ("max_cudagraph_capture_size", options.max_cudagraph_capture_size),
@@ -142,8 +140,7 @@ def check_gpu(device: torch.device, dtype: torch.dtype, facts: GpuFacts) -> None
 
 
 def check_free_memory(device: torch.device, facts: GpuFacts, needed_bytes: int, what: str) -> None:
-    """Raises OptionError, before anything is read, when `what` does not fit the memory that other processes left
-    free."""
+    """Raises OptionError, before anything is read, when `what` does not fit the free memory of the GPU."""
     if needed_bytes <= facts.free_bytes:
         return
     held_bytes = facts.total_bytes - facts.free_bytes

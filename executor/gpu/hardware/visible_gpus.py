@@ -36,8 +36,7 @@ def too_few_gpus(asked: str, num_ranks: int, count: int) -> OptionError:
 
 
 def visible_gpus() -> int | None:
-    """The number of GPUs that CUDA_VISIBLE_DEVICES leaves to this process; None if the driver is missing or does not
-    answer.
+    """The number of GPUs that CUDA_VISIBLE_DEVICES leaves to this process; None without an answer of the driver.
 
     Querying NVML creates no context on any GPU.
     """
@@ -55,8 +54,7 @@ def visible_gpus() -> int | None:
 
 
 def left_visible(variable: str | None, count: int) -> int:
-    """How many of `count` GPUs the variable leaves. It lists numbers or UUIDs, and ends at the first invalid one
-    (CUDA's guide)."""
+    """How many of `count` GPUs the variable leaves: numbers or UUIDs, up to the first invalid one (CUDA's guide)."""
     if variable is None:
         return count
     visible = 0

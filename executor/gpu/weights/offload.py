@@ -81,8 +81,7 @@ class Offload:
         self._waits.pop(order)()
 
     def leave(self, order: int) -> None:
-        """Called when the layer's work has been given to the current stream: starts the copy of the next layer that
-        uses its buffer."""
+        """Called when the layer's work is in the current stream: starts the copy of the next layer in its buffer."""
         following = order + NUM_BUFFERS
         if following < len(self._copies):
             self._waits[following] = self._side.copy(self._copies[following])
@@ -135,8 +134,7 @@ class Offload:
 
 
 class OffloadedLayer:
-    """A layer that waits for its weights and releases their buffer. The model's first layer starts the copies,
-    offloaded or not."""
+    """A layer that waits for its weights and frees their buffer. The model's first layer starts each step's copies."""
 
     def __init__(self, offload: Offload, layer: Any, order: int | None, is_first: bool) -> None:
         """order: its index among the offloaded layers; None for a layer whose weights stay on the device."""

@@ -108,8 +108,7 @@ class WeightResidency:
         aside.restore()
 
     def _put_aside(self, why: str) -> None:
-        """Frees the weights' memory, after copying them to host memory for the reason `why`; with "" they are
-        dropped."""
+        """Frees the weights' memory, after a copy to host memory if there is a reason `why`, else dropping them."""
         storages = storages_of(self.decoder, self._backend.device)
         self._aside = HostCopy(storages, self._backend.host_side(), why) if why else None
         self._runner.graphs.forget()
@@ -217,8 +216,7 @@ class HostCopy:
 
 
 def pinned(device: Device, size: int, what: str) -> Tensor:
-    """[size] int8 of pinned memory. Raises HeadraceError when the host refuses: a limit may be lower than the free
-    memory."""
+    """[size] int8 of pinned memory. Raises HeadraceError if refused: a limit may be lower than the free memory."""
     try:
         return device.host_buffer(-(-size // 4)).view(torch.int8)[:size]
     except RuntimeError as error:
@@ -227,8 +225,7 @@ def pinned(device: Device, size: int, what: str) -> Tensor:
 
 
 def check_room(needed_bytes: int, memory: tuple[int, int], what: str) -> None:
-    """memory: free and total bytes. Raises HeadraceError when another process has taken the memory that was
-    released."""
+    """memory: free and total bytes. Raises HeadraceError when another process has taken the released memory."""
     free_bytes, total_bytes = memory
     if needed_bytes > free_bytes:
         raise HeadraceError(

@@ -51,8 +51,7 @@ class BalancedExperts:
 
 
 class ExpertBalancer:
-    """The balancer of one rank, for its stage's layers with experts, at least one. Used from the thread that runs
-    steps."""
+    """One rank's balancer, for its stage's layers with experts, at least one. Used from the thread that runs steps."""
 
     def __init__(self, layers: Sequence[BalancedExperts], eplb: Eplb, place: RankPlace) -> None:
         self._layers, self._eplb, self._place = tuple(layers), eplb, place
@@ -61,8 +60,7 @@ class ExpertBalancer:
         self._starts = np.cumsum([0, *(len(each) for each in self._counts[:-1])])  # each layer's first place in `_seen`
         self._seen = np.concatenate(self._counts)
         self._window: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=eplb.window_size)
-        """For each step: the ids of the experts in this rank's places, consecutive over layers, and the rows that each
-        computed."""
+        """For each step: the experts in this rank's places, numbered through the layers, and the rows of each."""
         self._ids = self._expert_ids()
         self._num_steps = self._num_rearrangements = 0
         self._rearrangement_s = 0.0
@@ -158,8 +156,7 @@ class ExpertBalancer:
         return self._measured(of_ranks)
 
     def _loads(self) -> list[list[float]]:
-        """For each layer the rows that each expert computed within the window, summed over all ranks; the same on each
-        rank."""
+        """For each layer, each expert's rows within the window, summed over all ranks; the same on each rank."""
         sizes = [layer.num_experts for layer in self._layers]
         total = np.zeros(sum(sizes), np.float32)
         for ids, rows in self._window:
