@@ -7,8 +7,9 @@ before the host knows which tokens step N sampled; the device feeds them to it.
     submit(N+1)  the same, behind it in the stream
     collect(N)   waits for event N
 
-A step with drafts is the exception: it runs eagerly, and the host waits to choose and verify tokens, since the core
-plans its rows again only once it knows how many drafts were accepted.
+There are two exceptions. A step with drafts runs eagerly, and the host waits to choose and verify tokens, since the
+core plans its rows again only once it knows how many drafts were accepted. And `submit` waits for earlier steps where
+the host samples, or where bad words depend on earlier tokens.
 
 The host's copy of the rows (`BatchState`) already counts the tokens of steps in flight: it holds -1 in their places
 until `collect` fills them in.
