@@ -1,4 +1,4 @@
-"""From which of a mixture's experts a token's are chosen. No torch."""
+"""Group-limited routing: the groups of experts that a token's experts may come from. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from typing import NamedTuple
 
 
 class ExpertGroups(NamedTuple):
-    """A token's experts come from the best `chosen` of `number` groups of neighbours (DeepSeek-V2, section 2.2.2)."""
+    """A token's experts come from the best `chosen` of `number` groups of consecutive experts (DeepSeek-V2, section
+    2.2.2)."""
 
     number: int = 1
     chosen: int = 1
     best: int = 1
-    """How many of a group's best scores add up to what it is worth."""
+    """A group's score is the sum of the highest `best` scores of its experts."""
 
     def why_not(self, num_experts: int, top_k: int) -> str:
-        """What is wrong with them, as a sentence's end; "" when nothing is."""
+        """Why these groups do not fit a mixture, to end a sentence with; "" if they do."""
         if self.number < 1 or num_experts % self.number:
             return f"{num_experts} experts cannot stand in {self.number} groups"
         size = num_experts // self.number

@@ -1,4 +1,4 @@
-"""Where the experts that a router chooses are among those of one rank, of which some ranks may have copies."""
+"""Expert parallelism: maps the experts that a router chooses to one rank's own experts, replicas included."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ _ID_FACTOR, _POSITION_FACTOR, _WORD = 2654435761, 2246822519, (1 << 32) - 1
 
 @dataclass(frozen=True, eq=False)
 class ExpertPlaces:
-    """Read in every step; `write` changes them between two."""
+    """One layer's map from experts to this rank's. Every step reads it; `write` changes it in place between steps."""
 
     rank: int
     numbers: Tensor
-    """[num_experts, most_replicas] int32: of each copy of an expert its number among the rank's own, -1 where another
-    rank has it. Of each expert the first `replicas` count."""
+    """[num_experts, num_ranks] int32, or [num_experts, 1] where no expert is replicated: for each replica of an expert,
+    its local index on this rank, or -1 where another rank holds that replica. Only the first `replicas` of an expert's
+    entries are meaningful."""
     replicas: Tensor
-    """[num_experts] int32: how many copies there are on all ranks, at least 1."""
+    """[num_experts] int32: replicas of each expert over all ranks, at least 1."""
 
     @classmethod
     def of(cls, placement: Sequence[Sequence[int]], num_experts: int, rank: int) -> ExpertPlaces:
-        """placement: of each rank the experts that it has, by their numbers there; each at least once on some rank."""
+        """placement: for each rank, its experts in the order of their local indices; every expert is on some rank."""
         copies = sum(map(len, placement)) > num_experts
         places = cls(
             rank,
@@ -38,7 +39,7 @@ class ExpertPlaces:
         return ExpertPlaces(self.rank, self.numbers.to(device), self.replicas.to(device))
 
     def write(self, placement: Sequence[Sequence[int]]) -> None:
-        """The same for another placement of as many experts."""
+        """Replaces the map by that of another placement with as many experts and slots."""
         self.numbers.fill_(-1)
         self.replicas.zero_()
         for rank, experts in enumerate(placement):
@@ -48,8 +49,9 @@ class ExpertPlaces:
                 self.replicas[expert] += 1
 
     def own(self, expert_ids: Tensor, keys: Tensor | None) -> Tensor:
-        """The numbers of experts that were chosen, [num_tokens, top_k]. keys: as `replica_keys` gives them; needed
-        where there are copies."""
+        """The local indices of chosen experts, -1 for those that other ranks compute: [num_tokens, top_k].
+
+        expert_ids [num_tokens, top_k]; keys [num_tokens] int64 of `replica_keys`, required where there are replicas."""
         ids = expert_ids.long()
         if self.numbers.shape[1] == 1:
             return self.numbers[:, 0][ids]
@@ -58,11 +60,11 @@ class ExpertPlaces:
 
 
 def replica_keys(token_ids: Tensor, positions: Tensor) -> Tensor:
-    """By what tokens choose among the copies of their experts: of expert e, copy (key + e) % copies. All three are
+    """Each token's key for choosing replicas: of expert e, a token uses replica (key + e) % replicas. All three are
     [num_tokens] int64.
 
-    Every rank finds the same, and a token finds the same whatever is computed beside it. Neighbours, and the tokens
-    that several sequences have at one position, choose differently (multiplicative hashing: Knuth, volume 3, section
-    6.4); and a token does not go to the same rank with all of its experts.
+    Every rank computes the same key, and a token's key does not depend on its batch. Neighbouring tokens, and tokens of
+    several sequences at one position, get different keys (multiplicative hashing: Knuth, volume 3, section 6.4). Adding
+    e spreads one token's experts over the ranks.
     """
     return ((token_ids * _ID_FACTOR + positions * _POSITION_FACTOR) & _WORD) >> 16

@@ -1,13 +1,13 @@
-"""The one form in which quantised weights of checkpoints reach the kernels: codes, and scales that stand for groups.
+"""The one form in which a checkpoint's quantised weights reach the kernels: codes, with a scale for each group.
 
     int4, int8    w = scale * (code - zero)          code unsigned; without zeros, `zero` is 8 or 128
-    float4        w = scale * table[code]            NF4, FP4, MXFP4, NVFP4: they differ in the table alone
+    float4        w = scale * table[code]            NF4, FP4, MXFP4, NVFP4, which differ only in the table
     e4m3          w = scale * code                   float8_e4m3fn
 
-A checkpoint may mean the inputs to be rounded before they are multiplied: `InputRounding`.
+A checkpoint may ask for its inputs to be quantised before the product: `InputRounding`.
 
-A group is `group` neighbours along the input axis. Where the checkpoint orders its inputs otherwise (GPTQ's desc_act),
-column i of the codes meets input order[i].
+A group is `group` consecutive weights along the input axis. Where the checkpoint permutes its inputs (GPTQ's
+desc_act), column i of the codes multiplies input order[i].
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from torch import Tensor
 Kind = Literal["int4", "int8", "float4", "e4m3"]
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP4_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of the codes of a float of 2 bits of exponent and 1 of mantissa (OCP Microscaling formats, section 5.3.3)."""
+"""Values of the 16 codes of FP4 with 2 exponent bits and 1 mantissa bit (OCP Microscaling formats, section 5.3.3)."""
 TOKEN_STEPS = 127.50003
-"""Between 0 and a token's largest magnitude: 127.5, and a little, so that the largest, if it is negative, is code -128
-whatever the last bit of a quotient."""
+"""Quantisation steps between 0 and a token's largest magnitude. Slightly more than 127.5, so that a negative largest
+value becomes code -128 however its quotient was rounded in the last bit."""
 
 
 @dataclass(frozen=True)
 class InputRounding:
-    """Inputs as int8: x ~ scale * (q - zero). Sums of such products with integers are exact."""
+    """Quantises inputs to int8: x ~ scale * (q - zero). Their products with integer codes sum exactly."""
 
     scale: float | None = None
-    """None: each token has its own, by the largest magnitude of what is rounded."""
+    """The static scale; None computes one per token, from the largest magnitude of its inputs."""
     zero: int = 0
-    """Of a scale that is given."""
+    """The zero point that belongs to a static scale."""
     shifted: bool = False
-    """Where it is not given: each token has a zero point too, by its least and largest value."""
+    """Asymmetric quantisation, without a static scale: each token's zero point and scale come from its least and
+    largest value."""
 
     def __post_init__(self) -> None:
         if self.scale is not None and not (math.isfinite(self.scale) and self.scale > 0):
@@ -47,7 +48,7 @@ class InputRounding:
             raise ValueError(f"the zero point of its inputs is {self.zero}; one of 8 bits is expected")
 
     def of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [..., k] -> q in x's dtype, and scale and zero [..., 1]."""
+        """Quantises x [..., k]: returns q [..., k] in x's dtype, and scale and zero [..., 1] ([1] if static)."""
         if self.scale is not None:
             scale, zero = (x.new_tensor([each]) for each in (self.scale, float(self.zero)))
         else:
@@ -58,30 +59,30 @@ class InputRounding:
         return (x / scale + zero).clamp(-128, 127).round(), scale, zero
 
     def rounded(self, x: Tensor) -> Tensor:
-        """x [..., k] as it meets the weights."""
+        """x [..., k] after quantising and dequantising, the inputs of the product."""
         q, scale, zero = self.of(x)
         return (q - zero) * scale
 
 
 @dataclass(frozen=True, eq=False)
 class GroupedWeight:
-    """A matrix [n, k]. Raises ValueError where its parts do not fit together."""
+    """A quantised matrix [n, k]. Raises ValueError if the shapes or dtypes of its parts do not match."""
 
     kind: Kind
     codes: Tensor
-    """4 bits: [n, k / 2] uint8, of two neighbours the first in the low half; 8 bits: [n, k] uint8, e4m3 as its bits."""
+    """4 bits: [n, k / 2] uint8, the first of two codes in the low half; 8 bits: [n, k] uint8, e4m3 as its bits."""
     scales: Tensor
     """[n, k / group] float32, float16 or bfloat16."""
     group: int
     """Weights along k that share a scale."""
     zeros: Tensor | None = None
-    """Of integers: as `scales`, in codes."""
+    """Zero points of int4 and int8, in units of codes; shape and dtypes as `scales`."""
     order: Tensor | None = None
-    """[k] int32."""
+    """[k] int32: the input that each column of the codes multiplies; None if they are in order."""
     table: tuple[float, ...] = ()
-    """Of float4: the values of the 16 codes."""
+    """For float4: the values of the 16 codes."""
     inputs: InputRounding | None = None
-    """How the checkpoint means its inputs to be rounded; None: not at all."""
+    """How the inputs are quantised; None leaves them as they are."""
 
     def __post_init__(self) -> None:
         n, k = self.shape
@@ -111,7 +112,7 @@ class GroupedWeight:
         return sum(each.nbytes for each in (self.codes, self.scales, self.zeros, self.order) if each is not None)
 
     def floats(self) -> Tensor:
-        """[n, k] float32: the values, each rounded once."""
+        """[n, k] float32: the dequantised weights in the order of the inputs, each rounded once."""
         values = self.values()
         n, k = values.shape
         groups = values.view(n, -1, self.group)
@@ -126,7 +127,7 @@ class GroupedWeight:
         return placed
 
     def values(self) -> Tensor:
-        """[n, k] float32: the codes' values before zeros and scales, in the codes' order."""
+        """[n, k] float32: the values of the codes without zero points and scales, in the order of the codes."""
         if self.kind == "e4m3":
             return self.codes.view(torch.float8_e4m3fn).float()
         if self.kind == "int8":
@@ -136,17 +137,18 @@ class GroupedWeight:
 
     @property
     def undivided(self) -> int:
-        """Neighbours that stay together: a group, or the codes of a byte where a row has one scale."""
+        """Inputs that a division among ranks keeps together: a group, or the codes of one byte where each row has one
+        scale."""
         return self.group if self.group < self.shape[1] else 8 // self.bits
 
     def columns_divide(self, first: int, last: int) -> bool:
-        """Whether inputs first .. last - 1 can be taken by themselves."""
+        """Whether inputs first .. last - 1 can be cut out by `part`."""
         if first == 0 and last == self.shape[1]:
             return True
         return self.order is None and first % self.undivided == 0 and last % self.undivided == 0
 
     def part(self, rows: slice, columns: slice) -> GroupedWeight:
-        """Outputs `rows` of inputs `columns`, where `columns_divide`."""
+        """The weights of outputs `rows` and inputs `columns`, a view. `columns_divide` must hold for the columns."""
         across = slice(columns.start * self.bits // 8, columns.stop * self.bits // 8)
         if self.group == self.shape[1]:
             group, groups = columns.stop - columns.start, slice(0, 1)
@@ -165,8 +167,10 @@ class GroupedWeight:
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros, order=order)
 
     def blank(self, n: int, k: int) -> GroupedWeight:
-        """Zeros [n, k] of the same kind, to write parts into; groups must divide k. Where a row has one scale, what
-        its other parts leave out stands for 0 only in integers without zeros, and must meet inputs of 0."""
+        """A weight [n, k] of zeros in the same form, to be filled by `write` on its parts; groups must divide k.
+
+        Where each row has one scale, columns that nobody writes still mean 0 only for integers without zero points. In
+        other forms their inputs must be 0."""
         group = k if self.group == self.shape[1] else self.group
         zero_code = {"int4": 0x88, "int8": 0x80}.get(self.kind, 0) if self.zeros is None else 0
         codes = torch.full((n, k * self.bits // 8), zero_code, dtype=torch.uint8)
@@ -175,14 +179,14 @@ class GroupedWeight:
         return replace(self, codes=codes, scales=scales, group=group, zeros=zeros, order=None)
 
     def write(self, other: GroupedWeight) -> None:
-        """Takes the place of what this part shows."""
+        """Copies the codes, scales and zero points of `other`, of the same shape, into this weight's memory."""
         self.codes.copy_(other.codes)
         self.scales.copy_(other.scales)
         if self.zeros is not None and other.zeros is not None:
             self.zeros.copy_(other.zeros)
 
     def goes_with(self, other: GroupedWeight) -> bool:
-        """Whether both can stand one below the other as one weight."""
+        """Whether `joined` can stack the two along the output axis."""
         return self._form() == other._form() and (
             self.order is other.order
             or (self.order is not None and other.order is not None and torch.equal(self.order, other.order))
@@ -195,7 +199,7 @@ class GroupedWeight:
 
 
 def joined(weights: Sequence[GroupedWeight]) -> GroupedWeight:
-    """Weights that go together, one below the other."""
+    """Stacks weights along the output axis; all must agree by `goes_with`."""
     first = weights[0]
     if len(weights) == 1:
         return first
@@ -207,6 +211,6 @@ def joined(weights: Sequence[GroupedWeight]) -> GroupedWeight:
 
 
 def two_in_a_byte(codes: Tensor) -> Tensor:
-    """[n, k] codes of 4 bits -> [n, k / 2] uint8, of two neighbours the first in the low half."""
+    """Packs [n, k] codes of 4 bits into [n, k / 2] uint8, the first of two codes in the low half."""
     pairs = codes.to(torch.uint8).unflatten(-1, (-1, 2))
     return pairs[..., 0] | pairs[..., 1] << 4

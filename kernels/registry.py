@@ -1,9 +1,9 @@
-"""An op is a reference, fast versions of it, and for each version a record that answers why not in a sentence.
+"""The registry of ops: a reference, its fast versions, and for each version a check that gives the reason against it.
 
-A fast version lives in a sub-package (`kernels/cpu/`, `kernels/triton/`) in a module with a constant `VERSIONS`,
-a tuple of `Version`. Adding one is adding that file: `ops()` finds it. A sub-package whose modules are costly to
-import lists its versions in a module `versions`, and nothing else of it is imported. References are found in the
-same way: the modules of `reference/` each have a table `REFERENCES`.
+A fast version is an entry of the constant `VERSIONS`, a tuple of `Version`, in a module of a sub-package
+(`kernels/cpu/`, `kernels/triton/`). Adding one means adding such a file: `ops()` finds it. A sub-package whose modules
+are costly to import lists its versions in a module `versions`, and only that module is imported. References are found
+in the same way: each module of `reference/` has a table `REFERENCES`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 VERSION_PACKAGES: Mapping[str, str] = MappingProxyType({"cpu": "cpu", "triton": "cuda"})
-"""The device type that a sub-package's versions are made for: elsewhere it is no news that they do not serve."""
+"""Each sub-package and the device type of its versions. On other devices their refusals are not logged."""
 
 
 @dataclass(frozen=True)
@@ -28,26 +28,26 @@ class Version:
 
     op: str
     name: str
-    """Such as `cpu_avx512`; unique within the op."""
+    """For example `cpu_avx512`; unique within the op."""
     function: Callable[..., Any]
     why_not: Callable[..., str]
-    """Given the facts of `Op.choose` as keywords, the sentence that says why this version cannot serve; "" if it can.
+    """Takes the facts of `Op.choose` as keywords and returns the reason why this version does not apply, "" if it does.
 
-    Facts that it does not know are to be ignored (`**_`); a fact it needs and does not get is a reason."""
+    It ignores facts that it does not know (`**_`); the lack of a fact that it needs is a reason."""
     device_type: str = ""
-    """What it is made for; "" is any. Set by `ops()`."""
+    """The device type that it is made for, "" for any. Set by `ops()`."""
     refusal: str = ""
-    """What a warning says where it cannot serve, before the reason; "" where that is worth a line of the log only."""
+    """The beginning of the warning that is logged if it does not apply, before the reason; "" logs at info level."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What serves, and why the versions that come before it do not."""
+    """The chosen version of an op, and why the versions preferred to it do not apply."""
 
     name: str
     function: Callable[..., Any]
     refused: tuple[tuple[str, str], ...]
-    """(version, its reason), in order of preference"""
+    """(version, reason against it), in order of preference"""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Op:
     name: str
     reference: Callable[..., Any]
     versions: tuple[Version, ...] = ()
-    """Best first."""
+    """In order of preference, best first."""
 
     def choose(self, **facts: Any) -> Choice:
-        """The first version without a reason against it, else the reference.
+        """Chooses the first version without a reason against it, or else the reference.
 
-        Facts are what is known when a layer is built: `device` (a torch.device), `dtype` (a torch.dtype) always, and
-        what the op adds, such as `head_dim`. Versions made for this device that do not serve are logged, each reason
-        once.
+        Facts describe the layer that is being built: always `device` (a torch.device) and `dtype` (a torch.dtype), and
+        those that the op's reference lists, such as `head_dim`. Refusals of versions made for this device are logged,
+        each reason once.
         """
         refused: list[tuple[str, str]] = []
         for version in self.versions:
@@ -78,7 +78,7 @@ class Op:
 
 @functools.cache
 def _log_refusal(version: Version, reason: str) -> None:
-    """Once for each reason: a model asks for the same op in every layer."""
+    """Cached to log each reason once: a model chooses the same op in every layer."""
     if version.refusal:
         logger.warning("%s: %s", version.refusal, reason)
     else:
@@ -87,7 +87,7 @@ def _log_refusal(version: Version, reason: str) -> None:
 
 @functools.cache
 def ops() -> Mapping[str, Op]:
-    """Every op by name, with the versions that the sub-packages offer."""
+    """Every op by name, with the versions of all sub-packages. Raises ValueError for a version without a reference."""
     versions = _find_versions()
     table = _find_references()
     if unknown := sorted({version.op for version in versions} - table.keys()):
@@ -105,7 +105,7 @@ def choose(name: str, **facts: Any) -> Callable[..., Any]:
 
 
 def choose_reference(name: str, **_: Any) -> Callable[..., Any]:
-    """The reference of op `name`, whatever else could serve: for comparisons, and where nothing may be compiled."""
+    """The reference of op `name`, even if a version applies: for comparisons, and where nothing may be compiled."""
     return ops()[name].reference
 
 

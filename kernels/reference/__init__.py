@@ -1,1 +1,1 @@
-"""The plain torch reference of every op. A module's `REFERENCES` names the ops it defines."""
+"""The plain torch reference of every op. A module's `REFERENCES` maps the names of its ops to functions."""

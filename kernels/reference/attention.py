@@ -1,7 +1,8 @@
 """Causal attention over a paged key/value cache, in torch.
 
-Sequences that compute one token are batched by similar length; the others run one by one in tiles of queries, so
-that no mask is larger than a tile. Blocks are gathered by row copies: `[num_blocks * num_kv_heads, block elements]`.
+Sequences that compute one token are batched by similar length. The others run one by one in tiles of queries, which
+bounds the size of a mask. Blocks are gathered as rows of the cache viewed as [num_blocks * num_kv_heads,
+block_size * head_dim].
 """
 
 from __future__ import annotations
@@ -18,28 +19,29 @@ from torch import Tensor
 
 QUERY_TILE_TOKENS = 256
 PADDING_SLACK = 1.25
-"""Sequences share a batch while the longest is at most this much longer than the shortest, plus a block."""
+"""Sequences share a batch while the longest has at most this many times the blocks of the shortest, plus one."""
 MAX_GATHER_ROWS = 1 << 16
-"""Most block-head rows gathered at once, which bounds the copy's memory."""
+"""Limit on the rows (one block of one head) that are gathered at once, which bounds the copy's memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class PagedBatch:
-    """Where the tokens of one step are and what each may see. The same for every layer of the step."""
+    """The attention metadata of one step, shared by all layers of a cache group."""
 
     query_start: Tensor
-    """[num_seqs + 1] int32: sequence i computes tokens query_start[i] .. query_start[i + 1]"""
+    """[num_seqs + 1] int32: sequence i computes tokens query_start[i] .. query_start[i + 1] - 1"""
     seq_lens: Tensor
-    """[num_seqs] int32: tokens in context, those of this step included"""
+    """[num_seqs] int32: tokens in the context, including those of this step; 0 for padding"""
     block_tables: Tensor
     """[num_seqs, max_blocks] int32"""
     slot_mapping: Tensor
-    """[num_tokens] int64: block * block_size + offset where each token's key and value go"""
+    """[num_tokens] int64: block * block_size + offset of each token's key and value; negative for padding"""
     block_size: int
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What a kernel derives once and uses in every layer; dropped with the step."""
+    """Values that a kernel derives from the batch once and reuses in every layer; they live as long as the batch."""
     max_query_len: int | None = None
-    """The host's bound on the tokens of any one sequence; 1 spares a GPU the kernel for prompts. None: not known."""
+    """A bound, known on the host, on the tokens that any one sequence computes; None if unknown. With 1 a GPU launches
+    no kernel for prompts."""
 
     @cached_property
     def query_starts(self) -> list[int]:
@@ -54,21 +56,21 @@ class PagedBatch:
 class AttentionParams:
     scale: float
     sliding_window: int | None = None
-    """A token sees itself and the sliding_window - 1 before it."""
+    """A token attends to itself and the sliding_window - 1 tokens before it."""
     soft_cap: float | None = None
     """Scores become soft_cap * tanh(score / soft_cap)."""
     batch_invariant: bool = False
-    """Asks a GPU for sums in an order that depends on neither the rest of the batch nor how a prompt was cut up."""
+    """Asks a GPU for a summation order that depends neither on the rest of the batch nor on a prompt's chunks."""
     sinks: Tensor | None = None
-    """[num_heads] float32: of each head the score of a token that is not there, whose value is 0."""
+    """[num_heads] float32: attention sinks, the score of an extra token whose value is 0."""
     alibi: Tensor | None = None
-    """[num_heads] float32: a score loses so much for each token between the two (Press et al. 2022)."""
+    """[num_heads] float32: ALiBi slopes (Press et al. 2022): a score loses slope * distance of key and query."""
 
 
 @dataclass(frozen=True)
 class CacheScales:
-    """The scales of an int8, e4m3 or e5m2 cache: one for the layer, one for each head, or (dynamic) one per row, made
-    as rows are written."""
+    """The scales of an int8, e4m3 or e5m2 cache: one for the layer, one per head, or (dynamic) one per row, which the
+    cache write computes. A row is one token's vector of one head."""
 
     key: float | Tensor = 1.0  # [num_kv_heads] float32
     value: float | Tensor = 1.0  # [num_kv_heads] float32
@@ -86,11 +88,11 @@ def paged_attention(
 ) -> Tensor:
     """Each token attends to its sequence's cached keys up to its own position, which are already written.
 
-    query [num_tokens, num_heads, head_dim]; caches [num_blocks, num_kv_heads, block_size, head_dim], in query's dtype,
-    int8, float8_e4m3fn or float8_e5m2, the last three with their scales; query head h reads key/value head
+    query [num_tokens, num_heads, head_dim]; caches [num_blocks, num_kv_heads, block_size, head_dim], in query's dtype
+    or, with `scales`, in int8, float8_e4m3fn or float8_e5m2. Query head h reads key/value head
     h // (num_heads / num_kv_heads). Returns [num_tokens, num_heads, head_dim] in query's dtype. Sums are accumulated
-    in float32. Slots beyond a sequence's length are never used, whatever they hold; the tokens of a sequence of length
-    0 are padding and get zeros.
+    in float32. Slots beyond a sequence's length never affect the result, even if they hold NaN. The tokens of a
+    sequence of length 0 are padding and get zeros.
     """
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     keys, values = _caches(query.dtype, key_cache, value_cache, scales)
@@ -110,17 +112,17 @@ class _DecodeGroup:
     """Sequences of similar length that compute one token each. `length` is a whole number of blocks."""
 
     tokens: Tensor  # [n] int64, rows of query
-    rows: Tensor  # [n * num_kv_heads * num_blocks] int64, rows of the cache seen as [blocks * heads, -1]
+    rows: Tensor  # [n * num_kv_heads * num_blocks] int64, rows of the cache viewed as [blocks * heads, -1]
     visible: Tensor  # [n, length] bool
     tail_start: int
-    """Columns from here on may lie beyond a sequence's end."""
+    """The first column that lies beyond the end of some sequence of the group."""
     tail_unwritten: Tensor  # [n, 1, length - tail_start, 1] bool
-    distances: Tensor  # [n, length] int64: of each key's position from the token's, at most 0 where it is visible
+    distances: Tensor  # [n, length] int64: key position - query position, at most 0 where the key is visible
 
 
 @dataclass(frozen=True, eq=False)
 class _Prompt:
-    """A sequence that computes several tokens, at positions start .. start + num_tokens."""
+    """A sequence that computes several tokens, at positions start .. start + num_tokens - 1."""
 
     first_token: int
     num_tokens: int
@@ -171,7 +173,7 @@ def _decode_group(
     first = torch.tensor([first for _, _, first in spans], device=device)[:, None]
     lens = batch.seq_lens.long()[seqs][:, None]
     columns = first + torch.arange(num_blocks, device=device)
-    # A row shorter than the group reads its own last block again: what is masked stays within its own blocks.
+    # A sequence shorter than the group gathers its own last block again, so that masked columns are still its own.
     columns = torch.minimum(columns, (lens - 1) // size)
     blocks = batch.block_tables.long()[seqs].gather(1, columns)
     heads = torch.arange(num_kv_heads, device=device)
@@ -193,7 +195,7 @@ def _decode_group(
 
 @dataclass(frozen=True, eq=False)
 class _Cache:
-    """Keys or values, and how they are read."""
+    """A layer's cache of keys or of values, with the dtype and scales for reading it."""
 
     stored: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim]
     dtype: torch.dtype
@@ -216,11 +218,11 @@ def _caches(
 
 
 def _gather(cache: _Cache, rows: Tensor, *shape: int) -> Tensor:
-    """[*shape, length, head_dim] in the cache's dtype for reading."""
+    """Gathers and dequantises rows of the cache: [*shape, length, head_dim] in `cache.dtype`."""
     num_blocks, num_kv_heads, block_size, head_dim = cache.stored.shape
     flat = cache.stored.view(num_blocks * num_kv_heads, block_size * head_dim)
     if flat.dtype.itemsize == 1:
-        flat = flat.view(torch.uint8)  # bytes are gathered on every device
+        flat = flat.view(torch.uint8)  # not every device can gather float8, but all can gather bytes
     found = flat.index_select(0, rows).view(*shape, -1, head_dim)
     if cache.stored.dtype == cache.dtype:
         return found
@@ -237,7 +239,7 @@ def _gather(cache: _Cache, rows: Tensor, *shape: int) -> Tensor:
 def gather_tokens(
     dtype: torch.dtype, cache: Tensor, scales: CacheScales | None, batch: PagedBatch, sequence: int
 ) -> Tensor:
-    """All that a cache of one head holds of a sequence: [context length, head_dim] in `dtype`."""
+    """A sequence's whole context from a cache of one head: [context length, head_dim] in `dtype`."""
     length = batch.context_lens[sequence]
     blocks = batch.block_tables[sequence, : -(-length // batch.block_size)].long()
     return _gather(_caches(dtype, cache, cache, scales)[0], blocks, 1)[0, :length]
@@ -252,7 +254,7 @@ def _attend_decodes(
     keys = _gather(key_cache, group.rows, count, num_kv_heads)  # [count, num_kv_heads, length, head_dim]
     values = _gather(value_cache, group.rows, count, num_kv_heads)
     if group.tail_start < keys.shape[2]:
-        # An unwritten slot may hold NaN, left by another request, which a weight of zero would not hide.
+        # An unwritten slot may hold NaN from an earlier request, and 0 * NaN would spoil the sum.
         keys[:, :, group.tail_start :].masked_fill_(group.tail_unwritten, 0)
         values[:, :, group.tail_start :].masked_fill_(group.tail_unwritten, 0)
     sinks = None if params.sinks is None else params.sinks.view(num_kv_heads, -1, 1)
@@ -306,7 +308,9 @@ def _attend(
     sinks: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """query [a, b, m, d], keys and values [a, 1 or b, n, d], visible and bias broadcastable to [a, b, m, n] and
+    """Attention over gathered keys and values, as one call of torch where no cap, sinks or bias forbid it.
+
+    query [a, b, m, d], keys and values [a, 1 or b, n, d], visible and bias broadcastable to [a, b, m, n] and
     sinks to [a, b, m, 1] -> [a, b, m, d]."""
     if params.soft_cap is None and sinks is None and bias is None:
         heads = query.shape[1]

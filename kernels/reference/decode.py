@@ -1,4 +1,4 @@
-"""What a decode step computes its tokens from, gathered from the state of its rows, in torch."""
+"""Gathers the inputs of a decode step from the rows' state on the device, in torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class RowsState:
-    """What the device knows of each row. The last row belongs to nobody: it has no context, and never gets one."""
+    """The state of every row on the device. The last row is for padding: no request uses it, and its context stays
+    empty."""
 
     block_tables: Tensor  # [num_groups, num_rows, max_blocks] int32
     last_token: Tensor  # [num_rows] int32
@@ -22,23 +23,23 @@ class RowsState:
 
 
 class DecodeInputs(NamedTuple):
-    """Of each row of a batch, which computes one token."""
+    """The inputs of a batch of rows that compute one token each."""
 
     rows: Tensor  # [size] int64
     token_ids: Tensor  # [size] int64
     positions: Tensor  # [size] int64
     slot_mapping: Tensor  # [num_groups, size] int64
-    next_positions: Tensor  # [size] int64: of the token that is chosen; a row of nobody stays at 0
-    seq_lens: Tensor  # [size] int32: the same
+    next_positions: Tensor  # [size] int64: position of the token to be sampled; 0 for padding
+    seq_lens: Tensor  # [size] int32: the same values
     prompt_lens: Tensor  # [size] int32
     block_tables: Tensor  # [num_groups, size, num_blocks] int32
 
 
 def decode_inputs(batch_rows: Tensor, state: RowsState, block_size: int, num_blocks: int) -> DecodeInputs:
-    """Gathers them, and moves the rows' num_computed on by the token, in place.
+    """Gathers the inputs of a decode step, and adds its token to the rows' `num_computed` in place.
 
-    batch_rows: [size] int32, rows of the state, of which only the last may be there more than once; num_blocks: how
-    many columns of the block tables are wanted.
+    batch_rows: [size] int32, rows of the state, each at most once except the padding row; num_blocks: columns of the
+    block tables to return.
     """
     rows = batch_rows.long()
     positions = state.num_computed[rows].long()

@@ -1,4 +1,4 @@
-"""Token embeddings where the vocabulary is divided among ranks, in torch."""
+"""Token embeddings with the vocabulary divided among ranks, in torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 
 
 def embed(token_ids: Tensor, table: Tensor, first_row: int = 0, scale: float = 1.0) -> Tensor:
-    """Rows of this rank's part of the embedding; zeros for tokens of other ranks and for padding (negative ids).
+    """This rank's rows of the embedding, times `scale`; zeros for tokens of other ranks and padding (negative ids).
 
-    token_ids [num_tokens] int32 or int64; table [num_rows, width], the rows first_row .. first_row + num_rows of the
-    whole. The ranks' results sum to the embedding. Returns [num_tokens, width] in the table's dtype, rounded once.
+    token_ids [num_tokens] int32 or int64; table [num_rows, width]: rows first_row .. first_row + num_rows - 1 of the
+    whole table. The ranks' results sum to the embedding. Returns [num_tokens, width] in the table's dtype, rounded
+    once.
     """
     local = token_ids.long() - first_row
     mine = (local >= 0) & (local < len(table))

@@ -1,10 +1,10 @@
 """Latent attention (DeepSeek-V2, section 2.1) over a paged cache, in torch.
 
-The cache holds one vector per token that all heads share: a compressed vector, and a rotated key beside it. A head's
-keys and values are projections of the compressed vector. Two forms give the same sums:
+The cache holds one vector per token, shared by all heads: the compressed (latent) vector and, after it, the rotated
+key. A head's keys and values are projections of the compressed vector. Two forms are mathematically equal:
 
-    absorbed   the projections are applied to queries and results, and heads attend to the cached vectors as they are
-    expanded   keys and values are made for the context once, for prompts long enough to repay it
+    absorbed   queries and results are projected, and heads attend to the cached vectors directly
+    expanded   the keys and values of the context are computed first, which pays off for long prompts
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from headrace.kernels.reference.attention import (
 )
 
 EXPANDED_ELEMENTS = 1 << 24
-"""Most elements of keys and values that are expanded at once."""
+"""Limit on the elements of keys and values that are expanded at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class LatentUp:
-    """A layer's projections from the compressed vector."""
+    """A layer's up-projections, from the compressed vector to each head's keys and values."""
 
     keys: Tensor  # [num_heads, nope_dim, latent_dim]
     values: Tensor  # [num_heads, latent_dim, value_dim]
 
     @property
     def least_expanded(self) -> int:
-        """From how many tokens of a prompt on expanding its context multiplies less."""
+        """The fewest tokens of a prompt for which the expanded form takes fewer multiplications than the absorbed."""
         (_, nope_dim, latent_dim), value_dim = self.keys.shape, self.values.shape[2]
         saved = 2 * latent_dim - nope_dim - value_dim
         return latent_dim * (nope_dim + value_dim) // saved + 1 if saved > 0 else 1 << 31
@@ -57,7 +57,8 @@ def latent_attention(
     """Each token attends to its sequence's cached vectors up to its own position, which are already written.
 
     query [num_tokens, num_heads, nope_dim + rope_dim], the last rope_dim dimensions rotated; cache [num_blocks, 1,
-    block_size, latent_dim + rope_dim], as of `paged_attention`. A window and a soft cap are none of its params.
+    block_size, latent_dim + rope_dim], in a dtype that `paged_attention` accepts. Of `params` only the scale is used:
+    sliding windows, soft caps, sinks and ALiBi are not supported.
     Returns [num_tokens, num_heads, value_dim] in query's dtype; padding gets zeros.
     """
     starts, lens, least = batch.query_starts, batch.context_lens, up.least_expanded
@@ -74,21 +75,25 @@ def latent_attention(
 
 
 def absorb(query: Tensor, up: LatentUp) -> Tensor:
-    """query [num_tokens, num_heads, nope_dim + rope_dim] -> [num_tokens, num_heads, latent_dim + rope_dim]"""
+    """Projects queries into the space of the cached vectors.
+
+    query [num_tokens, num_heads, nope_dim + rope_dim] -> [num_tokens, num_heads, latent_dim + rope_dim]"""
     nope_dim = up.keys.shape[1]
     absorbed = torch.bmm(query[..., :nope_dim].transpose(0, 1), up.keys).transpose(0, 1)
     return torch.cat([absorbed, query[..., nope_dim:]], dim=-1)
 
 
 def project_values(attended: Tensor, up: LatentUp) -> Tensor:
-    """attended [num_tokens, num_heads, latent_dim or more], of which the first count -> [.., .., value_dim]"""
+    """Projects attended vectors to values.
+
+    attended [num_tokens, num_heads, at least latent_dim], the rest ignored -> [num_tokens, num_heads, value_dim]"""
     compressed = attended[..., : up.values.shape[1]]
     return torch.bmm(compressed.transpose(0, 1), up.values).transpose(0, 1)
 
 
 def _without(batch: PagedBatch, sequences: list[int]) -> PagedBatch:
-    """These sequences become padding."""
-    key = ("latent", len(sequences))  # of one model all layers leave out the same
+    """The batch with these sequences turned into padding."""
+    key = ("latent", len(sequences))  # all layers of a model leave out the same sequences
     if key not in batch.memo:
         seq_lens = batch.seq_lens.clone()
         seq_lens[sequences] = 0
@@ -98,8 +103,10 @@ def _without(batch: PagedBatch, sequences: list[int]) -> PagedBatch:
 
 
 def _expanded(query: Tensor, up: LatentUp, context: Tensor, scale: float) -> Tensor:
-    """query [num_tokens, num_heads, head_dim] of a sequence's last tokens, context [length, latent_dim + rope_dim] ->
-    [num_tokens, num_heads, value_dim]. As many heads at a time as memory allows."""
+    """The expanded form for one sequence, for as many heads at a time as EXPANDED_ELEMENTS allows.
+
+    query [num_tokens, num_heads, head_dim] of the sequence's last tokens, context [length, latent_dim + rope_dim] ->
+    [num_tokens, num_heads, value_dim]."""
     (num_tokens, num_heads, head_dim), length = query.shape, len(context)
     latent_dim, value_dim = up.values.shape[1:]
     compressed, rotated = context[:, :latent_dim], context[:, latent_dim:]

@@ -1,5 +1,6 @@
-"""Mixtures of experts (Shazeer et al. 2017; Fedus et al. 2021), in torch: which experts a token goes to, and what they
-compute. A token's result does not depend on the rest of the batch, and experts that no token chose are not read."""
+"""Mixtures of experts (Shazeer et al. 2017; Fedus et al. 2021), in torch: the router and the experts' computation.
+
+A token's result does not depend on the rest of the batch. The weights of experts that no token chose are not read."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ from headrace.kernels.reference.rows import LinearWeight, activate_and_multiply
 
 Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 LEAST_SUM = 1e-20
-"""Weights are divided by their sum or by this, whichever is larger: sigmoid scores can all be 0."""
+"""The least divisor of `renormalise`, since sigmoid scores can all be 0."""
 
 
 class QuantisedStack(Sequence[LinearWeight]):
-    """The same matrix of every expert in 8 or 4 bits, in parts that are kept as they came: see `QuantisedLinear`."""
+    """One of the matrices of all experts, in 8 or 4 bits. Each expert's part is a `QuantisedLinear`."""
 
     def __init__(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> None:
         self.codes = codes  # [num_experts, out_features, in_features] int8; [.., in_features / 2] uint8 for 4 bits
         self.scales = scales  # [num_experts, out_features, num_groups] float32 or float16
-        self.zeros = zeros  # as scales, uint8 or float32, of 4 bits alone
+        self.zeros = zeros  # [num_experts, out_features, num_groups] uint8 or float32, only for 4 bits
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -38,9 +39,9 @@ class QuantisedStack(Sequence[LinearWeight]):
 
 
 Biases = tuple[Tensor, Tensor]
-"""Of gate_up and down: [num_experts, 2 * inner] and [num_experts, hidden] float32."""
+"""The biases of gate_up and down: [num_experts, 2 * inner] and [num_experts, hidden] float32."""
 ExpertStack = Tensor | Sequence[LinearWeight]
-"""The same matrix of every expert: [num_experts, out_features, in_features], or a packed weight for each."""
+"""One of the matrices of all experts: [num_experts, out_features, in_features], or a packed weight for each expert."""
 
 
 def route_experts(
@@ -54,16 +55,17 @@ def route_experts(
     groups: ExpertGroups = ALL_EXPERTS,
     margin: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The `top_k` experts of each token, best first, and the weights of their results.
+    """Chooses the `top_k` experts of each token, best first, and the weights of their results.
 
-    logits [num_tokens, num_experts] of any float type. A score is the softmax over all experts, or each logit's
-    sigmoid, in float32. The best logits are chosen, of equals the lower index; with a bias [num_experts] float32
-    (DeepSeek-V3, section 2.1.2) the best sums of score and bias, which the weights do not contain. Only within the best
-    of `groups`, where there are several. Weights are scores, divided by their sum if renormalised, times `scale`.
+    logits [num_tokens, num_experts] of any float type. Scores are computed in float32: the softmax over all experts, or
+    the sigmoid of each logit. The experts with the highest logits are chosen, of equal ones the lower index. With a
+    bias [num_experts] float32 (DeepSeek-V3, section 2.1.2) those with the highest score + bias are chosen; the bias
+    does not enter the weights. With several `groups` only experts of the best groups can be chosen. The weights are the
+    scores, divided by their sum if `renormalise`, times `scale`.
 
-    By sparsemixer (Liu et al. 2024, "GRIN", section 3.1) each expert's weight is its share of a softmax over those that
-    come after it, itself included, and whose logit is no further below its own than `margin` times the larger of its
-    own and that logit's absolute value; it takes no bias and no groups.
+    Scoring by sparsemixer (Liu et al. 2024, "GRIN", section 3.1): an expert's weight is its share of a softmax over
+    itself and the experts ranked below it, without those whose logit is below its own by more than `margin` times the
+    larger of its own logit and the absolute value of theirs. It ignores bias and groups.
     Returns expert_ids [num_tokens, top_k] int32 and weights [num_tokens, top_k] float32.
     """
     wide = logits.float()
@@ -84,7 +86,7 @@ def _renormalised(weights: Tensor, renormalise: bool) -> Tensor:
 
 
 def _by_sparsemixer(wide: Tensor, top_k: int, margin: float) -> tuple[Tensor, Tensor]:
-    """wide: [num_tokens, num_experts] float32. Both results are [num_tokens, top_k]."""
+    """wide: logits [num_tokens, num_experts] float32. Returns expert ids and weights, both [num_tokens, top_k]."""
     order = wide.sort(dim=-1, descending=True, stable=True)
     shares = []
     for slot in range(top_k):
@@ -95,7 +97,7 @@ def _by_sparsemixer(wide: Tensor, top_k: int, margin: float) -> tuple[Tensor, Te
 
 
 def _within_groups(order: Tensor, groups: ExpertGroups) -> Tensor:
-    """order [num_tokens, num_experts] with -inf in all groups but the best."""
+    """order [num_tokens, num_experts], with -inf for the experts outside the best groups."""
     grouped = order.unflatten(-1, (groups.number, -1))
     worth = grouped.topk(groups.best, dim=-1).values.sum(-1)
     best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : groups.chosen]
@@ -104,14 +106,14 @@ def _within_groups(order: Tensor, groups: ExpertGroups) -> Tensor:
 
 
 class ExpertWeights(Protocol):
-    """The experts' weights in whatever layout their kernel wants."""
+    """The weights of all experts of a layer on one rank, in the layout that their kernel needs."""
 
     def apply(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """sum over k of weights[:, k] * down(activation(gate(x)) * up(x)) of expert expert_ids[:, k].
+        """The sum over k of weights[:, k] * down(activation(gate(x)) * up(x)) of expert expert_ids[:, k].
 
-        x [num_tokens, hidden]; expert_ids [num_tokens, top_k] int32, no expert twice in a row, and weights
-        [num_tokens, top_k] float32, as `route_experts` gives them; a negative id is none of these experts (padding, or
-        another rank's) and adds nothing. Added in float32, in an order that does not depend on the other tokens, and
+        x [num_tokens, hidden]; expert_ids [num_tokens, top_k] int32 and weights [num_tokens, top_k] float32 as
+        `route_experts` returns them, each expert at most once per token. A negative id (padding, or an expert of
+        another rank) adds nothing. The sum is in float32, in an order that does not depend on the other tokens, and is
         rounded once. Returns [num_tokens, hidden] in x's dtype.
         """
         ...
@@ -121,20 +123,20 @@ class ExpertWeights(Protocol):
 
 
 class MovableExperts(ExpertWeights, Protocol):
-    """Experts of which one can be put in the place of another, between steps."""
+    """Experts whose weights can be overwritten by those of another expert between steps, for load balancing."""
 
     def memory(self, expert: int) -> tuple[Tensor, ...]:
-        """All that there is of one expert: contiguous tensors, to be read and to be written."""
+        """All weights of one expert: contiguous tensors that share the kernel's memory, to be copied from or into."""
         ...
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Equal of two sets of experts, of different ranks too, when the memory of each of them means the same."""
+        """Describes the format of `memory`. Experts may be copied between ranks if their layouts are equal."""
         ...
 
 
 class TorchExperts:
-    """Stacks as they came. Shares the tensors that it is given."""
+    """Experts in the layout of the checkpoint. Shares the tensors that it is given."""
 
     def __init__(self, gate_up: ExpertStack, down: ExpertStack, activation: str, biases: Biases | None) -> None:
         self.gate_up, self.down, self.activation, self.biases = gate_up, down, activation, biases
@@ -153,7 +155,7 @@ class TorchExperts:
         return total.to(x.dtype)
 
     def memory(self, expert: int) -> tuple[Tensor, ...]:
-        """As `MovableExperts.memory`, of stacks of floats."""
+        """As `MovableExperts.memory`; only for stacks of floats."""
         return tuple(each[expert] for each in (*self._stacks, *(self.biases or ())))
 
     @property
@@ -176,9 +178,9 @@ class TorchExperts:
 def experts(gate_up: ExpertStack, down: ExpertStack, activation: str, biases: Biases | None = None) -> ExpertWeights:
     """Packs the experts' matrices for `apply`.
 
-    gate_up: of each expert [2 * inner, hidden], the gate's rows first; down: [hidden, inner]; `activation` is a key of
-    ACTIVATIONS, or CLAMPED_SILU. Facts: `hidden`, `inner`, `activation`, `stored`: floats, int8, int4 or (packed)
-    blocks, and `has_biases`.
+    gate_up: [2 * inner, hidden] per expert, the gate's rows first; down: [hidden, inner] per expert; `activation` is a
+    key of ACTIVATIONS, or CLAMPED_SILU. Facts: `hidden`, `inner`, `activation`, `has_biases`, and `stored`: floats,
+    int8, int4 or (packed) blocks.
     """
     return TorchExperts(gate_up, down, activation, biases)
 

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are stored in 8 or 4 bits, in torch: dequantised each time they are applied."""
+"""Linear layers whose weights are stored in 8 or 4 bits, in torch: each call dequantises the weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from headrace.kernels.reference.rows import LARGEST_STORED, LinearWeight, narrow
 
 NO_ZERO = 8
-"""The code of 4 bits that stands for 0 where no zero points are given."""
+"""The zero point of 4-bit codes that come without zero points."""
 
 
 class QuantisedLinear:
-    """A weight in parts that are kept as they came."""
+    """A quantised weight: codes, scales and zero points as they are given, with float inputs."""
 
     rounds_input = False
 
@@ -25,7 +25,7 @@ class QuantisedLinear:
         self.codes = codes  # [out_features, in_features] int8 or float8_e4m3fn; [.., in_features / 2] uint8 for 4 bits
         self.scales = scales  # [out_features, num_groups] float32 or float16
         self.bias = bias  # [out_features]
-        self.zeros = zeros  # [out_features, num_groups] uint8 or float32, of 4 bits alone
+        self.zeros = zeros  # [out_features, num_groups] uint8 or float32, only for 4 bits
 
     def apply(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -36,7 +36,7 @@ class QuantisedLinear:
         return (result if self.bias is None else result + self.bias.float()).to(x.dtype)
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """In float32: the codes have no dtype to compute in."""
+        """As `LinearWeight.look_up`, but in float32: codes have no dtype to compute in."""
         return self._rows(ids.flatten()).unflatten(0, ids.shape)
 
     def _rows(self, rows: Tensor | slice) -> Tensor:
@@ -49,13 +49,13 @@ class QuantisedLinear:
 
 
 class QuantisedBothLinear(QuantisedLinear):
-    """The inputs are rounded too, each token with a scale of its own."""
+    """A quantised weight whose inputs are quantised too, with one scale per token."""
 
     rounds_input = True
 
 
 def dequantise(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
-    """codes as `QuantisedLinear` has them -> [rows, in_features] float32."""
+    """Dequantises codes in a form of `QuantisedLinear`: returns [rows, in_features] float32."""
     if codes.dtype == torch.uint8:
         values = torch.stack((codes & 15, codes >> 4), -1).flatten(1).float()
         per_group = values.unflatten(1, (scales.shape[1], -1))
@@ -65,35 +65,38 @@ def dequantise(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Te
 
 
 def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., size] -> float8_e4m3fn of the same shape, and float32 scales [..., 1]: the largest magnitude over 448."""
+    """Quantises each token: x [..., size] -> float8_e4m3fn of the same shape, and scales [..., 1] float32.
+
+    A scale is the token's largest magnitude over 448, or 1 for a token of zeros."""
     largest = x.float().abs().amax(-1, keepdim=True)
     scales = torch.where(largest > 0, largest / LARGEST_STORED[torch.float8_e4m3fn], 1.0)
     return narrow(x.float() / scales, torch.float8_e4m3fn), scales
 
 
 def linear_int8(codes: Tensor, scales: Tensor, bias: Tensor | None) -> LinearWeight:
-    """codes [out_features, in_features] int8, scales [out_features, num_groups] float32 or float16; 1 group is a scale
-    per row."""
+    """Packs weights code * scale, in groups of in_features / num_groups: one group is one scale per row.
+
+    codes [out_features, in_features] int8; scales [out_features, num_groups] float32 or float16."""
     return QuantisedLinear(codes, scales, bias)
 
 
 def linear_int4(codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> LinearWeight:
-    """Weights (code - zero) * scale, in groups of in_features / num_groups.
+    """Packs weights (code - zero) * scale, in groups of in_features / num_groups.
 
-    codes [out_features, in_features / 2] uint8, the low half of a byte before the high one; scales
-    [out_features, num_groups] float32 or float16; zeros [out_features, num_groups], uint8, float32 where a group's
-    least weight need not be a multiple of its scale, or None for 8.
+    codes [out_features, in_features / 2] uint8, the first of two codes in the low half of a byte; scales
+    [out_features, num_groups] float32 or float16; zeros [out_features, num_groups] uint8, or float32 for zero points
+    that are not whole numbers, or None for 8 everywhere.
     """
     return QuantisedLinear(codes, scales, bias, zeros)
 
 
 def linear_fp8(weight: Tensor, scales: Tensor, bias: Tensor | None) -> LinearWeight:
-    """Weights alone are rounded: weight [out, in] float8_e4m3fn, scales [out, 1] float32."""
+    """Packs weights of float8 for float inputs: weight [out, in] float8_e4m3fn, scales [out, 1] float32."""
     return QuantisedLinear(weight, scales, bias)
 
 
 def linear_fp8_dynamic(weight: Tensor, scales: Tensor, bias: Tensor | None) -> LinearWeight:
-    """As `linear_fp8`, and each token's inputs are rounded to float8_e4m3fn with a scale of their own."""
+    """As `linear_fp8`, but inputs are quantised to float8_e4m3fn as well, with one scale per token."""
     return QuantisedBothLinear(weight, scales, bias)
 
 

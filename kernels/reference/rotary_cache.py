@@ -1,4 +1,4 @@
-"""What happens to a layer's query, key and value before attention, as one op: q/k norm, rotary and the cache write."""
+"""The steps between a layer's QKV projection and attention as one op: q/k norm, rotary and the cache write."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from headrace.kernels.reference.rows import rms_norm, rotary, write_cache
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """How the heads of one layer are prepared. Fields that are None leave their part out."""
+    """The q/k norms and rotary embedding of one layer. A part whose fields are None is skipped."""
 
     cos: Tensor | None = None
     """[num_tokens, half] float32; the first 2 * half dimensions of each head are rotated"""
     sin: Tensor | None = None
     """[num_tokens, half] float32"""
     interleaved: bool = False
-    """Pairs dimension 2i with 2i + 1 (GPT-J, GLM, Cohere), instead of i with i + half."""
+    """Whether dimension 2i is paired with 2i + 1 (GPT-J, GLM, Cohere) instead of i with i + half."""
     query_norm: Tensor | None = None
-    """[head_dim] float32: the weight of the RMS norm of each query head, which comes before the rotation"""
+    """[head_dim] float32: the weight of the RMS norm of each query head, applied before the rotation"""
     key_norm: Tensor | None = None
-    """[head_dim] float32"""
+    """[head_dim] float32: the same for key heads"""
     eps: float = 0.0
 
 
@@ -39,7 +39,7 @@ class LayerCache:
     """[num_blocks, num_kv_heads, block_size, head_dim]"""
     values: Tensor
     scales: CacheScales | None = None
-    """Of an int8, float8_e4m3fn or float8_e5m2 cache."""
+    """Scales of an int8, float8_e4m3fn or float8_e5m2 cache."""
 
 
 def rotary_and_write(
@@ -47,8 +47,8 @@ def rotary_and_write(
 ) -> Tensor:
     """Normalises and rotates queries and keys, writes keys and values into the cache, and returns the queries.
 
-    query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim], all of one dtype. What
-    the norm gives is rounded to that dtype before it is rotated, as by the separate ops.
+    query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim], all of one dtype. The
+    normalised values are rounded to that dtype before the rotation, as the separate ops do.
     Returns [num_tokens, num_heads, head_dim] in query's dtype.
     """
     if rotation.query_norm is not None:

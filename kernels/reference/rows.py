@@ -1,4 +1,6 @@
-"""The plain torch reference of every op but attention. Norms and rotary compute in float32 and round once."""
+"""Torch references of the ops on rows of hidden values: linear layers, norms, rotary, cache writes and activations.
+
+Norms and rotary compute in float32 and round once."""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from headrace.kernels.reference.attention import CacheScales, PagedBatch
 
 
 class LinearWeight(Protocol):
-    """A linear layer's weight in whatever layout its kernel wants; the only thing that knows that layout."""
+    """A linear layer's weight in the layout that its kernel needs; no other code depends on that layout."""
 
     def apply(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features], in x's dtype, bias added if there is one."""
         ...
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Rows of the weight, [*ids.shape, in_features] in the weight's dtype: a tied embedding reads its head."""
+        """Rows of the weight, [*ids.shape, in_features] in the weight's dtype, for embeddings tied to the LM head."""
         ...
 
     @property
@@ -47,7 +49,9 @@ class DenseLinear:
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> LinearWeight:
-    """Packs weight [out_features, in_features] and bias [out_features] for `apply`. Facts: `shape` (out, in)."""
+    """Packs weight [out_features, in_features] and bias [out_features] for `apply`.
+
+    Facts: `shape` (out_features, in_features)."""
     return DenseLinear(weight, bias)
 
 
@@ -98,12 +102,12 @@ def write_cache(
     batch: PagedBatch,
     scales: CacheScales | None = None,
 ) -> None:
-    """Stores each token's key and value at its slot. A token whose slot is negative is padding and stored nowhere.
+    """Stores each token's key and value at its slot. A token with a negative slot is padding and is not stored.
 
     key, value: [num_tokens, num_kv_heads, head_dim]; caches [num_blocks, num_kv_heads, block_size, head_dim], mutated.
-    An int8, float8_e4m3fn or float8_e5m2 cache takes values divided by their scale, rounded to nearest and clamped;
-    where `scales` has rows, a row's scale is its largest magnitude over the type's largest value (1 for a row of
-    zeros), and stored.
+    An int8, float8_e4m3fn or float8_e5m2 cache gets values divided by their scale, rounded to nearest and clamped.
+    If `scales` has a scale per row, each is computed and stored here: the row's largest magnitude over the type's
+    largest value, or 1 for a row of zeros.
     """
     slots = batch.slot_mapping
     if bool((slots < 0).any()):
@@ -130,11 +134,11 @@ def write_cache(
 LARGEST_STORED: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 )
-"""The cache types that carry scales."""
+"""The cache dtypes that need scales, and the largest value of each."""
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x float32 of any shape, rounded to nearest and clamped to what int8 or a float8 holds."""
+    """Converts x float32 of any shape to int8 or a float8: rounded to nearest and clamped to the type's range."""
     clamped = x.clamp(-LARGEST_STORED[dtype], LARGEST_STORED[dtype])
     return clamped.round().to(dtype) if dtype == torch.int8 else clamped.to(dtype)
 
@@ -154,13 +158,15 @@ CLAMPED_SILU, CLAMPED_SLOPE, CLAMP = "clamped_silu", 1.702, 7.0
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """x [..., size] -> [..., size]; `kind` is a key of ACTIVATIONS."""
+    """Applies an activation: x [..., size] -> [..., size]; `kind` is a key of ACTIVATIONS."""
     return ACTIVATIONS[kind](x)
 
 
 def activate_and_multiply(gate_up: Tensor, kind: str) -> Tensor:
-    """gate_up [..., 2 * size], the gate's half first -> activation(gate) * up, [..., size]; `kind` is a key of
-    ACTIVATIONS, or CLAMPED_SILU: the gate's x sigmoid(1.702 x) times up + 1, of values within 7 of 0 (gpt-oss)."""
+    """activation(gate) * up: gate_up [..., 2 * size], the gate's half first -> [..., size].
+
+    `kind` is a key of ACTIVATIONS, or CLAMPED_SILU (gpt-oss): gate * sigmoid(1.702 * gate) * (up + 1), with the gate
+    clamped to at most 7 and up to -7 .. 7."""
     gate, up = gate_up.chunk(2, dim=-1)
     if kind == CLAMPED_SILU:
         gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)

@@ -1,7 +1,7 @@
-"""From logits to tokens on the device, in torch: masks and penalties; the choice; log-probabilities.
+"""Sampling on the device, in torch: masks and penalties, the choice of tokens, and log-probabilities.
 
-Every tensor that a GPU version needs is on the device, and nothing of it is read on the host. Rows of padding have
-temperature 0. Tokens are ranked in one total order: by logit, highest first, equal ones by token id, lowest first.
+All tensors are on the device, and a GPU version reads none of them on the host. Rows of padding have temperature 0.
+Tokens are ranked in one total order: by logit, highest first, and equal logits by token id, lowest first.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import Tensor
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST_FACTOR = 0xBF58476D1CE4E5B9
 SECOND_FACTOR = 0x94D049BB133111EB
-"""SplitMix64's constants, as a counter-based generator (see `choose_tokens`)."""
+"""SplitMix64's constants, used as a counter-based generator (see `choose_tokens`)."""
 LOW_WORD = 0xFFFFFFFF
 TILE_ELEMENTS = 1 << 23
-"""So many logits are drawn from at a time: their float64 noise and their keys take 64 MiB each."""
+"""Logits that are sampled from at a time; their float64 noise and their sort keys take 64 MiB each."""
 CPU_TILE_ELEMENTS = 1 << 18
-"""On a CPU so many logits are ranked at a time: their keys stay in its cache."""
+"""Logits that are ranked at a time on a CPU, so that their sort keys stay in its cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class Penalties:
-    """What tokens lose that a request has seen. All have a row for each request (`LogitChanges.rows`)."""
+    """The penalties of every request, indexed by `LogitChanges.rows`."""
 
     prompt_bits: Tensor
     """[num_states, ceil(vocab_size / 32)] int32: bit t % 32 of word t // 32 is set where token t is in the prompt"""
     output_bits: Tensor
-    """the same of the output"""
+    """the same for the output"""
     output_counts: Tensor | None
-    """[num_states, vocab_size] int32: how often each token is in the output; None where `frequency` is 0 in all rows"""
+    """[num_states, vocab_size] int32: occurrences of each token in the output; None if `frequency` is 0 in all rows"""
     repetition: Tensor
     """[num_states] float32; 1 for none"""
     frequency: Tensor
@@ -45,10 +45,10 @@ class Penalties:
 
 @dataclass(frozen=True, eq=False)
 class LogitChanges:
-    """What is done to logits before a token is chosen, in the order of the fields. None leaves a part out."""
+    """Changes to logits before sampling, applied in the order of the fields. None skips a change."""
 
     rows: Tensor
-    """[num_rows] int32 or int64: the row of each row of logits in what follows"""
+    """[num_rows] int32 or int64: for each row of logits, its row of the tensors below"""
     allowed_bits: Tensor | None = None
     """[num_states, ceil(vocab_size / 32)] int32: tokens whose bit is 0 become -inf"""
     penalties: Penalties | None = None
@@ -56,7 +56,7 @@ class LogitChanges:
 
 @dataclass(frozen=True, eq=False)
 class DeviceDraws:
-    """How rows of logits become tokens."""
+    """The sampling parameters of each row of logits."""
 
     temperature: Tensor
     """[num_rows] float32; 0 is greedy"""
@@ -67,36 +67,36 @@ class DeviceDraws:
     min_p: Tensor
     """[num_rows] float64 (or float32); 0 keeps all"""
     seed: Tensor
-    """[num_rows] int64: the bits of an unsigned one"""
+    """[num_rows] int64: the bits of an unsigned seed"""
     position: Tensor
-    """[num_rows] int32 or int64: the place in the sequence, prompt included, of the token to draw"""
+    """[num_rows] int32 or int64: the position in the sequence, prompt included, of the token to sample"""
     may_draw: bool = True
-    """The host's bound: False says that every row is greedy."""
+    """Known on the host: False means that every row is greedy."""
     may_truncate: bool = True
-    """The host's bound: False says that no row has a top_k, top_p or min_p."""
+    """Known on the host: False means that no row sets top_k, top_p or min_p."""
 
 
 class DeviceChosen(NamedTuple):
-    """Tokens for rows of logits, on the device."""
+    """The sampled token of each row of logits, on the device."""
 
     token_ids: Tensor  # [num_rows] int64 or int32; meaningless where `best` is not finite
-    best: Tensor  # [num_rows] float32: each row's highest logit, NaN where it holds one
+    best: Tensor  # [num_rows] float32: the row's highest logit, NaN if the row contains a NaN
 
 
 class TokenLogprobs(NamedTuple):
-    """The chosen token first, then the likeliest."""
+    """Log-probabilities of the sampled token, in column 0, and of the num_top likeliest."""
 
     token_ids: Tensor  # [num_rows, 1 + num_top] int32
     logprobs: Tensor  # [num_rows, 1 + num_top] float32
-    ranks: Tensor  # [num_rows] int32: of the chosen token, 1 for the likeliest; equals share a rank
+    ranks: Tensor  # [num_rows] int32: rank of the sampled token, from 1; equal logits share a rank
 
 
 def adjust_logits(logits: Tensor, changes: LogitChanges) -> Tensor:
     """Applies `changes` to logits [num_rows, vocab_size] float32 in place, and returns them.
 
-    A token seen in prompt or output has its logit divided by the repetition penalty if positive and multiplied if
-    negative (Keskar et al., "CTRL", 2019); one seen in the output then loses frequency for each time and presence once.
-    Every product and difference is rounded by itself.
+    The logit of a token in the prompt or output is divided by the repetition penalty if positive, or multiplied by it
+    if negative (Keskar et al., "CTRL", 2019). The logit of a token in the output then loses the frequency penalty for
+    each occurrence and the presence penalty once. Every product and difference is rounded separately.
     """
     rows, vocab_size = changes.rows.long(), logits.shape[1]
     if changes.allowed_bits is not None:
@@ -115,17 +115,17 @@ def adjust_logits(logits: Tensor, changes: LogitChanges) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, count: int) -> Tensor:
-    """bits [num_rows, words] int32 -> [num_rows, count] bool, the lowest bit of a word first."""
+    """Unpacks bits [num_rows, words] int32 to [num_rows, count] bool, the lowest bit of a word first."""
     places = torch.arange(32, dtype=torch.int32, device=bits.device)
     return ((bits[:, :, None] >> places) & 1).flatten(1)[:, :count].bool()
 
 
 def choose_tokens(logits: Tensor, draws: DeviceDraws) -> DeviceChosen:
-    """The next token of each row of logits [num_rows, vocab_size] float32, which are left as they are.
+    """Samples the next token of each row of logits [num_rows, vocab_size] float32, which are not modified.
 
-    Greedily, or by the Gumbel-max trick from the tempered logits that min_p, top_k and top_p keep. A token's noise is
-    a function of (seed, position, token id) alone: with SplitMix64's finaliser `mix` (Steele, Lea and Flood, 2014) and
-    unsigned 64-bit words,
+    Greedy rows take the highest logit. Others use the Gumbel-max trick on the logits, divided by the temperature, that
+    min_p, top_k and top_p keep. A token's noise depends only on (seed, position, token id): with SplitMix64's finaliser
+    `mix` (Steele, Lea and Flood, 2014) and unsigned 64-bit words,
 
         key = mix(seed + GOLDEN * (position + 1))      word = mix(key + GOLDEN * (token + 1))
         noise = -log(-log(((word >> 12) + 0.5) * 2**-52))      in float64
@@ -140,7 +140,7 @@ def choose_tokens(logits: Tensor, draws: DeviceDraws) -> DeviceChosen:
 
 
 def _draw(logits: Tensor, draws: DeviceDraws, tile: slice) -> Tensor:
-    """[num_rows] int64, for the rows of `draws` in this tile; of greedy rows something of no use."""
+    """Sampled tokens [num_rows] int64 for the rows of `draws` in this tile; meaningless for greedy rows."""
     temperature = draws.temperature[tile]
     tempered = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
     seed, position = draws.seed[tile], draws.position[tile]
@@ -154,10 +154,11 @@ def _draw(logits: Tensor, draws: DeviceDraws, tile: slice) -> Tensor:
 
 
 def truncated(tempered: Tensor, token_ids: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """[num_rows, num_ranked] float64: the logits in the order of token_ids, -inf for what min_p, top_k and top_p cut.
+    """Applies min_p, top_k and top_p: [num_rows, num_ranked] float64, the logits in the order of token_ids, with -inf
+    for those that are cut.
 
-    tempered: [num_rows, vocab_size] float32; token_ids: [num_rows, num_ranked], each row in the total order of
-    `likeliest`: the whole vocabulary, or as many as every row's top_k keeps; the rest [num_rows].
+    tempered: [num_rows, vocab_size] float32; token_ids: [num_rows, num_ranked], ranked by `likeliest`: the whole
+    vocabulary, or at least as many as the largest top_k; top_k, top_p and min_p: [num_rows].
     """
     num_ranked = token_ids.shape[1]
     values = tempered.gather(1, token_ids).double()
@@ -168,7 +169,7 @@ def truncated(tempered: Tensor, token_ids: Tensor, top_k: Tensor, top_p: Tensor,
     by_top_k = torch.where(top_k > 0, top_k.long().clamp(max=num_ranked), num_ranked)
     limit = torch.minimum(by_min_p, by_top_k)
     mass = weights.masked_fill_(place >= limit[:, None], 0).cumsum(1)
-    # Without min_p and top_k, top_p takes its share of the whole vocabulary, summed in float64.
+    # Without min_p and top_k, top_p is a share of the whole vocabulary's mass, summed in float64.
     whole = (min_p <= 0) & (top_k <= 0)
     total = torch.where(whole, (tempered - first.float()).exp_().sum(1, dtype=torch.float64), mass[:, -1])
     by_top_p = (mass < (top_p * total)[:, None]).sum(1) + 1
@@ -177,13 +178,13 @@ def truncated(tempered: Tensor, token_ids: Tensor, top_k: Tensor, top_p: Tensor,
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
-    """[num_rows, n] float64 for token ids [num_rows or 1, n]."""
+    """The Gumbel noise of token ids [num_rows or 1, n]: [num_rows, n] float64."""
     uniform = _shifted(random_words(seed, position, ids), 12).double().add_(0.5).mul_(2.0**-52)
     return uniform.log_().neg_().log_().neg_()
 
 
 def random_words(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
-    """[num_rows, n] int64, the bits of unsigned words, for token ids [num_rows or 1, n]."""
+    """The random words of token ids [num_rows or 1, n]: [num_rows, n] int64, the bits of unsigned words."""
     key = _mix(seed + _signed(GOLDEN) * (position.long() + 1))
     return _mix(key[:, None] + (ids + 1) * _signed(GOLDEN))
 
@@ -199,12 +200,12 @@ def _signed(word: int) -> int:
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
-    """Logical shift: int64's own would copy the sign bit in."""
+    """Logical right shift; the shift of int64 is arithmetic and would copy the sign bit."""
     return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def likeliest(logits: Tensor, count: int) -> Tensor:
-    """Token ids [num_rows, count] int64 of the first `count` tokens as they are ranked; count <= vocab_size."""
+    """Token ids [num_rows, count] int64 of the `count` tokens ranked first; count <= vocab_size."""
     at_once = max(1, CPU_TILE_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
     return torch.cat([_likeliest(part, count) for part in logits.split(at_once)])
 
@@ -216,9 +217,9 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
 
 
 def ordered_keys(logits: Tensor) -> Tensor:
-    """[num_rows, vocab_size] int64, distinct within a row, ordered as the tokens are ranked (the first highest).
+    """Sort keys [num_rows, vocab_size] int64, distinct within a row; the token ranked first has the highest key.
 
-    bits 63..32: the float's bits as an integer of the same order    31..0: 0xFFFFFFFF - token id
+    bits 63..32: the logit's bits as an integer of the same order    31..0: 0xFFFFFFFF - token id
     """
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
     bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
@@ -229,7 +230,7 @@ def ordered_keys(logits: Tensor) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobs:
-    """Log-probabilities of one token per row and of the num_top likeliest.
+    """Log-probabilities of one given token per row and of the num_top likeliest.
 
     logits [num_rows, vocab_size] float32; token_ids [num_rows] int64; num_top from 0 to vocab_size.
     """
