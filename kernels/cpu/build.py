@@ -1,15 +1,14 @@
-"""Compiles the C++ of this folder with the system's compiler for this machine, once, and loads it through ctypes.
+"""Compiles the C++ of this folder once for this machine, with the system's compiler, and loads it through ctypes.
 
-The library is kept as `<cache>/kernels/cpu-<key>.so`, where the key is a digest of everything that decides what the
-machine code is: sources, flags, the compiler's version and the CPU's features. So an edited source, another
-compiler or a cache folder that was copied from another machine lead to a new file and never to a wrong one. The
-last 32 bytes of the file are the SHA-256 of the rest (an ELF loader ignores what follows its sections): a
-truncated or damaged file is noticed and built again. It is written under a temporary name and renamed, so two
-processes may build at once.
+A library is cached as `<cache>/kernels/cpu-<key>.so`. The key is a digest of everything that determines the machine
+code: sources, flags, the compiler's version and the CPU's features. An edited source, another compiler or a cache
+copied from another machine therefore leads to a new file, never to the use of a wrong one. The last 32 bytes of the
+file are the SHA-256 of the rest (an ELF loader ignores bytes after the sections), so that a truncated or damaged file
+is detected and rebuilt. It is written under a temporary name and renamed, so two processes may build at once.
 
-Sources see the instruction set through the compiler's macros (`__AVX512BF16__`, `__ARM_FEATURE_BF16` ...) and
-choose their paths by it; which instruction set a library is for is chosen at run time, here, from what the CPU
-says. `level` asks for a lower one, so that every path can be tested on a machine that could do better.
+The sources select code paths by the compiler's macros (`__AVX512BF16__`, `__ARM_FEATURE_BF16` ...). The instruction
+set that they are compiled for is chosen here, at run time, from the features of the CPU. `level` asks for a lower one,
+so that a capable machine can test every path.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 COMPILE_TIMEOUT_S = 120.0
 ROOM_BYTES = 64 << 20
-"""On a disk with less, a library is not kept: a build that is cut short would leave the slow reference."""
+"""With less free space than this the cache is not used: a build that fills the disk would fail, which leaves only the
+slow reference."""
 WHILE_PARENT_LIVES = """
 exec 3<&0 </dev/null
 (read -r nothing <&3; kill -s KILL 0) >/dev/null 2>&1 &
@@ -47,30 +47,30 @@ status=$?
 kill -s KILL $watcher
 exit $status
 """
-"""Runs the command in a process group that ends when the pipe at its stdin does: a compiler is several processes, and
-would outlive by many seconds a parent that is killed."""
+"""Runs a command in a process group that is killed when the pipe at its stdin closes. Without it the processes of a
+compiler would outlive a killed parent by many seconds."""
 BASE_FLAGS = (
     "-std=c++17", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math",
     "-fno-plt", "-fvisibility=hidden", "-pthread",
 )  # fmt: skip
-# Units whose templates take the compiler seconds. The others are compiled as one: a third of their time goes into
-# reading the same headers.
+# Units whose templates take seconds to compile. The others are compiled as one, since a third of their time would go
+# into parsing the same headers.
 GROUPED_TYPE_UNITS = frozenset(
     {"groups_4", "groups_8", "groups_float4", "groups_e4m3", "groups_rounded_4", "groups_rounded_8"}
 )
 LARGE_UNITS = frozenset({"attention", "quant_4", "quant_5", "quant_8", *GROUPED_TYPE_UNITS})
-# Units that -O3 makes faster; elsewhere it takes the compiler longer for nothing.
+# Units that -O3 makes faster; for the others it only lengthens the build.
 UNROLLED_UNITS = frozenset({"attention"})
-# The kernels are three libraries; those of packed weights, of GGUF files and of other checkpoints, are built when the
-# first such weight is met: most models have none, and the start with an empty cache is a matter of how much there is
-# to compile.
+# The kernels are three libraries. Those for quantised weights, of GGUF files (PACKED) and of other checkpoints
+# (GROUPED), are built when the first such weight is packed: most models have none, and compiling dominates a start with
+# an empty cache.
 CORE, PACKED, GROUPED = "core", "packed", "grouped"
 PACKED_UNITS = frozenset({"quant_4", "quant_5", "quant_8", "quant_tiles"})
 GROUPED_UNITS = GROUPED_TYPE_UNITS | {"groups_tiles"}
 SHARED_UNITS = frozenset({"linear_write", "team"})
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs")
 
-# Instruction-set levels: the compiler's flags, and what /proc/cpuinfo must list.
+# Instruction-set levels: the compiler's flags, and the features that /proc/cpuinfo must list.
 LEVELS: dict[str, dict[str, tuple[tuple[str, ...], frozenset[str]]]] = {
     "x86_64": {
         "native": (("-march=native",), frozenset()),
@@ -89,7 +89,7 @@ LEVELS: dict[str, dict[str, tuple[tuple[str, ...], frozenset[str]]]] = {
 
 
 class BuildError(Exception):
-    """Why there is no library, in a sentence for the user."""
+    """The reason why a library could not be built, in a sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ class Library:
     dll: ctypes.CDLL
     level: str
     path: str
-    """Where it was loaded from; gone afterwards when the cache folder could not be written."""
+    """The file that it was loaded from; already deleted if the cache could not be used."""
     compiled: bool
-    """False when the file was already in the cache."""
+    """Whether this call compiled it; False if it came from the cache."""
 
 
 @functools.cache
 def attempt(level: str = "native", folder: Path = FOLDER, part: str = CORE) -> Library | str:
-    """The library, or why there is none in a sentence; tried once per process, with one warning if it fails."""
+    """The library, or the reason why it cannot be built; tried once per process, with one warning if it fails."""
     try:
         return build(level, folder, part)
     except BuildError as error:
@@ -115,19 +115,21 @@ def attempt(level: str = "native", folder: Path = FOLDER, part: str = CORE) -> L
 
 
 def load(level: str = "native", part: str = CORE) -> Library | None:
-    """This process's library for an instruction-set level; None (warned of once) where it cannot be built."""
+    """This process's library for an instruction-set level, or None, with one warning, if it cannot be built."""
     found = attempt(level, FOLDER, part)
     return found if isinstance(found, Library) else None
 
 
 def why_not(level: str = "native", part: str = CORE) -> str | None:
-    """Why `load` gives None, in a sentence; None when it gives a library."""
+    """The reason why `load` returns None, in a sentence; None if it returns a library."""
     found = attempt(level, FOLDER, part)
     return found if isinstance(found, str) else None
 
 
 def build(level: str = "native", folder: Path = FOLDER, part: str = CORE) -> Library:
-    """Compile (or find) the library of a part of the C++ files in `folder` and load it. Raises BuildError."""
+    """Compiles the library of a part of the C++ files in `folder`, or finds it in the cache, and loads it.
+
+    Raises BuildError."""
     flags = _level_flags(level)
     compiler = find_compiler()
     key, units = build_key(folder, compiler, flags, part), units_of(part, sources(folder)[0])
@@ -143,7 +145,7 @@ def build(level: str = "native", folder: Path = FOLDER, part: str = CORE) -> Lib
                     _compile(units, compiler, flags, path)
             return Library(_open(path), level, str(path), compiled=not found)
     logger.warning("The CPU kernels are compiled at every start: nothing can be kept in %s.", _cache_path())
-    # Nowhere to keep it: a private folder that is gone once the file is mapped.
+    # No usable cache: the private folder is deleted once the file is mapped.
     with tempfile.TemporaryDirectory(prefix="headrace-kernels-") as private:
         path = Path(private) / f"cpu-{key}.so"
         _compile(units, compiler, flags, path)
@@ -151,7 +153,7 @@ def build(level: str = "native", folder: Path = FOLDER, part: str = CORE) -> Lib
 
 
 def cache_folder() -> Path | None:
-    """`$HEADRACE_CACHE/kernels` (default `~/.cache/headrace/kernels`), or None where it cannot be written."""
+    """`$HEADRACE_CACHE/kernels` (default `~/.cache/headrace/kernels`), or None if it is not writable."""
     folder = _cache_path()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -162,7 +164,7 @@ def cache_folder() -> Path | None:
 
 
 def _has_room(folder: Path) -> bool:
-    """For a library and what it is made of."""
+    """Whether there is free space for a build, its intermediate files included."""
     try:
         return shutil.disk_usage(folder).free >= ROOM_BYTES
     except OSError:
@@ -174,7 +176,7 @@ def _cache_path() -> Path:
 
 
 def find_compiler() -> tuple[str, ...]:
-    """The compiler's command: `$CXX` when set (it alone), else the first of g++, clang++, c++. Raises BuildError."""
+    """The compiler's command: `$CXX` if set, else the first that exists of g++, clang++, c++. Raises BuildError."""
     asked = os.environ.get("CXX")
     if asked:
         try:
@@ -191,7 +193,7 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def cpu_features() -> frozenset[str]:
-    """What this CPU can do, in the kernel's words; empty where the system does not say."""
+    """This CPU's features as /proc/cpuinfo names them; empty where there is no such file."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -204,7 +206,7 @@ def cpu_features() -> frozenset[str]:
 
 
 def cpu_model() -> str:
-    """The lines of /proc/cpuinfo that decide what `-march=native` means, besides the features."""
+    """The lines of /proc/cpuinfo that, besides the features, determine what `-march=native` means."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -220,7 +222,7 @@ def sources(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def units_of(part: str, units: list[Path]) -> list[Path]:
-    """The C++ files that make a part."""
+    """The C++ files of one of the three libraries."""
     if part == CORE:
         return [unit for unit in units if unit.stem not in PACKED_UNITS | GROUPED_UNITS]
     wanted = (PACKED_UNITS if part == PACKED else GROUPED_UNITS) | SHARED_UNITS
@@ -283,22 +285,22 @@ def _run(command: list[str], doing: str) -> str:
 
 @functools.cache
 def _compilers(pid: int) -> ThreadPoolExecutor:
-    """As many compilers as there are cores, for both parts together: the part that was asked for first goes first.
+    """The threads that wait for compilers, one per core for all libraries together; jobs run in order of submission.
 
-    Of this process alone: a fork's child has none of the threads.
+    Keyed by the process, since a forked child inherits none of the threads.
     """
     return ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
 
 
 def _compile(units: list[Path], compiler: tuple[str, ...], flags: tuple[str, ...], target: Path) -> None:
-    """All units in parallel, then the link, then the seal and the rename that publishes the file."""
+    """Compiles all units in parallel, links them, appends the checksum and renames the file to its final name."""
     _sweep(target.parent)
     try:
         with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
             small = [unit for unit in units if unit.stem not in LARGE_UNITS]
             together = Path(scratch) / "small.cpp"
             together.write_text("".join(f'#include "{unit}"\n' for unit in small), encoding="utf-8")
-            jobs = [(unit, unit.name) for unit in units if unit.stem in LARGE_UNITS]  # those that take longest first
+            jobs = [(unit, unit.name) for unit in units if unit.stem in LARGE_UNITS]  # longest first
             jobs += [(together, ", ".join(unit.name for unit in small))] if small else []
             objects = [os.path.join(scratch, source.stem + ".o") for source, _ in jobs]
 
@@ -310,7 +312,7 @@ def _compile(units: list[Path], compiler: tuple[str, ...], flags: tuple[str, ...
                 _compilers(os.getpid()).submit(compile_unit, *job, output)
                 for job, output in zip(jobs, objects, strict=True)
             ]
-            wait(compiling)  # before the folder that they write to may go
+            wait(compiling)  # none may still write when an error deletes the folder
             for done in compiling:
                 done.result()
             linked = os.path.join(scratch, "linked.so")
@@ -326,7 +328,8 @@ def _compile(units: list[Path], compiler: tuple[str, ...], flags: tuple[str, ...
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what builds left that were killed: no compiler takes so long to write its next file."""
+    """Removes the folders of builds that were killed. A running compiler writes its next file sooner than the age
+    checked here."""
     for leftover in folder.glob(".build-*"):
         with suppress(OSError):
             if time.time() - leftover.stat().st_mtime > 2 * COMPILE_TIMEOUT_S:
@@ -350,7 +353,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """One builder at a time where the file system has locks; the system releases it if the holder dies."""
+    """Admits one builder at a time if the file system has locks. The system releases the lock if its holder dies."""
     with ExitStack() as stack:
         with suppress(OSError):
             file = stack.enter_context(open(path, "w", encoding="utf-8"))

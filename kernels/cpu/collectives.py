@@ -1,4 +1,4 @@
-"""Counts and sums in memory that several processes share: mirrors of collectives.h, and its functions' types."""
+"""Collectives over shared memory between the ranks of a host: mirrors of collectives.h and its functions' types."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RankGatherArgs(ctypes.Structure):
 
 
 def declare(library: build.Library) -> ctypes.CDLL:
-    """The library's functions for counts and groups, with their types set."""
+    """Sets the argument types of the functions for lines and groups, and returns the library's handle."""
     dll, pointer, word = library.dll, ctypes.c_void_p, ctypes.c_uint32
     for name, arguments in (
         ("hr_line_own", [pointer]),

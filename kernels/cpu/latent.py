@@ -1,4 +1,4 @@
-"""Latent attention (DeepSeek-V2, section 2.1) in a program: the pass before it, and its expanded form."""
+"""Latent attention (DeepSeek-V2, section 2.1) in a program: arguments of its cache write and of its expanded form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ NEVER = (1 << 31) - 1
 
 @dataclass(frozen=True, eq=False)
 class LatentLayer:
-    """Heads of nope_dim and then 2 * len(rotary) dimensions over a cache whose values are the start of its keys."""
+    """One layer's latent attention. A query head has nope_dim dimensions and then the rotated ones; the cache's values
+    are the first `latent_dim` elements of its keys."""
 
     num_heads: int
     nope_dim: int
@@ -34,16 +35,16 @@ class LatentLayer:
 
     @property
     def vector_dim(self) -> int:
-        """Of what the cache keeps of a token."""
+        """Size of a token's vector in the cache: `latent_dim` and the rotated dimensions."""
         return self.cache.keys.shape[3]
 
     @property
     def latent_dim(self) -> int:
-        """Of the part of it that is the value."""
+        """Size of the compressed vector, which is also the value."""
         return self.vector_dim - 2 * self.rotary.cos.shape[1]
 
     def least_expanded(self, value_dim: int) -> int:
-        """From how many tokens of a sequence on making its context's keys and values multiplies less."""
+        """The fewest tokens of a sequence for which the expanded form takes fewer multiplications than the absorbed."""
         saved = 2 * self.latent_dim - self.nope_dim - value_dim
         return self.latent_dim * (self.nope_dim + value_dim) // saved + 1 if saved > 0 else NEVER
 
@@ -54,7 +55,7 @@ class LatentLayer:
 
 
 def latent_args(query: Buffer, absorbed: Buffer, latent: Buffer, layer: LatentLayer) -> LatentArgs:
-    """What a layer's latent attention knows of its inputs. Raises ValueError for what does not fit."""
+    """The arguments of the cache write of latent attention. Raises ValueError for buffers of other shapes or types."""
     check_tables(layer.rotary)
     for buffer, columns, what in (
         (query, layer.num_heads * layer.head_dim, "queries"),
@@ -81,18 +82,18 @@ def latent_args(query: Buffer, absorbed: Buffer, latent: Buffer, layer: LatentLa
 
 @dataclass(frozen=True, eq=False)
 class LatentUp:
-    """What makes a layer's keys and values of compressed vectors, as `hr_op_latent_expanded` multiplies it: bf16 or
-    float32, as attention over the cache does."""
+    """A layer's up-projections from compressed vectors to keys and values, in the layout of `hr_op_latent_expanded`:
+    bf16 or float32, whichever attention over the layer's cache multiplies in."""
 
     keys: Tensor
-    """[num_heads, nope_dim, latent_dim], each head's contiguous"""
+    """[num_heads, nope_dim, latent_dim], contiguous within each head"""
     values: Tensor
-    """[num_heads, value_dim in whole groups / GROUP_KEYS, latent_dim / pair, GROUP_KEYS, pair]"""
+    """[num_heads, ceil(value_dim / GROUP_KEYS), latent_dim / pair, GROUP_KEYS, pair], pair 2 for bf16 and 1 for fp32"""
     value_dim: int
 
     @classmethod
     def of(cls, up: Tensor, nope_dim: int, cache: Tensor, library: Library) -> LatentUp:
-        """up: [num_heads, nope_dim + value_dim, latent_dim]; cache: the layer's."""
+        """Packs up [num_heads, nope_dim + value_dim, latent_dim] for attention over the layer's `cache`."""
         count = library.dll.hr_latent_weight_bytes
         count.restype, count.argtypes = ctypes.c_int64, (ctypes.c_int32,)
         dtype = torch.bfloat16 if count(CACHE_TYPES[cache.dtype]) == 2 else torch.float32
@@ -104,7 +105,8 @@ class LatentUp:
 
 
 def expanded_args(latent: LatentArgs, out: Buffer, layer: LatentLayer, up: LatentUp) -> LatentExpandedArgs:
-    """Of the expanded form, after the pass that `latent` are the arguments of. Raises ValueError."""
+    """The arguments of the expanded form, which runs after the cache write with the arguments `latent`. Raises
+    ValueError for shapes that do not match the layer's."""
     require_same(out.columns, layer.num_heads * up.value_dim, "expanded attention's output", "its heads'")
     shape = (layer.num_heads, layer.nope_dim, layer.latent_dim)
     require_same(tuple(up.keys.shape), shape, "what makes keys", "its layer's")

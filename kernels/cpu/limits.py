@@ -1,4 +1,4 @@
-"""The machine's limits, measured by the threads that run the kernels; figures are stated as shares of these.
+"""Measures the machine's limits with the threads that run the kernels. Benchmarks report shares of these limits.
 
 `python -m headrace.kernels.cpu.limits` prints them as JSON.
 """
@@ -19,7 +19,7 @@ from headrace.kernels.cpu.linear import Arena, Runtime, runtime
 READ_BYTES = 512 << 20
 ROUNDS = 500_000
 ARITHMETIC = {"fp32 multiply-add": 0, "bf16 dot product": 1, "int8 dot product": 2}
-"""As numbered in linear_limits.cpp."""
+"""Numbers of `Arithmetic` in linear_limits.cpp."""
 GPU_COPY_BYTES, GPU_MATRIX = 1 << 30, 8192
 
 
@@ -41,7 +41,7 @@ class ArithmeticArgs(ctypes.Structure):
 
 
 def samples_of(run: Callable[[], object], seconds: float, least: int = 5) -> list[float]:
-    """Seconds of each run, for about `seconds` and at least `least` runs, after one to warm up."""
+    """Seconds of each run, after one warm-up run: as many as fit in `seconds`, but at least `least`."""
     run()
     samples: list[float] = []
     while len(samples) < least or sum(samples) < seconds:
@@ -52,7 +52,7 @@ def samples_of(run: Callable[[], object], seconds: float, least: int = 5) -> lis
 
 
 def limits(used: Runtime) -> dict[str, Any]:
-    """Bytes per second of a streaming read, and multiply-adds per second of each kind of instruction."""
+    """Gigabytes per second of a streaming read, and gigaflops of each kind of instruction (2 per multiply-add)."""
     pool, dll, threads = used.pool, used.library.dll, used.pool.num_threads
     memory, address = Arena(chunk_bytes=0).take(READ_BYTES)
     ctypes.memset(address, 1, READ_BYTES)
@@ -73,7 +73,8 @@ def limits(used: Runtime) -> dict[str, Any]:
 
 
 def gpu_limits() -> dict[str, Any]:
-    """Of the first GPU: bytes per second of a copy, read and write together, and bf16 matrix products."""
+    """Limits of the first GPU: gigabytes per second of a copy, reads and writes together, and teraflops of bf16 matrix
+    products."""
     source = torch.empty(GPU_COPY_BYTES, dtype=torch.uint8, device="cuda")
     goal = torch.empty_like(source)
     square = torch.randn(GPU_MATRIX, GPU_MATRIX, device="cuda").bfloat16()

@@ -1,7 +1,7 @@
 """Linear layers over packed weights: y = x W^T + b, in bf16, fp16, fp32, the GGUF block types and group scales.
 
-`pack` turns a weight into the kernels' own layout (see linear.h), after which the original can be freed. The type a
-weight is stored in decides how it multiplies:
+`pack` copies a weight into the kernels' own layout (see linear.h), after which the original can be freed. The storage
+type of a weight determines the arithmetic and the error bound:
 
 - fp32, fp16: products and sums in fp32. |error| <= (K + 2) 2^-24 sum_k |x_k w_k|, for fp32 or fp16 x.
 - bf16: x is rounded to bf16 (exact for bf16 x), products are exact, sums in fp32; the same bound over the rounded x.
@@ -10,14 +10,14 @@ weight is stored in decides how it multiplies:
   |error| <= sum_blocks d sum_k |w_k| + (K / 8 + 8) 2^-24 sum_k (|x_k| + d) (|w_k| + m),
   where w is the exact dequantisation and m the block's offset (its minimum or its step times the stored bias).
 
-- with group scales (`GroupedWeight`), integers: as quantised, with m = |scale * zero|; float4 and e4m3: codes are
-  expanded exactly and meet x in fp32: |error| <= (K + 4) 2^-24 sum_k |x_k w_k|.
-- integers whose checkpoint means their inputs to be int8 (`InputRounding`): sums of a group are exact, and
+- group scales (`GroupedWeight`): integers as quantised, with m = |scale * zero|; codes of float4 and e4m3 are
+  expanded exactly and multiplied by x in fp32: |error| <= (K + 4) 2^-24 sum_k |x_k w_k|.
+- integers whose checkpoint asks for int8 inputs (`InputRounding`): sums of a group are exact, and
   |error| <= (K / group + 6) 2^-24 sum_k (|x_k| + |zero| d) (|w_k| + m), over the rounded x, with its scale d, and with
-  m as above where the weight has zeros, else 0.
+  m as above if the weight has zero points, else 0.
 
-The rounding of the result to the output's type comes on top. A row's result is the same to the bit whatever the
-number of rows, its place among them and the number of threads. linear_reference.py has the same product in torch.
+Rounding the result to the output's type adds to the error. A row's result is bitwise independent of the number of
+rows, its place among them and the number of threads. linear_reference.py has the same product in torch.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def why_not(type_name: str, n: int, k: int, *, gated: bool = False, level: str = "native") -> str | None:
-    """Why a weight [n, k] cannot be packed here, in a sentence, or None when it can."""
+    """The reason why a weight [n, k] cannot be packed on this machine, in a sentence; None if it can."""
     kind = WEIGHT_TYPES.get(type_name) or GROUPED_TYPES.get(type_name)
     if kind is None:
         return f"weights of type {type_name} are not supported; there are {', '.join(WEIGHT_TYPES)}."
@@ -107,7 +107,7 @@ def why_not(type_name: str, n: int, k: int, *, gated: bool = False, level: str =
 
 
 def library_part(type_name: str) -> str:
-    """Of the libraries in `build`, the one that multiplies by weights of a type."""
+    """The library of `build` that has the kernels for weights of a type."""
     if type_name in GROUPED_TYPES:
         return build.GROUPED
     return build.PACKED if WEIGHT_TYPES[type_name].quantised else build.CORE
@@ -115,7 +115,7 @@ def library_part(type_name: str) -> str:
 
 @dataclass
 class Arena:
-    """Memory for packed weights, in chunks of huge pages. A chunk lives as long as anything packed in it does."""
+    """Memory for packed weights, in chunks of huge pages. A chunk lives as long as any weight packed in it."""
 
     chunk_bytes: int = 64 << 20
     _chunk: mmap.mmap | None = None
@@ -125,11 +125,11 @@ class Arena:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, num_bytes: int) -> tuple[mmap.mmap, int]:
-        """`num_bytes` of zeroed, 64-byte aligned memory: the chunk that keeps it alive, and its address."""
+        """Allocates `num_bytes` of zeroed, 64-byte aligned memory: the chunk that keeps it alive, and its address."""
         num_bytes = -(-num_bytes // 64) * 64
         with self._lock:
             if self._chunk is None or self._used + num_bytes > self._size:
-                # Whole huge pages; what follows in the chunk fills the last one.
+                # Whole huge pages; later weights fill up the last one.
                 size = max(self.chunk_bytes, -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
                 chunk = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 start = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
@@ -144,7 +144,7 @@ class Arena:
 
 @dataclass(frozen=True)
 class Runtime:
-    """A library, the pool that runs its ops, and the memory that its weights are packed into."""
+    """A library, the pool that runs its ops, and the memory for packed weights."""
 
     library: build.Library
     pool: Pool
@@ -153,7 +153,7 @@ class Runtime:
 
 @functools.cache
 def runtime(level: str = "native", num_threads: int | None = None) -> Runtime:
-    """The runtime of this process for a level and a number of threads. Raises RuntimeError where there is none."""
+    """This process's runtime for a level and number of threads. Raises RuntimeError if the kernels cannot be built."""
     library = build.load(level)
     if library is None:
         raise RuntimeError(f"The CPU kernels cannot be used: {build.why_not(level)}")
@@ -177,34 +177,34 @@ class PackedLinear:
     runtime: Runtime
     memory: mmap.mmap = field(repr=False)
     order: Tensor | None = field(default=None, repr=False)
-    """[k] int32: see `GroupedWeight`."""
+    """[k] int32: `GroupedWeight.order`, which `descriptor` points to."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The stored type of a float weight; fp32 for blocks."""
+        """The stored type of a float weight; fp32 for quantised weights."""
         return next((dtype for dtype, name in FLOAT_TYPES.items() if name == self.type_name), torch.float32)
 
     @property
     def columns(self) -> int:
-        """Columns of the output: n, or n / 2 of a gated pair."""
+        """Columns of the output: n, or n / 2 for a gated pair."""
         return self.n // 2 if self.gated else self.n
 
     @property
     def packed(self) -> Tensor:
-        """[nbytes] uint8: the packed weight itself, which may be written over with that of another of this `layout`."""
+        """[nbytes] uint8: the packed weight's memory. Another weight of the same `layout` may be copied into it."""
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         offset = self.descriptor.data - start
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=self.nbytes, offset=offset)
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Equal of two weights whose packed forms mean the same."""
+        """Describes the format of `packed`: two weights with equal layouts pack in the same way."""
         descriptor = self.descriptor
         shape = self.nbytes, descriptor.n, descriptor.k, descriptor.type, descriptor.fan
         return (*shape, descriptor.group, descriptor.scale_type, descriptor.zero_type, descriptor.rounding)
 
     def scratch(self, max_rows: int) -> tuple[int, int]:
-        """(shared bytes, bytes per thread) that the pool must have reserved to run `max_rows` rows."""
+        """The scratch to reserve in the pool for up to `max_rows` rows: (shared bytes, bytes per thread)."""
         need = ScratchNeed()
         self.runtime.library.dll.hr_linear_scratch(ctypes.byref(self.descriptor), max_rows, ctypes.byref(need))
         return need.shared_bytes, need.per_thread_bytes
@@ -219,9 +219,9 @@ class PackedLinear:
         activation: str = "none",
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """act(x W^T + bias) + residual, of a gated pair act(x Wg^T + bg) * (x Wu^T + bu) + residual: [..., columns].
+        """act(x W^T + bias) + residual; for a gated pair act(x Wg^T + bg) * (x Wu^T + bu) + residual: [..., columns].
 
-        Without `out` the result has x's type, or `out_dtype`. Raises ValueError for shapes or types that do not fit.
+        Without `out` the result has `out_dtype`, by default x's type. Raises ValueError for wrong shapes or types.
         """
         rows = _rows(x, self.k, "x")
         if out is None:
@@ -257,7 +257,7 @@ class PackedLinear:
         return out
 
     def look_up(self, ids: Tensor, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
-        """W[ids] * scale: [*ids.shape, k], of exactly dequantised rows. Raises ValueError for an id outside [0, n)."""
+        """W[ids] * scale with exactly dequantised rows: [*ids.shape, k]. Raises ValueError for an id outside [0, n)."""
         flat = ids.reshape(-1).to(torch.int32).contiguous()  # [rows]
         if flat.numel():
             least, most = int(flat.min()), int(flat.max())
@@ -290,12 +290,12 @@ def pack(
     arena: Arena | None = None,
     runtime_: Runtime | None = None,
 ) -> PackedLinear:
-    """A weight in packed form; the original is not referred to any more.
+    """Packs a weight. The result holds no reference to the original.
 
-    weight: [n, k] fp32, bf16 or fp16, kept in its type; (GGUF type name, [n, bytes of a row] uint8); or codes with
-    group scales.
+    weight: [n, k] fp32, bf16 or fp16, stored in the same type; (GGUF type name, [n, bytes of a row] uint8); or codes
+    with group scales.
     gated: rows [0, n/2) are the gate projection and [n/2, n) the up projection of a gated pair.
-    Raises ValueError where `why_not` has a reason.
+    Raises ValueError if `why_not` or `why_not_group` has a reason.
     """
     source: Tensor
     type_name: str
@@ -347,7 +347,7 @@ def pack(
 
 
 def why_not_group(kind: str, group: int) -> str | None:
-    """Why the kernels do not take groups of this size, in a sentence; None when they do."""
+    """The reason why the kernels do not support groups of this size, in a sentence; None if they do."""
     if group % 32 == 0 or (group == 16 and kind in ("float4", "e4m3")):
         return None
     return f"the kernels take {kind} in groups of multiples of 32 weights{_OR_16.get(kind, '')}, not of {group}."
@@ -359,7 +359,7 @@ _OR_16 = {"float4": " or of 16", "e4m3": " or of 16"}
 def _describe_groups(
     weight: GroupedWeight, codes: Tensor, descriptor: PackedWeightC, order: Tensor | None
 ) -> tuple[GroupSourceC, tuple[object, ...]]:
-    """What it is packed from, and what must live until then; the descriptor is completed."""
+    """Completes the descriptor. Returns the source to pack from, and objects that must live until it is packed."""
     scales, zeros = weight.scales.contiguous(), None if weight.zeros is None else weight.zeros.contiguous()
     table = (ctypes.c_float * 16)(*weight.table) if weight.table else None
     descriptor.order = None if order is None else order.data_ptr()
@@ -377,12 +377,12 @@ def _describe_groups(
 
 
 def rounds_inputs(weight: GroupedWeight) -> bool:
-    """Whether the kernels round its inputs to int8 as the checkpoint means it. Otherwise they keep 16 bits."""
+    """Whether the kernels round the inputs to int8 as the checkpoint asks; otherwise they keep 16 bits."""
     return weight.inputs is not None and weight.kind in ("int4", "int8") and weight.group <= MOST_EXACT
 
 
 MOST_EXACT = 1 << 16
-"""Products of two int8 whose sum is sure to fit 32 bits."""
+"""The number of int8 products whose sum always fits 32 bits."""
 
 
 def _describe_inputs(weight: GroupedWeight, descriptor: PackedWeightC) -> None:
@@ -398,7 +398,7 @@ def _describe_inputs(weight: GroupedWeight, descriptor: PackedWeightC) -> None:
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A packed weight with its bias: what the `linear` op gives to a model."""
+    """A packed weight with its bias: the `LinearWeight` of this version of the op `linear`."""
 
     weight: PackedLinear
     bias: Tensor | None  # [n] float32
@@ -408,7 +408,7 @@ class PackedLayer:
         return self.weight.apply(x, self.bias)
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Rows of the weight, [*ids.shape, k], exactly; in its own dtype, blocks in fp32."""
+        """Exact rows of the weight, [*ids.shape, k] in `PackedLinear.dtype`."""
         return self.weight.look_up(ids, self.weight.dtype)
 
     @property
@@ -434,7 +434,7 @@ VERSIONS = (Version("linear", "cpu_packed", _pack_layer, _why_no_layer),)
 
 @functools.cache
 def _tiles(level: str, type_name: str, rounded: bool) -> int:
-    """The address of what multiplies by weights of a quantised type; `why_not` has said that there is one."""
+    """The address of the `Tiles` of a quantised type. Its library exists: `why_not` was asked before."""
     part = library_part(type_name)
     library = build.load(level, part)
     assert library is not None
@@ -461,7 +461,7 @@ def _k_of_rows(type_name: str, rows: Tensor) -> int:
 
 
 def _rows(tensor: Tensor, columns: int, name: str, *, copy: bool = True) -> Tensor:
-    """`tensor` as [rows, columns] with unit stride along a row; a view where that is possible."""
+    """`tensor` as [rows, columns] with unit stride along a row, as a view if possible."""
     if tensor.dtype not in DTYPES or tensor.dim() < 1 or tensor.shape[-1] != columns:
         raise ValueError(
             f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be fp32, bf16 or fp16 [..., {columns}]."

@@ -1,4 +1,4 @@
-"""The C structures of linear layers, mirrored for ctypes, and the numbers of types that they carry."""
+"""The C structures of linear layers, mirrored for ctypes, and the enum values that they contain."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ ACTIVATIONS: Mapping[str, int] = MappingProxyType(
     {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5}
 )
 GATED_ACTIVATIONS: Mapping[str, int] = MappingProxyType({**ACTIVATIONS, "clamped_silu": 6})
-"""Of gated pairs of experts."""
+"""The activations of gated pairs of experts."""
 ROWS_FIXED, ROWS_TOKENS, ROWS_LOGITS, ROWS_SEQS = range(4)
-"""Which count of the step is an op's number of rows: its own constant, num_tokens, num_logits, num_seqs."""
+"""`Rows` in op.h, an op's number of rows: its own constant, or the step's num_tokens, num_logits or num_seqs."""
 
 
 @dataclass(frozen=True)
 class WeightType:
-    """A storage type: its number in linear.h, and weights and bytes of a block as GGUF stores it; of the types with
-    group scales, of a block's codes alone."""
+    """A storage type of weights: its number in linear.h, and the weights and bytes of a block as GGUF stores it. For
+    types with group scales the bytes are those of the codes only."""
 
     number: int
     block_size: int

@@ -1,4 +1,4 @@
-"""What the packed linear layers compute, in plain torch; and GGUF's block types from and to floats."""
+"""The product of packed linear layers in plain torch, and conversions of GGUF's block types from and to floats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def reference(
     residual: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The same product in torch, computed in `dtype`; bf16 weights meet x rounded to bf16, as in the kernels."""
+    """The product in torch, computed in `dtype`. For bf16 weights x is rounded to bf16, as in the kernels."""
     if weight.dtype == torch.bfloat16:
         x = x.to(torch.bfloat16)
     y = torch.nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -41,7 +41,7 @@ def reference(
 
 
 def dequantise(type_name: str, rows: Tensor) -> Tensor:
-    """GGUF rows [n, bytes] uint8 as [n, k] fp32, by the gguf package."""
+    """Dequantises GGUF rows [n, bytes] uint8 to [n, k] fp32 with the gguf package."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -49,12 +49,13 @@ def dequantise(type_name: str, rows: Tensor) -> Tensor:
 
 
 def quantise(weight: Tensor, bits: int, group_size: int = 32) -> tuple[str, Tensor]:
-    """A float weight [n, k] as GGUF rows for `pack`: Q8_0 for 8 bits, Q4_1 for 4; (type name, [n, bytes] uint8).
+    """Quantises a float weight [n, k] to GGUF rows for `pack`: (type name, [n, bytes] uint8), Q8_0 for 8 bits, Q4_1
+    for 4.
 
-    Each group of `group_size` weights along k shares a step (max|w| / 127; for 4 bits (max - min) / 15 and the
-    minimum, both rounded to fp16, and the codes chosen after that rounding). Groups of 64 and 128 store their step
-    once per 32 weights, so they save no memory over 32; they exist to compute what other engines' groups compute.
-    Raises ValueError for bits, groups or a k that do not fit.
+    Each group of `group_size` weights along k shares a step: max|w| / 127 for 8 bits; for 4 bits (max - min) / 15,
+    with the minimum as offset. Steps and minima are rounded to fp16 before the codes are chosen. Groups of 64 and 128
+    repeat their step for every 32 weights and so save no memory; they give the results of other engines' groups.
+    Raises ValueError for other bits or group sizes, or if the group size does not divide k.
     """
     n, k = weight.shape
     if bits not in (4, 8) or group_size not in GROUP_SIZES:

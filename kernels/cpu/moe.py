@@ -1,8 +1,8 @@
-"""Mixtures of experts on the CPU kernels: routing, and experts whose matrices are packed as linear layers' are.
+"""Mixtures of experts on the CPU kernels: routing, and experts with packed matrices.
 
-A matrix of every expert is packed by itself, in any type that linear layers have (see linear.py, whose error bounds
-hold for each product). An expert that no row chose is not read. A row's result does not depend on the other rows or on
-the number of threads, to the bit: experts are added in float32 in rising order of their numbers.
+Each expert's matrices are packed separately, in any type of linear layers (see linear.py, whose error bounds hold for
+each product). An expert that no row chose is not read. A row's result is bitwise independent of the other rows and of
+the number of threads: experts are added in float32 in rising order of their indices.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from .program_args import ExpertsArgs, RouteArgs
 SCORINGS: Mapping[Scoring, int] = MappingProxyType({"softmax": 0, "sigmoid": 1, "sparsemixer": 2})
 """`Scoring` in experts.h."""
 PASS_BYTES, LEAST_PASS_ROWS = 16 << 20, 256
-"""Of activations between an expert's products: enough rows to make good use of weights that are read."""
+"""Limits on the activations between an expert's two products in one pass, large enough that many rows share each read
+of the weights."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedExperts:
-    """The experts of one layer: of each a gated pair [2 * inner, hidden] and a matrix [hidden, inner]."""
+    """The experts of one layer on one rank. Each has a gated pair [2 * inner, hidden] and a down projection
+    [hidden, inner]."""
 
     gate_up: tuple[PackedLinear, ...]
     down: tuple[PackedLinear, ...]
@@ -42,11 +44,11 @@ class PackedExperts:
     biases: tuple[Tensor, Tensor] | None = None
     """[num_experts, 2 * inner] and [num_experts, hidden] float32."""
     experts_read: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
-    """Counts the experts that steps have read."""
+    """[1] int64: a counter of experts read, summed over steps."""
     places: ExpertPlaces | None = None
-    """Which of the router's experts these are; None for all, in order."""
+    """The map from the router's experts to these; None if they are all of them, in order."""
     loads: Tensor | None = None
-    """[num_experts] int64: counts the rows that each computes, where that is wanted."""
+    """[num_experts] int64: counters of the rows that each expert computes; None if they are not needed."""
 
     def __post_init__(self) -> None:
         if not self.gate_up or len(self.gate_up) != len(self.down):
@@ -86,7 +88,8 @@ class PackedExperts:
 
     @property
     def inner_dtype(self) -> torch.dtype:
-        """Of what is between the products: what the second rounds it to by itself, else float32."""
+        """The type of the activations between the two products: bf16 if the second product rounds its input to bf16
+        anyway, else float32."""
         return torch.bfloat16 if self.down[0].type_name == "BF16" else torch.float32
 
     @property
@@ -99,7 +102,7 @@ class PackedExperts:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert: what a step reads for each that its rows chose."""
+        """Bytes of one expert's matrices, which a step reads for each expert that its rows chose."""
         return self.gate_up[0].nbytes + self.down[0].nbytes
 
     def memory(self, expert: int) -> tuple[Tensor, ...]:
@@ -113,11 +116,11 @@ class PackedExperts:
         return (*self.gate_up[0].layout, *self.down[0].layout)
 
     def pass_rows(self, max_rows: int, top_k: int) -> int:
-        """How many pairs of a row and an expert are computed at a time: see experts.h."""
+        """The number of (row, expert) pairs that one pass computes; see experts.h."""
         return min(max_rows * top_k, max(LEAST_PASS_ROWS, PASS_BYTES // (4 * self.inner)))
 
     def describe(self, top_k: int, max_rows: int) -> tuple[ExpertsArgs, tuple[object, ...]]:
-        """The op's arguments but for what depends on the rows; and what they point to, `inner` not included."""
+        """The op's arguments without those that depend on the rows, and the objects that they point to."""
         both = (self.gate_up, self.down)
         stacks = tuple((PackedWeightC * len(stack))(*(weight.descriptor for weight in stack)) for stack in both)
         args = ExpertsArgs(
@@ -137,7 +140,7 @@ class PackedExperts:
         return args, (*stacks, self)
 
     def scratch(self, args: ExpertsArgs, max_rows: int) -> tuple[int, int]:
-        """(shared bytes, bytes per thread) that the pool must have reserved to run `max_rows` rows."""
+        """The scratch to reserve in the pool for up to `max_rows` rows: (shared bytes, bytes per thread)."""
         need = ScratchNeed()
         self.runtime.library.dll.hr_experts_scratch(ctypes.byref(args), ctypes.c_int64(max_rows), ctypes.byref(need))
         return need.shared_bytes, need.per_thread_bytes
@@ -167,7 +170,7 @@ class PackedExperts:
 
 
 class RouteOptions(TypedDict, total=False):
-    """Of `reference.route_experts`."""
+    """Options of `reference.route_experts`, and `places`."""
 
     scoring: Required[Scoring]
     renormalise: Required[bool]
@@ -175,11 +178,11 @@ class RouteOptions(TypedDict, total=False):
     groups: ExpertGroups
     margin: float
     places: ExpertPlaces | None
-    """Whose numbers are written instead of the experts'."""
+    """If given, local indices of this map are returned instead of the router's expert ids."""
 
 
 def route_args(num_experts: int, top_k: int, options: RouteOptions) -> RouteArgs:
-    """The arguments of routing but for what depends on the rows. Raises ValueError for what there is not."""
+    """The arguments of routing without those that depend on the rows. Raises ValueError for invalid options."""
     scoring, groups = options["scoring"], options.get("groups", ALL_EXPERTS)
     places = options.get("places")
     if places is not None and len(places.replicas) != num_experts:
@@ -207,7 +210,7 @@ def route_args(num_experts: int, top_k: int, options: RouteOptions) -> RouteArgs
 
 
 def route_scratch_bytes(num_experts: int) -> int:
-    """For each thread."""
+    """Scratch bytes of routing per thread."""
     return 20 * (num_experts + 16)
 
 
@@ -219,7 +222,7 @@ def route_experts(
     used: Runtime | None = None,
     **options: Unpack[RouteOptions],
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.route_experts`, in this process's shared runtime or the one given."""
+    """As `reference.route_experts`, on the given runtime or this process's shared one."""
     logits, runtime_ = logits.contiguous(), used or runtime()
     num_rows, num_experts = logits.shape
     args = route_args(num_experts, top_k, options)
@@ -243,7 +246,7 @@ def pack_experts(
     *,
     used: Runtime | None = None,
 ) -> ExpertWeights:
-    """As `reference.experts`, of stacks [num_experts, rows, columns] in fp32, bf16 or fp16."""
+    """As `reference.experts`, but only for stacks [num_experts, rows, columns] in fp32, bf16 or fp16."""
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         raise ValueError("experts are packed from stacks of floats; what is packed already makes a PackedExperts.")
     return PackedExperts(
@@ -257,9 +260,9 @@ def pack_experts(
 def why_no_experts(
     type_names: Sequence[str], hidden: int, inner: int, activation: str, *, level: str = "native"
 ) -> str:
-    """Why experts of these sizes cannot be packed, in a sentence; "" when they can.
+    """The reason why experts of these types and sizes cannot be packed, in a sentence; "" if they can.
 
-    type_names: of the gates, of the up projections and of the down projections.
+    type_names: the types of the gate, up and down projections.
     """
     gate, up, down = type_names
     if gate != up:

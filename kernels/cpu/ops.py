@@ -1,8 +1,8 @@
 """Attention, norms, rotary, activations and cache writes on the CPU kernels, with the references' signatures.
 
-Each call opens a parallel region of its own; `program.py` runs the same ops of a whole step in one. Everything is
-computed in float32 and rounded once to the tensors' type. Results do not depend on the number of threads or on what
-else is in the batch, to the bit, and attention's not on how a prompt was cut into chunks.
+Each call opens its own parallel region; `program.py` runs the ops of a whole step in one region. Everything is
+computed in float32 and rounded once to the tensors' type. Results are bitwise independent of the number of threads and
+of the rest of the batch; those of attention also of the chunks of a prompt.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ CACHE_TYPES = {
 LAYOUT_ROWS, LAYOUT_GROUPS = 0, 1
 """`CacheLayout` in attention_cache.h, which draws both."""
 GROUP_KEYS = 16
-"""`kGroupKeys` there."""
+"""`kGroupKeys` in attention_cache.h."""
 MOST_HEAD_DIM = 256
 MOST_LATENT_DIM = 1024
 """`kMostLatentDim` in latent.h."""
 MOST_ROW_VALUES = 32768
 WORKSPACE_BYTES = 8 << 20
-"""Partial results of sequences whose context is divided among threads; those that do not fit are not divided."""
+"""Memory for partial results of sequences whose context is divided among threads. A sequence whose partial results do
+not fit is not divided."""
 
 
 def best_layout(block_size: int, head_dim: int) -> int:
-    """How a cache that nothing but the kernels reads is best kept: in groups, where they fit."""
+    """The faster layout of a cache that only the kernels read: in groups, if block and head sizes allow it."""
     return LAYOUT_GROUPS if block_size % GROUP_KEYS == 0 and head_dim % GROUP_KEYS == 0 else LAYOUT_ROWS
 
 
 def describe_cache(
     key_cache: Tensor, value_cache: Tensor, scales: CacheScales | None = None, layout: int = LAYOUT_ROWS
 ) -> KvCacheC:
-    """The kernels' view of one layer's cache, [num_blocks, num_kv_heads, block_size, head_dim] each.
+    """The C description of one layer's caches, [num_blocks, num_kv_heads, block_size, head_dim] each.
 
-    Raises ValueError where the kernels cannot use it.
+    Raises ValueError if the kernels do not support them.
     """
     _, num_kv_heads, block_size, head_dim = key_cache.shape
     for name, cache in (("key", key_cache), ("value", value_cache)):
@@ -86,7 +87,7 @@ def describe_cache(
 
 
 def step_of(batch: PagedBatch) -> Step:
-    """The kernels' view of a batch, made once per step; `batch` keeps it and what it points to."""
+    """The C description of a batch, made once per step. `batch.memo` keeps it and the tensors that it points to."""
     if "cpu step" not in batch.memo:
         tensors = {
             "slot_mapping": batch.slot_mapping.to(torch.int64).contiguous(),
@@ -105,7 +106,7 @@ def step_of(batch: PagedBatch) -> Step:
 
 
 class CpuOps:
-    """The ops of one runtime. Tensors that are not contiguous are copied first."""
+    """The ops on one runtime. They copy tensors that are not contiguous."""
 
     def __init__(self, used: Runtime) -> None:
         self.runtime = used
@@ -214,7 +215,7 @@ class CpuOps:
         scales: CacheScales | None = None,
         layout: int = LAYOUT_ROWS,
     ) -> None:
-        """As `reference.write_cache`; an int8, e4m3 or e5m2 cache is written divided by its scales."""
+        """As `reference.write_cache`."""
         key, value = _rows_of_heads(key), _rows_of_heads(value)
         args = RotaryArgs(
             key=key.data_ptr(),
@@ -236,10 +237,10 @@ class CpuOps:
         scales: CacheScales | None = None,
         layout: int = LAYOUT_ROWS,
     ) -> Tensor:
-        """As `reference.attention.paged_attention`, and for caches in int8, e4m3 and e5m2 with their scales.
+        """As `reference.attention.paged_attention`.
 
-        Over bf16, int8, e4m3 and e5m2 caches the query and the softmax weights are rounded to bf16 where the CPU
-        multiplies bf16; sums are in float32 always.
+        If the CPU has bf16 products, the query and the softmax weights are rounded to bf16 for bf16, int8, e4m3 and
+        e5m2 caches. Sums are always in float32.
         """
         query = _rows_of_heads(query)
         _, num_heads, head_dim = query.shape
@@ -273,18 +274,18 @@ class CpuOps:
 
 
 def _rows_of_heads(x: Tensor) -> Tensor:
-    """x [num_tokens, num_heads, head_dim] with the heads of a token side by side; tokens may be strided."""
+    """x [num_tokens, num_heads, head_dim] with each token's heads contiguous; the stride of tokens is free."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 @functools.cache
 def shared_ops() -> CpuOps:
-    """The ops of this process's shared runtime. Raises RuntimeError where there is none."""
+    """The ops on this process's shared runtime. Raises RuntimeError if the kernels cannot be built."""
     return CpuOps(runtime())
 
 
 def why_no_op(device: torch.device | None = None, dtype: torch.dtype | None = None, **_: Any) -> str:
-    """Why the row ops cannot serve, in a sentence; "" when they can."""
+    """The reason why the CPU's row ops do not apply, in a sentence; "" if they do."""
     if device is None or device.type != "cpu":
         return f"the CPU kernels work on the CPU's memory, not on {device}."
     if dtype not in DTYPES:
@@ -293,14 +294,14 @@ def why_no_op(device: torch.device | None = None, dtype: torch.dtype | None = No
 
 
 def why_no_attention(head_dim: int | None = None, **_: Any) -> str:
-    """Why attention cannot serve heads of this size, in a sentence; "" when it can."""
+    """The reason why the CPU attention does not support a head size, in a sentence; "" if it does."""
     if head_dim is None or head_dim % 8 != 0 or not 0 < head_dim <= MOST_HEAD_DIM:
         return f"the CPU attention takes heads of 8 to {MOST_HEAD_DIM} values in steps of 8, not {head_dim}."
     return ""
 
 
 def why_no_latent_attention(latent_size: int) -> str:
-    """The same of the vector that latent attention keeps of a token."""
+    """The reason why latent attention does not support a size of cached vectors, in a sentence; "" if it does."""
     if latent_size % 8 != 0 or not 0 < latent_size <= MOST_LATENT_DIM:
         return f"latent attention keeps up to {MOST_LATENT_DIM} values in steps of 8 on the CPU, not {latent_size}."
     return ""

@@ -1,10 +1,10 @@
-"""A model's whole step as one list of ops, built once and run with one call in one parallel region.
+"""CPU programs: a model's whole step as one list of ops, built once and run with one call in one parallel region.
 
-A `Builder` lays out the activation buffers and writes the ops down in order; it knows nothing of any model. It keeps
-two lists of the same ops: for steps of few rows, where every thread norms all rows for itself rather than wait for the
-others, and for steps of many, where the rows are divided. Results are the same to the bit. Barriers follow from what
-the ops read and write: one stands before an op that reads what was written since the last barrier, or that overwrites
-what was read or written since.
+A `Builder` allocates the activation buffers and records the ops in order; it contains nothing of any model. It keeps
+two lists of the same ops, with bitwise equal results: one for steps of few rows, in which every thread norms all rows
+itself instead of waiting for the others, and one for steps of many rows, which are divided among threads. Barriers are
+derived from what the ops read and write: one precedes an op that reads what was written since the last barrier, or
+that overwrites what was read or written since.
 """
 
 from __future__ import annotations
@@ -56,13 +56,15 @@ ROW_COUNTS = {"tokens": ROWS_TOKENS, "logits": ROWS_LOGITS}
 
 
 class Builder:
-    """Writes a program down. Every method but `buffer` and `build` adds one op; all check that shapes fit.
+    """Builds a program. The methods named after ops append one op each.
 
-    They raise ValueError for what the kernels cannot do. Tensors are used where they lie and kept alive.
+    They raise ValueError for shapes that do not match and for anything else that the kernels do not support. The
+    program uses tensors in place and keeps them alive.
     """
 
     def __init__(self, runtime: Runtime, *, max_tokens: int, max_logits: int, alone_s: float = 0.0) -> None:
-        """alone_s: steps that one thread computes in less are left to the one that calls."""
+        """max_tokens, max_logits: the most rows of a step. alone_s: the calling thread runs alone those steps that
+        one thread is estimated to compute in this many seconds."""
         if max_tokens < 1 or max_logits < 1:
             raise ValueError(f"a step has at least one row; max_tokens={max_tokens}, max_logits={max_logits}.")
         self._runtime = runtime
@@ -73,7 +75,7 @@ class Builder:
         self._alone_s, self._weight_bytes, self._multiply_adds = alone_s, 0, 0
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
         self._inner: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        """What experts keep between their products: layers follow one another, so those of a size share it."""
+        """Activations between the two products of experts; layers of one size share them, since they run in turn."""
         self._logits_start: tuple[int, int] | None = None
         self._vocab_size = 0
         self._max_position: int | None = None
@@ -89,10 +91,11 @@ class Builder:
         own: bool = False,
         highest: bool = False,
     ) -> Buffer:
-        """Room for one row per token or per row of logits. own: threads make their own copy in small steps, which
-        only a norm may write and only linear layers may read. highest: in steps that say so (`Step.only_highest`)
-        nothing but the highest of each row is kept; one plain linear layer writes all of it, and only `sample` reads
-        it."""
+        """Allocates a buffer of one row per token or per row of logits.
+
+        own: in steps of few rows each thread has its own copy; only norms and gathers may write the buffer, and only
+        linear layers and experts may read it. highest: steps with `Step.only_highest` keep only the highest value of
+        each row; one plain linear layer writes the buffer, and only `sample` reads it."""
         copies = kept = None
         num_threads, num_rows = self._runtime.pool.num_threads, self._max_rows[rows]
         if own:
@@ -106,7 +109,8 @@ class Builder:
     ) -> None:
         """out = table[token ids] * scale. table: packed, or dense [vocab, columns] in fp32, bf16 or fp16.
 
-        A packed table may be rows of a larger one, of `vocab_size` rows, that begin at `first_id`: the others are 0.
+        A packed table may hold only the rows from `first_id` on of a vocabulary of `vocab_size`; the rows of other
+        token ids are then 0.
         """
         num_rows, columns = (table.n, table.k) if isinstance(table, PackedLinear) else table.shape
         self._vocab_size = vocab_size or num_rows
@@ -145,7 +149,7 @@ class Builder:
         self._add("embedding", "hr_op_embedding", args, reads, (out,), keep=(table, positions))
 
     def gather(self, source: Buffer, out: Buffer) -> None:
-        """out = the rows of source, one per token, that logits are wanted of."""
+        """out = the rows of source, which has one per token, whose logits the step asks for."""
         require_same(
             (source.columns, source.type), (out.columns, out.type), "the columns and type gathered from", "its output's"
         )
@@ -195,7 +199,7 @@ class Builder:
         residual: Buffer | None = None,
         activation: str = "none",
     ) -> None:
-        """out = act(x W^T + bias) [+ residual]; of a gated pair act(x Wg^T + bg) * (x Wu^T + bu) [+ residual]."""
+        """out = act(x W^T + bias) [+ residual]; for a gated pair act(x Wg^T + bg) * (x Wu^T + bu) [+ residual]."""
         require_same(x.columns, weight.k, "a linear layer's input", "its weight's columns")
         require_same(out.columns, weight.columns, "a linear layer's output", "its weight's rows")
         check_vector(bias, weight.n, "a linear layer's bias")
@@ -235,8 +239,8 @@ class Builder:
         bias: Tensor | None = None,
         **options: Unpack[RouteOptions],
     ) -> None:
-        """expert_ids (int32), weights (float32) = the best experts of each row of logits [.., num_experts], as many as
-        these have columns: `reference.route_experts`."""
+        """expert_ids (int32), weights (float32) = `reference.route_experts` of logits [.., num_experts], with top_k as
+        the number of their columns."""
         require_same(expert_ids.columns, weights.columns, "the columns of experts chosen", "those of their weights")
         require_same({logits.rows}, {expert_ids.rows, weights.rows}, "the rows of logits", "those of what is chosen")
         found = expert_ids.tensor.dtype, weights.tensor.dtype
@@ -259,8 +263,9 @@ class Builder:
         *,
         add: bool = False,
     ) -> None:
-        """out = or (add) += the weighted sum of what the experts chosen make of x. `packed.experts_read` counts those
-        that are read. out is float32 and not x."""
+        """out = (or, with add, +=) the weighted sum of the chosen experts' outputs for x, as `ExpertWeights.apply`.
+
+        out is float32 and not x. Each run adds the number of experts read to `packed.experts_read`."""
         require_same(x.columns, packed.hidden, "the input of experts", "their weights' columns")
         require_same(out.columns, packed.hidden, "the output of experts", "their weights' rows")
         require_same(expert_ids.columns, weights.columns, "the columns of experts chosen", "those of their weights")
@@ -280,7 +285,7 @@ class Builder:
         args.out, args.out_stride, args.add_to_out = out.address, out.stride, add
         args.rows = ROW_COUNTS[out.rows]
         self._need(*packed.scratch(args, max_rows))
-        # Each row may read experts of its own.
+        # Every row may read other experts, so the time to read them is charged per row, as multiply-adds.
         read = int(packed.expert_bytes * CORE_MULTIPLY_ADDS_PER_S / CORE_BYTES_PER_S)
         self._multiply_adds += top_k * (3 * packed.inner * packed.hidden + read)
         reads = (x, expert_ids, weights, inner, *((out,) if add else ()))
@@ -288,8 +293,8 @@ class Builder:
         self._add("experts", "hr_op_experts", args, reads, (out, inner), few=few, keep=(kept, self._inner[key]))
 
     def write_cache(self, qkv: Buffer, layer: AttentionLayer) -> None:
-        """q/k norm, rotation and the cache write. In steps where every sequence computes one token it is left to
-        `attend`.
+        """q/k norm, rotation and the cache write. It is skipped in steps where every sequence computes one token: there
+        `attend` does the same.
 
         qkv: queries, keys and values side by side, (num_heads + 2 num_kv_heads) head_dim columns; its queries are
         overwritten.
@@ -301,8 +306,8 @@ class Builder:
         self._add("rotary", name, source, (qkv, keys), (qkv, keys), keep=(layer,), skipped_when_single=True)
 
     def attend(self, qkv: Buffer, out: Buffer, layer: AttentionLayer, *, only_logits: bool = False) -> None:
-        """Paged attention, after `write_cache`. only_logits: other rows than those that logits are wanted of may be
-        left as they are."""
+        """Paged attention, after `write_cache`. only_logits: only rows whose logits the step asks for need to be
+        computed."""
         require_same(out.columns, layer.num_heads * layer.cache.keys.shape[3], "attention's output", "its heads'")
         check_vector(layer.sinks, layer.num_heads, "attention's sinks")
         check_vector(layer.alibi, layer.num_heads, "attention's slopes")
@@ -319,8 +324,8 @@ class Builder:
         self._attend(args, qkv, out, layer)
 
     def write_latent(self, query: Buffer, absorbed: Buffer, latent: Buffer, layer: LatentLayer) -> None:
-        """Rotation of queries and the token's vector, and the cache write. Of each head's columns of `absorbed`, what
-        is not rotated (its first `layer.latent_dim`) is written by others."""
+        """Rotates queries and the token's vector, and writes the vector to the cache. The rotated queries go into the
+        last columns of each head of `absorbed`; other ops write its first `layer.latent_dim` columns."""
         args, keys = latent_args(query, absorbed, latent, layer), layer.cache.keys.data_ptr()
         self._limit_positions(len(layer.rotary.cos))
         dim, first = layer.vector_dim, layer.latent_dim
@@ -336,8 +341,9 @@ class Builder:
         most_tokens: int = 0,
         only_logits: bool = False,
     ) -> None:
-        """Paged attention of absorbed queries, after `write_latent`: of each head layer.latent_dim columns. What it
-        leaves in rows of sequences that compute more than most_tokens (where that is not 0) means nothing."""
+        """Paged attention of absorbed queries, after `write_latent`: layer.latent_dim columns of `out` per head.
+
+        If most_tokens is not 0, the rows of sequences that compute more tokens are left undefined."""
         require_same(out.columns, layer.num_heads * layer.latent_dim, "attention's output", "its heads'")
         source = RotaryArgs(
             query=absorbed.address,
@@ -353,8 +359,10 @@ class Builder:
     def attend_expanded(
         self, query: Buffer, absorbed: Buffer, latent: Buffer, out: Buffer, layer: LatentLayer, up: Tensor
     ) -> None:
-        """The attention of sequences that compute `layer.least_expanded` tokens or more, after `write_latent`: of each
-        head its values' columns. Other rows stay as they are. up: [num_heads, nope_dim + values, latent_dim]."""
+        """The expanded form of attention, after `write_latent`, for sequences that compute at least
+        `layer.least_expanded` tokens: value_dim columns of `out` per head. Other rows are not changed.
+
+        up: [num_heads, nope_dim + value_dim, latent_dim]."""
         keys = layer.cache.keys
         packed = LatentUp.of(up, layer.nope_dim, keys, self._runtime.library)
         args = expanded_args(latent_args(query, absorbed, latent, layer), out, layer, packed)
@@ -370,7 +378,8 @@ class Builder:
         self._add("attention", "hr_op_attention", args, (query, *touched), (out, *touched), keep=(layer,))
 
     def activation_multiply(self, gate_up: Buffer, out: Buffer, activation: str) -> None:
-        """out = act(gate) * up, of a buffer that holds the gate's columns first; linear layers can do it themselves."""
+        """out = act(gate) * up, for a buffer with the gate's columns first. A gated linear layer does it without this
+        op."""
         require_same(gate_up.columns, 2 * out.columns, "the gate and up buffer's columns", "twice the output's")
         args = ActivationArgs(
             gate=gate_up.address,
@@ -387,7 +396,7 @@ class Builder:
         self._add("activation", "hr_op_activation_multiply", args, (gate_up,), (out,))
 
     def add(self, source: Buffer, out: Buffer, scale: float = 1.0) -> None:
-        """out += source * scale. Linear layers can add their own output to a residual."""
+        """out += source * scale. A linear layer can add a residual without this op."""
         require_same(source.columns, out.columns, "an addition's input", "its output")
         args = AddArgs(
             input=source.address,
@@ -410,11 +419,11 @@ class Builder:
         writes: Iterable[Buffer],
         keep: Iterable[object],
     ) -> None:
-        """An op whose arguments another module made; `symbol` is hr_op_NAME."""
+        """Appends an op whose arguments another module made. symbol: hr_op_NAME; keep: objects to keep alive."""
         self._add(symbol.removeprefix("hr_op_"), symbol, args, reads, writes, keep=keep)
 
     def start_of_logits(self) -> None:
-        """From here on ops work on rows of logits alone: `Program.run_logits` can run them again for other rows."""
+        """Marks that later ops work only on rows of logits, so that `Program.run_logits` can rerun them for others."""
         self._logits_start = (len(self._few.ops), len(self._many.ops))
 
     def soft_cap(self, logits: Buffer, cap: float) -> None:
@@ -426,14 +435,14 @@ class Builder:
         self._add("soft_cap", "hr_op_soft_cap", args, (logits,), (logits,))
 
     def sample(self, logits: Buffer) -> SampleBuffers:
-        """Chooses a token for each row of logits; parameters go into, and tokens come out of, what this returns."""
+        """Samples a token for each row of logits. The returned buffers take the parameters and hold the tokens."""
         buffers = SampleBuffers(self._runtime, len(logits.tensor), logits.columns)
         args = buffers.args(logits.tensor, ROW_COUNTS[logits.rows], logits.highest)
         self._add("sample", "hr_op_sample", args, (logits,), (), keep=(buffers,))
         return buffers
 
     def build(self, output: Buffer) -> Program:
-        """The program, whose runs return `output`'s rows. The builder must not be used afterwards."""
+        """Returns the program, whose runs return the rows of `output`. The builder must not be used afterwards."""
         self._runtime.pool.reserve(*self._scratch)
         written = Written(
             ops=(self._few.ops, self._many.ops),

@@ -1,4 +1,4 @@
-"""Mirrors in ctypes of the C structures that the ops of attention, rows and programs take."""
+"""Mirrors in ctypes of the C structures of programs and of the arguments of their ops."""
 
 from __future__ import annotations
 

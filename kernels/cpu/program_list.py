@@ -1,4 +1,4 @@
-"""A program's ops in order, and where barriers stand between them: see `program`."""
+"""A program's ops in order, with the barriers between them that `program` describes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from .program_args import ProgramOp
 from .program_parts import Buffer
 
 Span = tuple[int, int, int]
-"""(address, first byte, end): what an op touches of a buffer's rows, or of a thing that has no columns."""
+"""(address, first byte, end): the bytes of each row of a buffer that an op reads or writes. Memory that is no buffer is
+(address, 0, 1)."""
 
 
 @dataclass
 class OpList:
-    """Ops in order, and what was touched since the last barrier."""
+    """Ops in order, and the spans read and written since the last barrier."""
 
     ops: list[ProgramOp] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -37,7 +38,7 @@ def _overlap(some: set[Span], others: set[Span]) -> bool:
 
 
 def shared_spans(touched: tuple[Buffer | int, ...], own: bool) -> set[Span]:
-    """What other threads could touch too: a buffer that each thread has for itself is none of theirs."""
+    """The spans that several threads share. With own, buffers of which each thread has a copy are left out."""
     return {
         (part, 0, 1) if isinstance(part, int) else part.span
         for part in touched

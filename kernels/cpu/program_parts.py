@@ -1,4 +1,4 @@
-"""What a program is made of: buffers of activations, and the constants of norms and attention layers."""
+"""The parts of a program: buffers of activations, and the constants of norms and attention layers."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from .ops import CacheScales, best_layout, describe_cache
 from .program_args import RotaryArgs
 
 FEW_ROWS = 16
-"""Steps of at most this many tokens take the list in which each thread norms every row for itself."""
+"""Steps of at most this many tokens use the list of ops in which each thread norms every row itself."""
 
 
 PANEL_ROWS = 32
 """`kPanelRows` in linear.h."""
 CORE_BYTES_PER_S, CORE_MULTIPLY_ADDS_PER_S = 40e9, 100e9
-"""What a core does at least, in bf16: enough to tell steps of microseconds from steps of milliseconds."""
+"""Cautious estimates for one core, in bf16, precise enough to tell steps of microseconds from those of milliseconds."""
 
 
 def rows_within(seconds: float, weight_bytes: int, multiply_adds: int) -> int:
-    """How many rows one thread computes in this time with weights of this size; multiply_adds: for one row."""
+    """Estimates how many rows one thread computes in `seconds`. weight_bytes: read once; multiply_adds: per row."""
     left_s = seconds - weight_bytes / CORE_BYTES_PER_S
     return max(0, int(left_s * CORE_MULTIPLY_ADDS_PER_S / multiply_adds)) if multiply_adds else 0
 
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """Activations of a step. `tensor` holds what the last step left."""
+    """Activations of a step. Between steps `tensor` keeps the values of the last one."""
 
     tensor: Tensor  # [max rows, columns]
     rows: Literal["tokens", "logits"]
-    copies: Tensor | None = None  # [num_threads, FEW_ROWS, columns], where threads make their own in small steps
+    copies: Tensor | None = None  # [num_threads, FEW_ROWS, columns]: each thread's own copy in steps of few rows
     whole: Buffer | None = None
-    """What this is some columns of."""
+    """The buffer whose columns this is a part of."""
     highest: Tensor | None = None  # [num_threads, max rows, 2 * 32] 32-bit words
-    """Where a step that wants nothing else of these logits keeps the highest of each row: `LaneHighest` in linear.h."""
+    """The highest logits of each row (`LaneHighest` in linear.h), for steps with `Step.only_highest`."""
 
     def part(self, first: int, columns: int) -> Buffer:
-        """Columns [first, first + columns), for a linear layer to write. Parts that share no column may be written
-        without a barrier between them."""
+        """A view of columns [first, first + columns), for a linear layer to write. Parts that share no column may be
+        written without a barrier between them."""
         if self.copies is not None or not 0 <= first < first + columns <= self.columns:
             raise ValueError(f"columns [{first}, {first + columns}) are no part of a shared buffer of {self.columns}.")
         return Buffer(self.tensor[:, first : first + columns], self.rows, whole=self)
 
     def of_logits(self, most: int) -> Buffer:
-        """The same memory with one row per row of logits, of which there are at most so many."""
+        """The same memory with one row per row of logits, at most `most`."""
         return Buffer(self.tensor[:most], "logits", self.copies)
 
     @property
@@ -63,12 +63,12 @@ class Buffer:
 
     @property
     def row_bytes(self) -> int:
-        """From row to row."""
+        """Bytes from row to row."""
         return self.stride * self.tensor.itemsize
 
     @property
     def span(self) -> tuple[int, int, int]:
-        """(address of the whole, first byte, end) of a row: spans that overlap touch the same memory."""
+        """(address of the whole buffer, first byte, end) within a row. Buffers share memory if their spans overlap."""
         base = (self.whole or self).tensor.data_ptr()
         first = self.address - base
         return base, first, first + self.columns * self.tensor.itemsize
@@ -104,16 +104,17 @@ class Rotary:
 class LayerCache:
     """One layer's keys and values, each [num_blocks, num_kv_heads, block_size, head_dim].
 
-    A program keeps a block's rows of a head in the order of `layout`: nothing else reads them, and blocks stay whole.
+    A program stores each block's rows of a head in the order of `layout`. Only programs read them, and other code moves
+    only whole blocks.
     """
 
     keys: Tensor
     values: Tensor
     scales: CacheScales | None = None
     slots_offset: int = 0
-    """Where this layer's slots begin in the step's, in elements: layers of one group share slots and block tables."""
+    """The offset of the slots of this layer's cache group in the step's slot mapping, in elements."""
     tables_offset: int = 0
-    """The same of its block tables."""
+    """The offset of the group's block tables in those of the step, in elements."""
 
     @property
     def layout(self) -> int:
@@ -122,7 +123,7 @@ class LayerCache:
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """Norms apply to each head before rotation."""
+    """The constants of one attention layer. The norms apply to each head before the rotation."""
 
     num_heads: int
     cache: LayerCache
@@ -133,13 +134,15 @@ class AttentionLayer:
     window: int | None = None
     soft_cap: float | None = None
     sinks: Tensor | None = None
-    """[num_heads] float32: of each head the score of a key that is not there."""
+    """[num_heads] float32: attention sinks, the score of an extra key whose value is 0."""
     alibi: Tensor | None = None
-    """[num_heads] float32: what a score loses for each token between the two."""
+    """[num_heads] float32: ALiBi slopes: a score loses slope * distance of key and query."""
 
 
 def rotary_args(qkv: Buffer, layer: AttentionLayer) -> RotaryArgs:
-    """What a layer's attention knows of queries, keys and values. Raises ValueError for what does not fit."""
+    """The arguments of rotation and cache write for a layer's queries, keys and values.
+
+    Raises ValueError for shapes that do not match and norms that the kernels do not support."""
     cache = describe_cache(layer.cache.keys, layer.cache.values, layer.cache.scales, layer.cache.layout)
     cache.slots_offset, cache.tables_offset = layer.cache.slots_offset, layer.cache.tables_offset
     head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
@@ -184,7 +187,8 @@ def check_tables(rotary: Rotary) -> None:
 
 
 def with_own_copies(args: ctypes.Structure, name: str, buffer: Buffer) -> ctypes.Structure | None:
-    """The same arguments, with each thread's own copy of the buffer at `name`; None where it has none."""
+    """A copy of the arguments whose field `name` points to the threads' own copies of the buffer; None if the buffer
+    has no copies."""
     if buffer.copies is None:
         return None
     few = type(args).from_buffer_copy(args)

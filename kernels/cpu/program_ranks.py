@@ -1,7 +1,7 @@
-"""Ops of a program in which the ranks of one model meet: each writes its part, and all read all parts.
+"""Collective ops of a program, for tensor parallelism: each rank writes its part, and all ranks read all parts.
 
-Parts lie in memory that the ranks share. Sums take two turns of parts alternately, and a program ends with a meeting,
-so that its next run may begin with the first turn; see collectives.h.
+The parts are in memory that the ranks share. Sums alternate between two sets of parts, and a program ends with a
+barrier of the ranks, so that its next run can begin with the first set; see collectives.h.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class _MeetArgs(ctypes.Structure):
 
 
 def rank_sum(builder: Builder, group: GroupC, parts: Tensor, out: Buffer, *, add: bool) -> None:
-    """out (+)= the sum of the ranks' parts of a turn. parts: [ranks, max tokens, columns] float32, shared; this rank's
-    own must have been written by the ops before."""
+    """All-reduce: out = (or, with add, +=) the sum of the ranks' parts. parts: [ranks, max tokens, columns] float32,
+    shared; earlier ops must have written this rank's own."""
     if parts.dtype != torch.float32 or parts.shape[2] != out.columns or parts.shape[0] != group.size:
         raise ValueError(f"parts of {parts.dtype} {list(parts.shape)} cannot be summed into {out.columns} columns.")
     if parts.shape[1] != len(out.tensor) or not parts[0].is_contiguous():
@@ -43,7 +43,7 @@ def rank_sum(builder: Builder, group: GroupC, parts: Tensor, out: Buffer, *, add
 
 
 def rank_gather(builder: Builder, group: GroupC, shared: Buffer, out: Buffer) -> None:
-    """out = shared, of whose columns every rank has written its own. Ends with a meeting."""
+    """All-gather: out = shared, in which every rank has written its own columns. Ends with a barrier of the ranks."""
     if shared.tensor.dtype != torch.float32 or shared.tensor.shape != out.tensor.shape or shared.type != out.type:
         raise ValueError(f"{list(shared.tensor.shape)} cannot be gathered into {list(out.tensor.shape)}.")
     args = RankGatherArgs(
@@ -57,5 +57,5 @@ def rank_gather(builder: Builder, group: GroupC, shared: Buffer, out: Buffer) ->
 
 
 def rank_meet(builder: Builder, group: GroupC, after: Buffer) -> None:
-    """A meeting when `after` was written by the op before."""
+    """A barrier of the ranks, after the ops that write `after`."""
     builder.op("hr_op_rank_meet", _MeetArgs(group=ctypes.addressof(group)), (after,), (after,), keep=(group,))

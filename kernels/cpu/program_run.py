@@ -1,4 +1,4 @@
-"""Running a program: a step's arrays in, its logits out, and the profile of where the time went."""
+"""Runs a program: takes a step's arrays, returns its output rows, and can profile the time of each op."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ REFUSED_TOKEN_ID, REFUSED_POSITION = 1, 2
 
 @dataclass(frozen=True)
 class ProgramStep:
-    """What a step computes, all C-contiguous: sequence after sequence, each sequence's tokens in order of position."""
+    """The inputs of a step, all C-contiguous: sequence after sequence, each sequence's tokens in order of position."""
 
     token_ids: np.ndarray  # [num_tokens] int32
     positions: np.ndarray  # [num_tokens] int32
     slot_mapping: np.ndarray  # [num_tokens] int64: block * block_size + offset; negative: do not store
     query_start: np.ndarray  # [num_seqs + 1] int32
-    seq_lens: np.ndarray  # [num_seqs] int32: tokens in context, the step's included
+    seq_lens: np.ndarray  # [num_seqs] int32: tokens in context, including the step's
     block_tables: np.ndarray  # [num_seqs, max_blocks] int32
-    logits_rows: np.ndarray  # [num_logits] int32: the tokens whose logits are wanted
+    logits_rows: np.ndarray  # [num_logits] int32: the rows of tokens whose logits are computed
 
 
 class StepBuffers:
-    """Arrays to fill in for each step, whose place a program knows: finding out seven addresses takes longer than
-    filling them. They are those of `ProgramStep`; a step's own part comes first in each, and `step` has its counts.
+    """Preallocated arrays of `ProgramStep`, to be filled for each step. `step` holds their addresses, since looking up
+    seven addresses takes longer than filling the arrays. The caller fills the first part of each array and sets the
+    counts in `step`.
 
-    Slots and block tables are there once for each group of layers that has its own; `LayerCache` says which a layer
-    reads. A step of `Program.run` has one for all.
+    Slots and block tables exist once per cache group, and `LayerCache` has the offsets of a layer's group. A
+    `ProgramStep` has only one group.
     """
 
     def __init__(
@@ -63,39 +64,40 @@ class StepBuffers:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of profiled runs went, summed over runs. Times are of one thread, in the mean over threads."""
+    """The time spent in profiled runs, summed over runs. `working_s` and `waiting_s` are means over the threads."""
 
     runs: int
     seconds: float
-    """From call to return, in Python."""
+    """Elapsed time from call to return, in Python."""
     working_s: dict[str, float]
-    """By kind of op."""
+    """Time in ops, by kind of op."""
     waiting_s: float
-    """At barriers: for other threads, and the barriers' own cost."""
+    """Time at barriers: waiting for other threads, and the barriers' own cost."""
 
     @property
     def share_outside(self) -> float:
-        """The share of the time in which a thread worked on no op."""
+        """The share of the elapsed time that a thread spent outside ops."""
         return 1.0 - sum(self.working_s.values()) / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """What a builder wrote: two lists of the same ops, for steps of few rows and of many."""
+    """The result of a builder: two lists of the same ops, for steps of few rows and of many, and their properties."""
 
     ops: tuple[list[ProgramOp], list[ProgramOp]]
     names: tuple[list[str], list[str]]
     output: Buffer
     max_rows: dict[str, int]
     vocab_size: int
-    """0 when nothing looks token ids up."""
+    """Limit on token ids; 0 if no op looks them up."""
     max_position: int | None
+    """Limit on positions, from the position and rotary tables; None if no op uses them."""
     logits_start: tuple[int, int] | None
-    """In each list, the first op that works on rows of logits alone."""
+    """The index, in each list, of the first op of those that work only on rows of logits."""
     alone_rows: int
-    """Up to how many tokens of a step are computed by the calling thread alone."""
+    """The calling thread runs steps of at most this many tokens alone."""
     kept: object
-    """Everything that the ops point to."""
+    """Keeps alive everything that the ops point to."""
 
 
 class Program:
@@ -126,7 +128,7 @@ class Program:
 
     @property
     def num_barriers(self) -> tuple[int, int]:
-        """Barriers of a step of few rows whose sequences compute one token each, and of a step of many rows."""
+        """The numbers of barriers in a step of few rows with one token per sequence, and in a step of many rows."""
         few, many = self._ops
         return (
             sum(op.barrier_before for op in few if not op.skipped_when_single),
@@ -136,8 +138,9 @@ class Program:
     def run(self, arrays: ProgramStep) -> Tensor:
         """Runs the step, cache writes included. Returns the output's rows, valid until the next run.
 
-        Raises ValueError for arrays of another type or shape, more rows than there is room for, a token id outside
-        the vocabulary or a position beyond the tables. Slots and block tables are the caller's to keep in range.
+        Raises ValueError for arrays of another type or shape, more rows than the program's maximum, a token id outside
+        the vocabulary, a position beyond the tables or a row of logits beyond the tokens. Slots and block tables are
+        not checked: the caller keeps them in range.
         """
         self._load(arrays)
         self._call(self._programs[self._which])
@@ -145,16 +148,19 @@ class Program:
         return output.tensor[: self._step.num_logits if output.rows == "logits" else self._step.num_tokens]
 
     def run_filled(self, buffers: StepBuffers) -> None:
-        """Runs the step that the buffers hold; the output is where `Written.output` lies. Raises as `run` does."""
+        """Runs the step in the buffers; the output is in `Written.output`. Raises ValueError for a token id, position
+        or row of logits out of range."""
         self._step, self._arrays = buffers.step, buffers
         self._call(self._programs[self._which])
 
     def run_logits(self, logits_rows: np.ndarray) -> Tensor:
-        """The logits of other tokens of the step that ran last: [len(logits_rows), ...], valid until the next run."""
+        """Computes the logits of other tokens of the last step: [len(logits_rows), ...], valid until the next run.
+
+        Raises ValueError for a program without `Builder.start_of_logits`, or before its first run."""
         starts = self._written.logits_start
         if starts is None or self._arrays is None:
             raise ValueError("a program without start_of_logits, or that has not run yet, has no logits to run again.")
-        self._step = Step.from_buffer_copy(self._step)  # the buffers' own goes on pointing at their rows
+        self._step = Step.from_buffer_copy(self._step)  # a copy: that of the StepBuffers keeps its own logits_rows
         self._load_logits(logits_rows)
         self._step.only_highest = 0
         tail = ProgramC.from_buffer_copy(self._programs[self._which])
@@ -163,7 +169,7 @@ class Program:
         return self._written.output.tensor[: len(logits_rows)]
 
     def profile(self, arrays: ProgramStep, runs: int) -> Profile:
-        """Runs the same step `runs` times and says where the time went."""
+        """Runs the same step `runs` times and measures the time of each kind of op."""
         self._load(arrays)
         program, names = self._programs[self._which], self.names[self._which]
         num_threads = self.runtime.pool.num_threads
@@ -184,7 +190,7 @@ class Program:
         return Profile(runs, seconds, working, float(ticks[:, :, 0].sum(dtype=np.float64)) * to_seconds)
 
     def _load(self, arrays: ProgramStep) -> None:
-        """Points the step at the arrays, once they are known to be what it reads."""
+        """Checks the types and shapes of the arrays and stores their addresses in the step."""
         self._step, self._arrays = self._own_step, arrays
         step = self._step
         num_tokens, num_seqs = len(arrays.token_ids), len(arrays.seq_lens)

@@ -1,4 +1,4 @@
-"""From logits to tokens on the CPU kernels: in a program, or as an op of its own."""
+"""Sampling of tokens from logits on the CPU kernels, in a program or as a separate op."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .program_args import SampleArgs
 
 
 class SampleBuffers:
-    """One row of parameters for each row of logits, written before a run, and what was chosen, read after it.
+    """The sampling parameters of each row of logits, written before a run, and the sampled tokens, read after it.
 
-    temperature 0 is greedy, and the row's other parameters are not read. top_k 0, top_p 1 and min_p 0 keep all.
-    position is that of the token being sampled, prompt included. Where is_masked is 1, tokens whose bit in the row of
-    masks is 0 cannot be chosen: their logits become -inf. `best` is the row's highest logit (NaN if the row holds one):
-    where it is not finite, the row's token id means nothing.
+    A temperature of 0 is greedy; the row's other parameters are then not read. top_k 0, top_p 1 and min_p 0 keep all.
+    `position` is that of the token to be sampled, prompt included. If is_masked is 1, the logits of tokens whose bit
+    in the row's mask is 0 become -inf. `best` is the row's highest logit, NaN if the row contains a NaN; if it is not
+    finite, the row's token id is meaningless.
     """
 
     def __init__(self, runtime: Runtime, num_rows: int, vocab_size: int) -> None:
@@ -46,7 +46,7 @@ class SampleBuffers:
     def args(self, logits: Tensor, rows: int = ROWS_FIXED, highest: Tensor | None = None) -> SampleArgs:
         """The arguments of `hr_op_sample` over logits [num_rows or fewer, vocab_size] float32.
 
-        highest: of `Buffer.highest`, for steps in which that is all there is of the logits.
+        highest: `Buffer.highest`, which is read in place of the logits in steps with `only_highest`.
         """
         if logits.dtype != torch.float32 or logits.shape[1] != self._vocab_size or logits.stride(1) != 1:
             raise ValueError(f"logits are float32 rows of {self._vocab_size}, not {logits.dtype} {list(logits.shape)}.")
@@ -74,14 +74,14 @@ class SampleBuffers:
 
 
 def sample(runtime: Runtime, logits: Tensor, buffers: SampleBuffers) -> None:
-    """Chooses a token for each row of logits [n, vocab_size] float32, into the first n rows of `buffers`."""
+    """Samples a token for each row of logits [n, vocab_size] float32, into the first n rows of `buffers`."""
     if len(logits) > len(buffers.token_ids):
         raise ValueError(f"{len(logits)} rows of logits; these buffers have room for {len(buffers.token_ids)}.")
     runtime.pool.run_op("hr_op_sample", buffers.args(logits))
 
 
 def choose_tokens(logits: Tensor, draws: DeviceDraws) -> DeviceChosen:
-    """The op `choose_tokens`; see its reference."""
+    """As `reference.sampling.choose_tokens`."""
     used = runtime()
     buffers = SampleBuffers(used, len(logits), logits.shape[1])
     read = ("temperature", "position") if draws.may_draw else ()

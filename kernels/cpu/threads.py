@@ -1,9 +1,9 @@
-"""How many threads the CPU kernels use and where they run, and the pool that runs them.
+"""The number and placement of the CPU kernels' threads, and the pool that runs them.
 
-All cores this process may use, one thread per physical core, unless `OMP_NUM_THREADS` or the caller says otherwise;
-never more than the affinity mask or the cgroup's CPU quota give. A process owns its cores when it holds the lock
-file of each of them: then its threads are pinned. A second engine on the same cores does not get the locks, so it
-does not pin, and the scheduler shares the cores out.
+The default is one thread per physical core of those that this process may use; `OMP_NUM_THREADS` or the caller can set
+another number. It never exceeds the affinity mask or the cgroup's CPU quota. A process that holds the lock file of
+each of its cores owns them, and pins its threads. A second engine on the same cores does not get the locks and does
+not pin, so that the system's scheduler shares the cores.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from pathlib import Path
 from .build import Library
 
 SPIN_US = 20
-"""How long a thread waits for the others, and for the next step, before it sleeps. Longer gained nothing measurable
-where the cores are ours alone, and beside an HTTP server and its client it cost a quarter of the throughput."""
+"""How long a thread spins while it waits for other threads or the next step, before it sleeps. Longer spinning gained
+nothing measurable on cores that the process owns, and cost a quarter of the throughput beside an HTTP server and its
+client."""
 
 
 class Step(ctypes.Structure):
-    """Mirror of `Step` in op.h. The pool fills in the first five; the rest is the caller's, for ops that read it."""
+    """Mirror of `Step` in op.h. The pool sets the first five fields; the caller sets those that its ops read."""
 
     _fields_ = (
         ("team", ctypes.c_void_p),
@@ -53,17 +54,18 @@ class Step(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ThreadPlan:
-    """What was decided, and why in a sentence."""
+    """The number and placement of a pool's threads, with the reason in a sentence."""
 
     num_threads: int
     cpus: tuple[int, ...]
-    """One CPU per thread where they are to be pinned; empty: the system places them."""
+    """The CPU that each thread is pinned to; empty if threads are not pinned."""
     spin_us: int
     reason: str
 
 
 def plan(num_threads: int | None = None, *, owned: bool = False) -> ThreadPlan:
-    """How many threads, and where. `num_threads` asks for a number; `owned` says that the cores are ours alone."""
+    """Decides the number and placement of threads. num_threads: the number asked for; owned: whether this process owns
+    its cores."""
     allowed = sorted(os.sched_getaffinity(0))
     cores = one_cpu_per_core(allowed)
     quota = cpu_quota()
@@ -83,7 +85,7 @@ def plan(num_threads: int | None = None, *, owned: bool = False) -> ThreadPlan:
 
 
 def one_cpu_per_core(cpus: list[int]) -> list[int]:
-    """The first CPU of each physical core among `cpus`: a second hardware thread shares its core's vector units."""
+    """The first CPU of each physical core among `cpus`, since hardware threads share their core's vector units."""
     seen: set[str] = set()
     first = []
     for cpu in cpus:
@@ -99,7 +101,7 @@ def one_cpu_per_core(cpus: list[int]) -> list[int]:
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """CPUs' worth of time that the cgroup (v2 or v1) grants, or None for no limit."""
+    """The CPU time that the cgroup (v2 or v1) grants, in CPUs, or None for no limit."""
     with suppress(OSError, ValueError, IndexError):
         limit, period = (root / "cpu.max").read_text(encoding="ascii").split()[:2]
         return None if limit == "max" else max(int(limit) / int(period), 0.01)
@@ -111,15 +113,15 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def _omp_num_threads() -> int | None:
-    # OpenMP allows a list, one number per nesting level; ours has one level.
+    # OpenMP allows a list, one number per nesting level; regions here are not nested.
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else None
 
 
 def claim_cpus(cpus: list[int], folder: Path | None = None) -> list[int] | None:
-    """Open lock files, one per CPU and all held by this process, or None if any is held by another.
+    """Locks one file per CPU; returns the open files, or None if another process holds any of the locks.
 
-    The system drops the locks when the files are closed or the process ends, however it ends.
+    The system releases the locks when the files are closed or the process ends, however it ends.
     """
     folder = folder or Path(tempfile.gettempdir()) / f"headrace-cpus-{os.getuid()}"
     held: list[int] = []
@@ -136,10 +138,11 @@ def claim_cpus(cpus: list[int], folder: Path | None = None) -> list[int] | None:
 
 
 class Pool:
-    """Threads that run ops of one library. Owns them, their scratch and the CPU locks until `close` (or collection)."""
+    """Threads that run ops of one library. Owns the threads, their scratch and the CPU locks until `close` or garbage
+    collection."""
 
     def __init__(self, library: Library, num_threads: int | None = None, *, locks: Path | None = None) -> None:
-        """Starts the threads. Raises RuntimeError when the system refuses them. `locks`: folder of the CPU locks."""
+        """Starts the threads. Raises RuntimeError if the system refuses them. locks: the folder of the CPU locks."""
         self.library = library
         held = claim_cpus(sorted(os.sched_getaffinity(0)), locks)
         self.plan = plan(num_threads, owned=held is not None)
@@ -159,25 +162,25 @@ class Pool:
 
     @property
     def num_threads(self) -> int:
-        """Threads of a region, the caller's included."""
+        """Threads of a parallel region, including the caller's."""
         return self.plan.num_threads
 
     def reserve(self, shared_bytes: int, per_thread_bytes: int) -> None:
-        """Scratch of at least these sizes for ops that need it. Raises MemoryError."""
+        """Grows the scratch memory of ops to at least these sizes. Raises MemoryError."""
         if self.dll.hr_pool_reserve(self.handle, shared_bytes, per_thread_bytes) != 0:
             raise MemoryError(f"No memory for {shared_bytes + per_thread_bytes * self.num_threads} bytes of scratch.")
 
     def run_op(self, op: str | Callable[..., object], args: ctypes.Structure, step: Step | None = None) -> None:
-        """One op (its C name or function) in a region of its own; the interpreter lock is released meanwhile."""
+        """Runs one op, given by its C name or function, in its own parallel region, without the interpreter lock."""
         function = getattr(self.dll, op) if isinstance(op, str) else op
         self.dll.hr_pool_run_op(self.handle, function, ctypes.byref(args), ctypes.byref(step) if step else None)
 
     def run_barriers(self, count: int) -> None:
-        """`count` barriers and nothing else, to measure what one costs."""
+        """Runs `count` barriers and nothing else, to measure the cost of one."""
         self.dll.hr_pool_barriers(self.handle, count)
 
     def close(self) -> None:
-        """Ends the threads. No region may be running or come after."""
+        """Ends the threads. No region may be running, and none may be started afterwards."""
         self._end()
         self.handle = 0
 
