@@ -1,10 +1,10 @@
 // Paged attention on a CPU.
 //
 // The context is cut into tiles of kTileKeys keys, counted from its start. A work item is a few tokens of one sequence
-// with all query heads of one KV head (so that grouped heads share each read of a key), over either all tiles that
-// these tokens see, or, when a lone long sequence would leave threads idle, over one of them. A row's tiles are always
-// computed apart and merged in order (the online softmax of Milakov and Gimelshein 2018), so a result is the same to
-// the bit whichever way the work was cut: by threads, by batch, or by the chunks of its prompt.
+// with all query heads of one KV head, so that grouped heads share each read of a key. One thread computes all tiles
+// that these tokens see; only if few long sequences would leave threads idle, several threads compute one tile each. A
+// row's tiles are always computed separately and merged in order (the online softmax of Milakov and Gimelshein 2018),
+// so a result is bitwise independent of the division of work: threads, batch and chunks of the prompt.
 #include "attention.h"
 
 #include <algorithm>
@@ -16,10 +16,10 @@ namespace headrace {
 namespace {
 
 constexpr int64_t kReadingRows = 8;       // reading a group of keys costs about as much as this many query rows
-constexpr int64_t kCounterBytes = 16384;  // of the workspace: finished tiles of each split (sequence, KV head)
-constexpr int64_t kEnoughItems = 6;       // for each thread: the work is balanced without splitting sequences
+constexpr int64_t kCounterBytes = 16384;  // workspace for counters of finished tiles of split (sequence, KV head)
+constexpr int64_t kEnoughItems = 6;       // items per thread that balance the work without splitting sequences
 
-// The division of a step's work: the same on every thread, from the step's shape alone.
+// The division of a step's work among threads. It follows from the step's shape and is the same on every thread.
 class Division {
  public:
   Division(const AttentionArgs& args, const Step& step, int num_threads)
@@ -32,7 +32,7 @@ class Division {
     may_split_ = num_threads > 1 && items < kEnoughItems * num_threads;
   }
 
-  // The items whose work begins in this thread's share, in order.
+  // Feeds the worker the items whose estimated work begins in this thread's share, in order.
   template <class T>
   void run_share(Worker<T>& worker, int thread, int num_threads) {
     const int64_t begin = total_ * thread / num_threads, end = total_ * (thread + 1) / num_threads;
@@ -47,7 +47,7 @@ class Division {
                          (unit + heads_) * 4 <= kCounterBytes;
       for (item.kv_head = 0; item.kv_head < heads_; ++item.kv_head) {
         for (int tile = item.first_tile; tile < item.end_tile; ++tile) {
-          // Whole items go to the thread in whose share they begin, tiles of split ones each by itself.
+          // A whole item goes to the thread in whose share it begins; of a split item, each tile does.
           const bool mine = begin <= done && done < end;
           if (split) {
             auto* finished = reinterpret_cast<uint32_t*>(args_.workspace) + unit;
@@ -74,10 +74,10 @@ class Division {
     return (item.last_position() / kGroupKeys + 1 - first) * (kReadingRows + item.tokens * shape_.group);
   }
 
-  // visit(item) for every few tokens of every sequence, in the order of the step; its kv_head is 0.
+  // Calls visit(item) for each item of KV head 0, in the order of the step.
   template <class Visit>
   void for_each_group(Visit visit) const {
-    // Where attention writes the cache itself, every row has that to do.
+    // In a fused decode step every row has to write its key and value.
     const bool all = args_.only_logits == 0 || fuses_decode(args_.source, step_) || step_.num_logits == step_.num_tokens;
     for (int64_t seq = 0; seq < step_.num_seqs; ++seq) {
       const int first = step_.query_start[seq], end = step_.query_start[seq + 1];
@@ -113,7 +113,7 @@ void run(const AttentionArgs& args, const Step& step, int thread, int num_thread
   Division(args, step, num_threads).run_share(worker, thread, num_threads);
 }
 
-// One head widened, normalised and rotated into to[head_dim].
+// Converts one head to float, normalises and rotates it into to[head_dim].
 void prepare_head(const RotaryArgs& args, const Step& step, int64_t row, const void* from, const float* norm,
                   float* to) {
   const int head_dim = args.cache.head_dim, half = args.rotary_half;
@@ -168,7 +168,7 @@ void rotary_and_cache_write(const void* raw, const Step& step, int thread, int n
   }
 }
 
-// Every value stored in one byte is exact in bf16 too; fp16 ones are not.
+// One-byte elements are exact in bf16; fp16 elements are not.
 bool multiplies_bf16(CacheType type) {
 #if defined(HEADRACE_BF16_DOT)
   return type == CacheType::kBf16 || is_scaled(type);
@@ -216,7 +216,7 @@ HR_EXPORT void hr_op_latent_expanded(const void* args, const Step& step, int thr
   latent_expanded(args, step, thread, num_threads);
 }
 
-// Bytes of an element of LatentExpandedArgs' keys and values beside a cache of this type: 2 is bf16, 4 float.
+// Bytes of an element of LatentExpandedArgs' keys and values for a cache of this type: 2 is bf16, 4 float.
 HR_EXPORT int64_t hr_latent_weight_bytes(int32_t cache_type) {
   return multiplies_bf16(static_cast<CacheType>(cache_type)) ? 2 : 4;
 }

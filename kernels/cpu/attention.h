@@ -1,4 +1,4 @@
-// Paged attention, and the pass before it: q/k norm, rotary embedding and the write into the cache.
+// Paged attention, and the pass before it: q/k norm, rotary embedding and the cache write.
 #pragma once
 
 #include "attention_cache.h"
@@ -7,17 +7,17 @@
 
 namespace headrace {
 
-// How a token's query, key and value are made ready.
+// Arguments of the pass before attention. Attention reads its queries and cache from them too.
 struct RotaryArgs {
   void* query;        // [num_tokens, query_stride]: num_heads heads of head_dim; normed and rotated in place
-  const void* key;    // [num_tokens, key_stride]: cache.num_kv_heads heads (0: there are queries alone)
+  const void* key;    // [num_tokens, key_stride]: cache.num_kv_heads heads (0: only queries are rotated)
   const void* value;  // [num_tokens, value_stride]
   int64_t query_stride;
   int64_t key_stride;
   int64_t value_stride;
   const float* query_norm;  // [head_dim], any constant offset already added; null: no norm
   const float* key_norm;    // [head_dim] or null
-  const float* cos;         // [positions, rotary_half], by position or (by_token) by row of the step; null: no rotary
+  const float* cos;         // [positions, rotary_half], or with by_token [num_tokens, rotary_half]; null: no rotary
   const float* sin;
   KvCache cache;
   float norm_eps;
@@ -25,29 +25,29 @@ struct RotaryArgs {
   int32_t rotary_half;  // pairs i, i + rotary_half are rotated (Su et al. 2021, in the halves layout)
   int32_t by_token;
   DType type;           // of query, key and value
-  int32_t fuse_decode;  // 1: a step of single tokens leaves this pass to the attention that reads the same args
+  int32_t fuse_decode;  // 1: in a step of single tokens, attention does this pass itself
 };
 
 struct AttentionArgs {
-  RotaryArgs source;  // where queries lie, and the cache
+  RotaryArgs source;  // queries and cache, and keys and values for a fused decode step
   void* output;       // [num_tokens, output_stride]: num_heads heads of value_dim
   int64_t output_stride;
-  const float* sinks;  // [num_heads]: of each the score of a key that is not there, which takes its share; or null
-  const float* alibi;  // [num_heads]: what a score loses for each token between the two; or null
-  char* workspace;  // zeroed once by its owner, then kept; shared by attentions that a barrier parts
+  const float* sinks;  // [num_heads]: attention sinks, the score of an extra key whose value is 0; or null
+  const float* alibi;  // [num_heads]: ALiBi slopes: a score loses slope * distance of key and query; or null
+  char* workspace;  // zeroed once by its owner; attention ops with a barrier between them may share it
   int64_t workspace_bytes;
   float scale;
   float soft_cap;  // 0: none
-  int32_t window;  // a token sees itself and the window - 1 before it; 0: all
-  int32_t value_dim;  // what a value has of its row: the cache's head_dim, or less where keys and values are one (latent)
-  int32_t most_tokens;  // sequences that compute more tokens are left out; 0: none is
+  int32_t window;  // a token attends to itself and the window - 1 tokens before it; 0: to all before it
+  int32_t value_dim;  // the cache's head_dim, or less if a value is the first part of its key (latent attention)
+  int32_t most_tokens;  // sequences that compute more tokens are skipped; 0: no limit
   DType output_type;
-  // 1: nothing but the rows in step.logits_rows need be computed; all keys and values are still written.
+  // 1: only the rows in step.logits_rows need to be computed; all keys and values are still written.
   int32_t only_logits;
 };
 
-// Every sequence computes one token: attention makes its queries and cache rows itself, and the pass before it (and
-// the barrier between) is not needed.
+// Whether attention does the pass before it itself. If every sequence computes one token, this saves the op and a
+// barrier.
 inline bool fuses_decode(const RotaryArgs& args, const Step& step) {
   return args.fuse_decode != 0 && step.single_tokens != 0;
 }
@@ -55,12 +55,12 @@ inline bool fuses_decode(const RotaryArgs& args, const Step& step) {
 void rotary_and_cache_write(const void* args, const Step& step, int thread, int num_threads);
 void attention(const void* args, const Step& step, int thread, int num_threads);
 
-// Whether attention over a cache of this type multiplies bf16, and not floats.
+// Whether attention over a cache of this type multiplies in bf16 instead of float.
 bool multiplies_bf16(CacheType type);
 
-// A query head of `row`, normalised and rotated, into to[head_dim].
+// Normalises and rotates a query head of `row` into to[head_dim].
 void prepare_query(const RotaryArgs& args, const Step& step, int64_t row, int head, float* to);
-// The key and value of one KV head of `row`, into the cache. `work` holds head_dim floats.
+// Writes the key and value of one KV head of `row` into the cache. `work` holds head_dim floats.
 void write_key_value(const RotaryArgs& args, const Step& step, int64_t row, int kv_head, float* work);
 
 }  // namespace headrace

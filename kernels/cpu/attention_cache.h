@@ -1,16 +1,16 @@
-// The rows of a paged KV cache: where they lie, how a float row is stored and how it is read back.
+// The layout of a paged KV cache, and the conversion and writing of its rows.
 //
-// One layer's keys (and values alike) are [num_blocks, num_kv_heads, block_size, head_dim] in the storage dtype: rows
-// as they are, or in groups of kGroupKeys keys, each in the order in which attention multiplies it, so that a step
-// packs nothing and reads every group as one run. With values of one or two bytes side by side in pairs (float alone):
+// One layer's keys, and likewise its values, are [num_blocks, num_kv_heads, block_size, head_dim] in the storage dtype:
+// as plain rows, or in groups of kGroupKeys keys in the order in which attention multiplies them, so that a step packs
+// nothing and reads each group as one contiguous run. Elements of one or two bytes are stored in pairs (pair = 2),
+// floats singly (pair = 1):
 //
 //   a group of keys:    [head_dim / pair][kGroupKeys][pair]    the pair is of neighbouring dimensions
 //   a group of values:  [kGroupKeys / pair][head_dim][pair]    the pair is of neighbouring keys
 //
-// Groups lie where their rows would, so a block is the same bytes long and as contiguous in either layout.
-// int8, e4m3 and e5m2 rows carry a scale: one for the layer (key_scale, value_scale), one for each head
-// (key_heads, value_heads), or one per row, made when the row is written, in [num_blocks, num_kv_heads, block_size]
-// float.
+// A group takes the place of its rows, so that blocks are contiguous and equally large in both layouts. int8, e4m3 and
+// e5m2 caches have scales: one for the layer (key_scale, value_scale), one per head (key_heads, value_heads), or one
+// per row (key_scales, value_scales), [num_blocks, num_kv_heads, block_size] float, computed when the row is written.
 #pragma once
 
 #include "common.h"
@@ -20,7 +20,7 @@ namespace headrace {
 enum class CacheType : int32_t { kFloat = 0, kBf16 = 1, kHalf = 2, kInt8 = 3, kE4m3 = 4, kE5m2 = 5 };
 enum class CacheLayout : int32_t { kRows = 0, kGroups = 1 };
 
-// Keys of a group. Blocks of a cache in groups are whole multiples of it, and so are its heads' dimensions.
+// Keys of a group. In a cache in groups, block_size and head_dim are multiples of it.
 constexpr int kGroupKeys = 16;
 
 struct KvCache {
@@ -28,7 +28,7 @@ struct KvCache {
   void* values;
   float* key_scales;    // per row, or null
   float* value_scales;  // per row, or null
-  const float* key_heads;    // [num_kv_heads], or null: key_scale holds for all
+  const float* key_heads;    // [num_kv_heads], or null: key_scale for all heads
   const float* value_heads;  // [num_kv_heads], or null
   float key_scale;
   float value_scale;
@@ -41,18 +41,18 @@ struct KvCache {
   int64_t tables_offset;  // where its block tables begin in Step::block_table, in elements
 };
 
-// The largest head that the kernels take.
+// The largest head_dim that the kernels support.
 constexpr int kMostHeadDim = 256;
 
-// Rows of one byte a value are stored divided by a scale.
+// Whether stored elements are divided by a scale.
 inline bool is_scaled(CacheType type) { return type >= CacheType::kInt8; }
 
-// The largest magnitude that a scaled type holds.
+// The largest magnitude of a scaled type.
 inline float largest_stored(CacheType type) {
   return type == CacheType::kInt8 ? 127.0f : type == CacheType::kE4m3 ? 448.0f : 57344.0f;
 }
 
-// The scale of a head's keys or values, in a cache that keeps none per row.
+// The scale of a head's keys or values, in a cache without scales per row.
 inline float scale_of_head(const KvCache& cache, bool is_key, int64_t head) {
   const float* const heads = is_key ? cache.key_heads : cache.value_heads;
   if (heads != nullptr) return heads[head];
@@ -69,16 +69,16 @@ inline int64_t cache_row(const KvCache& cache, int64_t slot, int head) {
   return (block * cache.num_kv_heads + head) * cache.block_size + offset;
 }
 
-// What a float of one byte is: e4m3 (no infinities), or e5m2, which is the upper byte of a half.
+// The format of an 8-bit float: e4m3 (no infinities), or e5m2, which is the upper byte of an fp16.
 template <CacheType kType>
 struct Fp8 {
   static_assert(kType == CacheType::kE4m3 || kType == CacheType::kE5m2);
   static constexpr int kMantissa = kType == CacheType::kE4m3 ? 3 : 2;
-  static constexpr int kShift = 23 - kMantissa;                          // to where a float has its mantissa
-  static constexpr int kOffset = kType == CacheType::kE4m3 ? 120 : 112;  // of its exponent from a float's
+  static constexpr int kShift = 23 - kMantissa;                          // to the mantissa's place in a float
+  static constexpr int kOffset = kType == CacheType::kE4m3 ? 120 : 112;  // difference of the exponents' biases
   static constexpr float kScale = float(1ull << (kOffset / 2)) * float(1ull << (kOffset / 2));
   static constexpr float kSmallestNormal = 1.0f / float(1u << (126 - kOffset));
-  static constexpr float kSubnormals = float(1u << (kMantissa + 126 - kOffset));  // in 1
+  static constexpr float kSubnormals = float(1u << (kMantissa + 126 - kOffset));  // steps of subnormals in 1
 };
 
 template <CacheType kType>
@@ -90,7 +90,7 @@ inline float float_of_fp8(uint8_t code) {
   return code & 0x80u ? -value : value;
 }
 
-// To nearest even, saturating (a NaN becomes the largest too: the cache never holds one that others could read).
+// Rounds to nearest even and saturates. A NaN becomes the largest value too, so that the cache never holds one.
 template <CacheType kType>
 inline uint8_t fp8_of_float(float value) {
   using Format = Fp8<kType>;
@@ -108,7 +108,7 @@ inline uint8_t fp8_of_float(float value) {
 
 inline Floats magnitude(Floats value) { return larger(value, -value); }
 
-// Of a row in whole vectors.
+// The largest magnitude of a row.
 inline float largest_magnitude(const float* row, int count) {
   Floats largest = {};
   int i = 0;
@@ -118,7 +118,7 @@ inline float largest_magnitude(const float* row, int count) {
   return found;
 }
 
-// A float row in the storage type: `to` holds head_dim elements.
+// Converts a float row to the storage type: to[count].
 inline void store_cache_row(CacheType type, const float* from, int count, float inverse_scale, void* to) {
   switch (type) {
     case CacheType::kFloat: std::memcpy(to, from, sizeof(float) * static_cast<size_t>(count)); break;
@@ -152,7 +152,7 @@ inline void store_cache_row(CacheType type, const float* from, int count, float 
   }
 }
 
-// Puts a stored row of Units in its place among those of its group: unit i goes `step` units after unit i - 1.
+// Scatters a stored row of Units into its group: unit i is written `step` units after unit i - 1.
 template <class Unit>
 inline void spread(const char* from, int units, char* to, int64_t step) {
   constexpr int64_t kBytes = sizeof(Unit);
@@ -175,8 +175,8 @@ inline void spread_row(const char* from, int head_dim, bool is_key, int pair, in
   }
 }
 
-// Stores one head's row (a key's or a value's) at cache row `index`, with a scale of its own where the cache keeps
-// them. Writers of neighbouring rows do not disturb each other: no byte of another row is written.
+// Stores one head's key or value at cache row `index`, and its scale if the cache has scales per row. No byte of
+// another row is written, so that threads may write neighbouring rows at once.
 inline void write_cache_row(const KvCache& cache, bool is_key, int64_t index, const float* from) {
   float* scales = is_key ? cache.key_scales : cache.value_scales;
   float scale = scale_of_head(cache, is_key, index / cache.block_size % cache.num_kv_heads);
@@ -191,7 +191,7 @@ inline void write_cache_row(const KvCache& cache, bool is_key, int64_t index, co
     return store_cache_row(cache.type, from, cache.head_dim, 1.0f / scale, rows + index * row_bytes);
   alignas(64) char stored[kMostHeadDim * sizeof(float)];
   store_cache_row(cache.type, from, cache.head_dim, 1.0f / scale, stored);
-  // Blocks are whole groups, so a group begins at each multiple of kGroupKeys rows.
+  // Blocks consist of whole groups, so a group begins at each multiple of kGroupKeys rows.
   const int key = static_cast<int>(index % kGroupKeys);
   char* const group = rows + (index - key) * row_bytes;
   switch (bytes) {

@@ -1,5 +1,5 @@
-// The softmax of attention, a tile of keys at a time, and how tiles are merged. Scores are carried in powers of two: a
-// weight is 2^(score - largest), with log2(e) in the scale of scores, which leaves the fewest operations for each.
+// The softmax of attention over one tile of keys at a time, and the merging of tiles. Scores are in base 2: a weight is
+// 2^(score - largest), with log2(e) in the scale of scores, which takes the fewest operations per score.
 #pragma once
 
 #include <algorithm>
@@ -10,32 +10,32 @@ namespace headrace {
 
 constexpr float kLog2E = 1.44269504f;
 
-// Weights are made and added up so many at a time, counted from the start of a tile.
+// The number of weights that are computed and added together, counted from the start of a tile.
 constexpr int kWeightKeys = 2 * kLanes > kGroupKeys ? 2 * kLanes : kGroupKeys;
 constexpr float kInfinity = __builtin_inff();
 
-// How the scores of a tile are made from the products of queries and keys.
+// How the scores of a tile follow from the products of queries and keys.
 struct ScoreRule {
   float scale;
   float soft_cap;             // 0: none
   const float* key_scales;    // [keys], or null
   const float* value_scales;  // [keys], or null
-  float slope = 0.0f;         // times the distance of a key from the token, which is at most 0 in sight; added
-  float distance = 0.0f;      // of the first key of the tile
+  float slope = 0.0f;         // ALiBi: slope * (key position - query position) is added
+  float distance = 0.0f;      // key position - query position of the tile's first key
 
-  // The order of scores is that of the products, and one multiplication makes them.
+  // Scores are the products times a positive scale, so their order is that of the products.
   bool is_plain() const { return soft_cap == 0.0f && key_scales == nullptr && slope == 0.0f && scale > 0.0f; }
-  // Of what score_row leaves, to powers of two.
+  // The factor from the results of score_row to scores in base 2.
   float power_scale() const { return is_plain() ? scale * kLog2E : 1.0f; }
 };
 
-// Of each row: its largest score (in powers of two), and the sum of 2^(score - largest). No key seen yet: -inf, 0.
+// For each row its largest score (base 2) and the sum of 2^(score - largest); -inf and 0 before the first key.
 struct RowStates {
   float* largest;  // [rows in whole vectors]
   float* sums;     // [rows in whole vectors]
 };
 
-// The keys [first, end) that a row sees, in whole steps of two vectors from `low` to `high`.
+// The visible keys [first, end) of a row, rounded outwards to whole steps of two vectors: [low, high).
 struct Sight {
   int first, end, low, high;
 
@@ -50,7 +50,7 @@ struct Sight {
   }
 };
 
-// The largest score in sight. Where the rule is not plain, the scores take the place of the products.
+// Returns the largest visible score. If the rule is not plain, the products are replaced by the scores.
 inline float score_row(float* scores, const Sight& sight, const ScoreRule& rule) {
   const bool plain = rule.is_plain();
   Floats most = all_lanes(-kInfinity);
@@ -71,11 +71,11 @@ inline float score_row(float* scores, const Sight& sight, const ScoreRule& rule)
   return plain ? largest_lane(most) * rule.power_scale() : largest_lane(most);
 }
 
-// 2^x for x up to 0, or -infinity. Rounded to bf16 (2^-9) soon, it may be off by 8e-5 of itself.
+// 2^x for x <= 0, including -infinity. A relative error of 8e-5 is allowed, since it is rounded to bf16 (2^-9).
 inline Floats weight_of(Floats x, const Bf16*) {
 #if defined(HEADRACE_AVX512)
-  // 2^f for f in [0, 1), the polynomial of least relative error; scalef takes x down to whole powers by itself, and
-  // what is left of an infinity is 0.
+  // 2^f for f in [0, 1) by the polynomial of least relative error. scalef rounds x down itself, and the reduction of
+  // an infinity is 0.
   const Floats f = reinterpret_cast<Floats>(
       _mm512_reduce_ps(reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
   Floats p = fused(f, all_lanes(0.0780244595f), all_lanes(0.2260672453f));
@@ -122,8 +122,8 @@ struct Weights<Bf16> {
 };
 #endif
 
-// What score_row left [keys] -> weights[keys] = 2^(score - largest), 0 out of sight; returns the sum of weights.
-// `keys` is in whole steps of kWeightKeys.
+// weights[keys] = 2^(score - largest) from the results of score_row, 0 for keys that are not visible. Returns the sum
+// of the weights. `keys` is a multiple of kWeightKeys.
 template <class T>
 inline float weigh_row(const float* scores, int keys, const Sight& sight, const ScoreRule& rule, float largest,
                        T* weights) {
@@ -149,9 +149,9 @@ inline float weigh_row(const float* scores, int keys, const Sight& sight, const 
   return sum_of_lanes(rule.value_scales != nullptr ? exact : stored.sum);
 }
 
-// Adds a tile's largest scores and sums to the rows' running ones, and says how their outputs are to be joined: keep
-// and take are [rows in whole vectors]. Always called tile by tile in the order of the context; a row's result does
-// not depend on the rows beside it.
+// Merges a tile's states into the rows' running ones, and computes the factors that merge their outputs: keep and take
+// are [rows in whole vectors]. Always called tile by tile in the order of the context. A row's result does not depend
+// on the other rows.
 inline void merge_states(const RowStates& states, const RowStates& tile, int rows, float* keep, float* take) {
   const Floats none = all_lanes(-kInfinity);
   for (int row = 0; row < rows; row += kLanes) {

@@ -1,8 +1,8 @@
-// Reading a paged cache as groups of keys in the form that attention multiplies: T is float, or bf16 where the machine
-// multiplies that. A group that is stored so is read where it lies; others are made so first, here.
+// Converts stored keys and values to the groups that attention multiplies. T is float, or bf16 if the CPU has bf16
+// products. Groups already stored in this form are read in place; the functions here convert the others.
 //
 //   keys:    [padded / kPairs][kGroupKeys][kPairs]
-//   values:  [kGroupKeys / kPairs][padded][kPairs], of as many dimensions as a value has
+//   values:  [kGroupKeys / kPairs][padded][kPairs], padded from value_dim
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@
 
 namespace headrace {
 
-// The bf16 bits of number * 2^exponent, for a whole number of at most 8 bits.
+// The bf16 bits of number * 2^exponent, for an integer of at most 8 bits.
 constexpr uint16_t bf16_bits(unsigned number, int exponent) {
   if (number == 0) return 0;
   int top = 7;
@@ -31,7 +31,7 @@ constexpr uint16_t bf16_bits_of_byte(unsigned code) {
   }
 }
 
-// The two bytes of the bf16 values of the magnitudes 0 .. 127.
+// The low and high bytes of the bf16 values of codes 0 .. 127.
 struct ByteTable {
   std::array<uint8_t, 128> low, high;
 };
@@ -47,7 +47,7 @@ constexpr ByteTable byte_table() {
   return table;
 }
 
-// kLanes numbers of one byte as floats, without their scale.
+// Converts kLanes one-byte elements to floats, without their scale.
 template <CacheType kType>
 inline Floats float_of_byte(Ints byte) {
   if constexpr (kType == CacheType::kInt8) {
@@ -66,7 +66,7 @@ inline Floats float_of_f16(Ints word) {
   return load_f16(halves);
 }
 
-// Rows of pairs from [rows][words] become two rows of floats each, the first of each pair and the second.
+// Splits each row of pairs [rows][words] into two rows of floats: the first elements of the pairs, and the second.
 template <int kPairBytes, class Widen>
 inline void part_pairs(const char* from, int rows, int words, float* to, int to_stride, Widen widen) {
   constexpr int kBits = 4 * kPairBytes, kMask = (1 << kBits) - 1;
@@ -83,7 +83,7 @@ inline void part_pairs(const char* from, int rows, int words, float* to, int to_
   }
 }
 
-// A stored group of [rows][words] pairs as [2 * rows][words] floats: keys and values alike.
+// Converts a stored group of [rows][words] pairs, of keys or values, to [2 * rows][words] floats.
 inline void widen_group(CacheType type, const char* from, int rows, int words, float* to) {
   switch (type) {
     case CacheType::kBf16: return part_pairs<4>(from, rows, words, to, words, [](Ints x) { return float_of_bf16(x); });
@@ -95,7 +95,7 @@ inline void widen_group(CacheType type, const char* from, int rows, int words, f
   }
 }
 
-// The same in bf16, where pairs stay together: every value of one byte is exact.
+// Converts one-byte elements to bf16, which is exact; pairs stay together.
 template <CacheType kType>
 inline void widen_bytes(const char* from, int count, Bf16* to) {
   int i = 0;
@@ -106,7 +106,7 @@ inline void widen_bytes(const char* from, int count, Bf16* to) {
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), sign = _mm512_set1_epi8(-128);
   for (; i + 64 <= count; i += 64) {
     const __m512i codes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(from + i));
-    const __m512i index = kType == CacheType::kInt8 ? _mm512_abs_epi8(codes) : codes;  // a look-up takes the lower seven bits
+    const __m512i index = kType == CacheType::kInt8 ? _mm512_abs_epi8(codes) : codes;  // look-ups use the low 7 bits
     const __m512i low = _mm512_permutex2var_epi8(low_0, index, low_1);
     const __m512i high = _mm512_permutex2var_epi8(high_0, index, high_1);
     const __m512i with_sign = _mm512_ternarylogic_epi32(high, codes, sign, 0xf8);  // high | (codes & sign)
@@ -133,7 +133,7 @@ inline void widen_group(CacheType type, const char* from, int rows, int words, B
   }
 }
 
-// One stored row as T, zeros beyond it; its scale is left out.
+// Converts one stored row to T, without its scale, and pads it with zeros.
 inline void widen_row(CacheType type, const char* from, int count, int padded, float* to) {
   const auto* bytes = reinterpret_cast<const uint8_t*>(from);
   switch (type) {
@@ -172,7 +172,7 @@ inline void group_keys(const T* rows, int padded, T* group) {
       std::memcpy(group, rows + key * padded + i * kPair, sizeof(T) * kPair);
 }
 
-// rows [kGroupKeys][padded] -> a group of the first `values` of each.
+// rows [kGroupKeys][padded] -> a group of values, of the first `values` elements of each row.
 template <class T>
 inline void group_values(const T* rows, int padded, int values, T* group) {
   constexpr int kPair = kPairs<T>;
@@ -181,7 +181,7 @@ inline void group_values(const T* rows, int padded, int values, T* group) {
       for (int of = 0; of < kPair; ++of) group[i * kPair + of] = rows[(key + of) * padded + i];
 }
 
-// Makes the values of keys [count, kGroupKeys) zeros: they weigh nothing, but what was left there may be no number.
+// Sets the values of keys [count, kGroupKeys) to zero: their weights are 0, but stale memory may hold NaN.
 template <class T>
 inline void clear_values(T* group, int padded, int count) {
   constexpr int kPair = kPairs<T>;
@@ -194,7 +194,7 @@ inline void clear_values(T* group, int padded, int count) {
 constexpr DType type_of(const float*) { return DType::kF32; }
 constexpr DType type_of(const Bf16*) { return DType::kBF16; }
 
-// count values times a factor, from one type to another.
+// Converts `count` values from one type to another and multiplies them by a factor.
 inline void convert_row(const void* from, DType type, int count, float factor, void* to, DType to_type) {
   int i = 0;
   for (; i + kLanes <= count; i += kLanes) store_vector(to, i, to_type, load_vector(from, i, type) * factor);

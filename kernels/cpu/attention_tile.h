@@ -1,15 +1,15 @@
 // The arithmetic of one attention tile: a few query rows against up to kTileKeys keys of one sequence and KV head, in
-// groups of kGroupKeys keys that lie anywhere.
+// groups of kGroupKeys keys anywhere in memory.
 //
-// Both products of attention are the same small matrix product, C[rows, n] = A[rows, k] B[k, n], with A broadcast from
-// row-major memory and B in an order in which one vector holds kLanes columns. In bf16 a vector holds pairs along k, as
-// the bf16 dot product wants them:
+// Both products of attention are small matrix products C[rows, n] = A[rows, k] B[k, n]. A is broadcast from row-major
+// memory, and B is stored so that one vector holds kLanes columns. In bf16 a vector holds pairs along k, as the bf16
+// dot product needs them:
 //
 //   scores:  A = queries [rows, head_dim],  B = keys^T, by groups [head_dim / 2][kGroupKeys][2]
 //   output:  A = weights [rows, keys],      B = values, by groups [kGroupKeys / 2][head_dim][2]
 //
-// Each element of C is one chain of multiply-adds along k, whatever the number of rows: a row's result does not
-// depend on the rows beside it. That is what makes attention independent of batch, chunking and threads.
+// Each element of C is one chain of multiply-adds along k for any number of rows. A row's result therefore does not
+// depend on the other rows, which makes attention independent of batch, chunks and threads.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,8 @@
 
 namespace headrace {
 
-// Keys of one tile, counted from the start of the context. Never depends on batch or threads: partial results are
-// merged tile by tile in this division always.
+// Keys of one tile, counted from the start of the context. Partial results are always merged tile by tile, whatever the
+// batch and threads.
 constexpr int kTileKeys = 128;
 constexpr int kTileGroups = kTileKeys / kGroupKeys;
 
@@ -32,13 +32,13 @@ constexpr int kTileGroups = kTileKeys / kGroupKeys;
 
 using Bf16 = uint16_t;
 
-// Runs of memory that will be needed soon, fetched into the second-level cache a few lines at each step of other work:
-// more at once than a core's buffers for misses hold would stop it, and memory that is left idle is time lost.
+// Prefetches runs of memory into the second-level cache, a few lines at each step of other work: more at once than a
+// core's miss buffers hold would stall it, and fewer would leave memory idle.
 class Fetch {
  public:
   Fetch() = default;
-  // Each run is a whole number of kStepBytes, and so is what a step takes or a part of it. `steps`: about as many as
-  // there will be.
+  // run_bytes is a multiple of kStepBytes; a step fetches kStepBytes or a power-of-two part of it. steps: the expected
+  // number of calls of step().
   Fetch(const char* const* first, const char* const* end, int64_t run_bytes, int64_t steps)
       : next_(first), end_(end), run_bytes_(run_bytes) {
     const int64_t each = (end - first) * run_bytes / std::max(int64_t{1}, steps);
@@ -65,7 +65,7 @@ class Fetch {
     run_end_ = at_ + run_bytes_;
   }
 
-  const char* at_ = nullptr;  // null: nothing is left
+  const char* at_ = nullptr;  // null: done
   const char* run_end_ = nullptr;
   const char* const* next_ = nullptr;
   const char* const* end_ = nullptr;
@@ -73,13 +73,13 @@ class Fetch {
   int64_t step_bytes_ = 64;
 };
 
-// How many values along k one lane of a packed vector holds.
+// Values along k in one lane of a packed vector.
 template <class T>
 constexpr int kPairs = sizeof(T) == 2 ? 2 : 1;
 
 constexpr int round_up_to(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// A value of A (or a pair) in all lanes.
+// Broadcasts a value of A, or a pair, to all lanes.
 inline Floats spread_one(const float* a) { return all_lanes(*a); }
 inline Floats multiply_add(Floats sum, Floats a, const float* b) { return fused(a, load_floats(b), sum); }
 
@@ -103,11 +103,11 @@ inline Floats multiply_add(Floats sum, Floats a, const Bf16* b) {
 }
 #endif
 
-// Adds to kRows x kVectors sums: one step along k.
+// One step along k: adds to kRows x kVectors sums.
 template <class T, int kRows, int kVectors, class Column>
 inline __attribute__((always_inline)) void multiply_step(Floats (&sums)[kRows][kVectors], const T* a, const T* middle,
                                                          int64_t a_stride, Column column) {
-  // A base for each three rows: then every address is base + {0, 1, 2} * a_stride, which one instruction can form.
+  // One base per three rows: every address is then base + {0, 1, 2} * a_stride, which one instruction can form.
   const T* const bases[2] = {a, middle};
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) {
@@ -120,7 +120,7 @@ inline __attribute__((always_inline)) void multiply_step(Floats (&sums)[kRows][k
 constexpr int kVectorsOfGroup = kGroupKeys / kLanes;
 
 // scores [kRows, kGroups * kGroupKeys] of queries [kRows, steps * kPairs] and groups of keys.
-// Never inlined, for its loop needs every register; and unrolled by hand, or the sums would lie in memory.
+// Never inlined, since its loop needs every register; unrolled explicitly, or the sums would be kept in memory.
 template <class T, int kRows, int kGroups>
 __attribute__((noinline)) void score_block(const T* a, int64_t a_stride, const T* const* groups, int64_t steps,
                                            float* c, Fetch& fetch) {
@@ -146,7 +146,7 @@ __attribute__((noinline)) void score_block(const T* a, int64_t a_stride, const T
     for (int v = 0; v < kVectors; ++v) store_floats(c + row * kTileKeys + v * kLanes, sums[row][v]);
 }
 
-// How a row's new output joins what it has: to = to * keep + new * take. No factors: the new one takes its place.
+// How a tile's output is merged into a row's: to = to * keep + new * take. Without factors it overwrites the row's.
 struct Factors {
   const float* keep;  // [rows], or null
   const float* take;
@@ -158,7 +158,7 @@ inline Floats join(Floats before, float keep, Floats added, float take) {
   return fused(before, all_lanes(keep), added * all_lanes(take));
 }
 
-// output [kRows, kVectors * kLanes] of weights [kRows, kTileKeys] and those columns of the groups of values.
+// output [kRows, kVectors * kLanes] of weights [kRows, kTileKeys] and these columns of the groups of values.
 template <class T, int kRows, int kVectors>
 __attribute__((noinline)) void value_block(const T* weights, const T* const* groups, int num_groups, int64_t column,
                                            int64_t padded, float* c, Factors factors, Fetch& fetch) {
@@ -189,7 +189,7 @@ __attribute__((noinline)) void value_block(const T* weights, const T* const* gro
   }
 }
 
-// run(rows, first row) with rows in compile-time counts of at most kMost.
+// Calls run(number of rows, first row) with compile-time numbers of at most kMost.
 template <int kMost, class Run>
 inline void by_rows(int num_rows, Run run) {
   int row = 0;
@@ -204,7 +204,7 @@ inline void by_rows(int num_rows, Run run) {
   }
 }
 
-// Sums, columns and one broadcast must fit the registers: 32 of them, or 16 under AVX2.
+// Sums, columns and one broadcast must fit the registers: 32, or 16 with AVX2.
 constexpr int rows_at_once(int vectors) { return vectors > (kLanes == 8 ? 2 : 4) ? 3 : 6; }
 
 // scores [rows, kTileKeys] of queries [rows, stride] and num_groups groups of keys.
@@ -221,7 +221,7 @@ inline void score_product(const T* queries, int stride, int rows, const T* const
       });
   };
   if constexpr (kLanes == 16) {
-    // Few rows: as many columns at once as there are, or the chain of each sum would leave the multipliers idle.
+    // Few rows: as many columns at once as possible, since the latency of a few chains would leave multipliers idle.
     if (rows <= 3) {
       run(std::integral_constant<int, 8>{});
       run(std::integral_constant<int, 7>{});

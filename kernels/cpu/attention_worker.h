@@ -1,9 +1,9 @@
-// One thread's share of an attention: a stream of units, each one tile of keys for a few query rows. While a unit is
-// computed, the keys and values of the next are fetched: their blocks lie all over memory, each too short for the
-// hardware to see a stream.
+// One thread's share of attention: a sequence of units, each of them one tile of keys for a few query rows. While a
+// unit is computed, the keys and values of the next are prefetched: their blocks are scattered in memory, and each is
+// too short for the hardware to detect a stream.
 //
-// A unit's keys begin at a whole number of kWeightKeys into its tile, also where a window hides some: a key's place in
-// every sum is the same whatever is left out.
+// A unit's first key is a multiple of kWeightKeys from the start of its tile, even if a window hides some before it: a
+// key's place in every sum does not depend on what is hidden.
 #pragma once
 
 #include <algorithm>
@@ -14,14 +14,14 @@
 
 namespace headrace {
 
-constexpr int kTileRows = 48;  // query rows of one item, about: enough to pay for reading the keys
+constexpr int kTileRows = 48;  // wanted query rows of an item, enough to make reading the keys worthwhile
 
 struct Shape {
-  int group;            // query heads of a KV head
+  int group;            // query heads per KV head
   int tokens_per_item;
-  int rows;             // most query rows of an item
-  int padded;           // head_dim in whole vectors
-  int values;           // value_dim in whole vectors
+  int rows;             // the most query rows of an item
+  int padded;           // head_dim rounded up to whole vectors
+  int values;           // value_dim rounded up to whole vectors
 
   int64_t partial_floats() const { return values + 2; }  // a row's output, largest score and sum
 };
@@ -42,40 +42,40 @@ inline char* head_at(const void* base, int64_t row, int64_t stride, int head, co
 // Some tokens of one sequence and the query heads of one KV head.
 struct Item {
   int64_t seq;
-  int64_t first_row;  // of the step
+  int64_t first_row;  // the item's first row of the step
   int tokens;
   int first_position;
   int kv_head;
-  int first_tile, end_tile;  // what these tokens see
+  int first_tile, end_tile;  // the tiles that these tokens see
 
   int last_position() const { return first_position + tokens - 1; }
 };
 
-// One tile of an item. Without partials, an item's units follow one another on one thread. With them its tiles are
-// done by whoever has the time, into `partials` [tiles, rows, partial_floats], and the last to finish merges all.
+// One tile of an item. Without partials one thread computes all tiles of an item in order. With partials several
+// threads compute them into `partials` [tiles, rows, partial_floats], and the last to finish merges all.
 struct Unit {
   Item item;
   int tile;
   float* partials;     // or null
-  uint32_t* finished;  // tiles done, of a unit with partials
+  uint32_t* finished;  // with partials: the number of finished tiles of the item
 };
 
 // Where a unit's keys and values are.
 struct Places {
-  int base;    // the first key's position: what no row may see is left out in steps of kWeightKeys
-  int count;   // keys that are there
-  int groups;  // count in whole groups
-  const char* runs[2 * kTileGroups];  // in a cache of groups: those of the keys, then those of the values
+  int base;    // position of the first key; keys that no row sees are skipped in steps of kWeightKeys
+  int count;   // number of keys
+  int groups;  // number of groups, the last may be partial
+  const char* runs[2 * kTileGroups];  // in a cache in groups: the groups of keys, then those of values
 
   const char* const* end() const { return runs + 2 * groups; }
 };
 
-// What one thread keeps while it works. Rows are padded to whole vectors.
+// The work memory of one thread. Rows are padded to whole vectors.
 template <class T>
 struct Scratch {
   T* queries;              // [rows, padded]
-  T* made;                 // [kTileGroups][kGroupKeys * padded]: keys, then values, where the cache holds others
-  T* rows;                 // [kGroupKeys, padded], of a cache in rows
+  T* made;                 // [kTileGroups][kGroupKeys * padded]: converted keys, later converted values
+  T* rows;                 // [kGroupKeys, padded], for a cache in rows
   T* weights;              // [rows, kTileKeys]
   float* scores;           // [rows, kTileKeys]
   float* tile_output;      // [rows, values]
@@ -88,7 +88,7 @@ struct Scratch {
   RowStates tile_states;   // the same
   RowStates states;        // the same
   const T** groups;        // [kTileGroups]
-  Places* places;          // [2]: of the unit that is computed, and of the next
+  Places* places;          // [2]: of the current unit and of the next
 };
 
 template <class Part>
@@ -97,7 +97,7 @@ void take(char*& from, int64_t count, Part*& part) {
   from += (count * static_cast<int64_t>(sizeof(Part)) + 63) / 64 * 64;
 }
 
-// Lays the scratch out from `from` on and returns where it ends.
+// Divides the memory from `from` on among the fields of the scratch, and returns its end.
 template <class T>
 char* lay_out(const Shape& shape, char* from, Scratch<T>& scratch) {
   const int64_t rows = shape.rows, padded = shape.padded;
@@ -126,7 +126,7 @@ char* lay_out(const Shape& shape, char* from, Scratch<T>& scratch) {
 inline bool is_stored_as(CacheType type, const float*) { return type == CacheType::kFloat; }
 inline bool is_stored_as(CacheType type, const Bf16*) { return type == CacheType::kBf16; }
 
-constexpr int kRowSteps = 4;  // of fetching, while a row's query or weights are made
+constexpr int kRowSteps = 4;  // steps of prefetching while a row's query or weights are computed
 
 template <class T>
 class Worker {
@@ -134,7 +134,7 @@ class Worker {
   Worker(const AttentionArgs& args, const Step& step, int thread)
       : args_(args), cache_(args.source.cache), step_(step), shape_(shape_of(args)) {
     lay_out(shape_, step.thread_scratch(thread), scratch_);
-    // Rows that fill the last vector up are merged with the others; nothing reads them.
+    // Initialises also the rows that pad the last vector: they are merged like the others, but never read.
     reset(scratch_.tile_states);
     row_bytes_ = cache_.head_dim * bytes_of(cache_.type);
     places_ = scratch_.places;
@@ -145,7 +145,7 @@ class Worker {
   // Takes the next unit, and computes the one before it.
   void feed(const Unit& unit) {
     locate(unit, *next_places_);
-    // A step for each pair of dimensions and keys at least, more with many rows.
+    // At least one step per pair of dimensions and of keys, more with many rows.
     fetch_ = fetch_of(*next_places_, (shape_.padded + places_->groups * kGroupKeys) / kPairs<T>);
     if (has_pending_) compute(pending_);
     fetch_.finish();
@@ -162,7 +162,7 @@ class Worker {
   }
 
  private:
-  // The pending unit, whose keys are at places_, while those of the next are fetched.
+  // Computes the pending unit, whose keys are at places_, while those of the next are prefetched.
   void compute(const Unit& unit) {
     const Item& item = unit.item;
     const int rows = item.tokens * shape_.group;
@@ -175,7 +175,8 @@ class Worker {
     if (split ? leave_partial(unit, rows) : unit.tile == item.end_tile - 1) write_output(item);
   }
 
-  // Queries in T. In a fused decode step also the token's own key and value, which the last tile then reads.
+  // Converts the queries to T. In a fused decode step it also writes the token's key and value, which the last tile
+  // reads.
   void prepare(const Item& item, bool has_last_tile) {
     const RotaryArgs& source = args_.source;
     const bool fused = fuses_decode(source, step_);
@@ -209,8 +210,8 @@ class Worker {
     std::fill_n(states.sums, rows, 0.0f);
   }
 
-  // Every row's softmax over the tile at places_: joined to the item's output, or by itself in tile_states and
-  // tile_output.
+  // Computes every row's softmax over the tile at places_, merged into the item's output if `joined`, else left in
+  // tile_states and tile_output.
   void compute_tile(const Item& item, bool joined) {
     const int rows = item.tokens * shape_.group, padded = shape_.padded;
     score_product(scratch_.queries, padded, rows, key_groups(item), places_->groups, padded / kPairs<T>,
@@ -241,7 +242,8 @@ class Worker {
                   joined ? scratch_.output : scratch_.tile_output, factors, fetch_);
   }
 
-  // True for the thread that finished the item's last tile: it has merged all of them, in order.
+  // Stores a tile's result in the partials. The thread that finishes the last tile of the item merges all in order, and
+  // gets true.
   bool leave_partial(const Unit& unit, int rows) {
     const int tiles = unit.item.end_tile - unit.item.first_tile, values = shape_.values;
     const int64_t stride = shape_.partial_floats();
@@ -252,7 +254,7 @@ class Worker {
       to[values + 1] = scratch_.tile_states.sums[row];
     }
     if (__atomic_add_fetch(unit.finished, 1, __ATOMIC_ACQ_REL) != static_cast<uint32_t>(tiles)) return false;
-    __atomic_store_n(unit.finished, 0u, __ATOMIC_RELAXED);  // ready for the next op, which a barrier parts from this
+    __atomic_store_n(unit.finished, 0u, __ATOMIC_RELAXED);  // for the next op, which runs after a barrier
     const float* from = unit.partials;
     for (int tile = 0; tile < tiles; ++tile, from += rows * stride) {
       for (int row = 0; row < rows; ++row) {
@@ -287,7 +289,7 @@ class Worker {
     }
   }
 
-  // The cache's row of a position.
+  // The cache row of a position.
   int64_t row_of(const Item& item, int position) const {
     const int32_t* const table = step_.block_table + cache_.tables_offset + item.seq * step_.block_table_stride;
     const int64_t block = table[position / cache_.block_size];
@@ -299,7 +301,7 @@ class Worker {
     return {places.runs, places.end(), kGroupKeys * row_bytes_, steps};
   }
 
-  // The groups of keys of the tile at places_: where they lie if they can be read so, else made from what is there.
+  // The groups of keys of the tile at places_: in place if they are stored as T, else converted.
   const T* const* key_groups(const Item& item) {
     for (int group = 0; group < places_->groups; ++group) {
       T* const made = scratch_.made + group * group_size();
@@ -314,7 +316,7 @@ class Worker {
     return scratch_.groups;
   }
 
-  // The same of the values, in the room of the keys.
+  // The groups of values, converted in the memory of the keys.
   const T* const* value_groups(const Item& item) {
     const int hidden = num_hidden(item);
     for (int group = 0; group < places_->groups; ++group) {
@@ -328,8 +330,8 @@ class Worker {
         group_values(rows_of(item, cache_.values, group), shape_.padded, shape_.values, made);
         continue;
       }
-      // Beyond the keys that are there a slot may hold anything: a score of it is never used, but a value that is no
-      // number would be, for all that it weighs nothing.
+      // Slots beyond the last key may hold anything. Their scores are never used, but a value that is NaN would spoil
+      // the sum even with a weight of 0.
       const int count = keys_of(group);
       const char* const run = places_->runs[places_->groups + group];
       if (is_stored_as(cache_.type, made) && count == kGroupKeys) {
@@ -342,8 +344,8 @@ class Worker {
     return scratch_.groups;
   }
 
-  // How many of the tile's first keys a window hides from all of an item's tokens. They may be another sequence's by now,
-  // and no numbers, which a weight of zero would not hide; so nothing of them is used.
+  // The number of the tile's first keys that a window hides from all of an item's tokens. Their blocks may belong to
+  // another sequence by now and hold NaN, which a weight of 0 would not hide; so they are not read.
   int num_hidden(const Item& item) const {
     return std::max(0, first_visible(item.first_position, args_.window) - places_->base);
   }
@@ -351,7 +353,7 @@ class Worker {
   int64_t group_size() const { return int64_t{kGroupKeys} * shape_.padded; }
   int keys_of(int group) const { return std::min(kGroupKeys, places_->count - group * kGroupKeys); }
 
-  // A group's rows [kGroupKeys, padded] from a cache in rows; zeros where there are no keys.
+  // The rows of a group [kGroupKeys, padded] from a cache in rows, with zeros for missing and hidden keys.
   const T* rows_of(const Item& item, const void* from, int group) {
     const int64_t padded = shape_.padded;
     const int count = keys_of(group);
@@ -375,7 +377,7 @@ class Worker {
     return rule;
   }
 
-  // Those of the tile at places_; zeros where there are no keys.
+  // The scales of the tile at places_, with zeros for missing and hidden keys.
   const float* scales_of(const Item& item, const float* from, float* to) const {
     if (cache_.layout == CacheLayout::kGroups)
       for (int key = 0; key < places_->count; key += kGroupKeys)
@@ -387,11 +389,11 @@ class Worker {
     return to;
   }
 
-  // What an output row is multiplied by to be an average: with a sink, one in which that has a part.
+  // The factor that normalises an output row: 1 / (sum of weights, with that of the sink if there is one).
   float share_of(int row, int head) const {
     const float sum = scratch_.states.sums[row];
     if (args_.sinks == nullptr) return 1.0f / sum;
-    // Scores and their largest are in powers of two. Both parts are divided by the larger, so that neither overflows.
+    // Scores are in base 2. Both terms are divided by the larger of them, so that neither overflows.
     const float beyond = args_.sinks[head] * kLog2E - scratch_.states.largest[row];
     const float less = std::exp2(-std::fabs(beyond));
     return beyond > 0.0f ? less / (sum * less + 1.0f) : 1.0f / (sum + less);
@@ -420,7 +422,7 @@ class Worker {
   Places* next_places_;
   Unit pending_;
   bool has_pending_ = false;
-  Fetch fetch_;  // of the unit after the one that is computed
+  Fetch fetch_;  // prefetches the next unit
 };
 
 }  // namespace headrace

@@ -12,7 +12,7 @@
 namespace headrace {
 namespace {
 
-constexpr long kNapNs = 100'000'000;  // between two looks at who is still alive
+constexpr long kNapNs = 100'000'000;  // between checks of whether the awaited process is alive
 constexpr int64_t kChunkBytes = 1 << 20;
 
 int64_t clock_us() {
@@ -39,8 +39,8 @@ bool end_with(Peer& peer, Outcome outcome, int32_t culprit) {
   return false;
 }
 
-// False when somebody failed, or the one who raises the line is gone. A process that was not reaped yet counts as
-// alive: then its parent says that it failed.
+// False if a rank has failed or the owner of the line is gone. A process that is not reaped yet counts as alive; its
+// parent then reports the failure.
 bool still_hopeful(Peer& peer, const Line& line) {
   const uint32_t failed = __atomic_load_n(&peer.header->failed, __ATOMIC_ACQUIRE);
   if (failed != 0) return end_with(peer, Outcome::kFailed, static_cast<int32_t>(failed) - 1);
@@ -49,8 +49,8 @@ bool still_hopeful(Peer& peer, const Line& line) {
   return true;
 }
 
-// The sleeper announces itself and only then looks at the count again; whoever raises it looks for sleepers only
-// then. Both are sequentially consistent, so one of them sees the other.
+// The sleeper counts itself in `sleepers` before it reads the count again; raise_to changes the count before it reads
+// `sleepers`. All four are sequentially consistent, so at least one of the two sees the other.
 bool wait_for(Peer& peer, Line& line, uint32_t target) {
   if (peer.outcome != Outcome::kGood) return false;
   for (int spin = 0; spin < 64; ++spin) {
@@ -70,7 +70,7 @@ bool wait_for(Peer& peer, Line& line, uint32_t target) {
     const uint32_t seen = __atomic_load_n(&line.count, __ATOMIC_SEQ_CST);
     if (static_cast<int32_t>(seen - target) >= 0) break;
     const timespec nap = {0, kNapNs};
-    // Not private: the sleepers are in several processes.
+    // Not FUTEX_WAIT_PRIVATE, since the word is shared between processes.
     const long slept = syscall(SYS_futex, &line.count, FUTEX_WAIT, seen, &nap, nullptr, 0);
     if (slept != 0 && errno == ETIMEDOUT) {
       hopeful = still_hopeful(peer, line);
@@ -96,14 +96,14 @@ bool meet(Group& group) {
   return true;
 }
 
-// Thread 0 meets the other ranks for all threads of this one, which came through a barrier just before: what they
-// wrote is seen by other ranks after.
+// Thread 0 takes part in the barrier of ranks for all threads of this rank. Since these have just passed a barrier of
+// the team, their writes are visible to other ranks afterwards.
 void meet_as_team(Group& group, const Step& step, int thread) {
   if (thread == 0) meet(group);
   step.team->barrier();
 }
 
-// out[i] (+)= the sum over ranks of parts[rank][i], in order of rank.
+// out[i] = the sum over ranks of parts[rank][i], in order of rank.
 void add_parts(const char* parts, int64_t part_bytes, int ranks, DType type, int64_t begin, int64_t end, void* out) {
   int64_t i = begin;
   for (; i + kLanes <= end; i += kLanes) {
@@ -145,10 +145,10 @@ void sum_row(const RankSumArgs& args, int64_t row, int64_t begin, int64_t end) {
 
 using namespace headrace;
 
-// Says whose line it is.
+// Makes the calling process the owner of the line.
 HR_EXPORT void hr_line_own(Line* line) { __atomic_store_n(&line->pid, getpid(), __ATOMIC_RELAXED); }
 
-// Waits until the line's count is at least `target`: 1, or 0 and the reason in peer->outcome.
+// Waits until the line's count is at least `target`. Returns 1, or 0 with the reason in peer->outcome.
 HR_EXPORT int hr_line_wait(Peer* peer, Line* line, uint32_t target) { return wait_for(*peer, *line, target) ? 1 : 0; }
 
 HR_EXPORT int hr_line_reached(const Line* line, uint32_t target) { return reached(*line, target, __ATOMIC_ACQUIRE); }
@@ -157,7 +157,7 @@ HR_EXPORT void hr_line_raise(Line* line, uint32_t count) { raise_to(*line, count
 
 HR_EXPORT int hr_group_meet(Group* group) { return meet(*group) ? 1 : 0; }
 
-// values[count] become their sum over the ranks, in chunks that stay in a core's cache.
+// All-reduce: replaces values[count] by their sum over the ranks, in chunks that fit a core's cache.
 HR_EXPORT int hr_group_sum(Group* group, void* values, int64_t count, int32_t type) {
   const DType dtype = static_cast<DType>(type);
   const int64_t most = (group->part_bytes < kChunkBytes ? group->part_bytes : kChunkBytes) / size_of(dtype);
@@ -172,13 +172,13 @@ HR_EXPORT int hr_group_sum(Group* group, void* values, int64_t count, int32_t ty
   return 1;
 }
 
-// out [rows, size * row_bytes] = each rank's values [rows, row_bytes] side by side.
+// All-gather: out [rows, size * row_bytes] = each rank's values [rows, row_bytes] side by side.
 HR_EXPORT int hr_group_gather(Group* group, const void* values, int64_t rows, int64_t row_bytes, void* out) {
   const int64_t most = group->part_bytes / row_bytes > 0 ? group->part_bytes / row_bytes : 1;
   const int64_t piece = row_bytes < group->part_bytes ? row_bytes : group->part_bytes;
   for (int64_t first = 0; first < rows; first += most) {
     const int64_t taken = rows - first < most ? rows - first : most;
-    // A row that is longer than a part goes piece by piece.
+    // A row longer than a part is sent in pieces.
     for (int64_t at = 0; at < row_bytes; at += piece) {
       const int64_t width = row_bytes - at < piece ? row_bytes - at : piece;
       const char* from = static_cast<const char*>(values) + first * row_bytes + at;
@@ -197,12 +197,12 @@ HR_EXPORT int hr_group_gather(Group* group, const void* values, int64_t rows, in
   return 1;
 }
 
-// Like the two ops below it needs a barrier before it, which follows from its reading what a linear layer wrote.
+// This op and the two below need a barrier before them. The builder adds it, since they read what an earlier op wrote.
 HR_EXPORT void hr_op_rank_sum(const void* raw, const Step& step, int thread, int num_threads) {
   const auto& args = *static_cast<const RankSumArgs*>(raw);
   meet_as_team(*args.group, step, thread);
   const int64_t rows = step.rows(args.rows, 0);
-  // One row of a decode step is divided too.
+  // With few rows the columns are divided, so that all threads share even one row of a decode step.
   if (rows < num_threads) {
     const Range columns = split(args.columns, thread, num_threads, kLanes);
     for (int64_t row = 0; row < rows; ++row) sum_row(args, row, columns.begin, columns.end);
@@ -212,7 +212,7 @@ HR_EXPORT void hr_op_rank_sum(const void* raw, const Step& step, int thread, int
   for (int64_t row = mine.begin; row < mine.end; ++row) sum_row(args, row, 0, args.columns);
 }
 
-// Ends with a meeting: afterwards every rank has read what was shared, and may write it again.
+// Ends with a barrier of the ranks, after which the shared memory may be written again.
 HR_EXPORT void hr_op_rank_gather(const void* raw, const Step& step, int thread, int num_threads) {
   const auto& args = *static_cast<const RankGatherArgs*>(raw);
   meet_as_team(*args.group, step, thread);
@@ -225,12 +225,12 @@ HR_EXPORT void hr_op_rank_gather(const void* raw, const Step& step, int thread, 
   meet_as_team(*args.group, step, thread);
 }
 
-// Needs a barrier before it.
+// A barrier of the ranks.
 HR_EXPORT void hr_op_rank_meet(const void* raw, const Step& step, int thread, int) {
   meet_as_team(**static_cast<Group* const*>(raw), step, thread);
 }
 
-// So that a test can hold the ctypes mirrors to these structures.
+// For a test that compares the ctypes mirrors with these structures.
 HR_EXPORT int64_t hr_sizeof_rank_group() { return sizeof(Group); }
 HR_EXPORT int64_t hr_sizeof_rank_peer() { return sizeof(Peer); }
 HR_EXPORT int64_t hr_sizeof_rank_sum_args() { return sizeof(RankSumArgs); }

@@ -1,16 +1,16 @@
-// How the ranks of one host talk: counts in shared memory, waited for by a short spin and then a futex.
+// Collectives between the ranks of one host: counts in shared memory, awaited by a short spin and then a futex.
 //
-// A count only rises (modulo 2^32). Whoever raises it wrote the data that it stands for before; whoever saw it raised
-// reads that data after. There are no locks: a count has one writer.
+// A count only rises (modulo 2^32). Its only writer writes the data before it raises the count, and readers read the
+// data after they have seen it raised. There are no locks.
 //
 //   rank 0   write part  ->  count = 7  ->  wait until every count >= 7  ->  read all parts
 //   rank 1   write part  ->  count = 7  ->        (the same)
 //
-// Parts lie in two turns that are used alternately: a rank writes a turn again only after a barrier that every rank
-// reached when it had read that turn. So one barrier a sum is enough.
+// There are two sets of parts, called turns, that are used alternately. A rank writes a turn again only after a later
+// barrier, which every rank reaches after reading that turn. So one barrier per sum is enough.
 //
-// Every wait ends: when the count is reached, when the header says that a rank failed, when a process that is waited
-// for is gone, or at its deadline. What happened stays in `Peer::outcome`, and nothing waits after that.
+// A wait ends when the count is reached, when the header reports a failed rank, when the awaited process is gone, or at
+// its deadline. A failure stays in `Peer::outcome`, and later waits return at once.
 #pragma once
 
 #include "common.h"
@@ -18,11 +18,11 @@
 
 namespace headrace {
 
-// One rank's count, or one side's of a pipe: a cache line of the shared memory.
+// The count of one rank, or of one side of a pipe: a cache line of the shared memory.
 struct alignas(64) Line {
   uint32_t count;
   uint32_t sleepers;
-  int32_t pid;  // 0 until its owner has come
+  int32_t pid;  // the owner's process; 0 until it has attached
 };
 
 // The first page of the shared memory.
@@ -35,16 +35,16 @@ struct Header {
 
 enum class Outcome : int32_t { kGood = 0, kFailed = 1, kGone = 2, kLate = 3 };
 
-// How this rank waits, and what became of it. In this rank's own memory; used by one thread at a time.
+// The limits of this rank's waits, and how the last one ended. In the rank's own memory; used by one thread at a time.
 struct Peer {
   const Header* header;
   int64_t deadline_ms;
   int32_t spin_us;
   Outcome outcome;
-  int32_t culprit;  // kFailed: its rank; kGone: its process
+  int32_t culprit;  // kFailed: the failed rank; kGone and kLate: the process that was awaited
 };
 
-// A stage's ranks, as one of them sees them.
+// The ranks of a pipeline stage, as seen by one of them.
 struct Group {
   Peer* peer;
   Line* lines;  // [size], in order of rank
@@ -52,10 +52,10 @@ struct Group {
   int64_t part_bytes;
   int32_t rank, size;
   uint32_t count;  // barriers passed
-  uint32_t turn;   // of the parts, in sums that are no part of a program
+  uint32_t turn;   // the turn of parts that the next sum or gather outside programs uses
 };
 
-// out[rows, columns] (+)= the sum of the ranks' parts of one turn, added in order of rank.
+// out[rows, columns] (or, with add, +)= the sum of the ranks' parts of one turn, in order of rank.
 struct RankSumArgs {
   Group* group;
   const float* parts;  // [size] slots of part_stride floats, each [rows, columns]
@@ -65,10 +65,10 @@ struct RankSumArgs {
   int64_t columns;
   DType out_dtype;
   Rows rows;
-  int32_t add;  // 1: to what is in `out`
+  int32_t add;  // 1: the sum is added to `out`
 };
 
-// out[rows, columns] = shared[rows, columns], into which every rank has written its columns.
+// out[rows, columns] = shared[rows, columns], in which every rank has written its own columns.
 struct RankGatherArgs {
   Group* group;
   const float* shared;

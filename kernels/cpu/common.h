@@ -1,4 +1,4 @@
-// What the linear layers share: element types, and fp16 beside the bf16 and fp32 of elementwise_vector.h.
+// Element types, and conversions of fp16 beside those of bf16 and fp32 in elementwise_vector.h.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace headrace {
 
-// Types of activations, outputs and unquantised weights. The numbers are known to linear.py.
+// Types of activations, outputs and unquantised weights. linear_args.py has the same numbers.
 enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
 inline int64_t size_of(DType type) { return type == DType::kF32 ? 4 : 2; }
 
-// fp16 to fp32 is exact, subnormals and infinities included.
+// fp16 to fp32: exact, including subnormals and infinities.
 inline float float_of_f16(uint16_t value) {
 #if defined(__F16C__)
   return _cvtsh_ss(value);
@@ -39,7 +39,7 @@ inline float float_of_f16(uint16_t value) {
 #endif
 }
 
-// To nearest even.
+// Rounds to nearest even.
 inline uint16_t f16_of_float(float value) {
 #if defined(__F16C__)
   return static_cast<uint16_t>(_cvtss_sh(value, 0));
@@ -55,7 +55,7 @@ inline uint16_t f16_of_float(float value) {
   bits &= 0x7fffffffu;
   if (bits > 0x7f800000u) return sign | 0x7e00u;
   if (bits >= 0x477ff000u) return sign | 0x7c00u;  // rounds to 65536 or above
-  if (bits < 0x38800000u) {                        // below 2^-14: the hardware's own rounding at 2^-24
+  if (bits < 0x38800000u) {                        // below 2^-14: an addition in hardware rounds at 2^-24
     float magnitude;
     std::memcpy(&magnitude, &bits, 4);
     magnitude += 0.5f;  // the last place of a float in [0.5, 1) is 2^-24

@@ -1,4 +1,4 @@
-// Norms, activations, embedding, additions: rows are divided among the threads, each computed in float and rounded once.
+// The ops of elementwise.h. Rows are divided among threads, computed in float and rounded once.
 #include "elementwise.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 namespace headrace {
 namespace {
 
-// Enough for a row of any model; longer rows are refused when the arguments are made.
+// The longest row of a norm, enough for any model; program.py and ops.py refuse longer rows.
 constexpr int64_t kMostRowValues = 32768;
 
 // The sum of f(i .. i + kLanes) over a row, by vectors in two chains; the tail is padded with zeros by `load`.
@@ -52,7 +52,7 @@ void store_values(const float* from, DType type, int64_t count, void* to) {
 
 void norm_values(NormKind kind, const float* from, int64_t count, const float* weight, const float* bias, float eps,
                  float* to) {
-  // A last partial vector is read from a copy that has zeros behind it.
+  // The last partial vector is read from a copy that is padded with zeros.
   const int64_t whole = count / kLanes * kLanes;
   alignas(64) float tail[kLanes] = {};
   std::copy(from + whole, from + count, tail);
@@ -98,7 +98,7 @@ void norm(const void* raw, const Step& step, int thread, int num_threads) {
       char* residual = row_at(args.residual, row, args.residual_stride, args.residual_type);
       for (int64_t i = 0; i < args.size; ++i) row_values[i] += load_one(residual, i, args.residual_type);
       store_values(row_values, args.residual_type, args.size, residual);
-      // The norm is of the sum as it is kept.
+      // The norm is that of the rounded sum.
       if (args.residual_type != DType::kF32) load_values(residual, args.residual_type, args.size, row_values);
     }
     norm_values(args.kind, values, args.size, args.weight, args.bias, args.eps, row_values);
@@ -177,7 +177,7 @@ void gather(const void* raw, const Step& step, int thread, int num_threads) {
 void soft_cap(const void* raw, const Step& step, int thread, int num_threads) {
   const SoftCapArgs& args = *static_cast<const SoftCapArgs*>(raw);
   const int64_t rows = step.rows(args.rows, args.num_rows);
-  // By columns, so that the one row of a decode step is divided too.
+  // Divided by columns, so that threads share even the one row of a decode step.
   const Range columns = split(args.size, thread, num_threads, kLanes);
   for (int64_t row = 0; row < rows; ++row) {
     float* values = args.values + row * args.stride;

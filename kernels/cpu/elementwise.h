@@ -1,4 +1,4 @@
-// Ops that work row by row or value by value: norms, activations, embedding, additions.
+// Ops on rows or single values: norms, activations, embeddings, additions, gathering rows and soft caps.
 #pragma once
 
 #include "common.h"
@@ -33,7 +33,7 @@ struct NormArgs {
   int64_t input_stride;
   int64_t residual_stride;
   int64_t output_stride;
-  int64_t output_thread_stride;  // bytes between each thread's own copy of the whole output; 0: one, shared
+  int64_t output_thread_stride;  // bytes between the threads' own copies of the output; 0: one shared output
   int64_t size;
   int64_t num_rows;      // with Rows::kFixed
   Rows rows;
@@ -47,7 +47,7 @@ struct NormArgs {
 
 struct ActivationArgs {
   const void* gate;  // [rows, gate_stride]
-  const void* up;    // [rows, gate_stride], multiplied in; null: the activation alone
+  const void* up;    // [rows, gate_stride], multiplied by the activated gate; null: the activation alone
   void* output;      // [rows, output_stride]
   int64_t gate_stride;
   int64_t output_stride;
@@ -60,15 +60,15 @@ struct ActivationArgs {
 };
 
 struct EmbeddingArgs {
-  const void* table;      // [vocab, stride] dense rows; null: only `positions` is added to the output
-  const void* positions;  // [max_positions, stride] learned positions, or null
+  const void* table;      // [vocab, table_stride] dense rows; null: only `positions` is added to the output
+  const void* positions;  // [max_positions, positions_stride] learned positions, or null
   void* output;           // [num_tokens, output_stride]
   int64_t table_stride;
   int64_t positions_stride;
   int64_t output_stride;
   int64_t size;
   int64_t position_offset;  // row of the learned table for position 0
-  float scale;              // of the table's rows
+  float scale;              // factor of the table's rows
   DType table_type;
   DType positions_type;
   DType output_type;
@@ -91,9 +91,9 @@ struct AddArgs {
 struct GatherArgs {
   const void* input;             // [num_tokens, input_stride]
   void* output;                  // [num_logits, output_stride]
-  int64_t input_stride;          // bytes, as are all of these
+  int64_t input_stride;          // bytes, as are the fields below
   int64_t output_stride;
-  int64_t output_thread_stride;  // between each thread's own copy of the whole output; 0: one, shared
+  int64_t output_thread_stride;  // between the threads' own copies of the output; 0: one shared output
   int64_t row_bytes;
 };
 

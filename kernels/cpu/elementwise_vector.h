@@ -1,6 +1,6 @@
-// Vectors of floats in the machine's own width, and the functions of them that attention, norms, activations and
-// sampling share. Written with the compiler's vector extensions, so the same text serves AVX-512, AVX2 and NEON;
-// intrinsics appear only where an operation has no portable spelling.
+// Float vectors of the machine's width, and functions of them that attention, norms, activations and sampling share.
+// They use the compiler's vector extensions, so that the same source serves AVX-512, AVX2 and NEON; intrinsics appear
+// only for operations without a portable form.
 //
 // Every function is a fixed sequence of IEEE operations per lane: a result never depends on the number of threads.
 #pragma once
@@ -47,7 +47,7 @@ inline Ints lane_numbers() {
 }
 
 inline Floats choose(Ints mask, Floats if_set, Floats if_clear) { return mask ? if_set : if_clear; }
-// The second where either is NaN or they are equal, as the instructions have it.
+// Return the second operand if either is NaN or both are equal, as the instructions do.
 inline Floats larger(Floats a, Floats b) {
 #if defined(HEADRACE_AVX512)
   return reinterpret_cast<Floats>(_mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
@@ -133,7 +133,7 @@ inline Floats round_to_integer(Floats value) {
   return reinterpret_cast<Floats>(
       _mm512_roundscale_ps(reinterpret_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
-  // Adding 1.5 * 2^23 leaves no fraction bits; right for |value| < 2^22, far beyond what exponential() asks.
+  // Adding 1.5 * 2^23 leaves no fraction bits. Correct for |value| < 2^22, far beyond what exponential() needs.
   volatile float shift = 12582912.0f;
   float held = shift;
   return (value + held) - held;
@@ -154,8 +154,8 @@ inline Floats times_power_of_two(Floats value, Floats exponent) {
 #endif
 }
 
-// a * b + c with one rounding where the machine can, spelt out so that no optimisation decides it differently in two
-// places that must agree to the bit.
+// a * b + c with one rounding if the machine supports it. Explicit, so that the compiler does not fuse only one of two
+// expressions that must agree bitwise.
 inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(HEADRACE_AVX512)
   return reinterpret_cast<Floats>(_mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b),
@@ -171,8 +171,8 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// x = (n + f) ln 2 with n whole and f in [-1/2, 1/2]. log2(e) is carried in two parts, so f is exact to 2^-30 also
-// where |x| is large.
+// x = (n + f) ln 2 with integer n and f in [-1/2, 1/2]. log2(e) is split into two parts, so that f is exact to 2^-30
+// even for large |x|.
 struct PowerOfTwo {
   Floats n;
   Floats f;
@@ -184,8 +184,8 @@ inline PowerOfTwo split_power(Floats x) {
   return {n, fused(x, log2_e_rest, fused(x, log2_e, -n))};
 }
 
-// (2^f - 1) / f, interpolated at Chebyshev nodes of [-1/2, 1/2]: relative error of 2^f under 6e-9, or under 8e-6 for
-// results that are rounded to bf16 (2^-8) anyway.
+// (2^f - 1) / f, interpolated at Chebyshev nodes of [-1/2, 1/2]: the relative error of 2^f is under 6e-9, or under 8e-6
+// for results that are rounded to bf16 (2^-8) anyway.
 template <bool kPrecise>
 inline Floats power_slope(Floats f) {
   Floats p;
@@ -212,7 +212,7 @@ inline Floats power_less_one(Floats f) {
 template <bool kPrecise>
 inline Floats power_of_two(Floats x) {
 #if defined(HEADRACE_AVX512)
-  // What is left of an infinity is 0.
+  // The reduction of an infinity is 0.
   const Floats f = reinterpret_cast<Floats>(
       _mm512_reduce_ps(reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   const Floats n = x - f;
@@ -223,7 +223,7 @@ inline Floats power_of_two(Floats x) {
   return times_power_of_two(fused(power_slope<kPrecise>(f), f, all_lanes(1.0f)), n);
 }
 
-// e^x. Below -110 the result is exactly 0 (so a masked score of minus infinity weighs nothing); above 88.7 infinity.
+// e^x. Below -110 the result is exactly 0, so that a masked score of -infinity has weight 0; above 88.7 it is infinity.
 template <bool kPrecise>
 inline Floats exponential(Floats x) {
   Floats bounded = larger(smaller(x, all_lanes(100.0f)), all_lanes(-120.0f));

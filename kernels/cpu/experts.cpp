@@ -14,7 +14,7 @@ float largest_of(const float* values, int64_t count) {
   return largest;
 }
 
-// Scores of a row of logits, [count] both; `scores` may be written up to the next whole vector.
+// The scores of a row of logits, both [count]; `scores` is written up to the next whole vector.
 void score(Scoring scoring, const float* logits, int64_t count, float* scores) {
   const bool is_softmax = scoring == Scoring::kSoftmax;
   const float largest = is_softmax ? largest_of(logits, count) : 0.0f;
@@ -29,7 +29,7 @@ void score(Scoring scoring, const float* logits, int64_t count, float* scores) {
   for (int64_t i = 0; i < count; ++i) scores[i] /= sum;
 }
 
-// The weights of kSparsemixer: see `route_experts` of kernels/reference/moe.py. best: [top_k], by falling logits.
+// The weights of kSparsemixer, as in `route_experts` of kernels/reference/moe.py. best: [top_k], highest logit first.
 void share_by_sparsemixer(const RouteArgs& args, const float* logits, const int32_t* best, float* weights) {
   for (int64_t slot = 0; slot < args.top_k; ++slot) {
     const float own = logits[best[slot]];
@@ -43,7 +43,7 @@ void share_by_sparsemixer(const RouteArgs& args, const float* logits, const int3
   }
 }
 
-// The numbers of the best `top_k` keys, best first, of equals the lower number first.
+// The indices of the highest `top_k` keys, highest first, and of equal ones the lower index first.
 void choose_best(const float* keys, int64_t count, int64_t top_k, int32_t* best) {
   int64_t chosen = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -54,7 +54,7 @@ void choose_best(const float* keys, int64_t count, int64_t top_k, int32_t* best)
   }
 }
 
-// Sets the keys of all groups but the best to -inf. worth: [num_groups], best: [groups_chosen].
+// Sets the keys of experts outside the best groups to -inf. worth: [num_groups] and best: work memory.
 void leave_best_groups(const RouteArgs& args, float* keys, float* worth, int32_t* best) {
   const float lowest = -std::numeric_limits<float>::infinity();
   const int64_t size = args.num_experts / args.num_groups;
@@ -69,7 +69,7 @@ void leave_best_groups(const RouteArgs& args, float* keys, float* worth, int32_t
       std::fill(keys + group * size, keys + (group + 1) * size, lowest);
 }
 
-// Where the parts of the op's scratch begin, and how much there is, for so many rows.
+// Offsets of the parts of the op's scratch, and its sizes, for a number of rows.
 struct ExpertsScratch {
   int64_t shared_inner, shared_bytes;
   int64_t own_inner, stack, starts, rows, scales, own_bytes;
@@ -119,7 +119,7 @@ Pairs sort_pairs(const ExpertsArgs& args, int64_t num_rows, const ExpertsScratch
   return {starts, rows, scales};
 }
 
-// The pass that begins at a pair: whole experts, as far as they fit, or a part of one that does not.
+// The pass that begins at a pair: as many whole experts as fit, or a part of one that does not fit.
 Range next_pass(const Pairs& pairs, int64_t num_experts, int64_t begin, int64_t most) {
   int64_t end = begin;
   for (int64_t expert = 0; expert < num_experts && pairs.starts[expert + 1] <= begin + most; ++expert)
@@ -144,7 +144,7 @@ void count_read(const ExpertsArgs& args, const Pairs& pairs) {
     args.loads[expert] += pairs.starts[expert + 1] - pairs.starts[expert];
 }
 
-// By what a row's copies are chosen: kernels/expert_places.py:replica_keys. Rows that are no tokens go by their number.
+// The key that chooses a row's replicas: kernels/expert_places.py:replica_keys, or the row's index if it is no token.
 uint32_t replica_key(const RouteArgs& args, const Step& step, int64_t row) {
   if (args.rows != Rows::kTokens && args.rows != Rows::kLogits) return static_cast<uint32_t>(row);
   const int64_t token = args.rows == Rows::kLogits ? step.logits_rows[row] : row;
@@ -259,7 +259,7 @@ HR_EXPORT void hr_op_experts(const void* raw, const Step& step, int thread, int 
   }
 }
 
-// What hr_op_experts needs for up to max_rows rows.
+// The scratch of hr_op_experts for up to max_rows rows.
 HR_EXPORT void hr_experts_scratch(const ExpertsArgs* args, int64_t max_rows, ScratchNeed* need) {
   const ExpertsScratch at = scratch_of(*args, max_rows);
   need->shared_bytes = at.shared_bytes;

@@ -6,8 +6,8 @@
 
 namespace headrace {
 
-// Rows of a block that are gathered for one expert: as many as stay in the cache, and never too few for whole tiles of
-// any type.
+// The fewest rows that are gathered at a time for one expert, enough for whole tiles of any type; more if the cache
+// holds them.
 constexpr int64_t kLeastGathered = 48;
 
 inline int64_t gathered_rows(int64_t row_bytes) {
@@ -17,7 +17,7 @@ inline int64_t gathered_rows(int64_t row_bytes) {
 
 inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// What StackRun.scratch must hold: gathered rows, and the sums of a block where K is cut.
+// Bytes of StackRun.scratch: gathered rows, and the sums of a block if K is cut.
 inline int64_t stack_scratch(const PackedWeight& w) {
   int64_t row_bytes = prepared_row_bytes(w);
   if (row_bytes < 4 * w.k) row_bytes = whole_lines(4 * w.k);
@@ -25,30 +25,30 @@ inline int64_t stack_scratch(const PackedWeight& w) {
   return (gathered < kActivationBlockBytes ? kActivationBlockBytes : gathered) + kMaxBlockRows * w.fan * kPanelRows * 4;
 }
 
-// The pairs of a row and an expert in order of experts, of one expert in order of rows.
+// The (row, expert) pairs in order of experts, and for each expert in order of rows.
 struct Pairs {
-  const int32_t* starts;  // [num_experts + 1]: expert e has pairs starts[e] .. starts[e + 1]
-  const int32_t* rows;    // of x, and of out
-  const float* scales;
+  const int32_t* starts;  // [num_experts + 1]: expert e has pairs starts[e] .. starts[e + 1] - 1
+  const int32_t* rows;    // each pair's row of x and out
+  const float* scales;    // each pair's routing weight
 };
 
-// One stack over one pass: what a thread hands to the function of the stack's type.
+// The arguments of Tiles::experts: one stack of matrices in one pass, on one thread.
 struct StackRun {
   const PackedWeight* experts;
   const float* biases;  // [num_experts, n] or null
   int64_t num_experts;
-  LinearArgs linear;  // of any expert; its x and out begin at row 0, or at the pass's first pair
-  int64_t num_rows;   // of x
+  LinearArgs linear;  // without weight and bias; x and out begin at row 0, or at the first pair of the pass
+  int64_t num_rows;   // rows of x
   Pairs pairs;
-  Range pass;  // of pairs
-  Prepared x;  // base null: nothing is prepared yet
+  Range pass;  // the pairs of the pass
+  Prepared x;  // base null: not prepared yet
   char* scratch;
-  // The first stack: x has the step's rows, out a row for each pair. Else x has a row for each pair, which is added to
-  // the step's row.
+  // True for the first stack: x has the step's rows, and out one row per pair. Otherwise x has one row per pair, whose
+  // result is added to the step's row.
   bool gathers;
 };
 
-// Rows of x of pairs [begin, end) one after another: where they lie so already, there, else copied.
+// The rows of x of pairs [begin, end) one after another: in place if they already are contiguous, else copied.
 inline Prepared gather_rows(const StackRun& run, int64_t begin, int64_t end, int64_t bytes, int64_t pitch) {
   const Prepared& x = run.x;
   if (!run.gathers) return {x.base + (begin - run.pass.begin) * x.row_bytes, x.row_bytes};
@@ -69,7 +69,8 @@ void run_stack(StackRun& run, const Step& step, int thread, int num_threads) {
   const int64_t pitch = whole_lines(bytes), most_rows = gathered_rows(pitch);
   const int64_t units = panels_of(args.weight) / args.weight.fan;
   float* sums = reinterpret_cast<float*>(run.scratch + most_rows * pitch);
-  // In the first stack threads take turns at the larger share of an expert; in the second each has columns of its own.
+  // In the first stack the threads with one unit more rotate from expert to expert; in the second each thread must keep
+  // its own columns.
   const int turn = run.gathers ? static_cast<int>(units % num_threads) : 0;
   int first_thread = 0;
   for (int64_t expert = 0; expert < run.num_experts; ++expert) {

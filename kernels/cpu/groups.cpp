@@ -1,15 +1,15 @@
-// Packing of weights with group scales, and the way back for one row.
+// Packs weights with group scales, and unpacks single rows.
 #include "groups.h"
 
 namespace headrace {
 namespace {
 
-// Where group `group` of a panel begins: at its scales.
+// The offset of group `group` in a panel, where its scales begin.
 int64_t group_at(const GroupHead& head, WeightType type, int64_t group) {
   return kHeadBytes + group * (head.meta_bytes + head.group_blocks * group_code_bytes(type));
 }
 
-// Where the code of (k within a block, row) is, and how far its bits are shifted.
+// The byte of the code of (k within a block, row), and the shift of its bits.
 struct CodePlace {
   int64_t byte;
   int shift;
@@ -25,7 +25,7 @@ void copy_elements(char* to, const char* from, int64_t count, int64_t size, int6
   for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * stride, from + i * size, static_cast<size_t>(size));
 }
 
-// As an fp16 an e4m3 has 1/256 of its value.
+// The bits of an e4m3, moved into an fp16, have 1/256 of its value.
 float float_of_e4m3(uint8_t code) {
   return float_of_f16(static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7)) * 256.0f;
 }
@@ -40,7 +40,7 @@ void pack_grouped_panels(const PackedWeight& w, const GroupSource& source, void*
   const int64_t zero_size = w.zero_type == kNoZeros ? 0 : size_of(static_cast<DType>(w.zero_type));
   for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
     char* to = static_cast<char*>(packed) + panel * bytes;
-    std::memset(to, 0, static_cast<size_t>(bytes));  // a filling row has scales 0
+    std::memset(to, 0, static_cast<size_t>(bytes));  // padding rows have scales of 0
     std::memcpy(to, &head, sizeof(head));
     for (int row = 0; row < kPanelRows; ++row) {
       const int64_t from_row = source_row(w, panel, row);

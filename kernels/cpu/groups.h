@@ -1,22 +1,22 @@
-// The packed form of checkpoints' quantised weights: codes of 4 or 8 bits, and scales that stand for groups along K.
+// The packed form of checkpoints' quantised weights: codes of 4 or 8 bits, with a scale for each group along K.
 //
-//   w = scale * (code - zero)            the integer types; without zeros, `zero` is the middle of the codes, 8 or 128
-//   w = scale * value of the code        the float types: of a table of 16, or e4m3
+//   w = scale * (code - zero)            integer types; without zeros, `zero` is the middle of the codes, 8 or 128
+//   w = scale * value(code)              float types: a table of 16 values, or e4m3
 //
 // A panel holds kPanelRows = 32 rows, cut along K in blocks of 32 as in quant.h. Bytes of a panel, in this order (all
 // parts are multiples of 64 bytes):
 //
-//   head    GroupHead: what the tiles must know
+//   head    GroupHead: the parameters that tiles need
 //   then for each group (a block has two groups of 16, which count as one here):
 //   scales  [32] of scale_type; [2, 32] for groups of 16
-//   zeros   the same of zero_type, where there are zeros
+//   zeros   the same shape of zero_type, if there are zeros
 //   codes   for each block of the group:
 //           4 bits: [4, 32, 4] bytes, byte (g, row, j): low nibble of k = 4 g + j, high nibble of k = 16 + 4 g + j
 //           integers of 8 bits: [8, 32, 4] bytes, the code of k = 4 g + j
 //           floats of 8 bits: [32, 32] bytes, the code of (k, row)
 //
-// Integers meet activations in two int8 parts, as GGUF's types do, or in one where the checkpoint means it so (see
-// groups_rounded.h); floats are expanded exactly and meet fp32.
+// Integers are multiplied by activations in two int8 parts, as GGUF's types are, or in one if the checkpoint asks for
+// it (see groups_rounded.h). Floats are expanded exactly and multiplied by fp32.
 #pragma once
 
 #include "linear.h"
@@ -31,7 +31,7 @@ struct GroupHead {
   int32_t parts;         // 2 for groups of 16, else 1
   DType scale_type;
   int32_t zero_type;  // a DType, or kNoZeros
-  int32_t meta_bytes;  // scales and zeros of a group
+  int32_t meta_bytes;  // bytes of the scales and zeros of a group
   int32_t unused[11];
   float table[16];
 };
@@ -57,7 +57,7 @@ inline GroupHead head_of(const PackedWeight& w) {
   return head;
 }
 
-// 0 for a k that is no whole number of groups, or of blocks.
+// 0 for a k that is not a whole number of groups and blocks.
 inline int64_t grouped_panel_bytes(const PackedWeight& w) {
   const GroupHead head = head_of(w);
   const int64_t blocks = w.k / kBlock;
@@ -65,16 +65,16 @@ inline int64_t grouped_panel_bytes(const PackedWeight& w) {
   return kHeadBytes + blocks / head.group_blocks * head.meta_bytes + blocks * group_code_bytes(w.type);
 }
 
-// A row of activations that the checkpoint means to be rounded to int8, x ~ step * (q - zero): this, q [k] as Rounded,
-// and for each group of the weight the sum of its q: where the weight has no zero points times the middle of the codes,
-// by which they are too large.
+// The head of a row of activations that is rounded to int8 as the checkpoint asks, x ~ step * (q - zero). After it come
+// q [k] as Rounded, and a correction for each group of the weight: the sum of its q, times the middle of the codes if
+// the weight has no zero points.
 struct RoundedRow {
   float step, zero;
   int32_t unused[14];
 };
 static_assert(sizeof(RoundedRow) == 64, "q is aligned");
 
-// AVX2 multiplies 16 bits of both exactly, and 8 bits only where the sums of two products stay below 2^15.
+// AVX2 multiplies 16-bit operands exactly, but 8-bit ones only if sums of two products stay below 2^15.
 #if defined(__AVX2__) && !defined(HEADRACE_AVX512)
 typedef int16_t Rounded;
 #else

@@ -1,4 +1,4 @@
-// Linear layers over integers of 8 bits with group scales: a unit of its own, so that the types compile side by side.
+// Linear layers over 8-bit integers with group scales: a separate unit, so that types compile in parallel.
 #include "experts_driver.h"
 #include "groups_tile.h"
 

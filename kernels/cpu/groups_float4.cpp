@@ -1,4 +1,5 @@
-// Linear layers over 4-bit codes of a table of floats with group scales: a unit of its own, so that the types compile side by side.
+// Linear layers over 4-bit codes for a table of floats, with group scales: a separate unit, so that types compile in
+// parallel.
 #include "experts_driver.h"
 #include "groups_tile.h"
 

@@ -1,9 +1,9 @@
-// Tiles of integers of 4 and 8 bits that meet activations of 8 bits: what checkpoints of W4A8 and W8A8 mean. See
-// groups.h for both layouts.
+// Tiles of 4-bit and 8-bit integer weights with 8-bit activations, for W4A8 and W8A8 checkpoints. See groups.h for the
+// layouts of weights and activations.
 //
 // For a group, with w = scale * (code - m), m the weights' zero point, and x = step * (q - zero):
 //   sum w x = scale * step * (sum code q - m sum q  -  zero * sum (code - m))
-// The sums of integers are exact; scaled, they are added in fp32 in rising order of groups.
+// The integer sums are exact. They are scaled and added in fp32 in rising order of groups.
 #pragma once
 
 #include "groups.h"
@@ -13,14 +13,14 @@
 
 namespace headrace {
 
-// One quad of kLanes rows of a panel, and what adds up its products.
+// One quad of kLanes rows of a panel, and the accumulator of its products.
 #if defined(__AVX2__) && !defined(HEADRACE_AVX512)
 struct RoundedDot {
   struct Codes {
-    __m256i rows[2];  // of four rows each, as 16 bits
+    __m256i rows[2];  // four rows each, in 16 bits
   };
   struct Sum {
-    __m256i rows[2] = {};  // [4, 2]: of a row, of the first two and of the last two of each quad
+    __m256i rows[2] = {};  // [4 rows, 2]: sums over the first two and over the last two of each quad
   };
 
   static inline __attribute__((always_inline)) Codes of(Bytes codes) {
@@ -68,8 +68,8 @@ constexpr int kRoundedGroups = 2;
 #endif
 #endif
 
-// Steps between 0 and a token's largest magnitude: 127.5, for codes go from -128 to 127. Where the largest is negative
-// that is the border between two codes, which the last bit of a quotient would decide; this makes it -128.
+// Steps between 0 and a token's largest magnitude. Codes go from -128 to 127, so it would be 127.5; but then a negative
+// largest value would lie between two codes, decided by the last bit of a quotient. With slightly more it is -128.
 constexpr float kTokenSteps = 127.50003f;
 
 template <WeightType kType>
@@ -77,12 +77,12 @@ struct RoundedIntegers : GroupedBase {
   static constexpr int kMaxRows = kRoundedTileRows;
   static constexpr int kBits = bits_of(kType);
   static constexpr int32_t kMiddle = 1 << (kBits - 1);
-  // A line of a block has quads of all rows of a panel; of 4 bits two, the second 4 quads behind the first.
+  // A line of a block has one quad of each row of a panel; for 4 bits two, the second 4 quads after the first.
   static constexpr int kLineBytes = kPanelRows * 4;
   static constexpr int kLines = group_code_bytes(kType) / kLineBytes;
   static constexpr int kHalves = kQuads / kLines;
 
-  // Codes of kLanes rows: the quad, or of 4 bits both, of a line.
+  // The codes of kLanes rows of a line: one quad, or two for 4 bits.
   static inline __attribute__((always_inline)) void load_quads(const char* from, Bytes (&codes)[kHalves]) {
     codes[0] = load_bytes(from);
     if constexpr (kHalves == 2) {
@@ -99,7 +99,7 @@ struct RoundedIntegers : GroupedBase {
     return reinterpret_cast<const int32_t*>(row + sizeof(RoundedRow) + bytes_of_rounded(k));
   }
 
-  // Step and zero of a row, by the least and the largest of its values and 0.
+  // The step and zero of a row, from the least and the largest of 0 and its values.
   static RoundedRow rounding_of(const PackedWeight& w, float least, float most) {
     RoundedRow row = {};
     row.step = w.input_scale;
@@ -107,7 +107,7 @@ struct RoundedIntegers : GroupedBase {
     if (w.rounding == InputRounding::kStatic) return row;
     const bool shifted = w.rounding == InputRounding::kShiftedToken;
     row.step = shifted ? (most - least) / 255.0f : (most > -least ? most : -least) / kTokenSteps;
-    if (!(row.step > 0.0f)) row.step = 1.0f;  // nothing but zeros, or what is too small for a step
+    if (!(row.step > 0.0f)) row.step = 1.0f;  // all values are zero, or too small for a step
     if (shifted) {
       const float zero = nearest_integers(all_lanes(-128.0f - least / row.step))[0];
       row.zero = zero < -128.0f ? -128.0f : zero > 127.0f ? 127.0f : zero;
@@ -139,7 +139,7 @@ struct RoundedIntegers : GroupedBase {
     for (int64_t group = 0; group < w.k / w.group; ++group) {
       Ints sum = {};
       for (int64_t i = group * w.group; i < (group + 1) * w.group; i += kLanes) {
-        // As the tool does it: divided, rounded, shifted, and then kept in 8 bits.
+        // Divided, shifted, clamped and rounded, as `InputRounding.of` does.
         const Floats shifted = value(i) / step + row.zero;
         const Floats kept = larger(smaller(shifted, all_lanes(127.0f)), all_lanes(-128.0f));
         const Ints q = nearest_integers(kept);
@@ -153,13 +153,12 @@ struct RoundedIntegers : GroupedBase {
     }
   }
 
-  // Zero points of kLanes rows of the group whose scales are at `meta`, where there are any.
+  // The zero points of kLanes rows of the group whose scales are at `meta`, for weights that have zero points.
   static Floats zeros_of(const GroupHead& head, const char* meta, int first) {
     return load_vector(meta + kPanelRows * size_of(head.scale_type), first, static_cast<DType>(head.zero_type));
   }
 
-  // Of each row of a panel, what its codes less their zero point add up to, scaled: what an input that is 1 everywhere
-  // would give.
+  // The sum of the weights of each row of a panel, which is the product with an input of ones.
   static __attribute__((noinline)) void sums_of_weights(const char* panel, int64_t k, float* sums) {
     const GroupHead& head = *reinterpret_cast<const GroupHead*>(panel);
     const char* next = panel + kHeadBytes;
@@ -190,7 +189,7 @@ struct RoundedIntegers : GroupedBase {
     for (int group = 0; group < kGroups; ++group) store_floats(sums + group * kLanes, total[group]);
   }
 
-  // kRoundedGroups * kLanes rows of a panel, from group `first`: as many as registers hold the sums of.
+  // The products of kRoundedGroups * kLanes rows of a panel, from group `first` on: as many sums as fit the registers.
   template <int kRows, bool kAsks>
   static inline __attribute__((always_inline)) void columns(const char* x, int64_t x_bytes, const char* panel,
                                                             int64_t k, int first, float* sums, int64_t sums_stride,

@@ -1,4 +1,4 @@
-// Linear layers over integers of 8 bits whose inputs are rounded to int8 too: a unit of its own, as groups_8.cpp is.
+// Linear layers over 8-bit integers with int8 inputs: a separate unit, so that types compile in parallel.
 #include "experts_driver.h"
 #include "groups_rounded.h"
 

@@ -8,7 +8,7 @@
 
 namespace headrace {
 
-// What a tile reads of a panel as it goes along K: the scales that are in force, and the block of codes.
+// A tile's walk along K of a panel: the scales and zeros of the current group, and the current block of codes.
 struct GroupWalk {
   const GroupHead& head;
   const char* next;
@@ -18,7 +18,7 @@ struct GroupWalk {
   explicit GroupWalk(const char* panel)
       : head(*reinterpret_cast<const GroupHead*>(panel)), next(panel + kHeadBytes) {}
 
-  // The codes of the next block.
+  // Advances to the next block and returns its codes.
   const char* step(int64_t code_bytes) {
     if (blocks_left == 0) {
       meta = next;
@@ -31,12 +31,12 @@ struct GroupWalk {
     return codes;
   }
 
-  // Of kLanes rows; part: the half of a block, for groups of 16.
+  // The scales of kLanes rows. part: the half of a block, for groups of 16.
   Floats scale(int group, int part) const {
     return load_vector(meta, part * kPanelRows + group * kLanes, head.scale_type);
   }
 
-  // Of the integer types, whose groups are whole blocks.
+  // The zero points of kLanes rows, for integer types, whose groups are whole blocks.
   Floats zero(int group) const {
     return load_vector(meta + kPanelRows * size_of(head.scale_type), group * kLanes,
                        static_cast<DType>(head.zero_type));
@@ -98,7 +98,7 @@ struct GroupedIntegers : GroupedBase {
   static inline __attribute__((always_inline)) Floats multiply(Floats total, const QuantBlock& x,
                                                                const Bytes (&codes)[kQuads], Floats scale,
                                                                Floats minimum) {
-    // Without this the compiler keeps the broadcast quads of all rows for the next group, and spills them.
+    // Without this barrier the compiler keeps the broadcast quads of all rows for the next group, and spills them.
     asm volatile("" ::: "memory");
     const Ints high = dot_run<kBits, kQuads>(Ints{}, codes, x.high);
     const Ints sum = dot_run<kBits, kQuads>(kZeros ? Ints{} : all_lanes(x.correct[0]), codes, x.low) + (high << 8);
@@ -142,13 +142,13 @@ struct GroupedIntegers : GroupedBase {
   }
 };
 
-// The weights of kLanes rows at one k, without their scale.
+// Expands codes to the weights of kLanes rows at each k of a block, without their scales.
 template <WeightType kType>
 struct FloatCodes;
 
 template <>
 struct FloatCodes<WeightType::kFloat4Groups> {
-  // What a scale is multiplied by.
+  // The factor of scales that makes up for the expansion.
   static constexpr float kUnit = 1.0f;
   Floats table[16 / kLanes];
 
@@ -182,7 +182,7 @@ struct FloatCodes<WeightType::kFloat4Groups> {
 
 template <>
 struct FloatCodes<WeightType::kE4M3Groups> {
-  static constexpr float kUnit = 256.0f;  // as an fp16 an e4m3 has 1/256 of its value, exactly
+  static constexpr float kUnit = 256.0f;  // the bits of an e4m3 in an fp16 have exactly 1/256 of its value
 
   explicit FloatCodes(const GroupHead&) {}
 

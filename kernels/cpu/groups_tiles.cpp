@@ -1,9 +1,9 @@
-// The way into the library of weights with group scales.
+// The entry point of the library for weights with group scales.
 #include "groups.h"
 
 using namespace headrace;
 
-// What multiplies by weights of such a type: PackedWeight.tiles. rounded: whether there is an InputRounding.
+// The tiles of a type, for PackedWeight.tiles. rounded: whether the weight has an InputRounding.
 HR_EXPORT const Tiles* hr_grouped_tiles(int32_t number, int32_t rounded) {
   const auto type = static_cast<WeightType>(number);
   if (rounded) return type == WeightType::kInt4Groups ? tiles_of_rounded_int4() : tiles_of_rounded_int8();

@@ -3,7 +3,7 @@
 namespace headrace {
 namespace {
 
-// [2 * rotary_half] values rotated, the first of each pair before all the second ones.
+// Rotates [2 * rotary_half] values; the first elements of all pairs come before the second ones.
 void rotate(const LatentArgs& args, const float* cos, const float* sin, const float* from, float* to) {
   const int half = args.rotary_half, step = args.interleaved != 0 ? 2 : 1, second_at = args.interleaved != 0 ? 1 : half;
   for (int i = 0; i < half; ++i) {

@@ -1,12 +1,13 @@
-// The expanded form of latent attention. A part of the work is one head of many tokens of a sequence, which go through its
-// context tile by tile: what the cache keeps of a tile's tokens is multiplied into this head's keys and values, and all
-// the part's queries meet them while they are in the second-level cache. So the room that is needed depends on neither
-// the context nor the number of heads, and making a tile costs little beside so many queries' use of it.
+// The expanded form of latent attention. A part of the work is one head of many tokens of a sequence. It goes through
+// the context tile by tile: the cached vectors of a tile are multiplied into this head's keys and values, and all
+// queries of the part attend to them while they are in the second-level cache. The memory needed therefore depends
+// neither on the context nor on the number of heads, and computing a tile costs little compared with its use by so many
+// queries.
 //
-// Tiles, their order and every chain of sums are the same whatever the parts are: a row's result depends on neither
-// threads nor batch, nor on how long its sequence's part is beyond least_tokens.
+// Tiles, their order and every chain of sums do not depend on the division into parts: a row's result depends neither
+// on threads nor batch, nor on the number of tokens that its sequence computes, once it is at least least_tokens.
 //
-// A part of attention.cpp, whose products it shares: they take the compiler long.
+// Included by attention.cpp, whose products it shares, since these take long to compile.
 #pragma once
 
 #include <algorithm>
@@ -18,15 +19,15 @@
 
 namespace headrace {
 
-constexpr int kMostPartRows = 21 * kTileRows;  // queries of a part: their outputs fill a second-level cache
+constexpr int kMostPartRows = 21 * kTileRows;  // most queries of a part: their outputs fit the second-level cache
 constexpr int kLeastPartRows = 5 * kTileRows;
-constexpr int64_t kPartsOfThread = 4;  // for each thread, about: the work is balanced
+constexpr int64_t kPartsOfThread = 4;  // wanted parts per thread, to balance the work
 
 struct ExpandedSizes {
-  int head_dim, padded;   // of a query and key; in whole vectors
-  int rotated;            // its last dimensions
-  int compressed;         // of a token's vector, what keys and values are made of
-  int value_dim, values;  // in whole groups
+  int head_dim, padded;   // of a query or key; rounded up to whole vectors
+  int rotated;            // the last dimensions of a head, which are rotated
+  int compressed;         // the first part of a cached vector, from which keys and values are computed
+  int value_dim, values;  // of a value; rounded up to whole groups
 
   explicit ExpandedSizes(const LatentExpandedArgs& args)
       : head_dim(args.latent.nope_dim + 2 * args.latent.rotary_half),
@@ -40,12 +41,12 @@ struct ExpandedSizes {
 template <class T>
 struct ExpandedScratch {
   T* queries;        // [rows, padded]
-  T* rows;           // [kTileKeys, vector_dim]: what the cache keeps of a tile
-  T* compressed;     // the same in groups of keys, without the rotated part
+  T* rows;           // [kTileKeys, vector_dim]: the cached vectors of a tile
+  T* compressed;     // the same without the rotated part, in groups of keys
   T* keys;           // [kTileGroups][padded * kGroupKeys]
   T* values;         // [kTileGroups][kGroupKeys * values]
   T* weights;        // [kTileRows, kTileKeys]
-  float* made;       // [nope_dim or kTileKeys, kTileKeys]: products before they are rounded
+  float* made;       // [nope_dim or kTileKeys, kTileKeys]: products before rounding
   float* scores;     // [kTileRows, kTileKeys]
   float* output;     // [rows, values]
   float* row;        // [vector_dim]
@@ -84,7 +85,7 @@ inline void store_as(float value, Bf16* to) { *to = bf16_of_float(value); }
 // One head of some tokens of one sequence.
 struct LatentPart {
   int64_t seq;
-  int64_t first_row;  // of the step
+  int64_t first_row;  // the part's first row of the step
   int rows;
   int first_position;
   int head;
@@ -111,7 +112,7 @@ class Expander {
     for (int start = 0; start < part.end_position(); start += kTileKeys) {
       const int count = std::min(kTileKeys, part.end_position() - start);
       make_tile(part, start, count);
-      // Rows before the tile see nothing of it.
+      // Queries at positions before the tile do not see it.
       const int first = std::max(0, start - part.first_position) / kTileRows * kTileRows;
       for (int row = first; row < part.rows; row += kTileRows)
         attend(part, row, std::min(kTileRows, part.rows - row), start, count);
@@ -139,7 +140,7 @@ class Expander {
     }
   }
 
-  // This head's keys and values of the tokens [start, start + count) of the context; zeros beyond them.
+  // Computes this head's keys and values of the tokens [start, start + count) of the context, padded with zeros.
   void make_tile(const LatentPart& part, int start, int count) {
     constexpr int kPair = kPairs<T>;
     const int vector_dim = cache_.head_dim, nope_dim = args_.latent.nope_dim, compressed = sizes_.compressed;
@@ -191,7 +192,7 @@ class Expander {
     }
   }
 
-  // What the cache keeps of a token, its scale applied.
+  // Reads the cached vector of a token and applies its scale.
   void read_row(const LatentPart& part, int position, T* to) {
     const int32_t* const table = step_.block_table + cache_.tables_offset + part.seq * step_.block_table_stride;
     const int64_t index = int64_t{table[position / cache_.block_size]} * cache_.block_size + position % cache_.block_size;
@@ -202,7 +203,7 @@ class Expander {
     convert_row(scratch_.row, DType::kF32, cache_.head_dim, scale, to, type_of(to));
   }
 
-  // Rows [first, first + rows) of the part meet the tile.
+  // Rows [first, first + rows) of the part attend to the tile.
   void attend(const LatentPart& part, int first, int rows, int start, int count) {
     const T* keys[kTileGroups];
     const T* values[kTileGroups];
@@ -231,11 +232,11 @@ class Expander {
   const Step& step_;
   ExpandedSizes sizes_;
   ExpandedScratch<T> scratch_;
-  int groups_ = 0;  // of the tile
-  Fetch fetch_;     // of nothing: a tile is made where it is read
+  int groups_ = 0;  // groups of the current tile
+  Fetch fetch_;     // empty: tiles are computed in scratch and need no prefetch
 };
 
-// Parts whose work begins in this thread's share.
+// Runs the parts whose estimated work begins in this thread's share.
 template <class T>
 void run_expanded(const LatentExpandedArgs& args, const Step& step, int thread, int num_threads) {
   const int heads = args.latent.num_heads;

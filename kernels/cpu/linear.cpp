@@ -1,4 +1,4 @@
-// The ops of linear layers: dispatch by weight type, packing, and the look-up of rows.
+// The ops of linear layers: products, packing and the look-up of rows, dispatched by weight type.
 #include "groups.h"
 #include "linear_driver.h"
 
@@ -12,19 +12,19 @@ struct PackArgs {
   int64_t source_stride;  // elements; bytes for a quantised weight
   void* packed;           // [hr_linear_bytes]
   DType source_dtype;
-  GroupSource groups;  // in place of source, for a weight with group scales
+  GroupSource groups;  // replaces source for a weight with group scales
 };
 
 // Arguments of hr_op_embed: out[i] = W[ids[i]], exactly (then rounded to out_dtype), times `scale`.
 struct EmbedArgs {
   PackedWeight weight;
-  const int32_t* ids;  // [rows], or null: the step's token_ids. Each was checked to be one of the whole table's.
+  const int32_t* ids;  // [rows], or null for the step's token_ids; already checked against the whole table
   void* out;           // [rows, k]
   int64_t out_stride;  // elements
   DType out_dtype;
   Rows rows;
   int64_t fixed_rows;
-  int64_t first_id;  // of W's first row; ids of rows that W does not have become zeros: another rank has them
+  int64_t first_id;  // the id of W's first row; ids of rows that another rank has give zeros
   float scale;
 };
 
@@ -84,12 +84,12 @@ HR_EXPORT void hr_op_embed(const void* raw, const Step& step, int thread, int nu
   }
 }
 
-// Bytes of a weight in packed form; 0 when the type does not have this k.
+// Bytes of a weight in packed form; 0 for a k that the type does not support.
 HR_EXPORT int64_t hr_linear_bytes(const PackedWeight* weight) {
   return panels_of(*weight) * panel_bytes(*weight);
 }
 
-// What hr_op_linear needs for up to max_rows rows, whatever the types of x and out.
+// The scratch of hr_op_linear for up to max_rows rows, for all types of x and out.
 HR_EXPORT void hr_linear_scratch(const PackedWeight* weight, int64_t max_rows, ScratchNeed* need) {
   const int64_t row_bytes = prepared_row_bytes(*weight);
   const int64_t block_rows = max_rows < kMaxBlockRows ? max_rows : kMaxBlockRows;
@@ -97,7 +97,7 @@ HR_EXPORT void hr_linear_scratch(const PackedWeight* weight, int64_t max_rows, S
   need->per_thread_bytes = kPrepareAloneRows * row_bytes + block_rows * weight->fan * kPanelRows * 4;
 }
 
-// So that a test can hold the ctypes mirrors to these structures.
+// For a test that compares the ctypes mirrors with these structures.
 HR_EXPORT int64_t hr_sizeof_linear_args() { return sizeof(LinearArgs); }
 HR_EXPORT int64_t hr_sizeof_embed_args() { return sizeof(EmbedArgs); }
 HR_EXPORT int64_t hr_sizeof_pack_args() { return sizeof(PackArgs); }

@@ -1,13 +1,13 @@
-// The loops around the tiles: how a linear layer is split among threads and cut for the caches, how activations are
-// prepared and results written. A Kernel says how a weight type multiplies:
+// The loops around the tiles: they divide a linear layer among threads, block it for the caches, prepare activations
+// and write results. A Kernel implements the product for one weight type:
 //
-//   kMaxRows                      most rows of x that one tile takes
-//   prepared_bytes(k)             bytes of a row of activations as the tile wants it
-//   usable(args)                  whether x can be read where it is, without preparation
-//   prepare(args, row, to)        one row of x into that form
-//   panel_bytes(w), block_k(k)    the packed panel; how much of K one pass takes (the whole, or a multiple of what
-//                                 the tile's steps need)
-//   block_offset(k), x_offset(k)  bytes into a panel, and into a prepared row, where position k of K begins
+//   kMaxRows                      the most rows of x in one tile
+//   prepared_bytes(k)             bytes of a prepared row of activations
+//   usable(args)                  whether tiles can read x in place, without preparation
+//   prepare(args, row, to)        converts one row of x to the prepared form
+//   panel_bytes(w), block_k(k)    bytes of a packed panel; the part of K in one pass (all of it, or a multiple of the
+//                                 tile's steps)
+//   block_offset(k), x_offset(k)  byte offset of position k of K in a panel, and in a prepared row
 //   tile<kRows>(x, x_bytes, panel, k, sums, sums_stride, add, ahead)
 //                                 sums [kRows, kPanelRows] (+)= x [kRows, k] times the panel
 #pragma once
@@ -16,38 +16,39 @@
 
 namespace headrace {
 
-// Up to this many rows every thread prepares all of x for itself: cheaper than a barrier.
+// With at most this many rows every thread prepares all of x itself, which is cheaper than a barrier.
 constexpr int64_t kPrepareAloneRows = 16;
-// What a block of activations may take of a core's second-level cache.
+// The share of a core's second-level cache for a block of activations.
 constexpr int64_t kActivationBlockBytes = 384 * 1024;
 
 constexpr int64_t kAheadBytes = 8192;
 
-// What a tile asks memory for while it computes.
+// The memory that a tile prefetches while it computes.
 //
-// A panel that one tile goes through once is asked for ahead of its use, by a distance found by measurement. Where
-// several tiles go through a panel, the first two bring one half each of what comes next, so that memory and arithmetic
-// overlap all the time; the rest bring nothing.
+// If only one tile reads a panel, it prefetches the panel itself, kAheadBytes (found by measurement) before use. If
+// several tiles read a panel, the first two prefetch one half each of the next panel, so that memory and arithmetic
+// always overlap; the others prefetch nothing.
 struct Ahead {
   const char* from;
-  int64_t halves;  // of a byte for each byte of panel passed; 0 asks for one line again and again, which is cheap
+  int64_t halves;  // half bytes to prefetch per byte of panel read; 0 requests the same line each time, which is cheap
 
   const char* at(int64_t bytes_passed) const { return from + advance(bytes_passed); }
   int64_t advance(int64_t bytes_passed) const { return bytes_passed * halves / 2; }
 };
 
-// panel_bytes: of what each tile goes through; to_next: from there to what the same tiles go through next.
+// panel_bytes: what each tile reads; to_next: the distance to what the same tiles read next.
 inline Ahead ahead_of(const char* panel, int64_t panel_bytes, int64_t to_next, int64_t tile, int64_t num_tiles) {
   if (num_tiles == 1) return {panel + kAheadBytes, 2};
   if (tile < 2) return {panel + to_next + tile * (panel_bytes / 2), 1};
   return {panel, 0};
 }
 
-// Into the second-level cache: the distance is too far for the first, which the hardware fills in time.
+// Prefetches into the second-level cache; the distance is too long for the first level, which the hardware fills in
+// time.
 //
-// But tiles of few rows pass each byte once, as fast as memory gives it. By the non-temporal way that leaves alone what
-// the second level holds of others, above all of the interpreter: its share of a step, all cache misses before, takes a
-// quarter less, and two rows take a fifth less themselves.
+// Tiles of few rows read each byte once, at the speed of memory. For them the prefetch is non-temporal and does not
+// evict other data from the second level, above all the interpreter's: the interpreter's part of a step, which was
+// dominated by cache misses, takes a quarter less time, and steps of two rows take a fifth less themselves.
 template <bool kFewRows>
 inline void prefetch(const char* address) {
   __builtin_prefetch(address, 0, kFewRows ? 0 : 2);
@@ -103,7 +104,7 @@ inline Floats activate(Activation activation, Floats value) {
   }
 }
 
-// What a gate and what it lets through become together.
+// The product of an activated gate and the up projection.
 inline Floats activate_gated(Activation activation, Floats gate, Floats up) {
   if (activation != Activation::kClampedSilu) return activate(activation, gate) * up;
   const Floats most = all_lanes(7.0f);  // gpt-oss
@@ -112,7 +113,7 @@ inline Floats activate_gated(Activation activation, Floats gate, Floats up) {
   return gate / (1.0f + exponential<true>(-1.702f * gate)) * (up + 1.0f);
 }
 
-// Sums of one tile, [kRows, fan, kPanelRows], to the output: bias, activation, gate, residual, type.
+// Writes the sums of one tile, [kRows, fan, kPanelRows], to the output: bias, activation, gate, residual, conversion.
 void write_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, int64_t first_row, int num_rows,
                 int64_t unit);
 
@@ -122,11 +123,11 @@ inline LaneHighest nothing_yet() {
   return nothing;
 }
 
-// Sums of one tile, [kRows, kPanelRows], to what is kept of its rows in place of the output.
+// Updates the rows' highest values with the sums of one tile, [kRows, kPanelRows], in place of writing the output.
 void keep_highest(const LinearArgs& args, const float* sums, int64_t sums_stride, LaneHighest* rows, int num_rows,
                   int64_t unit);
 
-// `highest`: of row 0, or null where the output is wanted.
+// highest: the entry of row 0, or null to write the output.
 inline void finish_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, LaneHighest* highest,
                         int64_t first_row, int num_rows, int64_t unit) {
   if (highest)
@@ -145,7 +146,7 @@ inline void call_tile(int num_rows, const char* x, int64_t x_bytes, const char* 
   }
 }
 
-// Rows [begin, end) cut into tiles of nearly equal size, none above kMaxRows: each(row, num_rows, tile, num_tiles).
+// Divides rows [begin, end) into tiles of nearly equal size, at most kMaxRows: each(row, num_rows, tile, num_tiles).
 template <int kMaxRows, class Each>
 inline void for_each_tile(int64_t begin, int64_t end, Each each) {
   const int64_t tiles = (end - begin + kMaxRows - 1) / kMaxRows;
@@ -155,7 +156,7 @@ inline void for_each_tile(int64_t begin, int64_t end, Each each) {
   }
 }
 
-// One unit (fan panels) times rows [begin, end) of x.
+// Multiplies rows [begin, end) of x by one unit (fan panels).
 template <class Kernel>
 void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t begin, int64_t end, float* sums,
               LaneHighest* highest) {
@@ -163,7 +164,7 @@ void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t b
   const int64_t block_k = Kernel::block_k(k), sums_stride = fan * kPanelRows;
   const char* panels = static_cast<const char*>(args.weight.data) + unit * fan * panel_bytes;
   if (block_k >= k) {
-    // All tiles of a gated pair go through both its panels, so what comes next is the next pair.
+    // Every tile reads both panels of a gated pair, so that the next pair is prefetched.
     for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows, int64_t tile, int64_t tiles) {
       alignas(64) float buffer[Kernel::kMaxRows * 2 * kPanelRows];
       for (int64_t f = 0; f < fan; ++f) {
@@ -193,12 +194,12 @@ void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t b
   });
 }
 
-// Rows of x that are taken through all panels before the next: as many as stay in the cache.
+// Rows of x in a block, which goes through all panels before the next block: as many as fit the cache.
 inline int64_t rows_per_block(int64_t rows, int64_t row_bytes, int64_t units, int num_threads, int max_rows) {
   int64_t fit = kActivationBlockBytes / row_bytes;
   if (fit < 4 * max_rows) fit = 4 * max_rows;
   int64_t blocks = (rows + fit - 1) / fit;
-  // More blocks where there are too few panels to go round, as long as a block still reuses its panel well.
+  // More blocks if there are too few panels for all threads, as long as each block reuses a panel often enough.
   while (blocks * units < 4 * num_threads && rows / (blocks + 1) >= 2 * max_rows) ++blocks;
   return (rows + blocks - 1) / blocks;
 }
@@ -215,7 +216,7 @@ void run_linear(const LinearArgs& args, const Step& step, int thread, int num_th
   int64_t block_rows = rows_per_block(rows, row_bytes, units, num_threads, Kernel::kMaxRows);
   if (block_rows > kMaxBlockRows) block_rows = kMaxBlockRows;
   const int64_t blocks = (rows + block_rows - 1) / block_rows;
-  // Behind the rows that this thread may have prepared for itself.
+  // After the rows that this thread may have prepared itself.
   float* sums = reinterpret_cast<float*>(step.thread_scratch(thread) + kPrepareAloneRows * row_bytes);
   LaneHighest* highest = step.only_highest ? args.highest : nullptr;
   if (highest) {

@@ -1,4 +1,4 @@
-// Linear layers with fp16 weights: a unit of its own, so that the types compile side by side.
+// Linear layers with fp16 weights.
 #include "experts_driver.h"
 #include "linear_float.h"
 

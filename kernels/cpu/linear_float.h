@@ -1,5 +1,5 @@
 // Tiles of unquantised weights. A panel is [k, kPanelRows] values for fp32 and fp16, and [k/2, kPanelRows, 2] for
-// bf16 (k odd: a zero is added), which is what the bf16 dot-product instructions take: each lane adds the products
+// bf16 (an odd k is padded with a zero), the format of the bf16 dot-product instructions: each lane adds the products
 // of a pair of k to its fp32 sum.
 #pragma once
 
@@ -25,7 +25,7 @@ constexpr int kTileRows = 3;
 constexpr int kTileRows = 2;
 #endif
 
-// Panels above this are taken in several passes over K, so that the part in use stays in the second-level cache.
+// Larger panels are read in several passes over K, so that the part in use stays in the second-level cache.
 constexpr int64_t kPanelBlockBytes = 256 * 1024;
 
 inline int64_t limited_k(int64_t k, int64_t bytes_per_k) {
@@ -34,7 +34,7 @@ inline int64_t limited_k(int64_t k, int64_t bytes_per_k) {
 }
 
 #if defined(HEADRACE_BF16_DOT)
-// sums += the two products of each lane's pair.
+// sums += both products of each lane's pair.
 inline Floats dot_pairs(Floats sums, Floats weights, Floats pair) {
 #if defined(HEADRACE_AVX512)
   return reinterpret_cast<Floats>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sums), reinterpret_cast<__m512bh>(weights),
@@ -47,7 +47,7 @@ inline Floats dot_pairs(Floats sums, Floats weights, Floats pair) {
 }
 #endif
 
-// What the three kernels have in common: kStepK values of k per step, the panel's bytes, the activations' form.
+// The kernel of one float type. It reads kStepK values of k per step.
 template <WeightType kType>
 struct FloatKernel {
   static constexpr int kMaxRows = kTileRows;
@@ -102,7 +102,7 @@ struct FloatKernel {
       reinterpret_cast<float*>(to)[i] = kPairs ? float_of_bf16(rounded) : value;
   }
 
-  // One step: the panel's vectors of kStepK values of k, times the same of each row.
+  // One step: multiplies kStepK values of k of the panel by those of each row.
   template <int kRows>
   static inline __attribute__((always_inline)) void step(Floats (&sums)[kRows][kPanelVectors], const char* w,
                                                          const char* const (&x)[(kRows + 2) / 3], int64_t x_bytes,
@@ -130,7 +130,7 @@ struct FloatKernel {
       }
 #endif
       if constexpr (kPairs) {
-        // The second of a pair first, which is the order of the dot-product instruction.
+        // The second of a pair first, as the dot-product instruction does.
 #pragma GCC unroll 8
         for (int v = 0; v < kPanelVectors; ++v)
           sums[row][v] = fused(high_half(weights[v]), all_lanes(from[1]), sums[row][v]);
@@ -144,7 +144,7 @@ struct FloatKernel {
     }
   }
 
-  // Adding 0 would turn a signalling pattern or a subnormal pair of bf16 into something else; this copies bits.
+  // Copies bits; an operation on floats could change a pair of bf16 that looks like a signalling NaN or a subnormal.
   static Floats all_lanes_bits(float value) {
     int32_t bits;
     std::memcpy(&bits, &value, 4);
@@ -155,7 +155,7 @@ struct FloatKernel {
   }
   static Floats low_half(Floats pairs) { return reinterpret_cast<Floats>(reinterpret_cast<Ints>(pairs) << 16); }
 
-  // Never inlined: its loop needs every register, of both kinds.
+  // Never inlined: its loop needs all registers of both kinds, for vectors and for addresses.
   template <int kRows>
   static __attribute__((noinline)) void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
                                              int64_t sums_stride, bool add, Ahead ahead) {
@@ -165,13 +165,13 @@ struct FloatKernel {
 #pragma GCC unroll 8
       for (int v = 0; v < kPanelVectors; ++v)
         total[row][v] = add ? load_floats(sums + row * sums_stride + v * kLanes) : Floats{};
-    // A base for each three rows: then every address is base + {0, 1, 2} * x_bytes, which one instruction can form.
+    // One base per three rows: every address is then base + {0, 1, 2} * x_bytes, which one instruction can form.
     const char* bases[(kRows + 2) / 3];
 #pragma GCC unroll 8
     for (int group = 0; group < (kRows + 2) / 3; ++group) bases[group] = x + 3 * group * x_bytes;
     const int64_t steps = (k + kStepK - 1) / kStepK;
     constexpr int64_t kBytes = kPanelRows * kStepK * kWeightBytes;
-    // A pointer that moves on by a constant: anything more in this loop costs a twentieth of its speed.
+    // A pointer that advances by a constant: anything more in this loop costs a twentieth of its speed.
     const char* next = ahead.from;
     const int64_t advance = ahead.advance(kBytes);
     for (int64_t i = 0; i < steps; ++i, panel += kBytes, next += advance) {

@@ -1,5 +1,5 @@
-// The machine's limits, measured by the same threads that run the kernels: how fast memory can be read, and how many
-// products per second the vector units give. Benchmarks state their figures as shares of these.
+// Measures the machine's limits with the threads that run the kernels: the speed of reading memory, and multiply-adds
+// per second of the vector units. Benchmarks report shares of these limits.
 #include "linear_float.h"
 #include "quant_dot.h"
 
@@ -9,7 +9,7 @@ namespace {
 struct ReadArgs {
   const void* data;
   int64_t bytes;
-  uint64_t* sums;  // [num_threads], so that the reading is not optimised away
+  uint64_t* sums;  // [num_threads], so that the reads are not optimised away
 };
 
 enum class Arithmetic : int32_t { kF32 = 0, kBF16Pairs = 1, kInt8Quads = 2 };
@@ -21,7 +21,7 @@ struct ArithmeticArgs {
   Arithmetic kind;
 };
 
-// Enough independent sums to cover an instruction's latency on every machine we know, and few enough for registers.
+// Enough independent sums to hide an instruction's latency on every known machine, and few enough for the registers.
 #if defined(HEADRACE_AVX512) || defined(__aarch64__)
 constexpr int kChains = 24;
 #else
@@ -31,7 +31,7 @@ constexpr int kChains = 12;
 template <class Vector, class Multiply>
 Floats run_chains(int64_t rounds, Vector one, Multiply multiply) {
   Vector chains[kChains], different = {};
-  for (int i = 0; i < kChains; ++i) chains[i] = different += one;  // equal chains would be made one
+  for (int i = 0; i < kChains; ++i) chains[i] = different += one;  // the compiler would merge equal chains
   for (int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 32
     for (int i = 0; i < kChains; ++i) chains[i] = multiply(chains[i]);
@@ -62,7 +62,7 @@ HR_EXPORT void hr_op_read(const void* raw, const Step&, int thread, int num_thre
   args.sums[thread] = (sum[0] + sum[1] + sum[2] + sum[3])[0];
 }
 
-// Each round of each thread does kChains vectors of multiply-adds: hr_arithmetic_per_round of them.
+// Each round of each thread does hr_arithmetic_per_round multiply-adds, in kChains vectors.
 HR_EXPORT void hr_op_arithmetic(const void* raw, const Step&, int thread, int) {
   const auto& args = *static_cast<const ArithmeticArgs*>(raw);
   const Floats a = load_floats(args.ones), b = load_floats(args.ones + kLanes);
@@ -80,7 +80,7 @@ HR_EXPORT void hr_op_arithmetic(const void* raw, const Step&, int thread, int) {
   store_floats(args.results + thread * kLanes, sum);
 }
 
-// Multiply-adds of one round on one thread; 0 where the machine (at this level) has no such instruction.
+// Multiply-adds of one round on one thread; 0 if the instruction-set level has no such instruction.
 HR_EXPORT int64_t hr_arithmetic_per_round(int32_t kind) {
   switch (static_cast<Arithmetic>(kind)) {
     case Arithmetic::kF32: return kChains * kLanes;

@@ -1,4 +1,4 @@
-// Packing of unquantised weights, and the way back for one row.
+// Packs unquantised weights, and unpacks single rows.
 #include "linear_float.h"
 
 namespace headrace {
@@ -48,7 +48,7 @@ void pack_float_panels(const PackedWeight& w, const void* source, int64_t source
       const int64_t from_row = source_row(w, panel, row);
       if (from_row < 0) continue;
       const char* from = static_cast<const char*>(source) + from_row * source_stride * size_of(source_dtype);
-      if (same && w.type != WeightType::kF32) {  // bits as they are: no detour through float
+      if (same && w.type != WeightType::kF32) {  // copies the bits without converting to float
         const auto* bits = reinterpret_cast<const uint16_t*>(from);
         for (int64_t k = 0; k < w.k; ++k) reinterpret_cast<uint16_t*>(to)[index_in_panel(w.type, k, row)] = bits[k];
       } else {

@@ -1,12 +1,11 @@
-// The writing of a linear layer's results. A unit of its own, since the libraries of both parts of the kernels (see
-// build.py) have it.
+// Writes the results of linear layers. A separate unit, since all libraries of the kernels (see build.py) contain it.
 #include "linear_driver.h"
 
 namespace headrace {
 
 namespace {
 
-// A whole panel's columns, whose residual (if any) is fp32.
+// Writes all columns of a panel; the residual, if any, is fp32.
 template <bool kGated, DType kOut>
 void write_whole_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, int64_t first_row, int num_rows,
                       int64_t first) {
@@ -48,8 +47,8 @@ void write_whole_tile(const LinearArgs& args, const float* sums, int64_t sums_st
   write(args, sums, sums_stride, first_row, num_rows, first);
 }
 
-// Rows are added where add_to says, each with the bias and times its scale. Every column is one lane of one multiply-add, so that what a
-// row gets does not depend on where its panel ends.
+// out[add_to[row]] += (sums + bias) * scale for each row. Every column is one lane of one multiply-add, so that a
+// result does not depend on where its panel ends.
 void add_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, int64_t first_row, int num_rows,
               int64_t unit) {
   const int64_t first = unit * kPanelRows;
@@ -128,7 +127,7 @@ void keep_highest(const LinearArgs& args, const float* sums, int64_t sums_stride
     LaneHighest& kept = rows[row];
     for (int i = 0; i < kPanelRows; i += kLanes) {
       Floats value = load_floats(sums + row * sums_stride + i);
-      if (i + kLanes > count)  // the panel's filling is no result
+      if (i + kLanes > count)  // leaves out the panel's padding
         value = choose(lane_numbers() < all_lanes(static_cast<int32_t>(count - i)), value, all_lanes(-__builtin_inff()));
       const Floats most = load_floats(kept.values + i);
       const Ints is_higher = (value > most) | (value != value);

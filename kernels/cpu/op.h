@@ -1,19 +1,19 @@
-// The seam of the CPU kernels: an op is a function that runs inside a parallel region that is already open.
+// The interface of the CPU kernels. An op is a function that runs inside a parallel region that is already open:
 //
 //   void op(const void* args, const Step& step, int thread, int num_threads)
 //
-// What every op must keep:
-//  - All threads of the region call it with the same `args` and `step`. It splits its work among them by
-//    (thread, num_threads) alone, so that a run repeats exactly; it never opens a region and never allocates.
-//  - What it computes for a row does not depend on num_threads or on the other rows.
-//  - It returns without a closing barrier. Whoever runs a list of ops puts a barrier between an op and the first
-//    one that reads what it wrote (or overwrites what it reads).
-//  - It may call step.team->barrier() in its middle, the same number of times on every thread.
-//  - It may write its own thread_scratch freely. Before it writes shared_scratch it calls barrier(), because a
-//    thread of the op before may still be reading there.
-//  - Its arguments were validated when they were made; here there is nothing left to refuse.
+// Invariants of every op:
+//  - All threads of the region call it with the same `args` and `step`. It divides its work among them by
+//    (thread, num_threads) alone, so that runs repeat exactly. It never opens a region and never allocates.
+//  - Its result for a row does not depend on num_threads or on the other rows.
+//  - It returns without a closing barrier. The caller of several ops puts a barrier between an op and the first later
+//    one that reads what it wrote, or overwrites what it reads.
+//  - It may call step.team->barrier() itself, the same number of times on every thread.
+//  - It may write its own thread_scratch freely. It calls barrier() before it writes shared_scratch, which threads
+//    still in the previous op may be reading.
+//  - Its arguments were validated when they were constructed, so it refuses nothing.
 //
-// Args are plain C structures made once (ctypes mirrors them); what changes from step to step is in Step.
+// Args are plain C structures, made once and mirrored in ctypes. Step holds what changes from step to step.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@
 
 namespace headrace {
 
-// Which count of Step is the number of rows that an op works on.
+// The number of rows that an op works on: a constant, or a count of Step.
 enum class Rows : int32_t {
   kFixed = 0,   // the op's own constant
   kTokens = 1,  // step.num_tokens
@@ -49,12 +49,12 @@ struct Step {
   const int32_t* positions;     // [num_tokens]
   const int64_t* slot_mapping;  // [num_tokens] cache slot of each token; negative: do not write
   const int32_t* query_start;   // [num_seqs + 1] first row of each sequence
-  const int32_t* seq_lens;      // [num_seqs] tokens of context, the step's own included
+  const int32_t* seq_lens;      // [num_seqs] tokens of context, including those of the step
   const int32_t* block_table;   // [num_seqs, block_table_stride]
   int64_t block_table_stride;
   const int32_t* logits_rows;  // [num_logits] row of the hidden states of each row of logits
-  int64_t single_tokens;       // 1: every sequence computes exactly one token (a program finds it out)
-  int64_t only_highest;        // 1: of rows of logits nothing but the highest is wanted; they need not be written
+  int64_t single_tokens;       // 1: every sequence computes exactly one token (set by hr_program_run)
+  int64_t only_highest;        // 1: only the highest logit of each row is needed; logits need not be written
 
   char* thread_scratch(int thread) const { return scratch + thread * scratch_stride; }
 

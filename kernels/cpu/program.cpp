@@ -64,7 +64,7 @@ void run_ops_timed(const Program& program, const Step& step, int thread, int num
   }
 }
 
-// Seen as unsigned, a negative number is a large one.
+// As an unsigned integer, a negative number is large.
 bool all_below(const int32_t* numbers, int64_t count, int64_t limit) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -74,7 +74,7 @@ bool all_below(const int32_t* numbers, int64_t count, int64_t limit) {
   return count == 0 || largest < limit;
 }
 
-// What of a step a program could not survive. The numbers are known to program_run.py.
+// Why a step is refused: it would read outside an array. program_run.py has the same numbers.
 enum class Refusal : int { kNone = 0, kTokenId = 1, kPosition = 2, kLogitsRow = 3 };
 
 Refusal check(const Program& program, const Step& step) {
@@ -90,7 +90,7 @@ Refusal check(const Program& program, const Step& step) {
 
 using namespace headrace;
 
-// 0, or a Refusal: then nothing was run.
+// Runs the step and returns 0, or returns a Refusal and runs nothing.
 HR_EXPORT int hr_program_run(Pool* pool, const Program* program, const Step* step) {
   const Refusal refusal = check(*program, *step);
   if (refusal != Refusal::kNone) return static_cast<int>(refusal);
@@ -99,7 +99,7 @@ HR_EXPORT int hr_program_run(Pool* pool, const Program* program, const Step* ste
   pool->lend_scratch(run.step);
   const Body body = [](void* context, Team& team, int thread, int num_threads) {
     const Run& run = *static_cast<const Run*>(context);
-    Step step = run.step;  // a copy per thread: the team is the region's, and `run` stays read-only
+    Step step = run.step;  // a copy per thread with the region's team, since threads only read the shared `run`
     step.team = &team;
     (run.program->ticks != nullptr ? run_ops_timed : run_ops)(*run.program, step, thread, num_threads);
   };
@@ -112,7 +112,7 @@ HR_EXPORT int hr_program_run(Pool* pool, const Program* program, const Step* ste
 
 HR_EXPORT uint64_t hr_ticks_now() { return ticks_now(); }
 
-// The size of a structure that Python mirrors, so that a mirror that went wrong is found; -1 for an unknown name.
+// The size of a structure that Python mirrors, for a test of the mirrors; -1 for an unknown name.
 HR_EXPORT int64_t hr_size_of(const char* name) {
   const struct {
     const char* name;

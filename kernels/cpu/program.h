@@ -1,7 +1,7 @@
 // A program: the ops of a whole step, run in one parallel region.
 //
-// Whoever makes a program decides where barriers stand (an op that reads what another thread wrote since the last one,
-// or overwrites what another thread may still read, has one before it); here they are only obeyed.
+// The builder of a program (program.py) places the barriers: one precedes an op that reads what another thread wrote
+// since the last barrier, or overwrites what another thread may still read.
 #pragma once
 
 #include "op.h"
@@ -12,7 +12,7 @@ struct ProgramOp {
   OpFn run;
   const void* args;
   int32_t barrier_before;
-  // 1: a step in which every sequence computes one token does without this op and its barrier.
+  // 1: a step in which every sequence computes one token skips this op and its barrier.
   int32_t skipped_when_single;
 };
 
@@ -20,13 +20,13 @@ struct Program {
   const ProgramOp* ops;
   int64_t first;
   int64_t end;
-  // Null, or [num_threads][number of ops][2] ticks added up over runs: waiting at the barrier, and working.
+  // Null, or [num_threads][number of ops][2] ticks summed over runs: waiting at the barrier, and in the op.
   uint64_t* ticks;
   int64_t ticks_per_thread;  // elements
-  int64_t vocab_size;        // what token ids and positions must be below; 0: nothing reads them
-  int64_t position_limit;
-  // Steps of up to this many tokens and rows of logits are run by the calling thread alone: they take less time than
-  // it costs, with other processes about, to get all threads together at every barrier.
+  int64_t vocab_size;        // token ids must be below it; 0: no op reads them
+  int64_t position_limit;    // positions must be below it; 0: no op reads them
+  // The calling thread runs steps of at most this many tokens alone: they take less time than gathering all threads at
+  // every barrier on a machine that other processes use too.
   int64_t alone_rows;
 };
 

@@ -1,14 +1,14 @@
-// Packing of GGUF blocks, and the way back for one row.
-// The formats are those of ggml; the reference for what a block means is gguf/quants.py of the gguf package.
+// Packs GGUF blocks, and unpacks single rows. The formats are those of ggml; gguf/quants.py of the gguf package is the
+// reference for their meaning.
 #include "quant.h"
 
 namespace headrace {
 namespace {
 
-// One block of 32 weights of one row, as the file has it but spread out.
+// One block of 32 weights of one row with the fields of the file, one code per byte.
 struct Block {
   uint8_t codes[kBlock];
-  uint16_t d, m;      // fp16 bits; for 256-types of the whole 256-block
+  uint16_t d, m;      // fp16 bits; for 256-types those of the whole 256-block
   uint8_t scale[2];   // 256-types: the block's scale and min (Q6_K: the scales of its halves)
 };
 
@@ -136,7 +136,7 @@ void pack_quant_panels(const PackedWeight& w, const void* source, int64_t source
   const int64_t bytes = layout.panel_bytes(w.k);
   for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
     uint8_t* to = static_cast<uint8_t*>(packed) + panel * bytes;
-    std::memset(to, 0, static_cast<size_t>(bytes));  // a filling row has scales 0, and put_codes sets bits only
+    std::memset(to, 0, static_cast<size_t>(bytes));  // padding rows have scales of 0, and put_codes only sets bits
     for (int row = 0; row < kPanelRows; ++row) {
       const int64_t from_row = source_row(w, panel, row);
       if (from_row < 0) continue;

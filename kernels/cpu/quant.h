@@ -1,9 +1,9 @@
-// The packed form of GGUF's block types, and the form of the activations that meet them.
+// The packed form of GGUF's block types, and of the activations that they are multiplied by.
 //
-// A panel holds kPanelRows = 32 rows; along K it is cut in blocks of 32 weights (GGUF's own blocks, or the sub-blocks
-// of a 256-block). In a block the codes lie in quads: four consecutive k of a row, which is what the int8
-// dot-product instructions add into one lane. Bytes of a block of the panel, in this order (all parts are multiples
-// of 64 bytes, so vector loads never cross a cache line):
+// A panel holds kPanelRows = 32 rows; along K it is cut into blocks of 32 weights (GGUF's own blocks, or the sub-blocks
+// of a 256-block). Codes of a block are stored in quads: four consecutive k of a row, which the int8 dot-product
+// instructions add into one lane. Bytes of a block of the panel, in this order (all parts are multiples of 64 bytes, so
+// that vector loads never cross a cache line):
 //
 //   super   every 8th block of a 256-type: d fp16 [32], then dmin fp16 [32] for types with a minimum
 //   scales  32-types: d fp16 [32], then m fp16 [32] for types with a minimum
@@ -13,7 +13,8 @@
 //   low     4 to 6 bits: [4, 32, 4] bytes, byte (g, row, j): low nibble of k = 4 g + j, high nibble of k = 16 + 4 g + j
 //           8 bits: [8, 32, 4] bytes, the signed code plus 128
 //
-// Nothing is lost: the bytes are those of the file (Q4_K and Q5_K: 8 bits for each 6-bit scale, +2.8% and +2.3%).
+// Packing is lossless and keeps the size of the file (except Q4_K and Q5_K, whose 6-bit scales take 8 bits: +2.8% and
+// +2.3%).
 //
 // A weight is scale * (code - offset) - minimum, with codes unsigned. Then for a block, with x = d q:
 //   sum w x = scale * d * (sum code q - offset * sum q) - minimum * d * sum q,   both sums exact in int32:
@@ -41,7 +42,7 @@ struct QuantLayout {
   constexpr int block_bytes() const { return scale_bytes() + high_bytes() + low_bytes(); }
   constexpr int file_block() const { return super ? kBlock * kSuperBlocks : kBlock; }
 
-  // Where block `block` begins (at its scales), and where the super part that governs it lies.
+  // The offset of block `block` (of its scales), and of its super part.
   constexpr int64_t block_at(int64_t block) const {
     return block * block_bytes() + (super ? (block / kSuperBlocks + 1) * super_bytes() : 0);
   }
@@ -67,14 +68,14 @@ constexpr QuantLayout layout_of(WeightType type) {
   }
 }
 
-// A block of activations in two int8 parts, x = step * q with q = 256 high + low: 16 bits, since rounding to 8 is the
-// larger part of the error of packed computing by far, and at small batch the second dot product hides behind memory.
+// A block of activations in two int8 parts, x = step * q with q = 256 high + low: 16 bits, since rounding to 8 bits
+// would be by far the largest error, and with small batches the second dot product is hidden by memory time.
 struct QuantBlock {
   int8_t high[kBlock];
   int8_t low[kBlock];  // in [-127, 127], as is `high`
   float step;
-  float step_sum;      // step * sum of q, for the minimum
-  int32_t correct[2];  // -offset * sum of q: of the block (then [1] is 0), or of its two halves for Q6_K
+  float step_sum;      // step * sum of q, to multiply by the minimum
+  int32_t correct[2];  // -offset * sum of q: of the block (and [1] is 0), or of its two halves for Q6_K
 };
 static_assert(sizeof(QuantBlock) == 80, "tiles and prepared_bytes rely on it");
 

@@ -1,4 +1,4 @@
-// Linear layers over 5-bit weights: a unit of its own, so that the types compile side by side.
+// Linear layers over 5-bit weights of GGUF: a separate unit, so that types compile in parallel.
 #include "experts_driver.h"
 #include "quant_tile.h"
 

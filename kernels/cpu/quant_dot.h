@@ -14,7 +14,7 @@ inline Bytes load_bytes(const void* from) {
   return result;
 }
 
-// To the nearest integers, ties to even, whatever the multiplication that the compiler sees before it.
+// Rounds to nearest integers, ties to even. Intrinsics keep the compiler from merging it with a multiplication.
 inline Ints nearest_integers(Floats value) {
 #if defined(HEADRACE_AVX512)
   return reinterpret_cast<Ints>(_mm512_cvtps_epi32(reinterpret_cast<__m512>(value)));
@@ -31,7 +31,7 @@ inline Ints nearest_integers(Floats value) {
 #endif
 }
 
-// kCodeBits: how large the codes are, for versions whose intermediate sums are narrow.
+// kCodeBits: bits of a code, which limit the intermediate sums of some versions.
 template <int kCodeBits>
 inline Ints dot_quads(Ints sums, Bytes codes, Bytes x) {
 #if defined(HEADRACE_AVX512) && defined(__AVX512VNNI__)
@@ -43,7 +43,7 @@ inline Ints dot_quads(Ints sums, Bytes codes, Bytes x) {
     return _mm512_add_epi32(to, _mm512_madd_epi16(_mm512_maddubs_epi16(part, q), one));
   };
   if (kCodeBits < 8) return reinterpret_cast<Ints>(add(reinterpret_cast<__m512i>(sums), c));
-  // maddubs adds two products in 16 bits: half of a code at a time, so that 2 * 128 * 127 still fits.
+  // maddubs adds two products in 16 bits. Each code is split into two halves, so that 2 * 128 * 127 fits.
   const __m512i half = _mm512_and_si512(_mm512_srli_epi16(c, 1), _mm512_set1_epi8(0x7f));
   return reinterpret_cast<Ints>(add(add(reinterpret_cast<__m512i>(sums), half), _mm512_sub_epi8(c, half)));
 #elif defined(__AVX2__)
@@ -61,7 +61,7 @@ inline Ints dot_quads(Ints sums, Bytes codes, Bytes x) {
   const int8x16_t q = reinterpret_cast<int8x16_t>(x);
   int32x4_t to = reinterpret_cast<int32x4_t>(sums);
   if (kCodeBits < 8) return reinterpret_cast<Ints>(vdotq_s32(to, reinterpret_cast<int8x16_t>(codes), q));
-  // A code of 8 bits as a signed byte is 128 too small; 128 itself is two times 64.
+  // An 8-bit code as a signed byte is 128 too small; 128 is added as two times 64.
   to = vdotq_s32(to, reinterpret_cast<int8x16_t>(codes ^ static_cast<uint8_t>(0x80)), q);
   return reinterpret_cast<Ints>(vdotq_s32(vdotq_s32(to, vdupq_n_s8(64), q), vdupq_n_s8(64), q));
 #else
@@ -71,18 +71,18 @@ inline Ints dot_quads(Ints sums, Bytes codes, Bytes x) {
 #endif
 }
 
-// The quad of x that meets one of codes: the same for all lanes.
+// A quad of x in all lanes.
 inline __attribute__((always_inline)) Bytes quad_of(const int8_t* x) {
   int32_t bits;
   std::memcpy(&bits, x, sizeof(bits));
   return reinterpret_cast<Bytes>(all_lanes(bits));
 }
 
-// The products of kCount quads that follow one another.
+// Adds the products of kCount consecutive quads.
 template <int kCodeBits, int kCount>
 inline __attribute__((always_inline)) Ints dot_run(Ints sums, const Bytes* codes, const int8_t* x) {
 #if defined(__AVX2__) && !defined(HEADRACE_AVX512)
-  // Of small codes many products fit 16 bits, and only then are they widened: half the instructions.
+  // Several products of small codes fit 16 bits; adding them before widening takes half the instructions.
   constexpr int kFit = 32767 / (2 * 127 * ((1 << kCodeBits) - 1));
   if constexpr (kFit > 1) {
     constexpr int kEach = kFit < kCount ? kFit : kCount;

@@ -1,4 +1,4 @@
-// Tiles of quantised weights: see quant.h for the layout and the arithmetic.
+// Tiles of GGUF's block types: see quant.h for the layout and the arithmetic.
 #pragma once
 
 #include "linear_driver.h"
@@ -17,7 +17,7 @@ constexpr int kQuantTileRows = 2;
 
 constexpr int kQuads = kBlock / 4;
 
-// kLanes rows of a panel at a time.
+// Groups of kLanes rows in a panel.
 constexpr int kGroups = kPanelRows / kLanes;
 
 // kLanes small integers as floats.
@@ -27,7 +27,7 @@ inline Floats load_integers(const char* from) {
   Small values;
   std::memcpy(&values, from, sizeof(values));
 #if defined(HEADRACE_AVX512)
-  // Two compilers spell the generic conversion out lane by lane.
+  // Two compilers translate the generic conversion lane by lane.
   const __m128i bytes = reinterpret_cast<__m128i>(values);
   const __m512i wide = Integer(-1) < 0 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
   return reinterpret_cast<Floats>(_mm512_cvtepi32_ps(wide));
@@ -36,7 +36,7 @@ inline Floats load_integers(const char* from) {
 #endif
 }
 
-// offset: what is subtracted from each code; two_scales: the halves of a block have their own.
+// Quantises 32 values of x. offset: the value subtracted from each code; two_scales: each half of a block has a scale.
 inline __attribute__((always_inline)) void quantise_block(const void* x, int64_t at, DType dtype, int offset,
                                                           bool two_scales, QuantBlock* block) {
   constexpr int kParts = kBlock / kLanes;
@@ -47,7 +47,7 @@ inline __attribute__((always_inline)) void quantise_block(const void* x, int64_t
   }
   const float largest = largest_lane(most);
   const float step = largest / (127.0f * 256.0f);
-  // A step that is subnormal has no finite inverse that is any use: such a block is as good as zero.
+  // A subnormal step has no usable inverse; such a block becomes zero.
   const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
   typedef int8_t Small __attribute__((vector_size(kLanes)));
   Ints sums[2] = {};
@@ -121,8 +121,8 @@ struct QuantKernel {
   }
 
   struct Scales {
-    Floats scale[2];  // [1] is used by Q6_K alone
-    Floats minimum;   // what is added per unit of x
+    Floats scale[2];  // [1] only for Q6_K
+    Floats minimum;   // added per unit of x
   };
 
   static inline __attribute__((always_inline)) Scales scales(const char* super, const char* block, int group) {
@@ -145,7 +145,7 @@ struct QuantKernel {
 
   static inline __attribute__((always_inline)) Floats multiply(Floats total, const QuantBlock& x,
                                                                const Bytes (&codes)[kQuads], const Scales& s) {
-    // Without this the compiler keeps the broadcast quads of all rows for the next group, and spills them.
+    // Without this barrier the compiler keeps the broadcast quads of all rows for the next group, and spills them.
     asm volatile("" ::: "memory");
     const Floats step = all_lanes(x.step);
     constexpr int kFirst = kLayout.two_scales() ? kQuads / 2 : kQuads;

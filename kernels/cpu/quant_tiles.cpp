@@ -1,9 +1,9 @@
-// The way into the library of packed weights.
+// The entry point of the library for GGUF's block types.
 #include "quant.h"
 
 using namespace headrace;
 
-// What multiplies by weights of a quantised type: PackedWeight.tiles.
+// The tiles of a quantised type, for PackedWeight.tiles.
 HR_EXPORT const Tiles* hr_packed_tiles(int32_t number) {
   const auto type = static_cast<WeightType>(number);
   switch (layout_of(type).bits) {

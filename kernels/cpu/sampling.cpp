@@ -13,7 +13,7 @@ constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
 typedef uint64_t Words __attribute__((vector_size(4 * kLanes)));
 constexpr int kWords = kLanes / 2;
 
-// SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014), of one word or of a vector of them.
+// SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014), for one word or a vector of words.
 template <class Word>
 inline Word mix(Word z) {
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -31,14 +31,14 @@ inline double noise(uint64_t key, int64_t token) {
   return -std::log(-std::log(uniform));
 }
 
-// The highest of a part of a row; of equals the first.
+// The token with the highest score in a part of a row; of equals the first.
 struct Best {
   double score;
   int64_t token;
 };
 
 struct Highest {
-  float logit;  // NaN if the part holds one
+  float logit;  // NaN if the part contains a NaN
   int64_t token;
 };
 
@@ -53,7 +53,7 @@ inline void keep_higher(Highest& best, Highest other) {
   if (is_nan(other.logit) || other.logit > best.logit) best = other;
 }
 
-// Parts come in rising order of tokens, so that the first of equals is kept.
+// The highest logit of a part. Parts are merged in rising order of tokens, so that the first of equals is kept.
 Highest highest_of(const float* logits, Range part) {
   Floats most = all_lanes(-__builtin_inff());
   Ints strange = {};
@@ -75,10 +75,11 @@ Highest highest_of(const float* logits, Range part) {
   return {highest, part.begin};  // an empty part
 }
 
-// The draw from a whole row (softmax of logit / temperature), over `part`; `start` is the exact score of some token.
+// The best score in `part` of a row that is not truncated (softmax of logit / temperature). start: the exact score of
+// some token.
 //
-// With u the token's uniform number, -log(-log u) > d needs u > exp(-e^-d) >= 1 - e^-d, that is 1 - u < e^-d. So only
-// tokens with 1 - u < e^(tempered - best so far), give or take rounding, need the two exact logarithms.
+// With u the token's uniform number, -log(-log u) > d requires u > exp(-e^-d) >= 1 - e^-d, that is 1 - u < e^-d. So the
+// two exact logarithms are needed only for tokens with 1 - u < e^(tempered - best so far), up to rounding.
 Best draw_from_all(const float* logits, float temperature, uint64_t key, Range part, Best start) {
   Best best = start;
   float limit = static_cast<float>(best.score);
@@ -91,7 +92,7 @@ Best draw_from_all(const float* logits, float temperature, uint64_t key, Range p
   Words offsets;
   for (int lane = 0; lane < kWords; ++lane) offsets[lane] = static_cast<uint64_t>(lane + 1) * kGolden;
   for (; token + kLanes <= part.end; token += kLanes) {
-    // One part in a thousand more than the bound: far above every rounding here.
+    // The bound is raised by one part in a thousand, far more than all rounding here.
     const Floats bound = exponential<true>(load_floats(logits + token) / temperature - limit) * 1.001f;
     if (largest_lane(bound) < 0x1p-54f) continue;  // 1 - u is at least 2^-53
     alignas(64) float bounds[kLanes];
@@ -124,7 +125,7 @@ struct Truncation {
   double top_p, min_p;
 };
 
-// All tokens with a value of at least `least`, in rising order of ids, to `found`; their number.
+// Writes all tokens with a value of at least `least` to `found`, in rising order of ids. Returns their number.
 int64_t gather(const float* logits, int64_t vocab_size, float temperature, float least, Candidate* found) {
   int64_t count = 0, i = 0;
   const auto keep = [&](int64_t token) {
@@ -145,7 +146,7 @@ double total_weight(const float* logits, int64_t vocab_size, float temperature, 
   double total = 0.0;
   int64_t i = 0;
   for (; i + kLanes <= vocab_size;) {
-    // Short runs in float, the runs in double: the error stays near 2^-24 of a run, at random.
+    // Short runs are summed in float and the runs in double, so that errors stay near 2^-24 of a run.
     Floats run = {};
     for (int step = 0; step < 16 && i + kLanes <= vocab_size; ++step, i += kLanes)
       run += exponential<true>(load_floats(logits + i) / temperature - first);
@@ -155,13 +156,13 @@ double total_weight(const float* logits, int64_t vocab_size, float temperature, 
   return total;
 }
 
-// Sorts what truncation may keep to the front of `found` and returns how many it keeps.
+// Sorts the tokens that truncation keeps to the front of `found`, and returns their number.
 int64_t truncate(const float* logits, int64_t vocab_size, float temperature, float first, const Truncation& rule,
                  Candidate* found) {
   const bool by_mass = rule.top_k <= 0 && rule.min_p <= 0.0;
   const double total = by_mass ? total_weight(logits, vocab_size, temperature, first) : 0.0;
   const int64_t most = rule.top_k > 0 ? std::min(rule.top_k, vocab_size) : vocab_size;
-  // The threshold goes down in steps until what lies above it is certain to hold all that is kept.
+  // The threshold is lowered until the tokens above it certainly include all that are kept.
   const double widest = rule.min_p > 0.0 ? 0.01 - std::log(rule.min_p) : __builtin_inf();
   int64_t count = 0;
   for (double gap = 1.0;; gap = gap < 32.0 ? gap + 1.0 : gap * 2.0) {
@@ -219,7 +220,7 @@ inline bool draws(const SampleArgs& args, int64_t row, float highest) {
   return args.temperature[row] > 0.0f && std::isfinite(highest);
 }
 
-// The exact score of the likeliest token: a good start for a draw from all.
+// The exact score of the likeliest token, a good start for draw_from_all.
 Best start_of_draw(const SampleArgs& args, int64_t row, Highest highest) {
   const uint64_t key = row_key(args.seeds[row], args.positions[row]);
   const double tempered = static_cast<double>(highest.logit / args.temperature[row]);
@@ -231,7 +232,7 @@ Best draw_part(const SampleArgs& args, int64_t row, Highest highest, Range part)
                        row_key(args.seeds[row], args.positions[row]), part, start_of_draw(args, row, highest));
 }
 
-// One part of a row, on a cache line of its own.
+// The result of one part of a row, on a separate cache line.
 struct alignas(64) PartResult {
   Highest highest;
   Best best;
@@ -241,7 +242,7 @@ Candidate* candidates_of(const SampleArgs& args, int thread, int num_threads) {
   return reinterpret_cast<Candidate*>(args.workspace + num_threads * sizeof(PartResult)) + thread * args.vocab_size;
 }
 
-// Forbids what the row's mask does not allow. A NaN or an infinity stays, so that the row's failure is seen.
+// Sets tokens that the row's mask forbids to -inf. NaN and +inf stay, so that a broken row is detected.
 void mask_part(const SampleArgs& args, int64_t row, Range part) {
   if (!args.is_masked[row]) return;
   const int32_t* words = args.masks + row * ((args.vocab_size + 31) / 32);
@@ -272,7 +273,7 @@ void choose_alone(const SampleArgs& args, int64_t row, Candidate* found) {
   args.token_ids[row] = static_cast<int32_t>(token);
 }
 
-// All threads on one row: with fewer rows than threads, the vocabulary is divided.
+// All threads sample one row, each from a part of the vocabulary; used for fewer rows than threads.
 void choose_together(const SampleArgs& args, const Step& step, int64_t row, int thread, int num_threads) {
   PartResult* parts = reinterpret_cast<PartResult*>(args.workspace);
   const Range mine = split(args.vocab_size, thread, num_threads, kLanes);
@@ -295,10 +296,10 @@ void choose_together(const SampleArgs& args, const Step& step, int64_t row, int 
     args.best[row] = highest.logit;
     args.token_ids[row] = static_cast<int32_t>(best.token);
   }
-  step.team->barrier();  // the parts are free for the next row
+  step.team->barrier();  // before the next row overwrites the parts
 }
 
-// From what the projection kept. All rows are greedy, or they would want their logits.
+// Chooses the token from the highest values that the projection kept. All rows are greedy in such a step.
 void choose_kept(const SampleArgs& args, int64_t row, int num_threads) {
   Highest highest = {-__builtin_inff(), 0};
   for (int thread = 0; thread < num_threads; ++thread) {

@@ -1,8 +1,8 @@
-// From logits to tokens: greedy, or temperature, min_p, top_k and top_p and a draw by the Gumbel-max trick.
+// Sampling: greedy, or with temperature, min_p, top_k and top_p by the Gumbel-max trick.
 //
-// The choices of the reference (kernels/reference/sampling.py), to the token: tokens rank by logit, highest first, and equal logits by
-// id, lowest first; min_p, top_k and top_p each keep a beginning of that order; the noise of a token is a pure function
-// of (seed, position, token id).
+// It chooses exactly the tokens of the reference (kernels/reference/sampling.py). Tokens are ranked by logit, highest
+// first, and equal logits by id, lowest first; min_p, top_k and top_p each keep the first tokens of that order; the
+// noise of a token is a pure function of (seed, position, token id).
 #pragma once
 
 #include "linear.h"
@@ -10,7 +10,7 @@
 namespace headrace {
 
 struct SampleArgs {
-  float* logits;  // [rows, stride]; left as they are, but for what masks forbid, which becomes -inf
+  float* logits;  // [rows, stride]; not modified, except that masks set forbidden tokens to -inf
   int64_t stride;
   int64_t vocab_size;
   int64_t num_rows;          // with Rows::kFixed
@@ -19,18 +19,17 @@ struct SampleArgs {
   const double* top_p;       // [rows]; 1: all
   const double* min_p;       // [rows]; 0: all
   const uint64_t* seeds;     // [rows]
-  const int64_t* positions;  // [rows] of the token that is being sampled, prompt included
-  int32_t* token_ids;        // [rows]; where `best` is not finite they mean nothing
-  float* best;               // [rows] the highest logit; NaN if there is any
-  // [num_threads] bests of parts of rows, and [num_threads, vocab_size] candidates, of sizes that
-  // hr_sample_workspace_bytes gives.
+  const int64_t* positions;  // [rows] the position of the token to be sampled, prompt included
+  int32_t* token_ids;        // [rows]; meaningless where `best` is not finite
+  float* best;               // [rows] the highest logit; NaN if the row contains a NaN
+  // hr_sample_workspace_bytes: [num_threads] results of parts of rows, and [num_threads, vocab_size] candidates.
   char* workspace;
   Rows rows;
-  // [num_threads, highest_rows] or null: where a step with only_highest has its rows of logits' highest.
+  // [num_threads, highest_rows] or null: read in place of the logits in a step with only_highest.
   const LaneHighest* highest;
   int64_t highest_rows;
   const int32_t* is_masked;  // [rows] 0 or 1
-  const int32_t* masks;      // [rows, ceil(vocab_size / 32)]: bit t % 32 of word t / 32 is set where token t may be
+  const int32_t* masks;      // [rows, ceil(vocab_size / 32)]: bit t % 32 of word t / 32 is set if token t is allowed
 };
 
 void sample(const void* args, const Step& step, int thread, int num_threads);

@@ -1,5 +1,5 @@
-// A region's barrier, and waiting on a word of memory. A unit of its own, since the libraries of both parts of the
-// kernels (see build.py) have it.
+// The barrier of a region, and waiting on a word of memory. A separate unit, since all libraries of the kernels (see
+// build.py) contain it.
 #include "threads.h"
 
 #include <linux/futex.h>
@@ -10,8 +10,8 @@
 namespace headrace {
 namespace {
 
-// A wait may start in a state where no wake-up is due any more (its caller rechecks), but a lost wake-up would
-// hang the engine; waking by itself once in a while turns such a bug into a slow step.
+// The longest sleep. Callers check the word again after it, so that a lost wake-up, which would be a bug, slows a step
+// down instead of hanging the engine.
 constexpr long kFutexNapNs = 100'000'000;
 
 inline void pause_briefly() {
@@ -66,8 +66,8 @@ void futex_wake_all(uint32_t* word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVAT
 Team::Team(int num_threads, int spin_us)
     : num_threads_(num_threads), spin_ticks_(static_cast<uint64_t>(spin_us) * ticks_per_us()) {}
 
-// The sleeper announces itself and only then looks at the word again; the waker changes the word and only then
-// looks for sleepers. Both are sequentially consistent, so at least one of them sees the other.
+// The sleeper counts itself in `sleepers` before it reads the word again; the waker changes the word before it reads
+// `sleepers`. All four are sequentially consistent, so at least one of the two sees the other.
 void Team::wait_while(const uint32_t* word, uint32_t old, uint32_t* sleepers) const {
   for (int spin = 0; spin < 64; ++spin) {
     if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != old) return;

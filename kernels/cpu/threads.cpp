@@ -89,7 +89,7 @@ class ThreadPool final : public Pool {
     pthread_t handle;
   };
 
-  // Whole pages, so that two threads' scratch never shares a page (nor, with first touch, a memory node).
+  // Whole pages, so that no two threads' scratch shares a page or, with first-touch placement, a memory node.
   static int64_t round_up(int64_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
   static bool renew(char*& area, int64_t bytes) {
@@ -115,7 +115,7 @@ class ThreadPool final : public Pool {
     for (int i = 1; i < num_threads_; ++i) pthread_join(workers_[i].handle, nullptr);
   }
 
-  // Only the forking thread lives on in the child: locks may be held and counters half-way, so all begin anew.
+  // Only the forking thread exists in the child. Locks may be held and counters inconsistent, so all are reset.
   void restart_after_fork() {
     pthread_mutex_init(&mutex_, nullptr);
     new (&team_) Team(num_threads_, spin_us_);
@@ -128,7 +128,7 @@ class ThreadPool final : public Pool {
   static void* main(void* argument) {
     Worker* self = static_cast<Worker*>(argument);
     if (self->cpu >= 0) {
-      // A mask that cannot be set (the CPU went away) leaves the thread where the system puts it.
+      // If the mask cannot be set (the CPU went offline), the system places the thread.
       cpu_set_t mask;
       CPU_ZERO(&mask);
       CPU_SET(self->cpu, &mask);
@@ -139,7 +139,7 @@ class ThreadPool final : public Pool {
   }
 
   void serve(int thread) {
-    // Every region moves the ticket by one and ends with a barrier, so no worker can miss one.
+    // Every region increments the ticket and ends with a barrier, so no worker can miss one.
     for (uint32_t ticket = 0;; ++ticket) {
       team_.wait_while(&ticket_, ticket, &idle_);
       if (body_ == nullptr) return;
@@ -190,26 +190,26 @@ using headrace::Pool;
 using headrace::Step;
 using headrace::Team;
 
-// Null when threads or memory are refused by the system.
+// Null if the system refuses threads or memory.
 HR_EXPORT Pool* hr_pool_create(int num_threads, const int32_t* cpus, int spin_us) {
   return Pool::create(num_threads, cpus, spin_us);
 }
 
 HR_EXPORT void hr_pool_destroy(Pool* pool) { delete pool; }
 
-// 0, or -1 when the memory is refused.
+// 0, or -1 if the system refuses the memory.
 HR_EXPORT int hr_pool_reserve(Pool* pool, int64_t shared_bytes, int64_t per_thread_bytes) {
   return pool->reserve(shared_bytes, per_thread_bytes) ? 0 : -1;
 }
 
-// One op in a region of its own: the entry of every op for tests and for use op by op. `step` is read only; a null
-// one stands for a step without rows, for ops whose row count is fixed.
+// Runs one op in its own region, for tests and for use op by op. `step` is only read; null stands for a step without
+// rows, for ops whose number of rows is fixed.
 HR_EXPORT void hr_pool_run_op(Pool* pool, OpFn op, const void* args, const Step* step) {
   OneOp one = {op, args, step ? *step : Step{}};
   pool->lend_scratch(one.step);
   pool->run(
       [](void* context, Team& team, int thread, int num_threads) {
-        // A copy per thread: the team is the region's, and `one` stays read-only while it is shared.
+        // A copy per thread with the region's team, since threads only read the shared `one`.
         Step step = static_cast<OneOp*>(context)->step;
         step.team = &team;
         static_cast<OneOp*>(context)->op(static_cast<OneOp*>(context)->args, step, thread, num_threads);
@@ -217,7 +217,7 @@ HR_EXPORT void hr_pool_run_op(Pool* pool, OpFn op, const void* args, const Step*
       &one);
 }
 
-// `count` barriers, for measuring what one costs.
+// Runs `count` barriers, to measure the cost of one.
 HR_EXPORT void hr_pool_barriers(Pool* pool, int64_t count) {
   pool->run(
       [](void* context, Team& team, int, int) {
