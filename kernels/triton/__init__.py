@@ -1,1 +1,1 @@
-"""GPU kernels in Triton. Importing this loads nothing; see README.md for what is where."""
+"""GPU kernels in Triton. Importing this package loads nothing; README.md lists its modules."""

@@ -1,7 +1,7 @@
-"""Activations, alone or times a second half, in one pass."""
+"""Activations, and their products with a second half, in one pass."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-# What triton.jit compiles has types of its own.
+# Functions under triton.jit handle types that mypy does not know.
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NUM_WARPS = 4
 
 
 def activate(x: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
-    """As `reference.activate`; out is like x and contiguous."""
+    """As `reference.activate`. out: contiguous, with x's shape and dtype."""
     return _activate(x, kind, False, out)
 
 
 def activate_and_multiply(gate_up: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
-    """As `reference.activate_and_multiply`; out [..., size] is contiguous."""
+    """As `reference.activate_and_multiply`. out: contiguous [..., size]."""
     return _activate(gate_up, kind, True, out)
 
 

@@ -1,12 +1,12 @@
-"""Paged attention: one tile of queries against a range of keys, and the ways to divide the work.
+"""Paged attention: a kernel for one tile of queries over a range of keys, and the launches that divide the work.
 
-The online softmax of Milakov and Gimelshein (2018) in base 2, as FlashAttention uses it (Dao et al., 2022): the score's
-scale holds log2(e). Query heads that share a key/value head are packed into one tile, row r being token r // GROUP and
-head r % GROUP of it, so that keys are read once for all of them (Ainslie et al., 2023).
+It uses the online softmax of Milakov and Gimelshein (2018) in base 2, as in FlashAttention (Dao et al., 2022): the
+scale of scores includes log2(e). Query heads that share a key/value head (Ainslie et al., 2023) are packed into one
+tile, so that keys are read once for all of them: row r is token r // GROUP and head r % GROUP.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-# What triton.jit compiles has types of its own.
+# Functions under triton.jit handle types that mypy does not know.
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from headrace.kernels.triton.configs import (
 
 LOG2_E = 1.4426950408889634
 FIXED_SPLIT_TOKENS = 4096
-"""Batch-invariant attention divides every context at multiples of this."""
+"""Batch-invariant attention divides every context at multiples of this many tokens."""
 E4M3_IN_HARDWARE = 3
 
 
@@ -43,11 +43,11 @@ def paged_attention(
     scales: CacheScales | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As `reference.attention.paged_attention`; out, if given, is like query and may be strided by token.
+    """As `reference.attention.paged_attention`. out, if given, has query's shape and dtype; tokens may be strided.
 
-    Sequences of one token divide their keys among programs; the number of programs depends on the number of sequences
-    and the device alone, so a captured launch serves every context. Where `batch.max_query_len` is not 1, a second
-    kernel does the prompts. float32 is multiplied in float32, not in TF32.
+    The keys of sequences of one token are divided among programs. The number of programs depends only on the device
+    and the shapes, so that a captured launch serves every context. Unless `batch.max_query_len` is 1, a second launch
+    computes the prompts. float32 is multiplied in float32, not in TF32.
     """
     launch = Launch(query, key_cache, value_cache, batch, params, scales)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
@@ -64,7 +64,7 @@ def paged_attention(
 
 
 class Launch:
-    """The kernels' arguments that do not depend on how the work is divided."""
+    """The arguments of the kernels that do not depend on the division of the work."""
 
     def __init__(
         self,
@@ -112,11 +112,11 @@ class Launch:
 
     @property
     def facts(self) -> tuple[Device, int, int, int]:
-        """What the tiles are chosen by."""
+        """The arguments of the tables of tiles: device, head_dim, group and itemsize."""
         return self.device, self.head_dim, self.group, self.query.element_size()
 
     def decodes(self, out: Tensor, tiles: Tiles, split_tiles: int = 0) -> None:
-        """Sequences of one token. split_tiles: tiles in each part; 0 divides by the number of programs."""
+        """Computes sequences of one token. split_tiles: tiles of a part; 0 divides keys evenly among programs."""
         num_seqs = len(self.batch.seq_lens)
         if num_seqs == 0:
             return
@@ -132,10 +132,10 @@ class Launch:
             self.combine(out, parts, split_tiles * tiles.block_n)
 
     def prompts(self, out: Tensor, tiles: Tiles, split_tiles: int = 0) -> None:
-        """Sequences of several tokens."""
+        """Computes sequences of several tokens. split_tiles: tiles of keys per running softmax; 0 for no limit."""
         num_tokens, num_seqs = len(self.query), len(self.batch.seq_lens)
         tokens_per_tile = tiles.block_m // self.group
-        # Each sequence adds at most one tile that is not full.
+        # Each sequence has at most one partial tile.
         grid = (num_tokens // tokens_per_tile + num_seqs, self.num_kv_heads, 1)
         self.attend(grid, tiles, out, SPLIT_TILES=split_tiles, SKIP_DECODES=True)
 
@@ -146,7 +146,7 @@ class Launch:
         into: Tensor | Parts,
         **options: int | bool,
     ) -> None:
-        """One launch of `attend_kernel`, into the result or into parts of it."""
+        """Launches `attend_kernel`, into the result or into parts of it."""
         batch = self.batch
         has_parts = isinstance(into, Parts)
         out, parts, stats = (None, into.values, into.stats) if isinstance(into, Parts) else (into, None, None)

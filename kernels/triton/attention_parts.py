@@ -1,4 +1,4 @@
-"""How the keys of sequences of one token are divided among programs, and the room for what each leaves."""
+"""The division of a decoding sequence's keys among programs (split-KV), and the buffers of their partial results."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from headrace.kernels.triton.configs import Device
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
-"""Decode programs wanted at once, each of which keeps a few tiles of keys in flight."""
+"""Wanted decode programs per multiprocessor, each of which keeps a few tiles of keys in flight."""
 MOST_PARTS = 128
-"""With one key/value head, as on each of eight ranks, a single long sequence still has programs for all of an H200."""
+"""Enough for one long sequence to use a whole H200 even with one key/value head, as each of eight ranks may have."""
 PARTS_AT_ONCE = 32
-"""Parts that are merged together by a program of four warps, where there are more than FEW_PARTS."""
+"""Parts that a program of four warps merges at a time, if there are more than FEW_PARTS."""
 FEW_PARTS = 4
-"""So many are merged by a program of one warp: large batches have few parts of each sequence, and many sequences."""
+"""Up to this many parts are merged by a program of one warp: large batches have many sequences of few parts."""
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Room for softmaxes over parts of the keys."""
+    """Buffers for the softmaxes over parts of the keys."""
 
     values: Tensor  # [num_seqs, num_heads, num_parts, head_dim] float32
     stats: Tensor  # [num_seqs, num_heads, num_parts, 2] float32
@@ -41,7 +41,7 @@ class Parts:
 
 
 def num_parts_for(device: Device, num_programs: int) -> int:
-    """How many parts keys are divided into when there are so many programs without that."""
+    """The number of parts that keys are divided into. num_programs: the programs of an undivided launch."""
     parts = device.num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // max(1, num_programs)
     if parts > PARTS_AT_ONCE:
         parts = min(MOST_PARTS, parts - parts % PARTS_AT_ONCE)

@@ -1,7 +1,7 @@
-"""What several kernels need, and what hides the interpreter's gaps from them."""
+"""Functions that several kernels share, among them workarounds for gaps of Triton's interpreter."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-# What triton.jit compiles has types of its own.
+# Functions under triton.jit handle types that mypy does not know.
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from triton import knobs
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 CACHE_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 5}
-"""What `widen_cached` calls the types of caches of one byte. 3 and 4 are forms of weights too."""
+"""The KIND of `widen_cached` for each one-byte cache dtype. 3 (of `widen`) and 4 are taken by forms of weights."""
 
 
 def scale_of(scale: float | Tensor, kind: int, rows: Tensor | None) -> tuple[float, Tensor | None]:
-    """What all that is read of a cache is multiplied by, and what each head's is besides: [num_kv_heads] float32."""
+    """The scale of a whole cache, and the scales of its heads: [num_kv_heads] float32, or None if they have none.
+
+    Returns (1.0, None) for a cache without scales (kind 0) or with a scale per row (`rows`)."""
     if not kind or rows is not None:
         return 1.0, None
     return (1.0, scale) if isinstance(scale, Tensor) else (scale, None)

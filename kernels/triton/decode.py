@@ -1,7 +1,7 @@
-"""What a decode step computes its tokens from, in one launch."""
+"""Gathers the inputs of a decode step from the rows' state, in one launch."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-# What triton.jit compiles has types of its own.
+# Functions under triton.jit handle types that mypy does not know.
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NUM_WARPS = 4
 
 
 def decode_inputs(batch_rows: Tensor, state: RowsState, block_size: int, num_blocks: int) -> DecodeInputs:
-    """As `reference_decode.decode_inputs`."""
+    """As `reference.decode.decode_inputs`."""
     size, device = len(batch_rows), batch_rows.device
-    # An allocation each: Triton compiles for how tensors are aligned.
+    # One allocation each, since Triton compiles for the alignment of tensors.
     rows, token_ids, positions, following = (torch.empty(size, dtype=torch.int64, device=device) for _ in range(4))
     seq_lens, prompt_lens = (torch.empty(size, dtype=torch.int32, device=device) for _ in range(2))
     num_groups = len(state.block_tables)
-    # Each group's part is aligned as well.
+    # Strides that align the part of each group as well.
     slots_stride, tables_stride = -(-size // 2) * 2, -(-size * num_blocks // 4) * 4
     slots = torch.empty((num_groups, slots_stride), dtype=torch.int64, device=device)[:, :size]
     tables = torch.empty((num_groups, tables_stride), dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
-"""Rows of an embedding of which a rank has a part."""
+"""Token embeddings with the vocabulary divided among ranks."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-# What triton.jit compiles has types of its own.
+# Functions under triton.jit handle types that mypy does not know.
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_WARPS = 4
 def embed(
     token_ids: Tensor, table: Tensor, first_row: int = 0, scale: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
-    """As `reference_embedding.embed`; the table and out [num_tokens, width] are contiguous."""
+    """As `reference.embedding.embed`. The table and out [num_tokens, width] are contiguous."""
     width = table.shape[1]
     if out is None:
         out = torch.empty((len(token_ids), width), dtype=table.dtype, device=table.device)

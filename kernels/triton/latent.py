@@ -1,11 +1,11 @@
 """Latent attention (DeepSeek-V2, section 2.1) over a paged cache, in the absorbed form: all heads attend to one vector
-of each token, whose first part is its value too, so that a tile of it is read once for both products and many heads.
+per token, whose first part is the value too, so that a tile is read once for both products and for many heads.
 
-The expanded form would need to know on the host how long each prompt is, which nothing here waits for.
+The expanded form is not used: the host would have to wait for the device to learn the lengths of prompts.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-# What triton.jit compiles has types of its own.
+# Functions under triton.jit handle types that mypy does not know.
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headrace.kernels.triton.common import CACHE_KINDS, dot, scale_of, sequence_
 from headrace.kernels.triton.configs import latent_tiles, power_of_two
 
 HEADS_AT_ONCE = 16
-"""Of a tile's rows; the tensor cores take no fewer rows."""
+"""Heads of one token in a tile, one per row; tensor cores need at least 16 rows."""
 
 
 def latent_attention(
@@ -36,12 +36,12 @@ def latent_attention(
     params: AttentionParams,
     scales: CacheScales | None = None,
 ) -> Tensor:
-    """As `reference.latent_attention`. Sequences of one token divide their keys among programs as `paged_attention`
-    does; where `batch.max_query_len` is not 1, a second launch does the prompts."""
+    """As `reference.latent_attention`. The keys of sequences of one token are divided among programs, as in
+    `paged_attention`; unless `batch.max_query_len` is 1, a second launch computes the prompts."""
     absorbed = absorb(query, up)
     num_tokens, num_heads, _ = absorbed.shape
     num_seqs, latent_dim = len(batch.seq_lens), up.keys.shape[2]
-    # Of a sequence without context nothing is written.
+    # Zeros, since nothing is written for sequences without context.
     out = torch.zeros((num_tokens, num_heads, latent_dim), dtype=query.dtype, device=query.device)
     if num_seqs == 0:
         return project_values(out, up)
@@ -62,7 +62,7 @@ def latent_attention(
 
 
 class _Launch:
-    """The kernel's arguments that do not depend on how the work is divided."""
+    """The arguments of the kernel that do not depend on the division of the work."""
 
     def __init__(
         self,

@@ -1,11 +1,12 @@
-"""Linear layers: for few tokens by `small_linear_kernel`, for more by the tensor cores, which is here.
+"""Linear layers: `small_linear_kernel` for few tokens, the tensor-core kernel of this module for more.
 
-x @ weight^T with weights of 16, 8 or 4 bits, widened in registers; and the rounding of inputs to e4m3. Which kernel
-serves how many rows is in `configs`. Dense weights of many rows go to torch's matrix product (cuBLAS).
+The kernels compute x @ weight^T for weights of 16, 8 or 4 bits, which are widened in registers. `configs` decides
+which kernel computes which number of rows. With many rows, dense weights use torch's matrix product (cuBLAS). Inputs
+can be rounded to e4m3 (`round_tokens`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-# What triton.jit compiles has types of its own.
+# Functions under triton.jit handle types that mypy does not know.
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def multiply(
 ) -> Tensor:
     """x [..., in_features] -> [..., out_features] in x's dtype, summed in float32.
 
-    With x_scales [rows, 1] x is e4m3 as bytes, and the result of the dtype that is given.
+    With x_scales [rows, 1], x holds the bytes of e4m3 and the result has `dtype`.
     """
     flat = x.reshape(-1, packed.in_features)
     if flat.stride(1) != 1:
@@ -88,12 +89,12 @@ def multiply(
 
 
 class Fusable:
-    """What a weight of few rows can do in one launch with what stands around it."""
+    """A weight that multiplies few rows of x by `small_linear_kernel`, fused with the ops around it."""
 
     _packed: Packed
     _device: configs.Device
     most_fused_rows = 0
-    """Of x, up to which `apply_fused` serves."""
+    """The most rows of x that `apply_fused` supports; 0 if none."""
 
     def _prepare(self, packed: Packed) -> None:
         self._packed, self._device = packed, configs.device_of(packed.codes)
@@ -110,7 +111,8 @@ class Fusable:
         activation: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """residual + activate_and_multiply(rms_norm(x) W^T + bias), without what is None: `linear_small.Around`."""
+        """residual + activate_and_multiply(rms_norm(x) W^T + bias); arguments of None are left out, see
+        `linear_small.Around`."""
         return self._apply_small(x, Around(norm, activation, residual))
 
     def _apply_small(self, x: Tensor, around: Around = ALONE) -> Tensor:
@@ -123,7 +125,7 @@ class Fusable:
 
 
 class TritonLinear(Fusable, QuantisedLinear):
-    """Weights of 8 or 4 bits. Its results do not depend on the batch when `batch_invariant`."""
+    """Weights of 8 or 4 bits. With `batch_invariant` a token's result does not depend on the number of tokens."""
 
     def __init__(
         self,
@@ -154,7 +156,7 @@ class TritonLinear(Fusable, QuantisedLinear):
 
     @property
     def packed(self) -> Packed:
-        """As the kernels read it."""
+        """The weight in the layout of the kernels."""
         return self._packed
 
     def apply(self, x: Tensor) -> Tensor:
@@ -184,7 +186,7 @@ class TritonLinear(Fusable, QuantisedLinear):
 
 
 class SmallLinear(Fusable, DenseLinear):
-    """A dense weight: torch's, but for few rows."""
+    """A dense weight: `small_linear_kernel` for few rows of x, torch's product for more."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight.contiguous(), bias)
@@ -195,7 +197,7 @@ class SmallLinear(Fusable, DenseLinear):
 
 
 class InvariantLinear(DenseLinear):
-    """A dense weight multiplied in tiles of one size, whatever the number of tokens."""
+    """A dense weight that is multiplied in tiles of one size for any number of tokens (batch-invariant)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight.contiguous(), bias)
@@ -207,9 +209,9 @@ class InvariantLinear(DenseLinear):
 
 
 class ScaledLinear(TritonLinear):
-    """e4m3 weights and inputs. Whichever of three kernels multiplies, a token's inputs are rounded with its own scale,
-    so that a request's answer does not follow another rounding when its batch grows: the one launch of few rows, tiles
-    that widen e4m3 where torch's 128 wide ones would leave multiprocessors idle, and torch._scaled_mm.
+    """e4m3 weights and inputs. Three kernels are used by number of rows: `small_linear_kernel`; tiles that widen e4m3,
+    where torch's 128 wide ones would leave multiprocessors idle; and torch._scaled_mm. All round a token's inputs with
+    the token's own scale, so that the rounding of a request does not change when its batch grows.
     """
 
     rounds_input = True
@@ -223,7 +225,7 @@ class ScaledLinear(TritonLinear):
         return self.apply_scaled(x)
 
     def apply_tiled(self, x: Tensor, tiles: MatrixTiles | None = None) -> Tensor:
-        """`apply` in tiles, by default those of the table."""
+        """`apply` by `linear_kernel`, by default with the tiles of `configs`."""
         codes, scales = round_tokens(x.reshape(-1, x.shape[-1]))
         product = multiply(codes.view(torch.uint8), self._packed, tiles or self._tiles(x), scales, x.dtype)
         return product.view(*x.shape[:-1], len(self.codes))
@@ -261,7 +263,7 @@ def linear_int8(codes: Tensor, scales: Tensor, bias: Tensor | None, batch_invari
 def linear_int4(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, batch_invariant: bool = False
 ) -> LinearWeight:
-    """As `reference.quantised.linear_int4`; the codes are laid out anew."""
+    """As `reference.quantised.linear_int4`; the codes are reordered (`pack_int4`)."""
     return TritonLinear(codes, scales, bias, zeros, batch_invariant)
 
 

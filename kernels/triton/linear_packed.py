@@ -1,4 +1,4 @@
-"""How the GPU's linear kernels read a weight, and what stands around it."""
+"""The layout in which the GPU's linear kernels read weights."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from torch import Tensor
 
 DENSE, INT8, E4M3_BYTES, E4M3_IN_HARDWARE, INT4 = range(5)
 INT4_BLOCK = 64
-"""Bytes of packed weights that are unpacked at a time: the low halves belong before the high ones."""
+"""Bytes of 4-bit weights that are unpacked together: their low halves are the first 64 inputs, the high ones the next
+64."""
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A weight as `linear_kernel` and `small_linear_kernel` read it."""
+    """A weight in the layout of `linear_kernel` and `small_linear_kernel`."""
 
     kind: int
     codes: Tensor  # [out_features, bytes or values]
     scales: Tensor | None  # [out_features, num_groups] float32 or float16
-    shifts: Tensor | None  # of 4 bits alone, as scales: zero * scale
+    shifts: Tensor | None  # for 4 bits, shape of scales: zero * scale
     bias: Tensor | None
     in_features: int
     group: int
-    """Inputs of a scale; 0 where a row has one."""
+    """Inputs that share a scale; 0 for one scale per row."""
     rounds_input: bool = False
-    """Whether each token's inputs are rounded to e4m3 with a scale of their own."""
+    """Whether inputs are rounded to e4m3, with one scale per token."""
 
     @property
     def bits(self) -> int:
-        """Of a weight."""
+        """Bits of one weight."""
         return 4 if self.kind == INT4 else 8 * self.codes.itemsize
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """[out, in / 2] bytes of neighbours -> [out, padded] bytes as the kernels want them, done once at load."""
+    """Reorders [out, in / 2] bytes, each of two consecutive codes, to the kernels' order [out, padded]; done once at
+    load."""
     width = 2 * INT4_BLOCK
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
     padded = torch.nn.functional.pad(nibbles, (0, -nibbles.shape[1] % width)).unflatten(1, (-1, 2, INT4_BLOCK))

@@ -1,19 +1,20 @@
-"""x @ weight^T for a handful of rows of x: multiplied and added in float32, without the tensor cores.
+"""x @ weight^T for a few rows of x: multiplied and added in float32, without tensor cores.
 
-A step of few tokens takes as long as its weights take to arrive. So a program owns COLUMNS rows of the weight and walks
-along them BLOCK_K inputs at a time, of which each thread has VECTOR neighbours: 16 bytes of every row, loaded before
-the block before them is multiplied. `configs.small_tiles` counts what is under way. All tensors of the loop have one
-dimension and one layout, so nothing in it passes through shared memory; threads meet once, at the end.
+A step of few tokens takes as long as loading its weights. Each program therefore owns COLUMNS rows of the weight and
+walks along them BLOCK_K inputs at a time, of which each thread has VECTOR consecutive ones: 16 bytes of every row,
+loaded before the previous block is multiplied. `configs.small_tiles` computes the bytes in flight. All tensors of the
+loop have one dimension and one layout, so that nothing passes through shared memory; threads synchronise once, at the
+end.
 
-With HEADRACE_PDL=1 a launch begins while the kernel before it ends: weights are constants, so the first of them are on
-their way before x is there. Everything else that is read may be that kernel's, and is read once it has ended.
+With HEADRACE_PDL=1 a launch begins while the previous kernel ends. Weights are constants, so their first loads are
+issued at once. Everything else may be a result of that kernel, and is read after it has ended.
 
-What stands around a linear layer is done where its data are in registers anyway: the norm before it by each program for
-itself (x comes from the caches), an activation or an addition after it by the program that has the sums.
+The ops around a linear layer run in the same launch, where their data are in registers anyway: every program computes
+the norm of x itself (x comes from the caches), and the program with the sums applies an activation or addition.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, disable-error-code="assignment, misc"
-# What triton.jit compiles has types of its own, and tuples that it can only add.
+# Functions under triton.jit handle types that mypy does not know, and build tuples by addition only.
 
 from __future__ import annotations
 
@@ -31,32 +32,32 @@ from headrace.kernels.triton.configs import SmallTiles, power_of_two
 from headrace.kernels.triton.linear_packed import INT4, INT4_BLOCK, Packed
 
 LOAD_BYTES = 16
-"""What a thread loads of a row of the weight at once."""
+"""Bytes of a row of the weight in one load of a thread."""
 
 
 @dataclass(frozen=True, eq=False)
 class Around:
-    """What is done in a linear layer's own launch, in this order: norm, product, activation, addition."""
+    """The ops fused into a linear layer's launch, in this order: norm, product, activation, addition."""
 
     norm: tuple[Tensor, float] | None = None
-    """RMS norm of x: weight [in_features] float32, eps."""
+    """RMS norm of x: (weight [in_features] float32, eps)."""
     activation: str | None = None
-    """The result's first half passes it and multiplies the second, as in `reference.activate_and_multiply`."""
-    residual: Tensor | None = None  # as the result
+    """Applied to the first half of the result, which multiplies the second: `reference.activate_and_multiply`."""
+    residual: Tensor | None = None  # shape of the result
 
 
 ALONE = Around()
 
 
 def fits(packed: Packed) -> bool:
-    """Whether the kernel takes such a weight: what a thread loads at once shares a scale."""
+    """Whether the kernel supports the weight: the values of one load of a thread must share a scale."""
     return packed.group % (LOAD_BYTES // packed.codes.itemsize) == 0
 
 
 def multiply_small(x: Tensor, packed: Packed, tiles: SmallTiles, around: Around = ALONE) -> Tensor:
-    """x [..., in_features], of at least one row -> [..., out_features] in x's dtype, half as wide with an activation.
+    """x [..., in_features], at least one row -> [..., out_features] in x's dtype, half as wide with an activation.
 
-    Roundings are those of the ops one by one; sums are in float32, in an order that does not depend on the other rows.
+    Rounds where the separate ops round; sums are in float32, in an order that does not depend on the other rows.
     """
     flat = x.reshape(-1, packed.in_features)
     if flat.stride(1) != 1:

@@ -1,7 +1,7 @@
 """Masks and penalties on logits."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-# What triton.jit compiles has types of its own.
+# Functions under triton.jit handle types that mypy does not know.
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_WARPS = 4
 
 
 def adjust_logits(logits: Tensor, changes: LogitChanges) -> Tensor:
-    """As `reference_sampling.adjust_logits`, to the bit: one launch, and none without changes."""
+    """As `reference.sampling.adjust_logits`, with bitwise equal results: one launch, or none without changes."""
     num_rows, vocab_size = logits.shape
     penalties, allowed = changes.penalties, changes.allowed_bits
     if not num_rows or (penalties is None and allowed is None):

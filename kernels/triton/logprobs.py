@@ -1,7 +1,7 @@
-"""Log-probabilities of the chosen token and of the likeliest ones."""
+"""Log-probabilities of the sampled token and of the likeliest ones."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-# What triton.jit compiles has types of its own.
+# Functions under triton.jit handle types that mypy does not know.
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from headrace.kernels.triton.configs import power_of_two
 CHUNK_TOKENS = 2048
 NUM_WARPS = 4
 MOST_TOP = 32
-"""Beyond this many, the likeliest are found by torch's own top-k, which does not wait for the device either."""
+"""For more than this many, torch's top-k finds the likeliest, which does not wait for the device either."""
 COMPILED_TOPS = (0, 8, MOST_TOP)
-"""The kernels find so many, of which the first are given: for others they would be compiled while serving."""
+"""The values of num_top that kernels are compiled for. Others use the next larger and drop the rest, since a new value
+would be compiled while serving."""
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 NO_KEY = tl.constexpr(-0x8000000000000000)
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobs:
-    """As `reference_sampling.token_logprobs`. Two launches."""
+    """As `reference.sampling.token_logprobs`, in two launches."""
     found = next((top for top in COMPILED_TOPS if num_top <= top <= logits.shape[1]), None)
     if found is None:
         return reference_sampling.token_logprobs(logits, token_ids, num_top)

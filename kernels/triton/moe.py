@@ -1,8 +1,8 @@
-"""Mixtures of experts on the GPU: rows are sorted by expert, and one launch multiplies blocks of them by their expert's
-matrix. Nothing is read on the host, and grids follow from shapes alone, so that it can be captured."""
+"""Mixtures of experts on the GPU: rows are sorted by expert, and one launch multiplies blocks of rows by their expert's
+matrix. The host reads no results and grids follow from shapes alone, so that a CUDA graph can capture the launches."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-# What triton.jit compiles has types of its own.
+# Functions under triton.jit handle types that mypy does not know.
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace.kernels.triton.linear_packed import DENSE, INT4, INT4_BLOCK, Packe
 SORTED_TOGETHER = 1024
 SUMMED_COLUMNS = 1024
 MOST_PARTS_BYTES = 256 << 20
-"""Of results that wait for their sum; more rows than these are of are computed one part after the other."""
+"""Limit on the experts' results before they are summed; a batch that exceeds it is computed in several parts."""
 
 
 def route_experts(
@@ -69,7 +69,7 @@ def route_experts(
 
 
 class TritonExperts:
-    """Stacks of floats, or of 8 or 4 bits, laid out for `experts_kernel`."""
+    """The experts of a layer in floats, 8 or 4 bits, in the layout of `experts_kernel`."""
 
     def __init__(
         self, gate_up: ExpertStack, down: ExpertStack, activation: str, biases: Biases | None, batch_invariant: bool
@@ -137,7 +137,7 @@ class TritonExperts:
 
 
 def _packed(stack: ExpertStack) -> Packed:
-    """The experts' rows one below the other."""
+    """Packs the matrices of all experts as one weight, stacked along the output axis."""
     if isinstance(stack, Tensor):
         return Packed(DENSE, stack.flatten(0, 1).contiguous(), None, None, None, stack.shape[2], 0)
     if not isinstance(stack, QuantisedStack):
@@ -157,7 +157,7 @@ def _multiply(
     activation: str | None,
     tiles: MatrixTiles,
 ) -> None:
-    """One stack's product into out [num_pairs, out_features]; blocks: as `sort_pairs_kernel` leaves them."""
+    """Multiplies by one stack into out [num_pairs, out_features]; blocks: the outputs of `sort_pairs_kernel`."""
     out_features = out.shape[1]
     experts_kernel[(len(blocks[2]) * -(-out_features // tiles.block_n),)](
         x,
@@ -193,7 +193,7 @@ def experts(
     biases: Biases | None = None,
     batch_invariant: bool = False,
 ) -> ExpertWeights:
-    """As `reference.experts`, of stacks of floats or `QuantisedStack`s."""
+    """As `reference.experts`, for stacks of floats or `QuantisedStack`s."""
     return TritonExperts(gate_up, down, activation, biases, batch_invariant)
 
 

@@ -1,7 +1,7 @@
-"""RMS and layer norm of x + residual, a row per program."""
+"""RMS and layer norm of x + residual, one program per row."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-# What triton.jit compiles has types of its own.
+# Functions under triton.jit handle types that mypy does not know.
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rms_norm(
     out: Tensor | None = None,
     total_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.rms_norm`; out and total_out are like x. `total_out=residual` adds in place.
+    """As `reference.rms_norm`. out and total_out have x's shape and dtype; `total_out=residual` adds in place.
 
     Rows may be strided; the norm of a row does not depend on the others.
     """
@@ -38,7 +38,7 @@ def layer_norm(
     out: Tensor | None = None,
     total_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.layer_norm`, and as `rms_norm` here."""
+    """As `reference.layer_norm`, with the outputs of `rms_norm` above."""
     return _norm(x, residual, (weight, bias), eps, True, (out, total_out))
 
 
@@ -80,7 +80,7 @@ def _norm(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x [..., size] as [num_rows, size] with neighbouring columns, copied only where it must be."""
+    """x [..., size] as [num_rows, size] with contiguous columns, copied only if necessary."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 else flat.contiguous()
 

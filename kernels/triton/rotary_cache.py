@@ -1,7 +1,7 @@
 """q/k norm, rotary and the cache write: one program per token and a few of its heads."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-# What triton.jit compiles has types of its own.
+# Functions under triton.jit handle types that mypy does not know.
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rotary_and_write(
     batch: PagedBatch,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As `reference_rotary_cache.rotary_and_write`; out is like query and contiguous. One launch."""
+    """As `reference.rotary_cache.rotary_and_write`, in one launch. out: contiguous, with query's shape and dtype."""
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _launch((query, key, value), rotation, cache, batch, (out, None))
@@ -118,7 +118,7 @@ def _launch(
 
 
 def _rows_of_heads(x: Tensor) -> Tensor:
-    """x [num_tokens, num_heads, head_dim] with the heads of a token side by side; tokens may be strided."""
+    """x [num_tokens, num_heads, head_dim] with each token's heads contiguous; the stride of tokens is free."""
     return x if x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] <= 1) else x.contiguous()
 
 

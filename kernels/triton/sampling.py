@@ -1,7 +1,7 @@
-"""Choosing tokens: chunk by chunk, with each row's truncation found by a search over its values (`truncation.py`)."""
+"""Sampling of tokens, chunk by chunk; `truncation.py` finds each row's truncation by a search over its values."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-# What triton.jit compiles has types of its own.
+# Functions under triton.jit handle types that mypy does not know.
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from headrace.kernels.triton.truncation import part_kernel, threshold_kernel
 
 CHUNK_TOKENS = 2048
 PART_TOKENS = 64
-"""Of each part the highest logit and the mass are noted; top_k up to the number of parts has a bound by them."""
+"""Tokens of a part, whose highest logit and mass are stored. They bound what top_k keeps, up to the number of parts."""
 CAPACITY = 8192
-"""Tokens above the bound that are gathered; a row with more is searched whole."""
+"""The most tokens above the bound that are gathered; in a row with more the whole row is searched."""
 SEARCH_TOKENS = 1024
 GATHER_TOKENS = 4096
 NUM_WARPS = 4
 TRUNCATED_REGISTERS = 104
-"""Of a thread: five programs' worth. Triton 3.6's assembler stops at 96 otherwise, and spills two."""
+"""Limit on the registers of a thread. Without it Triton 3.6's assembler limits itself to 96 and spills two."""
 SEARCH_WARPS = 16
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
 
 def choose_tokens(logits: Tensor, draws: DeviceDraws, out: DeviceChosen | None = None) -> DeviceChosen:
-    """As `reference_sampling.choose_tokens`, with the same random words to the bit; out takes the result.
+    """As `reference.sampling.choose_tokens`, with bitwise the same random words; out, if given, takes the result.
 
-    Rows of logits may be strided. Masses of top_p are sums of float32 weights, exact to about 1e-6: a token on the
-    edge closer than that may be kept or not.
+    Rows of logits may be strided. The masses of top_p are sums of float32 weights, exact to about 1e-6: a token closer
+    to the limit than that may be kept or cut.
     """
     num_rows, vocab_size = logits.shape
     device = logits.device
@@ -84,9 +84,10 @@ def choose_tokens(logits: Tensor, draws: DeviceDraws, out: DeviceChosen | None =
 
 
 def find_kept(logits: Tensor, draws: DeviceDraws) -> tuple[Tensor, Tensor]:
-    """What min_p, top_k and top_p keep, as the last token kept: its tempered logit's `ordered` bits, and its id.
+    """Finds the last token of each row that min_p, top_k and top_p keep.
 
-    Returns two [num_rows] int32. A row is kept whole where nothing truncates it.
+    Returns the `ordered` bits of its logit after temperature, and its id: two [num_rows] int32. A row that nothing
+    truncates is kept whole.
     """
     num_rows, vocab_size = logits.shape
     device = logits.device
@@ -103,7 +104,7 @@ def find_kept(logits: Tensor, draws: DeviceDraws) -> tuple[Tensor, Tensor]:
         BLOCK=CHUNK_TOKENS,
         num_warps=NUM_WARPS,
     )
-    # Two allocations: in one, the second is aligned as Triton wants it for some numbers of rows alone.
+    # Two allocations: in one, the alignment that Triton compiles for would depend on the number of rows.
     kept_keys, kept_ids = (torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(2))
     threshold_kernel[(num_rows,)](
         logits,

@@ -1,13 +1,12 @@
-"""What min_p, top_k and top_p keep of a row: a search over values among the few tokens that can be kept at all.
+"""Truncation by min_p, top_k and top_p: a search over values among the few tokens that can be kept at all.
 
-A row of logits is long, and a search reads what it searches many times. So the row is read once, in parts of which the
-highest logit and the mass are noted (`part_kernel`). From those alone follows a bound below which
-nothing is kept; the tokens above it are gathered, and searched. Where a row has no bound, or too many tokens are above
-it, the search reads the row itself.
+A row of logits is long, and a search reads its range many times. So the row is read once, and the highest logit and the
+mass of each part of it are stored (`part_kernel`). They give a bound below which no token is kept; the tokens above it
+are gathered and searched. If there is no bound, or too many tokens are above it, the search reads the row itself.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-# What triton.jit compiles has types of its own.
+# Functions under triton.jit handle types that mypy does not know.
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 NO_BOUND = tl.constexpr(-0x80000000)
 """Below every `ordered` key."""
 ALL_OF_THEM = tl.constexpr(1e18)
-"""More tokens than any row has."""
+"""A number larger than the tokens of any row."""
 BISECTIONS = tl.constexpr(20)
-"""A bound need not be exact: it only decides how many tokens are gathered."""
+"""Steps of the search for the bound, which need not be exact: it only determines how many tokens are gathered."""
 
 
 @triton.jit

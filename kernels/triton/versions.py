@@ -1,4 +1,4 @@
-"""What the Triton kernels offer. Importing this does not import triton: a CPU engine's start does not pay for it."""
+"""The list of Triton versions of ops. Importing it does not import triton, which would slow a CPU engine's start."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MOST_HEAD_DIM = 512
 MOST_GROUP = 64
 MOST_NORM_SIZE = 65536
 STACKED = ("floats", "int8", "int4")
-"""What experts may be stored in."""
+"""The storage forms of experts that the kernels support."""
 LINEAR = ("linear", "linear_int8", "linear_int4", "linear_fp8")
 
 
 def why_no_triton(device: torch.device | None = None, **_: Any) -> str:
-    """Why no Triton kernel can run there, in a sentence; "" when one can."""
+    """The reason why Triton kernels cannot run on a device, in a sentence; "" if they can."""
     if device is None or (device.type != "cuda" and not (device.type == "cpu" and _is_interpreted())):
         return f"the Triton kernels run on CUDA devices, not on {device}."
     if reason := _why_not_importable():
@@ -57,7 +57,8 @@ def _why_not_importable() -> str:
 
 @functools.cache
 def _why_not_started() -> str:
-    """Triton 3.6 compiles its driver, and a launcher for each kernel, with the machine's C compiler."""
+    """The reason why Triton cannot start: version 3.6 compiles its driver, and a launcher for each kernel, with the
+    machine's C compiler."""
     try:
         importlib.import_module("triton.runtime").driver.active.get_current_device()
     except (ImportError, RuntimeError, AssertionError, OSError, subprocess.SubprocessError) as error:
@@ -121,8 +122,8 @@ def _why_no_scaled_mm(shape: tuple[int, int] | None = None, batch_invariant: boo
 
 @functools.cache
 def _why_scaled_mm_fails(device: torch.device, dtype: torch.dtype) -> str:
-    """Tried once: with a scale for each row it rests on what the installed torch and cuBLAS have for this GPU and this
-    type of the result."""
+    """The reason why torch's fp8 product fails, found by trying it once: support for a scale per row depends on the
+    installed torch and cuBLAS, the GPU and the result's dtype."""
     try:
         x, weight = (torch.zeros(rows, 64, dtype=torch.float8_e4m3fn, device=device) for rows in (17, 32))
         scales = torch.ones(32, device=device)
@@ -154,7 +155,7 @@ def _why_no_experts(batch_invariant: bool = False, **facts: Any) -> str:
 
 
 def _offer(op: str, module: str, why_not: Callable[..., str] = _why_not, **always: Any) -> Version:
-    """always: what the function is given besides the reference's arguments."""
+    """A version whose module is imported on first use. always: arguments added to those of the reference."""
 
     @functools.cache
     def loaded() -> Callable[..., Any]:
