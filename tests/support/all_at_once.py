@@ -1,4 +1,4 @@
-"""An engine of little memory, and requests that it has all of before it computes the first."""
+"""Options of an engine with little memory, and generation that begins only after all requests have arrived."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace import LLM, RequestOutput
 
-# Little memory and small steps: prompts are read in chunks, and requests give way to each other.
+# Little memory and small steps: prompts are computed in chunks, and requests are preempted.
 TIGHT: dict[str, Any] = {
     "dtype": "float32",
     "block_size": 8,
@@ -22,7 +22,7 @@ TIGHT: dict[str, Any] = {
 
 
 def shared_prefix(vocab_size: int) -> list[list[int]]:
-    """Prompts for TIGHT of which the last goes on as the first does, for the prefix cache."""
+    """Three prompts for TIGHT. The first and the last begin with the same 24 tokens, for the prefix cache."""
     numbers = random.Random(7)
     prompts = [[numbers.randrange(2, vocab_size) for _ in range(length)] for length in (50, 33, 41)]
     prompts[2][:24] = prompts[0][:24]
@@ -30,7 +30,8 @@ def shared_prefix(vocab_size: int) -> list[list[int]]:
 
 
 def generate_all_at_once(llm: LLM, prompts: list[Any], params: Any) -> list[RequestOutput]:
-    """As `llm.generate`. How they share batches and give way to each other does not depend on when each arrives."""
+    """As `llm.generate`, but all requests wait in the queue before the first step, so that batches and preemptions do
+    not depend on arrival times."""
     llm.pause_generation("keep", clear_cache=False)
     with ThreadPoolExecutor(1) as pool:
         answering = pool.submit(llm.generate, prompts, params, use_tqdm=False)

@@ -1,7 +1,7 @@
-"""Schedulers that misbehave when their engine core is told to; see null_rank.told_to. For `scheduler_cls`.
+"""Schedulers, for `scheduler_cls`, that fail on request; see null_rank.told_to.
 
-`bad_core:BadScheduler` does so in a turn of the loop, `bad_core:BadLoad` while it is made, at the end of loading, and
-`bad_core:BadImport` cannot be had at all.
+`bad_core:BadScheduler` fails in a turn of the loop, when a trigger file asks for it; `bad_core:BadLoad` always fails
+when it is constructed, at the end of loading; `bad_core:BadImport` always fails when it is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.ipc.step import StepPlan
 class BadScheduler(Scheduler):
     @property
     def has_work(self) -> bool:
-        """Asked for at every turn of the loop without a step in flight, whether or not there is any."""
+        """Read in every turn of the loop without a step in flight, even if there is no work."""
         misbehave(told_to(), "the core", "a turn")
         return super().has_work
 

@@ -1,8 +1,8 @@
-"""Cases that need a process of their own, such as one where Triton's interpreter was chosen before triton is imported.
+"""Runs test cases in a separate process, for example one that selects Triton's interpreter before it imports triton.
 
-A runner is a script that hands its cases to `run_cases`. A test module reads their names from the source (importing it
-would import triton), makes each a test, and runs those that pytest selected in one process. A function `case_NAME` is a
-case; `long_case_NAME` is one for `make test-system`.
+A runner is a script that passes its cases to `run_cases`. A test module reads the names of the cases from the source
+(importing it would import triton), makes each a test, and runs those that pytest selected in one process. A function
+`case_NAME` is a case; `long_case_NAME` is one for `make test-system`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 
 PROCESSOR_S = 280
-"""What all cases of a module may take of a processor: how long that lasts is up to what else the machine does."""
+"""Limit on the CPU time of all cases of a module; elapsed time depends on the load of the machine."""
 TIMEOUT_S = 1500
 PATIENT = pytest.mark.timeout(TIMEOUT_S + 60)
-"""For modules whose first test waits for the cases of all."""
+"""For modules in which the first test waits for the cases of all tests."""
 PREFIX = re.compile(r"(long_)?case_")
 
 
@@ -35,7 +35,7 @@ def cases_of(module: Any) -> dict[str, Callable[..., None]]:
 
 
 def parameters(paths: Iterable[Path], name_of: Callable[[Path, str], str] = lambda _, name: name) -> list[Any]:
-    """Of `pytest.mark.parametrize`: the names of the cases in these files, long ones marked."""
+    """Parameters for `pytest.mark.parametrize`: the names of the cases in these files, long ones marked `system`."""
     found = []
     for path in paths:
         for is_long, name in re.findall(r"^def (long_)?case_(\w+)\(", path.read_text(), re.MULTILINE):
@@ -44,7 +44,8 @@ def parameters(paths: Iterable[Path], name_of: Callable[[Path, str], str] = lamb
 
 
 def failures(request: pytest.FixtureRequest, runner: Path, *arguments: str) -> dict[str, str]:
-    """Of each case that pytest selected from the module of `request`: the traceback, "" where it passed."""
+    """Runs the cases that pytest selected from the module of `request`. Returns each one's traceback, "" if it
+    passed."""
     names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
     result = subprocess.run(
         [sys.executable, str(runner), *arguments, *names],
@@ -60,7 +61,8 @@ def failures(request: pytest.FixtureRequest, runner: Path, *arguments: str) -> d
 
 
 def run_cases(cases: Mapping[str, Callable[[], None]], chosen: list[str]) -> None:
-    """Those whose name contains one of `chosen`, or all; prints a line of JSON for each: name, seconds, failure."""
+    """Runs the cases whose name contains one of `chosen`, or all if it is empty. Prints a line of JSON for each: name,
+    seconds, failure."""
     import torch
 
     resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_S, PROCESSOR_S))

@@ -1,4 +1,4 @@
-"""Pools of threads for the tests of the CPU's ops, more of them than the machine has cores too."""
+"""Thread pools for tests of the CPU ops, some with more threads than the machine has cores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.kernels.cpu.threads import Pool
 
 
 class ManyThreads(Pool):
-    """A pool of more threads than this machine's cores, to cut the work in other places."""
+    """A pool with any number of threads, also more than this machine has cores, to divide the work differently."""
 
     def __init__(self, library: build.Library, count: int) -> None:
         super().__init__(library, 1)
@@ -32,7 +32,7 @@ def two_threads_ops() -> CpuOps:
 
 @pytest.fixture(scope="module", name="other_ops")
 def many_threads_ops() -> Iterator[list[CpuOps]]:
-    """The same ops on one thread, three and five."""
+    """The same ops on one, three and five threads."""
     library = build.build()
     pools = [ManyThreads(library, count) for count in (1, 3, 5)]
     yield [CpuOps(Runtime(library, pool)) for pool in pools]

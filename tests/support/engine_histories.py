@@ -1,4 +1,5 @@
-"""Histories of an engine drawn at random: requests that come, are aborted and wait beside resets, for `SteppedCore`."""
+"""Random histories of events for `SteppedCore`: requests that arrive and are aborted, turns of the loop, and resets of
+the prefix cache."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ LIMITS = {
 
 
 def events(max_size: int, most_turns: int = 5, **request: Any) -> Any:
-    """Lists of (what, detail); `request` adds to or replaces fields of REQUEST."""
+    """A strategy for lists of (event, detail). `request` adds or replaces fields of REQUEST."""
     add = st.tuples(st.just("add"), st.fixed_dictionaries(REQUEST | request))
     return st.lists(
         st.one_of(
@@ -42,7 +43,9 @@ def events(max_size: int, most_turns: int = 5, **request: Any) -> Any:
 
 
 def play(core: SteppedCore, history: list[tuple[str, Any]]) -> tuple[SteppedClient, int, set[int]]:
-    """Runs it to its end, with all blocks given back: the client, how many requests it sent, and the aborted ones."""
+    """Runs a history until the engine is idle, and checks that all blocks are free again.
+
+    Returns the client, the number of requests that it sent, and the slots that it aborted."""
     client, num_added, aborted = core.open(), 0, set()
     for event, detail in history:
         if event == "add":

@@ -1,4 +1,4 @@
-"""Pieces that tests of the core put together: plans without a model, and a loop that is stepped by hand."""
+"""Building blocks for tests of the core: plans without a model, and a loop that the test steps."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ from headrace.ipc.messages import (
 
 VOCAB_SIZE = 100
 WINDOWS = ((None,), (None, 6), (5,), (None, 9, 9, 9), (3, 8), (1,), (None, None, None, 13, 4))
-"""Of the layers of models whose cache has one group or several."""
+"""Sliding windows of the layers of several models, with one cache group or more."""
 EOS = 2
 
 
 def make_plan(**changes: Any) -> tuple[Plan, Facts]:
-    """A small plan and its facts; `num_blocks` counts the null block, the rest are fields of Options and Plan.
-
-    With `windows`, those of the model's layers, there are as many blocks more as its cache groups need more.
+    """A small plan and its facts. `num_blocks` includes the null block; the other changes are fields of Options and
+    Plan. `windows` sets the windows of the model's layers, and adds the blocks that more cache groups need.
     """
     num_blocks = changes.pop("num_blocks", 64)
     max_model_len = changes.pop("max_model_len", 64)
@@ -81,7 +80,7 @@ def make_plan(**changes: Any) -> tuple[Plan, Facts]:
 
 
 class SteppedCore:
-    """A loop over a checking null executor, turned by the test; clients in the same thread."""
+    """A loop over a null executor that checks plans. The test runs its turns; clients are in the same thread."""
 
     def __init__(
         self, model: NullModel | None = None, executor_class: type[NullExecutor] = NullExecutor, **changes: Any
@@ -109,7 +108,7 @@ class SteppedCore:
 
 
 class SteppedClient:
-    """What one client sent and heard."""
+    """One client, and the messages that it received."""
 
     def __init__(self, core: SteppedCore) -> None:
         self.heard: list[CoreMessage] = []
@@ -145,7 +144,7 @@ class SteppedClient:
         return [finish for message in self.outputs() for finish in message.finished]
 
     def tokens(self) -> dict[int, list[int]]:
-        """Everything generated, by slot."""
+        """All generated tokens by slot."""
         tokens: dict[int, list[int]] = {}
         for message in self.outputs():
             for slot, token in zip(message.slots.tolist(), message.token_ids.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""A tiny checkpoint of every architecture that has a family, as it is published."""
+"""A tiny checkpoint, in the published layout, of every architecture that a family supports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TABLES: tuple[tuple[str, dict[str, TinyModel]], ...] = (
     ("test_dense_families", FAMILIES),
     ("test_mixture_families", MIXTURES),
 )
-"""By the tests that run them."""
+"""Tables of tiny models, each with the tests that run it."""
 STORED_OTHERWISE = "MistralConsolidated"
 """Quantised files of Mistral's own layout are refused: tests/checkpoints/test_mistral_files.py."""
 
@@ -44,4 +44,5 @@ def _every() -> dict[str, Callable[[Path], None]]:
 
 
 QUANTISED: Mapping[str, Callable[[Path], None]] = MappingProxyType(_every())
-"""Architectures whose quantised checkpoints are compared, and what writes one in floats into a folder."""
+"""The architectures whose quantised checkpoints are compared, each with a function that writes a float checkpoint into
+a folder."""

@@ -1,5 +1,5 @@
-"""Tools that tests offer: one without parameters, one with plain ones, and one whose schema has an enum, bounds and a
-reference."""
+"""Example tools for tests: one without parameters, one with simple parameters, and one whose schema has an enum, bounds
+and a reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NOW = {"type": "function", "function": {"name": "now"}}
 
 
 def weather(**more: Any) -> dict[str, Any]:
-    """A tool that takes a city and days; more: schemas of what else."""
+    """A tool with the parameters city and days. more: schemas of further parameters."""
     properties = {"city": {"type": "string"}, "days": {"type": "integer"}, **more}
     return {
         "type": "function",

@@ -1,7 +1,7 @@
-"""A core without a model: it speaks the messages, and its tokens are a function of the prompt and the seed.
+"""A core without a model: it implements the message protocol, and its tokens are a function of the prompt and the seed.
 
-`FakeCore` is the logic, free of I/O; `memory_core` and `zmq_core` run it in a thread behind each transport. It can
-misbehave on request (see `Faults`).
+`FakeCore` is the logic without I/O; `memory_core` and `zmq_core` run it in a thread behind the two transports. `Faults`
+makes it fail in various ways.
 """
 
 from __future__ import annotations
@@ -57,28 +57,28 @@ NextToken = Callable[[list[int], int, int], int]
 
 
 def hashed_token(prompt: list[int], seed: int, position: int) -> int:
-    """A letter or space of the byte-level alphabet, so that the text is readable."""
+    """A printable ASCII character of the byte-level alphabet, so that the text is readable."""
     digest = hashlib.sha256(repr((prompt, seed, position)).encode()).digest()
     return 3 + digest[0] % 94  # after the special tokens, the alphabet begins with the printable ASCII
 
 
 def expected_text(llm: LLM, prompt_ids: list[int], count: int, seed: int = 0) -> str:
-    """What such an engine answers."""
+    """The text that a core with `hashed_token` generates."""
     return llm.get_tokenizer().decode([hashed_token(prompt_ids, seed, position) for position in range(count)])
 
 
 @dataclass
 class Faults:
-    """What to do wrong."""
+    """The faults of a fake core."""
 
     die_after_steps: int | None = None
-    """Vanish without a word."""
+    """Stop without a message."""
     fail_after_steps: int | None = None
-    """Say EngineFailed, then vanish."""
+    """Send EngineFailed, then stop."""
     garbage_after_steps: int | None = None
-    """Send bytes that are no message."""
+    """Send bytes that are not a message."""
     schema_hash: str = SCHEMA_HASH
-    """The schema this core pretends to have."""
+    """The schema hash that this core claims to have."""
     ignore_hello: bool = False
     ignore_stats: bool = False
     retry_after_s: float = 0.0
@@ -86,7 +86,7 @@ class Faults:
     failing_prompts: tuple[int, ...] = ()
     """Fail requests that begin with this token after their first token."""
     wrong_tokenizer: bool = False
-    """Send another tokenizer than was announced."""
+    """Send another tokenizer than the announced one."""
 
 
 @dataclass
@@ -98,7 +98,8 @@ class Running:
 
 
 class FakeCore:
-    """Sans I/O: messages in, (client, message) pairs out. One token per step and running request."""
+    """The logic of the core without I/O: it takes messages and returns (client, message) pairs. A step generates
+    `tokens_per_step` tokens for each running request."""
 
     def __init__(
         self,
@@ -157,7 +158,7 @@ class FakeCore:
             del self.running[key]
 
     def step(self) -> list[tuple[Any, CoreMessage]]:
-        """A step's outputs: one message per client."""
+        """Runs a step and returns its outputs, one message per client."""
         self.steps += 1
         return [(client, self._step_of(client)) for client in {key[0] for key in self.running}]
 
@@ -289,7 +290,7 @@ class MemoryCore:
 
 
 class ZmqCore:
-    """A FakeCore behind a real ROUTER, in a thread; any number of clients."""
+    """A FakeCore behind a real ROUTER socket, in a thread, for any number of clients."""
 
     def __init__(self, core: FakeCore, address: str = "") -> None:
         self.core = core
@@ -387,7 +388,7 @@ def _outputs(step: int, slots: list[int], token_ids: list[int], **rest: Any) -> 
 
 
 def _logprob_rows(wanted: list[tuple[int, int]]) -> LogprobRows:
-    """For (token id, how many of the likeliest): the token has rank 2, and the likeliest are tokens 10, 11, ..."""
+    """Rows for pairs of (token id, number of likeliest tokens): the token has rank 2, the likeliest are 10, 11, ..."""
     width = 1 + max(count for _, count in wanted)
     ids: list[int] = []
     logprobs: list[float] = []

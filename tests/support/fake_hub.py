@@ -1,4 +1,4 @@
-"""A hub of a test's own, which answers as Hugging Face's and as ModelScope's: what fetching a snapshot asks."""
+"""A local model hub for tests that answers the requests of a snapshot download, as Hugging Face and as ModelScope."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def commit_of(revision: str) -> str:
 
 @contextlib.contextmanager
 def serve_hub(repositories: Repositories, tokens: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Its address. `tokens`: what opens a private repository."""
+    """Serves the repositories and yields the address. tokens: the access token of each private repository."""
 
     class Handler(_Hub):
         files, private = repositories, tokens or {}
@@ -74,7 +74,7 @@ class _Hub(http.server.BaseHTTPRequestHandler):
             self._answer(200, json.dumps({"id": repo, "sha": commit_of(revision), "siblings": siblings}).encode(), {})
 
     def _as_modelscope(self, parts: list[str]) -> None:
-        """models/OWNER/NAME/repo/files, the listing, and models/OWNER/NAME/repo, a file."""
+        """Answers models/OWNER/NAME/repo/files with the list of files, and models/OWNER/NAME/repo with a file."""
         asked = {name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()}
         repo, route = "/".join(parts[1:3]), parts[3:]
         held = self.files.get(repo, {}).get(asked.get("Revision", "master"))
@@ -112,4 +112,4 @@ class _Hub(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Quiet."""
+        """Logs nothing."""

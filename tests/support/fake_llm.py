@@ -1,4 +1,4 @@
-"""Fixtures of an LLM that is attached to a fake core in this process."""
+"""Fixtures: an LLM attached to a fake core in this process."""
 
 from __future__ import annotations
 

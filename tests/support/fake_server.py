@@ -1,4 +1,4 @@
-"""An HTTP server that behaves, or misbehaves, as told: what a load generator may meet."""
+"""An HTTP server with configurable behaviour, good or bad, for tests of the load generator."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 
 
 class FakeServer:
-    """Serves on a loopback port from a thread of its own. `arrivals_s` are the times at which requests were whole."""
+    """Serves on a loopback port from a separate thread. `arrivals_s`: the times at which requests were complete."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         self._behaviour = behaviour
         self.bodies: list[dict[str, Any]] = []
         self.heads: list[str] = []
-        """Of everything that was posted."""
+        """The heads of all POST requests."""
         self.arrivals_s: list[float] = []
         self.num_connections = 0
         self.everybody_is_here = asyncio.Event()
@@ -101,7 +101,7 @@ def piece(text: str) -> bytes:
 
 
 async def stream(server: FakeServer, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
-    """A proper answer of as many pieces as asked for."""
+    """A correct streamed answer with the requested number of tokens."""
     writer.write(HEAD)
     is_chat = "messages" in body
     count = body["max_completion_tokens" if is_chat else "max_tokens"]
@@ -142,7 +142,7 @@ def send_and_stall(data: bytes) -> Behaviour:
 
 
 def answer_nobody_until(count: int) -> Behaviour:
-    """An overloaded server: it answers nobody before that many requests are here at once."""
+    """An overloaded server: it answers no request before `count` requests are waiting at once."""
 
     async def behave(server: FakeServer, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         if len(server.bodies) >= count:

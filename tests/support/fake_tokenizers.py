@@ -1,4 +1,4 @@
-"""Two small tokenizers of the kinds that models ship, made on the spot, and the bundle that a core would send."""
+"""Two small tokenizers of the kinds that models use, built here, and the bundle that a core would send."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_level_tokenizer(vocab_size: int = 400) -> FastTokenizer:
-    """As GPT-2, Llama 3 and Qwen have: BPE over bytes, here with few merges so that characters get split."""
+    """BPE over bytes, as in GPT-2, Llama 3 and Qwen, with few merges so that characters are split."""
     tokenizer = FastTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -31,7 +31,7 @@ def byte_level_tokenizer(vocab_size: int = 400) -> FastTokenizer:
 
 
 def sentencepiece_tokenizer() -> FastTokenizer:
-    """As Llama 2, Mistral and Gemma have: pieces with a mark for the space, and one token per byte for the rest."""
+    """Pieces with a mark for the space, and one token per byte for the rest, as in Llama 2, Mistral and Gemma."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     pieces += [chr(each) for each in range(ord("a"), ord("z") + 1)] + list("ABCDE,.!?é世")
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "a"), ("q", "u"), ("o", "x"), ("▁", "f"), ("▁f", "ox")]

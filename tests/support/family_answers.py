@@ -1,6 +1,6 @@
-"""How model families write calls: their own templates' ways, and the calls that tests have written in each.
+"""The formats in which model families write tool calls, and the calls that tests write in each format.
 
-The ways were taken from the model cards' chat templates; where none could be had, from the public parsers' own tests.
+The formats come from the chat templates of the model cards, or, if there is none, from the tests of public parsers.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def objects(key: str = "arguments", *, ascii: bool = False) -> Callable[[Sequenc
 
 
 def each(begin: str, end: str, between: str = "", key: str = "arguments") -> Callable[[Sequence[Call]], str]:
-    """An object of each call between markers."""
+    """One object per call, each between markers."""
     return lambda calls: between.join(begin + one + end for one in objects(key)(calls))
 
 
 def listed(begin: str, end: str, between: str = ", ", key: str = "arguments") -> Callable[[Sequence[Call]], str]:
-    """All calls between markers."""
+    """The objects of all calls between one pair of markers."""
     return lambda calls: begin + between.join(objects(key)(calls)) + end
 
 
@@ -78,7 +78,8 @@ def as_text(value: Any) -> str:
 def xml(
     begin: str, name: tuple[str, str], parameter: tuple[str, str, str], end: str, *, around: tuple[str, str] = ("", "")
 ) -> Callable[[Sequence[Call]], str]:
-    """parameter: before and after its name, and after its value."""
+    """name: the text before and after a call's name; parameter: the text before and after its name, and after its
+    value; around: the text before and after all calls."""
 
     def write(calls: Sequence[Call]) -> str:
         written = []
@@ -153,20 +154,20 @@ STEP3 = (
 
 
 class Way(NamedTuple):
-    """How a family writes calls."""
+    """The way in which a family writes calls."""
 
     format: str
     write: Callable[[Sequence[Call]], str]
     special: tuple[str, ...] = ()
-    """Of the family's tokeniser, in the answer's text for the markers' sake."""
+    """Special tokens of the family's tokeniser that stay in the text, since they are markers of the format."""
     reasoning: str = ""
-    """The format to read it in, where the format of calls has none."""
+    """The format of the reasoning, if that of the calls does not include it."""
     thinks: tuple[str, str] | None = None
-    """What an answer with reasoning has around it."""
+    """The text before and after the reasoning; None if answers have none."""
     is_open: bool = False
-    """The prompt has begun the reasoning."""
+    """Whether the prompt ends inside the reasoning."""
     takes_text: bool = True
-    """Text may stand before."""
+    """Whether text may precede the calls."""
 
 
 HERMES = each("<tool_call>\n", "\n</tool_call>", "\n")

@@ -1,4 +1,4 @@
-"""Several engines for one frontend without processes: sessions with one core, each of which can die by itself."""
+"""Several engines for one frontend without processes: sessions with one core that can be killed separately."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Session(Source):
         self._thread, self._lives_left = thread, num_lives
         self.transport: MemoryTransport | None = None
         self.is_deaf = False
-        """What the core says does not come through, as from one that is stopped."""
+        """Whether messages of the core are dropped, as if its process were stopped."""
         self.on_step: Callable[[], None] | None = None
-        """Called in the client's loop when it has a step's tokens, while the core waits: at that step requests are
-        where they are, however late this process gets to run. It takes itself away when it has seen enough."""
+        """Called in the client's loop after it received a step's tokens, while the core waits, so that requests cannot
+        progress meanwhile. The function sets it to None when it is done."""
         self._looked = threading.Event()
 
     @property
@@ -55,13 +55,13 @@ class Session(Source):
         return client
 
     def _hear(self, message: CoreMessage) -> None:
-        """On the core's thread."""
+        """Receives a message of the core, on the core's thread."""
         if self.transport is None or self.is_deaf:
             return
         self.transport.push(message)
         if isinstance(message, StepOutputs) and self.on_step is not None:
             looked = self._looked = threading.Event()
-            with contextlib.suppress(RuntimeError):  # the client's loop is closed: nobody looks
+            with contextlib.suppress(RuntimeError):  # the client's loop is closed
                 self._loop.call_soon_threadsafe(self._look, looked)
                 looked.wait(_LOOKED_WITHIN_S)
 
@@ -77,7 +77,7 @@ class Session(Source):
         self._looked.set()
 
     def kill(self) -> None:
-        """As a core that is killed: its last messages may be lost, and nothing follows."""
+        """Ends the session as if the core were killed: its last messages may be lost, and no more follow."""
         assert self.transport is not None
         self.is_deaf, dead = True, self.transport
         dead.end(KILLED)

@@ -1,4 +1,4 @@
-"""Tiny models whose GGUF files are tested: for each architecture of such files one or more."""
+"""Tiny models whose GGUF files are tested, one or more for each GGUF architecture."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MSCALES = {"short_mscale": PHIMOE_ATTENTION_FACTOR, "long_mscale": PHIMOE_ATTENT
 
 @dataclass(frozen=True)
 class Case:
-    """A model as it is published, and what it answers."""
+    """A model in its published layout, and its expected logits."""
 
     architecture: str
     config: Mapping[str, Any]
@@ -83,7 +83,7 @@ def _logits(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
 
 
 class Source(NamedTuple):
-    """Of a case, which is made when it is needed."""
+    """Makes a case when it is needed."""
 
     architecture: str
     make: Callable[[], Case]

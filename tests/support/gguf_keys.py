@@ -25,12 +25,12 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 def first(config: Config, what: str) -> Any:
-    """Under whichever of its names the config has it."""
+    """The value of a size under whichever of its names the config uses."""
     return next(config[key] for key in NAMES[what] if config.get(key) is not None)
 
 
 def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
-    """The number of layers."""
+    """Writes the metadata and returns the number of layers."""
     layers, hidden, heads = first(config, "layers"), first(config, "hidden"), first(config, "heads")
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
@@ -106,7 +106,7 @@ def _write_experts(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
     renormalised = config.get("norm_topk_prob", True)
     if arch in ("glm4moe", "deepseek2", "dots1"):
         _write_deepseek_experts(writer, config)
-    elif renormalised != (arch not in ("qwen2moe", "olmoe")):  # what is known of the architecture goes without saying
+    elif renormalised != (arch not in ("qwen2moe", "olmoe")):  # written only if not the default
         writer.add_expert_weights_norm(renormalised)
     if arch == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as llama.cpp's converter changes them, before it names them."""
+"""The changes that llama.cpp's converter makes to a checkpoint's tensors before it names them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ BLOCKS = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.")
 
 
 def converted(arch: str, state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """By the names that the tables know, or by those of the file where it is the converter that knows them."""
+    """The converted tensors, under the names of gguf's tables or, where these lack them, under their names in the
+    file."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if arch == "bloom":
@@ -28,7 +29,7 @@ def converted(arch: str, state: Mapping[str, Tensor], config: Config) -> dict[st
 
 
 def alphas(tensors: dict[str, Tensor]) -> dict[str, list[float]]:
-    """What the metadata has of each layer instead of a tensor, which is taken out."""
+    """Removes the tensors that GGUF stores as metadata, and returns their values per layer."""
     found: dict[str, list[float]] = {}
     for name in sorted(name for name in tensors if ".act_fn." in name):
         found.setdefault(ALPHAS[name.rpartition(".")[2]], []).append(float(tensors.pop(name).float()))
@@ -97,7 +98,7 @@ def _llama4(start: str, last: str, tensor: Tensor) -> Iterator[tuple[str, Tensor
 
 
 def _qkv_parts(arch: str, config: Config) -> tuple[int, tuple[int, int, int]]:
-    """Groups, and the rows of queries, keys and values in each."""
+    """The number of groups, and the rows of queries, keys and values in each."""
     heads = first(config, "heads")
     head_dim = first(config, "hidden") // heads
     if arch != "falcon":
@@ -107,7 +108,7 @@ def _qkv_parts(arch: str, config: Config) -> tuple[int, tuple[int, int, int]]:
 
 
 def _ungrouped(tensor: Tensor, parts: tuple[int, tuple[int, int, int]]) -> Tensor:
-    """All queries, then all keys, then all values."""
+    """Reorders grouped rows: all queries, then all keys, then all values."""
     groups, sizes = parts
     return torch.cat([part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split(sizes, dim=1)])
 
@@ -128,7 +129,8 @@ def _adjusted(arch: str, name: str, tensor: Tensor, config: Config) -> Tensor:
 
 
 def _stacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With one tensor of each matrix of a layer's experts, as the converter merges them, and of Gemma 3n's rows."""
+    """Stacks each matrix of a layer's experts into one tensor, as the converter does, and Gemma 3n's AltUp
+    projections."""
     found: dict[str, Tensor] = {}
     stacks: dict[str, list[tuple[int, Tensor]]] = {}
     for name, tensor in state.items():

@@ -1,4 +1,4 @@
-"""gloo in NCCL's place, for ranks whose GPU is the CPU: what is sent is an operation that a graph can record."""
+"""gloo in place of NCCL, for GPU ranks that run on the CPU: each collective is a torch op that a graph can record."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _numbers = count()
 _library = torch.library.Library("headrace_tests", "DEF")
 _library.define("collective(int number, Tensor(a!)[] tensors) -> ()")
 _library.impl("collective", lambda number, tensors: _calls[number](tensors), "CompositeExplicitAutograd")
-"""Call `number` of this process, on these tensors; it is over when the operation is."""
+"""Runs call `number` of this process on the tensors; the call is complete when the op returns."""
 
 
 class RecordableGroup:
-    """What `GpuCollectives` uses of a process group. Like NCCL with asyncOp off, it returns nothing to wait for."""
+    """The part of a process group that `GpuCollectives` uses. Like NCCL with asyncOp off, it returns no work to wait
+    for."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         gloo: Any = dist.ProcessGroupGloo

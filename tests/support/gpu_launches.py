@@ -1,8 +1,8 @@
-"""What the real runner launches for the shapes of real models, on tensors without memory: a GPU's kernels are chosen,
-and each launch is noted instead of run. Anything that waited for a value of the device would fail.
+"""Records the kernel launches of the real runner for the shapes of real models, on tensors without memory: it chooses a
+GPU's kernels, and each launch is recorded instead of run. Anything that waited for a value of the device would fail.
 
 `PYTHONPATH=tests/support:benchmarks python tests/support/gpu_launches.py NAME...` prints one line of JSON for each
-model: the kernels launched in forms for which Triton compiles anew, by the phase that saw them first.
+model: for each phase, the kernels that Triton has to compile in it because no earlier phase launched them in that form.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen3-0.6B": (QWEN3, {}),
     "Gemma-2-9B": (GEMMA2, {}),
 }
-"""Two layers of each: (config, options of `LaunchNotes`)."""
+"""(config with two layers, options of `LaunchNotes`)"""
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "random": {"temperature": 0.8},
@@ -77,13 +77,13 @@ MOST_ROWS = 100
 
 
 class MetaDevice(HostDevice):
-    """Copies go nowhere."""
+    """A device whose copies do nothing."""
 
     def __init__(self) -> None:
         self.device = META
 
     def to_host(self, into: Tensor, source: Tensor) -> None:
-        """Nothing is known."""
+        """Does nothing, since the tensors have no values."""
 
     def to_device(self, source: Tensor) -> Tensor:
         return torch.empty(source.shape, dtype=source.dtype, device=META)
@@ -108,8 +108,8 @@ class Shapes:
 
 
 def form_of(launch: LaunchRecord) -> Hashable:
-    """What Triton keeps compiled kernels by: types, constants, and which numbers are 1, and which of them and of the
-    pointers are multiples of 16. (Memory that torch gives out is one.)"""
+    """The key by which Triton caches a compiled kernel: types, constants, which integers are 1, and which integers and
+    pointers are multiples of 16. (torch's allocations are aligned to 16.)"""
     form: list[Hashable] = [launch.function.__name__, tuple(sorted(launch.options.items()))]
     for parameter in launch.function.params:
         value = launch.arguments.get(parameter.name, parameter.default)
@@ -127,7 +127,7 @@ def form_of(launch: LaunchRecord) -> Hashable:
 
 
 class LaunchNotes:
-    """Runs one model's steps; `launches` has one launch of each form, with the phase that it came in first."""
+    """Runs the steps of one model. `launches` has one launch of each form, with the phase in which it came first."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class LaunchNotes:
         cached: torch.dtype | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """cached: of keys and values; None is dtype, which the model computes in."""
+        """dtype: the type that the model computes in; cached: that of keys and values, by default the same."""
         self.launches: dict[Hashable, tuple[str, LaunchRecord]] = {}
         self._phase, self._architecture = "start", architecture
         self._spec, self._dtype, self._cached = spec_from_config(config), dtype, cached or dtype
@@ -163,7 +163,7 @@ class LaunchNotes:
                 self._serve(runner, sampling)
 
     def _serve(self, runner: GpuRunner, sampling: dict[str, Any]) -> None:
-        """More and more requests, of prompts of any length, and a few tokens of each batch."""
+        """Runs growing batches of requests with prompts of random length, two tokens for each batch."""
         dice, maker = np.random.default_rng(0), PlanMaker(block_size=BLOCK_SIZE)
         for count in (1, 1, 6, 30, MOST_ROWS):
             for row in range(len(maker.tokens), min(MOST_ROWS, len(maker.tokens) + count)):
@@ -200,7 +200,7 @@ class LaunchNotes:
             stack.enter_context(pretended(self._architecture))
             stack.enter_context(mock.patch.object(JITFunction, "run", note))
             stack.enter_context(mock.patch.object(registry.Op, "choose", for_a_gpu))
-            for name in ("_why_not_started", "_why_scaled_mm_fails"):  # there is no driver
+            for name in ("_why_not_started", "_why_scaled_mm_fails"):  # these checks need a driver
                 stack.enter_context(mock.patch.object(versions, name, return_value=""))
             stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=capability))
             yield

@@ -1,5 +1,5 @@
-"""What tests of the GPU runner share: a small model in tensor operations alone, and devices that are awkward on
-purpose."""
+"""Shared parts of tests of the GPU runner: a small model made only of tensor operations, and devices that delay their
+copies on purpose."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ MAX_MODEL_LEN = 32
 VOCAB_SIZE = 50
 NUM_HASHES = 997
 POISON = 13
-"""A token from which on the small model's logits are NaN."""
+"""A token that makes the small model's logits NaN from its position on."""
 
 
 class TensorHashModel:
-    """Logits by a hash of all tokens in context, each read from its cache slot; a wrong slot gives other tokens.
+    """A model whose logits follow from a hash of all tokens in context. It reads each token from its cache slot, so a
+    wrong slot leads to other tokens.
 
-    No operation depends on the values of its inputs, so it can be captured.
+    No operation's shape depends on the values of its inputs, so that a graph can capture it.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class TensorHashModel:
         self._logits[:, POISON] = -torch.inf
 
     def forward(self, inputs: StepInputs, kv_cache: Tensor) -> Tensor:
-        """kv_cache: [num_slots] int64 token ids. Returns [num_tokens, 1] int64; negative with POISON in context."""
+        """kv_cache: [num_slots] int64 token ids. Returns hashes [num_tokens, 1] int64, -1 with POISON in context."""
         kv_cache[inputs.slot_mapping[0]] = inputs.token_ids
         tokens = torch.arange(len(inputs.token_ids))
         seqs = torch.searchsorted(inputs.query_start[1:], tokens, right=True)
@@ -65,7 +66,7 @@ class TensorHashModel:
 
 
 def new_cache(num_blocks: int = 1000) -> Tensor:
-    """Full of tokens that no request has, so that whatever reads a slot too early shows."""
+    """A cache filled with a token that no request has, so that reading a slot too early is detected."""
     return torch.full((num_blocks * BLOCK_SIZE,), VOCAB_SIZE + 1)
 
 
@@ -83,7 +84,7 @@ class LateEvent:
         return self._at_s - earlier._at_s
 
     def query(self) -> bool:
-        """Not yet, and not yet; then, as a device would have come so far, it has passed."""
+        """Returns False twice and then True, as for a device that makes progress."""
         self._asked += 1
         return self._asked > 2
 
@@ -93,7 +94,8 @@ class LateEvent:
 
 
 class LateDevice(HostDevice):
-    """Copies to the host arrive only when an event after them is waited for; until then their place holds nonsense."""
+    """A device whose copies to the host arrive only when the host waits for a later event; until then the target holds
+    wrong values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +113,7 @@ class LateDevice(HostDevice):
         self._under_way.append((self.num_copies, into, source.clone()))
 
     def arrive(self, last: int) -> None:
-        """The copies up to number `last`."""
+        """Completes the copies up to number `last`."""
         with torch.inference_mode():
             while self._under_way and self._under_way[0][0] <= last:
                 _, into, snapshot = self._under_way.pop(0)
@@ -119,7 +121,7 @@ class LateDevice(HostDevice):
 
 
 class LateSide:
-    """A side stream whose copies arrive only when they are waited for; until then their place holds nonsense."""
+    """A side stream whose copies arrive only when they are waited for; until then the targets hold wrong values."""
 
     def __init__(self) -> None:
         self.num_copies = 0
@@ -137,7 +139,7 @@ class LateSide:
 
 
 class HostBackend:
-    """`executor.gpu.Backend` for the CPU: the awkward device, and memory figures that a test gives."""
+    """`executor.gpu.Backend` for the CPU, with the delayed devices and the memory figures of a test."""
 
     def __init__(self, gpu: GpuFacts, capturer: Any = None) -> None:
         self.device = torch.device("cpu")
@@ -177,7 +179,7 @@ class HostBackend:
 
 
 def choose_capturable(op: str, **facts: Any) -> Callable[..., Any]:
-    """The references, with versions of what in them looks at values on the host."""
+    """Chooses the references, but replaces those that read values on the host, which a graph cannot capture."""
     own: dict[str, Callable[..., Any]] = {
         "paged_attention": dense_attention,
         "write_cache": scatter_cache,
@@ -193,7 +195,7 @@ def dense_attention(
     params: AttentionParams,
     scales: CacheScales | None = None,
 ) -> Tensor:
-    """`reference_attention.paged_attention` with every token's whole block table gathered."""
+    """`reference.attention.paged_attention`, by gathering every token's whole block table."""
     if scales is not None and scales.keys is not None and scales.values is not None:
         key_cache = key_cache.float() * scales.keys[..., None]
         value_cache = value_cache.float() * scales.values[..., None]
@@ -236,7 +238,7 @@ def scatter_cache(
 
 
 class GpuOnCpu(GpuRank):
-    """For the option worker_cls: a GPU's rank whose GPU is the CPU, with recorded graphs."""
+    """For the option worker_cls: a GPU rank that runs on the CPU, with recorded graphs."""
 
     choose = staticmethod(choose_capturable)
 

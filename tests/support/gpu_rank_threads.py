@@ -1,4 +1,4 @@
-"""Ranks on GPUs as threads of the test process, the CPU in each GPU's place: what workers of `mp` do with processes."""
+"""GPU ranks as threads of the test process, on the CPU in place of a GPU: like workers of `mp`, without processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.ipc.step import StepPlan, StepResult
 
 
 class Ahead(GpuOnCpu):
-    """Takes any number of steps, of which two are in flight on the device."""
+    """A rank that accepts any number of steps, with at most `max_steps_in_flight` of them on the device."""
 
     def __init__(self, options: Options, place: RankPlace) -> None:
         super().__init__(options, place)

@@ -1,8 +1,8 @@
 """A stand-in for CUDA graphs on the CPU: records the torch operations of a function, and repeats them on their tensors.
 
-As with a real graph, no Python runs at a replay: every size, number and branch is as it was at the capture, and data
-reaches a replay only through the memory that the capture read. An operation that would have to wait for its data
-raises, as it does in a real capture.
+As with a real graph, no Python runs in a replay: every size, number and branch is that of the capture, and data reaches
+a replay only through the memory that the capture read. An operation that would have to wait for its data raises, as in
+a real capture.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Recorder(TorchDispatchMode):
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.made: set[int] = set()
         self.read: dict[int, Tensor] = {}
-        """By address, the tensors that were there before the capture and are used in it."""
+        """By address, the tensors that existed before the capture and are used in it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
@@ -61,7 +61,7 @@ class RecordingCapturer:
     """`executor.graphs.Capturer` over the recorder."""
 
     def __init__(self, fail_at: int = 0, error: Exception = OUT_OF_MEMORY) -> None:
-        """fail_at: the capture, counted from 1, that raises the error."""
+        """fail_at: the number, from 1, of the capture that raises the error; 0 for none."""
         self.graphs: list[Recorder] = []
         self.num_replays = 0
         self.pool_bytes = 0

@@ -1,4 +1,4 @@
-"""A real server process on a loopback port, for tests: by default with an engine that computes nothing."""
+"""A real server process on a loopback port, for tests; by default with a null engine, which computes nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Server:
     """`headrace serve` as a program. Its log is kept in `log`."""
 
     def __init__(self, *arguments: str, null_model: dict[str, Any] | None = None, attached: bool = False) -> None:
-        """`null_model` are fields of NullModel. With `attached` no engine is started: give --engine."""
+        """null_model: fields of NullModel. attached: starts no engine; the arguments must include --engine."""
         engine = [] if attached else null_engine_arguments(**(null_model or {}))
         environment = {
             **os.environ,
@@ -38,7 +38,7 @@ class Server:
         }
         for name in ("HEADRACE_API_KEY", "VLLM_API_KEY"):
             environment.pop(name, None)
-        # HTTP children bind what was bound for them, so port 0 works with any number of processes.
+        # The parent binds the port for its HTTP children, so port 0 works with any number of processes.
         where = [] if "--uds" in arguments or "--port" in arguments else ["--port", "0"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "headrace", "serve", *engine, *where, *arguments],
@@ -57,7 +57,7 @@ class Server:
         return self
 
     def wait_log(self, pattern: str, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until the log has a match."""
+        """Waits until the log matches the pattern."""
         assert self.process.stderr is not None
         fd, end_s = self.process.stderr.fileno(), time.monotonic() + timeout_s
         while not re.search(pattern, self.log):
@@ -67,14 +67,14 @@ class Server:
             self.log += data.decode()
 
     def client(self, **more: Any) -> httpx.Client:
-        # Reading the system's certificates takes 30 ms, and no test but that of TLS has any.
+        # Reading the system's certificates takes 30 ms, and only the test of TLS needs them.
         return httpx.Client(base_url=self.url, timeout=30, **{"verify": False, **more})
 
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
     def wait_exit(self, timeout_s: float = 15.0) -> int:
-        """The exit status. Reads the rest of the log."""
+        """Waits for the end of the process, reads the rest of the log, and returns the exit status."""
         _, rest = self.process.communicate(timeout=timeout_s)
         self.log += rest.decode()
         return self.process.returncode
@@ -106,8 +106,8 @@ def null_engine_arguments(**model: Any) -> list[str]:
 
 
 def events_of(response: httpx.Response) -> list[Any]:
-    """The JSON of a stream's events; the last one is [DONE], which is checked and left out."""
-    # Not by iter_lines, which takes some characters within an event for ends of lines.
+    """The decoded JSON of a stream's events, without the last, which is checked to be [DONE]."""
+    # Not by iter_lines, which treats some characters within an event as line ends.
     lines = [line for line in response.read().decode().split("\n\n") if line.startswith("data: ")]
     assert lines[-1] == "data: [DONE]", lines[-3:]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
@@ -137,7 +137,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
 
 
 def metric(client: httpx.Client, name: str, **labels: str) -> float:
-    """The sum of the samples that have these labels."""
+    """The sum of a metric's samples with these labels. Fails if there are none."""
     total, found = 0.0, False
     for line in client.get("/metrics").text.splitlines():
         match = re.match(r"([\w:]+)(\{.*\})? (\S+)$", line)
@@ -150,27 +150,28 @@ def metric(client: httpx.Client, name: str, **labels: str) -> float:
 
 
 def processor_share(pids: Sequence[int], window_s: float) -> float:
-    """Of one core, over a time of doing nothing here; to the nanosecond, where the system's ticks are 10 ms."""
+    """The processes' share of one core while this process sleeps. Precise to nanoseconds, unlike the system's ticks of
+    10 ms."""
     before_s = sum(_processor_s(pid) for pid in pids)
     time.sleep(window_s)
     return (sum(_processor_s(pid) for pid in pids) - before_s) / window_s
 
 
 def _processor_s(pid: int) -> float:
-    files = Path(f"/proc/{pid}/task").glob("*/schedstat")  # of proc(5): nanoseconds on a processor come first
+    files = Path(f"/proc/{pid}/task").glob("*/schedstat")  # see proc(5): the first number is nanoseconds of CPU time
     return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
 @contextmanager
 def connection(server: Server) -> Iterator[socket.socket]:
-    """A bare connection, for what no HTTP client would send."""
+    """A plain TCP connection, to send what no HTTP client would."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as sock:
         yield sock
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """Until the server closes."""
+    """Reads until the server closes the connection."""
     data = b""
     with suppress(ConnectionResetError):
         while part := sock.recv(65536):

@@ -1,7 +1,7 @@
-"""Tiny models through the GPU runner with every Triton kernel interpreted on the CPU: `python FILE CASE ...`.
+"""Runs tiny models through the GPU runner with every Triton kernel interpreted on the CPU: `python FILE CASE ...`.
 
-A case is a model's name, and after a + the type of its cache or of its weights. Prints one line of JSON a case: its
-name, the ops that a Triton kernel served, and the tokens of each request.
+A case is a model's name, and after a + the type of its cache or weights. Prints one line of JSON per case: its name,
+the ops for which a Triton kernel was used, and the tokens of each request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REQUESTS: tuple[tuple[list[int], dict[str, Any]], ...] = (
 
 
 def tokens_of(step: Callable[[Any], Any]) -> list[list[int]]:
-    """Runs the requests through `step`, from a plan to its result."""
+    """Runs REQUESTS through `step`, which maps a plan to its result. Returns the tokens of each request."""
     from plan_maker import PlanMaker
 
     maker = PlanMaker(block_size=16)
@@ -45,7 +45,7 @@ def model_and_spec(name: str) -> tuple[Any, Any]:
 
 
 def source_of(model: Any, spec: Any) -> Any:
-    """The model's weights; where a family's files hold all experts as one, as they do."""
+    """The model's weights in the layout of its checkpoints, with stacked experts for families that store them so."""
     import tiny_models
     from model_driver import DictSource
 
@@ -53,14 +53,14 @@ def source_of(model: Any, spec: Any) -> Any:
 
 
 def dtype_of(kind: str) -> Any:
-    """Of a case's cache."""
+    """The dtype of a case's cache."""
     from headrace.executor.model_rank import CACHE_DTYPES
 
     return CACHE_DTYPES[kind.removeprefix("cache_") if kind.startswith("cache_") else "float32"]
 
 
 def quantised(choose: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """`choose` for a case's weights."""
+    """`choose` with the quantisation of a case's weights."""
     from headrace.executor.gpu.kernels import Rounding, quantising
 
     return quantising(choose, Rounding(kind, 32)) if kind in ("int8", "int4") else choose
@@ -81,14 +81,15 @@ def main() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)
     torch.set_num_threads(1)
     stay_interpreted()
-    # The interpreter takes as long for a program whatever it does; and dense layers only where a case asks for them.
+    # The interpreter's time depends on the number of programs, so each gets 16 columns. Dense layers are interpreted
+    # only if a case asks for them.
     configs.small_tiles = lambda *_: configs.SmallTiles(16, 1)
     for case in sys.argv[1:]:
         name, _, kind = case.partition("+")
         served: set[str] = set()
 
         def choose(op: str, served: set[str] = served, kind: str = kind, **facts: Any) -> Callable[..., Any]:
-            """As on a GPU, where no CPU version stands before Triton's."""
+            """Chooses as on a GPU, where the Triton version is preferred to those of the CPU."""
             for version in kernels.ops()[op].versions if op != "linear" or kind == "linear" else ():
                 if version.name == "triton" and not version.why_not(**facts):
                     served.add(op)

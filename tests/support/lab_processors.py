@@ -1,4 +1,4 @@
-"""Logits processors as users write them for vLLM, for tests of engines that load them."""
+"""Logits processors written like those of vLLM's users, for tests of engines that load them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.executor.sampling.logits_processors import AdapterLogitsProcessor,
 
 
 class OnlyToken(LogitsProcessor):
-    """extra_args={"only_token": id} leaves that token alone, for the request's whole batch row."""
+    """extra_args={"only_token": id} allows only that token."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -46,7 +46,7 @@ class OnlyToken(LogitsProcessor):
 
 
 class NoRepeats(AdapterLogitsProcessor):
-    """extra_args={"no_repeats": True} forbids what prompt and output have; {"fails_at": n} raises behind n tokens."""
+    """extra_args={"no_repeats": True} forbids tokens of prompt and output; {"fails_at": n} raises after n tokens."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -68,7 +68,7 @@ class NoRepeats(AdapterLogitsProcessor):
 
 
 class MinP(LogitsProcessor):
-    """vLLM's own min_p, for extra_args={"lab_min_p": share}: after the temperature, and nothing for greedy requests."""
+    """vLLM's min_p, as extra_args={"lab_min_p": share}: applied after the temperature, and not to greedy requests."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.shares: dict[int, float] = {}
@@ -91,8 +91,8 @@ class MinP(LogitsProcessor):
 
 
 class Unlucky(OnlyToken):
-    """As OnlyToken, but fails for extra_args={"only_token": 13} in `apply`, with the whole batch's logits spoilt, and
-    for {"when": "update"} in `update_state`, with what it keeps spoilt."""
+    """As OnlyToken, but fails for extra_args={"only_token": 13} in `apply`, after it has overwritten the logits of the
+    whole batch, and for {"when": "update"} in `update_state`, after it has corrupted its state."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         for _, params, _, _ in batch_update.added if batch_update is not None else ():
@@ -110,7 +110,7 @@ class Unlucky(OnlyToken):
 
 
 class NotOne:
-    """Lacks what a processor has."""
+    """Lacks the methods of a logits processor."""
 
 
 class NotMade(LogitsProcessor):

@@ -1,6 +1,6 @@
-"""Loads one checkpoint after another and says what memory the second took at most: `python load_memory.py SMALL LARGE`.
+"""Loads two checkpoints and prints the peak memory of loading the second: `python load_memory.py SMALL LARGE`.
 
-The first is of the same format, so that what is imported and built once is there already.
+The first has the same format, so that imports and builds do not count for the second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A minimal engine around a decoder, and weights from a dictionary: what tests of models share."""
+"""Shared parts of tests of models: a minimal engine around a decoder, and weights from a dictionary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 
 
 class DictSource:
-    """Weights from a state dict; every part read is counted."""
+    """Weights from a state dict. `elements_read` counts the elements that were read."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = dict(tensors)
@@ -40,9 +40,9 @@ class DictSource:
 
 
 class Driver:
-    """Runs sequences through a decoder the way an engine does, with blocks handed out in shuffled order.
+    """Runs sequences through a decoder as an engine does, with blocks allocated in shuffled order.
 
-    The cache starts full of NaN, as a reused one may be: whatever reads a slot that was not written shows.
+    The cache is filled with NaN, as a reused one may be, so that reading a slot that was not written is detected.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Driver:
     def greedy(
         self, prompts: Sequence[list[int]], new_tokens: int, chunk: int, budget: int = 1 << 30
     ) -> tuple[list[list[int]], list[Tensor]]:
-        """New tokens of each prompt, and the logits they were chosen from, [new_tokens, vocab_size].
+        """The new tokens of each prompt, and the logits that they were chosen from, [new_tokens, vocab_size].
 
-        A sequence computes at most `chunk` tokens a step and a step at most `budget`, so prompts that are still
-        being read share steps with sequences that already generate.
+        A sequence computes at most `chunk` tokens per step, and a step at most `budget`, so that chunks of prompts
+        share steps with sequences that already generate.
         """
         tokens = [list(prompt) for prompt in prompts]
         tables: list[list[int]] = [[] for _ in prompts]

@@ -1,4 +1,4 @@
-"""A multiproc executor without an engine around it: started, stepped by hand-written plans, and looked at."""
+"""A multiproc executor without an engine: tests start it, step it with hand-written plans and inspect it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HERE = str(Path(__file__).parent)
 
 
 def options(tp_size: int = 2, pp_size: int = 1, *, step_timeout: float = 30.0, **overrides: Any) -> Options:
-    """Of an engine whose ranks are NullRank; `overrides` tell them how to behave."""
+    """Options of an engine whose ranks are NullRank; `overrides` are their fields, see null_rank."""
     return Options(
         model="null",
         skip_tokenizer_init=True,
@@ -43,7 +43,7 @@ def options(tp_size: int = 2, pp_size: int = 1, *, step_timeout: float = 30.0, *
 def bring_up(
     executor: Executor, asked: Options, report: Callable[[str], None] = lambda phase: None
 ) -> tuple[Plan, Facts]:
-    """What an engine core does before its first step."""
+    """Describes, loads and allocates, as an engine core does before its first step."""
     plan = resolve(asked, executor.describe(report))
     facts = fit_cache(plan, executor.load(plan, report))
     executor.allocate(facts.num_blocks, facts.max_model_len)
@@ -51,7 +51,8 @@ def bring_up(
 
 
 class Ranks:
-    """A started executor. Leaves nothing behind, which the `with` checks where it is the only one."""
+    """A started executor. If it is the only one (is_alone), leaving the `with` block checks that no descriptors, child
+    processes or shared memory are left."""
 
     def __init__(self, asked: Options, *, is_alone: bool = True) -> None:
         self.options = asked
@@ -78,12 +79,12 @@ class Ranks:
         return self.executor._group.children[rank].pid
 
     def submit(self) -> None:
-        """One more step, of one row."""
+        """Submits one more step of one row."""
         if not self.maker.tokens:
             self.maker.enter(0, [5, 6, 7])
         self.maker.compute(0)
         self.executor.submit(self.maker.plan())
-        self.maker.tokens[0].append(0)  # which one it was, the null model does not ask
+        self.maker.tokens[0].append(0)  # any token: the null model does not depend on it
 
     def step(self) -> StepResult:
         self.submit()
@@ -91,14 +92,15 @@ class Ranks:
 
 
 def leftovers() -> tuple[int, int, list[str]]:
-    """Open descriptors, child processes, files of ours in shared memory."""
+    """The numbers of open descriptors and child processes, and Headrace's files in shared memory."""
     children = [c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE]
     shared = sorted(name for name in os.listdir("/dev/shm") if "headrace" in name)
     return len(os.listdir("/proc/self/fd")), len(children), shared
 
 
 def wait_until_nothing_is_left(before: tuple[int, int, list[str]]) -> None:
-    """There may be fewer than before: what earlier tests let go of is closed when it is collected."""
+    """Waits until there are no more leftovers than before. There may be fewer, since garbage collection closes those of
+    earlier tests."""
     what = f"no more than {before}; there is {leftovers()}"
 
     def nothing_more() -> bool:
@@ -109,7 +111,7 @@ def wait_until_nothing_is_left(before: tuple[int, int, list[str]]) -> None:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Seconds until the condition held."""
+    """Waits for the condition. Returns the seconds that it took."""
     began_s = time.monotonic()
     while not condition():
         assert time.monotonic() - began_s < timeout_s, f"{what} did not happen within {timeout_s} s"

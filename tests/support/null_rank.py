@@ -1,7 +1,7 @@
-"""What a worker runs in tests of processes: the null executor as one rank, which misbehaves where it is told to.
+"""The rank that workers run in tests of processes: a null executor that fails on request.
 
-A rank is told by `hf_overrides={"rank": 1, "phase": "step", "how": "hang", ...}`; all other fields are NullModel's.
-Name it as `worker_cls=null_rank:NullRank`, with this folder on the worker's PYTHONPATH.
+The request is `hf_overrides={"rank": 1, "phase": "step", "how": "hang", ...}`; all other fields are NullModel's. Use it
+as `worker_cls=null_rank:NullRank`, with this folder on the worker's PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Misbehaviour(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def told_to() -> str:
-    """How this very process is to misbehave now: what the file with its number in the folder TRIGGERS says; or ""."""
+    """How this process is asked to fail now: the content of the file named by its pid in the folder TRIGGERS, or ""."""
     folder = os.environ.get("TRIGGERS")
     if not folder:
         return ""
@@ -51,7 +51,7 @@ def told_to() -> str:
 
 
 def misbehave(how: str, who: str, where: str) -> None:
-    """exception, hang, sigkill, sigterm or exit; with "" it is good."""
+    """Fails in one of the ways exception, hang, sigkill, sigterm or exit; does nothing for ""."""
     if not how:
         return
     print(f"{who} is about to {how}", file=sys.stderr, flush=True)
@@ -61,7 +61,7 @@ def misbehave(how: str, who: str, where: str) -> None:
         os._exit(3)
     if how != "hang":
         os.kill(os.getpid(), {"sigkill": signal.SIGKILL, "sigterm": signal.SIGTERM}[how])
-        return  # as a worker leaves SIGTERM to its parent
+        return  # a worker ignores SIGTERM, since its parent handles it
     threading.Event().wait()
 
 
@@ -103,7 +103,7 @@ class NullRank(Rank):
 
     def collect(self) -> StepResult:
         result = self._null.collect()
-        # What another rank returns must not matter: only the last stage's first rank is heard.
+        # The other ranks return wrong tokens, since only the result of the last stage's first rank is used.
         return result if self._place.replies else msgspec.structs.replace(result, token_ids=result.token_ids * 0)
 
     def control(self, command: WorkerCommand) -> WorkerAnswer:
@@ -120,7 +120,7 @@ class NullRank(Rank):
 
     def _log_load(self, sign: str) -> None:
         if self._bad.load_log:
-            with open(self._bad.load_log, "a") as file:  # appended whole, whoever else writes
+            with open(self._bad.load_log, "a") as file:  # appends are atomic, so several ranks may write
                 file.write(sign)
 
     def _perhaps(self, phase: str) -> None:

@@ -17,20 +17,20 @@ PARROT = "null_with_tokenizer:ParrotExecutor"
 
 
 class TokenizingNullExecutor(NullExecutor):
-    """Its tokens are the tokenizer's; what it imitates besides comes from hf_overrides, as for NullExecutor."""
+    """A null executor with a tokenizer; hf_overrides set the fields of its NullModel, as for NullExecutor."""
 
     def __init__(self, options: Options, model: NullModel | None = None) -> None:
         super().__init__(options, model, bundle_of(byte_level_tokenizer(VOCAB_SIZE)))
 
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
-        """Agrees to everything, as there is nothing to do, but that there is no extension to call."""
+        """Confirms every command without doing anything, except calls of a worker extension, which it refuses."""
         if isinstance(command, CallExtension):
             raise HeadraceError(f"there is no worker extension with a method {command.method}")
         return (WorkerAnswer(),)
 
 
 class ParrotExecutor(TokenizingNullExecutor):
-    """Answers with its prompt, over and over: so a test chooses what is generated, byte by byte."""
+    """Repeats its prompt for ever, so that a test chooses the generated text, byte by byte."""
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         super().allocate(num_blocks, max_model_len)
@@ -39,7 +39,7 @@ class ParrotExecutor(TokenizingNullExecutor):
 
 
 class EchoExecutor(TokenizingNullExecutor):
-    """Says its prompt once, and ends."""
+    """Generates its prompt once and ends."""
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         super().allocate(num_blocks, max_model_len)

@@ -1,4 +1,4 @@
-"""Paged batches for tests of attention: caches that hold NaN wherever nothing was written."""
+"""Paged batches for tests of attention, with caches that hold NaN in every slot that was not written."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def make_batch(
     dtype: torch.dtype,
     shared_blocks: int = 0,
 ) -> tuple[PagedBatch, Tensor, Tensor]:
-    """Sequences of (new tokens, context); a context of 0 is padding, with slots of -1.
+    """Makes a batch of sequences of (new tokens, context). A context of 0 is padding, with slots of -1.
 
-    The first shared_blocks blocks are the same in every sequence. Returns the batch and the two caches.
+    All sequences share their first shared_blocks blocks. Returns the batch and the two caches.
     """
     numbers = random.Random(3)
     counts = [-(-context // block_size) for _, context in lengths]

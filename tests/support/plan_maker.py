@@ -1,4 +1,4 @@
-"""Step plans written by hand, for tests of what executes them."""
+"""Step plans made by tests, for tests of executors and runners."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.ipc.messages import Sampling
 from headrace.ipc.step import Drafts, NewRow, StepPlan
 
 OTHER_BLOCKS = 1000
-"""In each cache group, block numbers are by default higher by so many than in the group before."""
+"""The default difference between the block numbers of one cache group and those of the next."""
 
 
 def i32(*values: int) -> np.ndarray:
@@ -21,19 +21,19 @@ def i32(*values: int) -> np.ndarray:
 
 @dataclass
 class PlanMaker:
-    """Writes plans by hand, and keeps by plain lists what the batch state should then hold."""
+    """Makes step plans, and keeps in plain lists the state that a batch should then have."""
 
     block_size: int = 4
     num_groups: int = 1
     num_rows: int = 0
-    """Of the batch; needed with several groups."""
+    """Rows of the batch state; needed with several groups."""
     blocks_apart: int = OTHER_BLOCKS
     step: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
     prompts: dict[int, int] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)
     blocks: dict[int, list[int]] = field(default_factory=dict)
-    """Of the first group."""
+    """The blocks of each row in the first group."""
     next_block: int = 1
     _released: list[int] = field(default_factory=list)
     _new: list[NewRow] = field(default_factory=list)
@@ -43,7 +43,7 @@ class PlanMaker:
 
     @classmethod
     def of(cls, plan: Plan, num_blocks: int) -> PlanMaker:
-        """For an executor that was given this plan and this many blocks."""
+        """A maker for an executor with this plan and number of blocks."""
         groups = len(plan.model.cache_groups)
         return cls(plan.block_size, groups, plan.max_num_seqs, blocks_apart=(num_blocks - 1) // groups)
 
@@ -56,9 +56,9 @@ class PlanMaker:
         like: int | None = None,
         **sampling: object,
     ) -> None:
-        """`sampling` are fields of Sampling; the row starts with blocks for what `compute` then takes of it.
+        """Adds a new row with one block after those found in the cache; `compute` appends more as needed.
 
-        like: a row whose full blocks are found for the tokens that both begin with.
+        sampling: fields of Sampling. like: a row whose full blocks are reused for the tokens that both begin with.
         """
         self.tokens[row], self.prompts[row] = list(tokens), num_prompt or len(tokens)
         found = self._found(tokens, like)
@@ -76,7 +76,7 @@ class PlanMaker:
         )
 
     def _found(self, tokens: list[int], like: int | None) -> list[int]:
-        """As the prefix cache does, all but the block of the last token."""
+        """The cached blocks of the shared prefix, without the block of the last token, as the prefix cache finds."""
         if like is None or like not in self.computed:
             return []
         usable = min(self.computed[like], len(tokens) - 1) // self.block_size
@@ -90,7 +90,7 @@ class PlanMaker:
         self._released.append(row)
 
     def compute(self, row: int, count: int | None = None, drafts: Sequence[int] = ()) -> None:
-        """The row's next `count` tokens, by default all that are known and, after those, drafts."""
+        """Adds the row's next `count` tokens to the plan, by default all known ones and the drafts after them."""
         count = len(self.tokens[row]) - self.computed[row] + len(drafts) if count is None else count
         self._drafts[row] = list(drafts)
         needed = -(-(self.computed[row] + count) // self.block_size) - len(self.blocks[row])
@@ -132,7 +132,7 @@ class PlanMaker:
         return (Drafts(counts=i32(*map(len, drafts)), token_ids=token_ids),) if len(token_ids) else ()
 
     def sampled(self, rows: np.ndarray, token_ids: np.ndarray, counts: np.ndarray | None = None) -> None:
-        """counts: as in `StepResult`."""
+        """Appends sampled tokens to their rows. counts: as in `StepResult`."""
         row_of = rows if counts is None else np.repeat(rows, counts)
         for row, token in zip(row_of.tolist(), token_ids.tolist(), strict=True):
             self.tokens[row].append(token)

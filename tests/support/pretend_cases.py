@@ -1,7 +1,7 @@
-"""The GPU's path, whole, on a GPU that is not there: `python FILE FOLDER [PART OF A NAME ...]`.
+"""Runs the whole GPU path on a simulated GPU: `python FILE FOLDER [PART OF A NAME ...]`.
 
-FOLDER holds tiny checkpoints by name. Prints one line of JSON for each case: its name, the seconds it took, and what
-failed. `pretend_rules` has the cases that show what the harness refuses.
+FOLDER holds tiny checkpoints by name. Prints one line of JSON for each case: its name, its seconds and its failure.
+`pretend_rules` has the cases that test the simulation's own checks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from case_process import cases_of, run_cases
 
 MODELS = ("llama_gqa_tied", "qwen3", "gemma2", "llama_dynamic", "opt_projected_post_norm", "llama_biases", "smollm3")
-"""Those of `tiny_models` that differ in what the device has to do."""
+"""The models of `tiny_models` that need different work of the device."""
 LAYER_KERNELS = (
     *("norm_kernel", "linear_kernel", "small_linear_kernel", "rotary_cache_kernel", "attend_kernel", "combine_kernel"),
     "activation_kernel",
@@ -54,12 +54,12 @@ def requests() -> list[Any]:
 
 
 def capture_all(executor: Any) -> None:
-    """Graphs of all sizes, for greedy steps and for those that `requests` need."""
+    """Captures graphs of all sizes, for greedy steps and for the sampling of `requests`."""
     from headrace.executor.gpu.sampler import Choice
 
     graphs = executor.steps.graphs
     for choice in (Choice.TRUNCATE, Choice.LOGITS):
-        graphs.find(1, choice)  # which notes that there is none
+        graphs.find(1, choice)  # registers that the graph is missing
     while executor.idle():
         pass
     assert not graphs.why_eager, graphs.why_eager
@@ -67,7 +67,8 @@ def capture_all(executor: Any) -> None:
 
 
 def check_steps(answers: Any) -> None:
-    """Submitting waits for nothing, and collecting for the step's own event alone; decodes go through graphs."""
+    """Checks that submitting waits for nothing, that collecting waits only for the step's own event, and that decodes
+    use graphs."""
     assert answers.num_replays >= 2, "too few steps go through graphs"
     assert not answers.submit_syncs, answers.submit_syncs
     others = [wait for wait in answers.collect_syncs if not wait.startswith("Event.synchronize at executor/gpu/")]
@@ -88,7 +89,7 @@ def compare(got: Any, wanted: Any) -> None:
 
 
 def tokens_of(folder: Path, wanted_on: str = "cpu", asked: Any = None, **options: Any) -> Any:
-    """Through graphs, with two steps in flight, as on a CPU one by one."""
+    """Checks that graphs with two steps in flight give the same tokens as one step at a time on a CPU."""
     from pretend_engine import drive, executor_for
 
     asked = asked or requests()
@@ -140,7 +141,7 @@ def case_everything_that_follows_logits(folder: Path) -> None:
 
 
 def case_bad_words_wait_for_the_tokens_before(folder: Path) -> None:
-    """Those of several tokens: the one documented exception to `check_steps`."""
+    """Bad words of several tokens are the one documented exception to `check_steps`."""
     from pretend_engine import Request, drive, executor_for
 
     pairs = tuple((first, second) for first in range(320) for second in (first, 5, 77))
@@ -202,7 +203,8 @@ def case_sleep_and_new_weights(folder: Path) -> None:
 
 
 def engines(folder: Path, prompts: list[list[int]], gpu_options: dict[str, Any], **options: Any) -> Any:
-    """Both engines' tokens, and what describes the GPU's worker afterwards."""
+    """Checks that a CPU engine and the simulated GPU's engine give the same tokens. Returns a description of the
+    latter's worker afterwards."""
     from headrace import LLM, SamplingParams
 
     settings: dict[str, Any] = {
@@ -227,13 +229,13 @@ def engines(folder: Path, prompts: list[list[int]], gpu_options: dict[str, Any],
 
 
 def case_an_engine_whose_requests_give_way(folder: Path) -> None:
-    """The core, its blocks running out, with graphs that are captured while requests run."""
+    """An engine that runs out of blocks and preempts, with graphs that are captured while requests run."""
     prompts = [[3 + index, *range(20, 29)] for index in range(4)]
     assert engines(folder, prompts, {}, num_gpu_blocks_override=20)["num_preemptions"] > 0
 
 
 def case_an_engine_that_speculates(folder: Path) -> None:
-    """Decodes by graphs and steps with drafts take turns."""
+    """Decodes by graphs alternate with steps that have drafts."""
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     prompts = [[3 + index, *[20, 21, 22] * 4] for index in range(4)]
     found = engines(folder, prompts, {"speculative_config": config}, num_gpu_blocks_override=60)
@@ -242,7 +244,8 @@ def case_an_engine_that_speculates(folder: Path) -> None:
 
 
 def case_launches_of_a_captured_llama_step(folder: Path) -> None:
-    """Each costs a graph two microseconds or so: in a layer nothing but kernels, and few around the layers."""
+    """Each launch costs a graph about two microseconds, so layers launch only kernels, and few launches are around
+    them."""
     import torch
     from pretend_cuda import GPU
     from pretend_engine import executor_for
@@ -264,7 +267,7 @@ def case_launches_of_a_captured_llama_step(folder: Path) -> None:
 
 
 def long_case_kernels_are_interpreted(folder: Path) -> None:
-    """All of a step's launches as the device would be given them, on a device of few multiprocessors."""
+    """Interprets all kernels of a step as a device would be given them, for a device of few multiprocessors."""
     import torch
     from pretend_cuda import GPU
     from pretend_engine import Request, drive, executor_for

@@ -1,10 +1,10 @@
-"""Tensors that say they are on `cuda:0`, with their values in the CPU's memory: a GPU's rules without a GPU.
+"""A simulated GPU that enforces a GPU's rules: tensors on `cuda:0` whose values are in the CPU's memory.
 
-A `CudaTensor` computes on the CPU tensor inside it, and what a GPU would refuse is refused: an operation between a
-tensor of the host and one of the device, a kernel that is given the host's memory, and in a capture whatever has to
-wait. Every synchronisation is noted with the line of ours that caused it. Copies between pinned memory and the device
-arrive late: the host finds nonsense until it has waited for an event behind them, and memory of the host that is
-changed while the device may still read it is an error.
+A `CudaTensor` computes on the CPU tensor inside it, and refuses what a GPU would refuse: an operation between a tensor
+of the host and one of the device, a kernel on the host's memory, and any wait in a capture. Every synchronisation is
+recorded with the line of Headrace that caused it. Copies between pinned memory and the device arrive late: the host
+finds wrong values until it has waited for a later event, and it is an error to change memory of the host while the
+device may still read it.
 
 `pretend_streams.install` puts streams, events and graphs of the same kind into `torch.cuda`.
 """
@@ -31,9 +31,9 @@ WAITING = {
     *("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique", "_unique2"),
     *("unique_dim", "unique_consecutive", "bincount", "allclose"),
 }
-"""Operations whose result's shape or value the host must know."""
+"""Operations for which the host must know the shape or value of the result."""
 NUMBERS_WELCOME = {"masked_fill_", "masked_fill", "fill_", "index_fill_", "index_fill"}
-"""Besides what computes element by element, these take the host's tensors without dimensions."""
+"""Operations that, besides pointwise ones, accept zero-dimensional tensors of the host."""
 WITHOUT_LAUNCH = {
     *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"),
 }
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class CudaTensor(Tensor):
-    """`held` has the values; views share its memory."""
+    """A tensor of the simulated device. `held`, a CPU tensor, has the values; views share its memory."""
 
     held: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -85,7 +85,7 @@ class CudaTensor(Tensor):
         return self.cpu().tolist()
 
     def set_(self, source: Any, offset: int, size: Any, stride: Any) -> CudaTensor:  # type: ignore[override]
-        """A tensor of another size is a new one, which is enough for one that nobody else holds."""
+        """Returns a new tensor if the size changes, which suffices if there is no other reference to this one."""
         assert isinstance(source, DeviceStorage), f"memory of {source.device} for a tensor of {DEVICE}"
         self.held.set_(source.held, offset, size, stride)
         return self if tuple(size) == tuple(self.shape) else CudaTensor(self.held)
@@ -112,7 +112,7 @@ class DeviceStorage:
 
 
 def borrow(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """`torch.as_tensor`, which makes a tensor of memory that another owns."""
+    """Replaces `torch.as_tensor`, for tensors over memory that another object owns."""
     tensor = getattr(data, "__cuda_array_interface__", {}).get("tensor")
     return as_tensor(data, *args, **kwargs) if tensor is None else CudaTensor(tensor.held)
 
@@ -122,19 +122,19 @@ def unwrap(tree: Any) -> Any:
 
 
 class Gpu:
-    """What has happened on the device, and what it refuses."""
+    """The state and log of the simulated device, and its checks."""
 
     def __init__(self) -> None:
         self.default = self.current = Stream()
         self.capture: Capture | None = None
         self.depth = 0
-        """Of `torch.cuda.device` contexts; without one nothing may be made or launched on the device."""
+        """The number of open `torch.cuda.device` contexts; with 0 nothing may be created or launched on the device."""
         self.syncs: list[str] = []
         self.launches: list[str] = []
         self.allocated_bytes = 0
         self.num_replays = 0
         self.num_resized: Counter[int] = Counter()
-        """By storage: its memory is elsewhere each time, though the CPU's may be where it was."""
+        """How often each storage was resized: a GPU's memory moves each time, even if the CPU's does not."""
         self.interpreting = False
         """Whether kernels that have a reference are interpreted."""
         self._is_noting = False
@@ -144,7 +144,7 @@ class Gpu:
     # --- what is noted and refused ------------------------------------------------------------------------------
 
     def wait(self, what: str) -> None:
-        """The host waits for the device."""
+        """Records that the host waits for the device."""
         self.refuse_in_capture(what)
         self.syncs.append(f"{what} at {caller()}")
 
@@ -188,13 +188,13 @@ class Gpu:
         if name == "_scaled_mm":
             return CudaTensor(self.run(scaled_mm, "_scaled_mm", unwrap(args), unwrap(kwargs)))
         out = self.run(func, name, unwrap(args), unwrap(kwargs))
-        if here and is_view(func):  # which belongs to inference mode when the tensor does, wherever it is made
+        if here and is_view(func):  # a view is an inference tensor if its base is, whatever the current mode
             with torch.inference_mode(here[0].is_inference()):
                 return self._wrapped(out, here)
         return self._wrapped(out, here)
 
     def run(self, func: Any, name: str, args: Any, kwargs: Any, launches: bool = True) -> Any:
-        """Computes on the CPU tensors, and records it in a capture."""
+        """Computes on the CPU tensors, and records the call in a capture."""
         if self.capture is not None:
             self.capture.before(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -205,7 +205,7 @@ class Gpu:
         return out
 
     def launch(self, function: Any, run: Callable[..., Any], args: Any, grid: Any, kwargs: Any) -> None:
-        """A Triton kernel."""
+        """Launches a Triton kernel."""
         name = function.__name__
         if not self.depth:
             raise RuntimeError(f"{name} is launched outside of the device's context, at {caller()}")
@@ -227,7 +227,7 @@ class Gpu:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Kernels launched meanwhile are noted only: something else computes what they would have."""
+        """Inside, launched kernels are only recorded; the caller computes their results in another way."""
         self._is_noting = True
         try:
             yield
@@ -257,7 +257,7 @@ class Gpu:
             if any(tensor is index for index in indices):
                 self.wait(f"{name} by indices of the host")
             elif name in ("index_put_", "copy_") and any(tensor is lifted for lifted in self._lifted):
-                continue  # a number of Python's, which torch turns into a tensor of the device
+                continue  # a Python number, which torch converts to a tensor of the device
             elif tensor.dim() or not (torch.Tag.pointwise in func.tags or name in NUMBERS_WELCOME):
                 raise RuntimeError(
                     f"Expected all tensors to be on the same device, but {func} was given cpu and {DEVICE}: {caller()}"
@@ -279,7 +279,7 @@ class Gpu:
     # --- copies -------------------------------------------------------------------------------------------------
 
     def _move(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """`to`, from the host to the device or back."""
+        """`Tensor.to` from the host to the device or back."""
         to_host = isinstance(source, CudaTensor)
         dtype = kwargs.get("dtype") or source.dtype
         if to_host:
@@ -301,7 +301,7 @@ class Gpu:
         host, plain = (source, into) if isinstance(into, CudaTensor) else (into, source)
         is_plain = into.dtype == source.dtype and into.shape == source.shape and host.is_contiguous()
         is_plain = is_plain and unwrap(plain).is_contiguous()
-        is_pinned = self.is_pinned(host) and is_plain  # anything else goes through a temporary, which is not
+        is_pinned = self.is_pinned(host) and is_plain  # other copies go through a temporary, which is not pinned
         where = f"a copy {'to' if isinstance(into, CudaTensor) else 'from'} the device"
         if not (non_blocking and is_pinned):
             self.wait(where if is_pinned else f"{where} by memory that is not pinned")
@@ -313,14 +313,14 @@ class Gpu:
 
 
 class Mode(TorchDispatchMode):
-    """Makes torch's operations those of the device, on the thread that entered it."""
+    """Directs torch's operations to the simulated device, on the thread that entered the mode."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or torch would import its compiler, to keep it out
+        return False  # with True torch would import its compiler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_composite(func):  # which torch itself takes apart only outside of inference mode
+        if is_composite(func):  # torch itself decomposes it only outside of inference mode
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         return GPU.call(func, args, dict(kwargs or {}))
@@ -336,7 +336,7 @@ def is_composite(func: Any) -> bool:
 
 @functools.cache
 def is_view(func: Any) -> bool:
-    """Whether its result is its argument's memory, seen differently."""
+    """Whether its result is a view of an argument."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return False
@@ -345,7 +345,7 @@ def is_view(func: Any) -> bool:
 
 
 def caller() -> str:
-    """The innermost line of ours, outside the tests."""
+    """The innermost line of the call stack that is in Headrace's own code, outside the tests."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if where := ours(frame.f_code.co_filename):
@@ -356,7 +356,7 @@ def caller() -> str:
 
 @functools.cache
 def ours(file: str) -> str:
-    """The file's path within the repository; empty for the tests' and others'."""
+    """The path of a file of Headrace within the repository; "" for files of tests and others."""
     path = Path(file)
     is_ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] not in ("tests", ".venv")
     return str(path.relative_to(ROOT)) if is_ours else ""
@@ -365,7 +365,7 @@ def ours(file: str) -> str:
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Any = None, result: Any = None, out_dtype: Any = None
 ) -> Tensor:
-    """`torch._scaled_mm` with a scale for each row, which the CPU's has not, under the GPU's rules."""
+    """`torch._scaled_mm` with a scale for each row, which the CPU's lacks, with the GPU's checks."""
     assert a.is_contiguous()
     assert b.stride(0) == 1, "the second factor must be column-major"
     assert b.shape[0] % 16 == b.shape[1] % 16 == 0, "sides must be multiples of 16"

@@ -1,4 +1,4 @@
-"""A GpuRank on the GPU that is not there, and the CPU's rank beside it, driven by the same plans."""
+"""A GpuRank on the simulated GPU and a CPU rank, driven by the same plans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEW_TOKENS = 6
 
 
 class PretendGpu(InProcessExecutor):
-    """For the option distributed_executor_backend."""
+    """For the option distributed_executor_backend: a GpuRank on the simulated GPU."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options, GpuRank(options, DEVICE))
@@ -42,20 +42,20 @@ class Request:
 
 @dataclass
 class Answers:
-    """What a run came to."""
+    """The results of a run."""
 
     tokens: list[list[int]] = field(default_factory=list)
     logprobs: list[tuple[int, list[int], list[float]]] = field(default_factory=list)
-    """Row, token ids and values; prompts' first within a step."""
+    """(row, token ids, values); within a step those of prompts come first."""
     submit_syncs: list[str] = field(default_factory=list)
     collect_syncs: list[str] = field(default_factory=list)
     num_replays: int = 0
 
 
 def executor_for(folder: Path, where: str = "gpu", **options: Any) -> Any:
-    """Described, loaded and measured, with 64 blocks.
+    """Makes a rank that is loaded and has 64 blocks allocated.
 
-    where: gpu is the one that is not there; cpu the CPU's own path; reference the GPU's path on the CPU, by reference.
+    where: `gpu` is the simulated GPU; `cpu` the CPU's own path; `reference` the GPU's path with references on the CPU.
     """
     settings: dict[str, Any] = {
         "dtype": "float32", "block_size": BLOCK_SIZE, "max_num_seqs": 4, "max_model_len": 64,
@@ -73,12 +73,13 @@ def executor_for(folder: Path, where: str = "gpu", **options: Any) -> Any:
     plan = resolve(asked, executor.describe(_ignore))
     executor.load(plan, _ignore)
     executor.allocate(NUM_BLOCKS, 64)
-    torch.set_num_threads(1)  # the CPU's path has taken all cores, which such small matrices do not need
+    torch.set_num_threads(1)  # undoes the CPU path's setting of all cores, which such small matrices do not need
     return executor
 
 
 def _choose(op: str, **_: Any) -> Any:
-    """The references; that of fp8's in another function, lest the path take it for having none that is fast."""
+    """Chooses the references. That of fp8 is wrapped, since the path would otherwise conclude that no fast version
+    exists."""
     found = choose_reference(op)
     return partial(found) if op == "linear_fp8_dynamic" else found
 
@@ -88,7 +89,8 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 
 def drive(executor: Any, requests: list[Request], ahead: int, new_tokens: int = NEW_TOKENS) -> Answers:
-    """The requests enter one a step, the first in two pieces, and go until each has new_tokens."""
+    """Runs the requests until each has new_tokens, with `ahead` steps in flight. One request enters per step; the first
+    one's prompt is computed in two chunks."""
     maker, answers, replays_before = PlanMaker.of(executor._plan, NUM_BLOCKS), Answers(), GPU.num_replays
     in_flight: deque[tuple[Any, list[int]]] = deque()
 

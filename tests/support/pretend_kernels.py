@@ -1,8 +1,8 @@
-"""Triton kernels on the device that is not there: interpreted, or (some hundred times faster) computed by reference.
+"""Triton kernels on the simulated GPU: interpreted, or (some hundred times faster) replaced by their references.
 
-Either way the code that launches them runs as it is, with the tensors of the device, and each launch is checked and
-noted. By reference, what a kernel would have written is then what the op's torch reference computes; linear layers, of
-which the interpreter takes a minute for each, always are.
+In both cases the real launching code runs with tensors of the device, and each launch is checked and recorded. A
+replaced kernel's outputs are computed by the op's torch reference. Linear layers are always replaced, since the
+interpreter takes a minute for each.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from headrace.kernels.triton import versions
 
 
 def begin() -> None:
-    """Once in a process, before anything of ours is imported that names torch.cuda's classes, and before the first
-    kernel is chosen. The environment must ask for Triton's interpreter."""
+    """Installs the simulation. Call it once per process, before importing modules of Headrace that use torch.cuda's
+    classes and before the first kernel is chosen. The environment must select Triton's interpreter."""
     from triton.runtime.interpreter import InterpretedFunction
 
     warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, where a GPU's arithmetic silently gives infinity
@@ -46,7 +46,7 @@ def begin() -> None:
 
 def _changed(version: Version) -> Version:
     def why_not(device: Any = None, **facts: Any) -> str:
-        """What is interpreted would serve the CPU's own tensors too."""
+        """Refuses CPU tensors, which interpreted kernels would otherwise accept too."""
         return "not here" if device == torch.device("cpu") else version.why_not(device=device, **facts)
 
     function = _linear(version) if version.op.startswith("linear") else _either(version)
@@ -87,7 +87,7 @@ def _called(op: str, real: Callable[..., Any], compute: Callable[..., Any], *arg
 
 
 def _computed(op: str, real: Callable[..., Any], compute: Callable[..., Any], args: Any, options: Any) -> Any:
-    """`real`, which launches, with the results of `compute`, which knows nothing of devices."""
+    """Calls `real`, which launches kernels, and fills its outputs with the results of `compute` on CPU tensors."""
     is_interpreted = GPU.interpreting and not op.startswith("linear")
     if is_interpreted or not any(isinstance(tensor, CudaTensor) for tensor in _tensors((args, options))):
         return real(*args, **options)
@@ -96,7 +96,7 @@ def _computed(op: str, real: Callable[..., Any], compute: Callable[..., Any], ar
     into = [tensor.held for tensor in tree_leaves(out) if isinstance(tensor, CudaTensor)]
 
     def fill(*_: Any) -> None:
-        # Anew each time: a reference keeps in its arguments what it has found out of their values.
+        # New arguments each time, since references cache values that they derive in their arguments.
         held, options_held = _held(args), _held(options)
         with torch._C._DisableTorchDispatch():
             for target, values in zip(into, tree_leaves(compute(*held, **options_held)), strict=False):
@@ -107,7 +107,7 @@ def _computed(op: str, real: Callable[..., Any], compute: Callable[..., Any], ar
 
 
 def _held(tree: Any) -> Any:
-    """The CPU's tensors in the place of the device's, also in dataclasses."""
+    """Replaces the device's tensors by the CPU tensors inside them, also in dataclasses."""
 
     def replace(leaf: Any) -> Any:
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):

@@ -1,4 +1,4 @@
-"""What the GPU that is not there refuses and notices, each by code that breaks one rule."""
+"""Tests of the simulated GPU's checks: each case runs code that breaks one rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def refused(run: Callable[[], Any], words: str) -> None:
 
 
 def captured(run: Callable[[], Any]) -> Any:
-    """A graph of run's operations."""
+    """Captures the operations of `run` in a graph."""
     with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool="shared")  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ def case_tensors_of_two_devices_do_not_meet(_: Path) -> None:
         here[torch.tensor([0], device=DEVICE)] = 4.0
         assert here.tolist() == [4.0, 5.0, 5.0]
         refused(here.numpy, "not supported")
-    with pytest.raises(RuntimeError):  # in torch's own words: there is no such device
+    with pytest.raises(RuntimeError):  # raised by torch itself, which has no such device
         torch.empty(3, device=DEVICE)
 
 

@@ -1,8 +1,8 @@
-"""Streams, events, graphs and memory figures of a GPU that is not there, in the places where `torch.cuda` has its own.
+"""Streams, events, graphs and memory figures of the simulated GPU, which replace those of `torch.cuda`.
 
-A stream computes at once what it is given, except copies from pinned memory: those wait until the same stream is given
-something else, another stream waits for them, or the host does. What a copy to the host brings arrives when the host
-waits for an event behind it, or asks often enough whether that has passed.
+A stream computes its work at once, except copies from pinned memory: these wait until the same stream gets other work,
+or until another stream or the host waits for them. The values of a copy to the host arrive when the host waits for a
+later event, or has queried it often enough.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GIB = 1 << 30
 MEMORY = (7 * GIB, 8 * GIB)
 ASKED_BEFORE_PASSED = 2
 CUDA, META = 1, 14
-"""Of c10::DeviceType."""
+"""Values of c10::DeviceType."""
 
 
 def byte_view(storage: torch.UntypedStorage) -> Tensor:
@@ -32,24 +32,24 @@ def byte_view(storage: torch.UntypedStorage) -> Tensor:
 
 
 def nonsense(tensor: Tensor) -> None:
-    """NaN in every float, and -1 in every integer."""
+    """Fills a tensor with NaN (floats) or -1 (integers)."""
     tensor.view(-1).view(torch.uint8).fill_(0xFF)
 
 
 class Stream:
-    """Of one device. `at` counts what it was given, `passed` how far the host knows it to have come."""
+    """A stream. `at` counts its work, and `passed` the work that the host knows to be complete."""
 
     gpu: Any = None
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.at = self.passed = 0
-        self._late: list[tuple[int, Callable[[], None]]] = []  # copies to the device that have not been made
+        self._late: list[tuple[int, Callable[[], None]]] = []  # copies to the device that are still pending
         self._to_host: list[tuple[int, Tensor, Tensor]] = []
-        self._read: list[tuple[int, Tensor, Tensor]] = []  # the host's memory, and what it must hold until then
-        self._needs: list[tuple[int, Stream, int]] = []  # from when on it is behind which point of another
+        self._read: list[tuple[int, Tensor, Tensor]] = []  # host memory, and the values that it must keep
+        self._needs: list[tuple[int, Stream, int]] = []  # (own point, other stream, its point to wait for)
 
     def flush(self, until: int | None = None) -> None:
-        """Makes the copies that wait."""
+        """Executes pending copies to the device."""
         while self._late and (until is None or self._late[0][0] <= until):
             self._late.pop(0)[1]()
 
@@ -81,7 +81,8 @@ class Stream:
         self.gpu.launches.append("copy to the host")
 
     def arrive(self, at: int) -> None:
-        """The host learns that all up to `at` is done. Raises AssertionError for memory that changed too early."""
+        """The host learns that all work up to `at` is done. Raises AssertionError for host memory that changed too
+        early."""
         self.flush(at)
         self.passed = max(self.passed, at)
         with torch._C._DisableTorchDispatch(), torch.inference_mode():
@@ -120,7 +121,7 @@ class Stream:
 
 
 class Event:
-    """As torch.cuda.Event; a class that may be derived from."""
+    """As torch.cuda.Event; it can be subclassed."""
 
     gpu: Any = None
 
@@ -168,8 +169,8 @@ class Event:
 
 
 class Capture:
-    """What a graph repeats. As on a GPU nothing it holds has been computed when it ends: memory that was there before
-    is as it was, and what it made itself holds nonsense."""
+    """The operations that a graph repeats. As on a GPU, none of them has been computed when the capture ends: memory
+    that existed before is restored, and memory allocated in the capture holds wrong values."""
 
     def __init__(self, stream: Stream) -> None:
         self.streams = [stream]
@@ -178,7 +179,7 @@ class Capture:
         self._made: dict[int, Tensor] = {}
         self._saved: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         self._found: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        """By address, what was there before and is used, and how often it had been given other memory."""
+        """By address: memory that existed before and is used, and how often it had been resized at the capture."""
 
     def _num_resized(self, storage: torch.UntypedStorage) -> int:
         found: int = self.streams[0].gpu.num_resized[storage._cdata]
@@ -188,7 +189,7 @@ class Capture:
         self._made[_address(real)] = real
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Keeps what an operation may change; of a Triton kernel that may be everything."""
+        """Saves the memory that an operation may change, which is that of all its arguments."""
         for tensor in _tensors((args, kwargs)):
             at = _address(tensor)
             if at in self._made or at in self._found:
@@ -204,7 +205,7 @@ class Capture:
         self.calls.append((func, args, kwargs, out))
 
     def meet(self, waiting: Stream, event: Event) -> None:
-        """One stream waits for an event of another."""
+        """Called when one stream waits for an event of another."""
         if event.capture is not self:
             if waiting in self.streams:
                 raise RuntimeError("dependency created on uncaptured work in another stream")
@@ -225,7 +226,7 @@ class Capture:
             self.spoil()
 
     def spoil(self) -> None:
-        """Another graph of the pool has run: this one's own memory may hold anything."""
+        """Fills this graph's own memory with wrong values, since another graph of the pool has run."""
         with torch.inference_mode():
             for tensor in self._made.values():
                 byte_view(tensor.untyped_storage()).fill_(0xFF)
@@ -284,9 +285,9 @@ class Graph:
 
 
 def _allow_guards() -> None:
-    """torch's indexing makes a tensor's device the current one, which a build without CUDA cannot: it is given the
-    guard of the device `meta`, which does nothing."""
-    torch._C._ensureCUDADeviceGuardSet()  # where there is a build with CUDA and no GPU
+    """Makes torch's indexing work: it makes a tensor's device the current one, which a build without CUDA cannot. The
+    guard of the device `meta`, which does nothing, is installed for CUDA."""
+    torch._C._ensureCUDADeviceGuardSet()  # for a build with CUDA but without a GPU
     if torch.version.cuda is None:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         guards = (ctypes.c_void_p * (META + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
@@ -294,7 +295,7 @@ def _allow_guards() -> None:
 
 
 class Generator(torch.Generator):
-    """The device's is the CPU's."""
+    """A generator of the device, which is one of the CPU."""
 
     def __new__(cls, device: Any = None) -> Any:
         return super().__new__(cls)
@@ -309,7 +310,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def install(gpu: Any, new_mode: Callable[[], Any]) -> None:
-    """For good, in this process; before anything of ours that names torch.cuda's classes is imported."""
+    """Replaces parts of torch.cuda permanently in this process. Call it before importing modules of Headrace that use
+    torch.cuda's classes."""
     Stream.gpu = Event.gpu = Graph.gpu = gpu
     _allow_guards()
     properties = SimpleNamespace(
@@ -349,7 +351,7 @@ def _contexts(gpu: Any, new_mode: Callable[[], Any]) -> dict[str, Any]:
 
     @contextmanager
     def device(_: Any) -> Iterator[None]:
-        """As torch.cuda.device: inside it the calling thread's torch has the device."""
+        """As torch.cuda.device: inside, torch uses the simulated device on the calling thread."""
         if getattr(threads, "inside", False):
             yield
             return

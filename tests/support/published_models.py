@@ -1,7 +1,7 @@
-"""Tiny random checkpoints of architectures that transformers has no code of, laid out as theirs are published.
+"""Tiny random checkpoints, in their published layouts, of architectures that transformers does not implement.
 
-Each computes what some model of transformers does, its twin: `save` writes the twin's weights under the architecture's
-own names, with its own config.
+Each is equivalent to a model of transformers, its twin: `save` writes the twin's weights under the architecture's own
+names, with its own config.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Published:
     architecture: str
     twin: TinyModel
     rename: dict[str, str]
-    """What parts of the twin's names are called here."""
+    """Replacements in the names of the twin's weights."""
     config: Callable[[dict[str, Any]], dict[str, Any]]
-    """The architecture's config of the twin's."""
+    """Converts the twin's config to that of the architecture."""
     stored: Callable[[State], State] = dict
-    """The twin's weights, before they are renamed, as this architecture stores them."""
+    """Converts the twin's weights to the form that the architecture stores, before they are renamed."""
     has_alibi: bool = False
-    """Instead of the twin's rotation."""
+    """Whether ALiBi replaces the twin's rotary embedding."""
     unit_head: bool = False
 
 
@@ -47,14 +47,14 @@ def _twin(name: str, **config: Any) -> TinyModel:
 
 
 def _plain(config: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Under the names that most configs have, as they were before transformers 5."""
+    """A config under the names that most configs use, as before transformers 5."""
     kept = (*COMMON, "rms_norm_eps", "hidden_act", "tie_word_embeddings")
     theta = config["rope_parameters"]["rope_theta"]
     return {name: config[name] for name in kept if name in config} | {"rope_theta": theta} | more
 
 
 def _fused(name: str, groups: int) -> Callable[[State], State]:
-    """Queries, keys and values as one matrix, their rows in so many groups."""
+    """Fuses queries, keys and values into one matrix, with their rows in `groups` groups."""
 
     def fuse(state: State) -> State:
         found = dict(state)
@@ -105,7 +105,7 @@ def mistral_params(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_neighbouring_pairs(state: State, head_dim: int) -> State:
-    """Queries and keys whose rotated pairs, halves of a head apart, become neighbours."""
+    """Reorders queries and keys so that rotated pairs, half a head apart, become neighbours."""
     found = dict(state)
     for name, tensor in state.items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -170,7 +170,7 @@ PUBLISHED: dict[str, Published] = {
 
 
 def twin_of(name: str) -> Any:
-    """The model of transformers."""
+    """The twin, a model of transformers."""
     return tiny_models.make(PUBLISHED[name].twin)
 
 
@@ -180,7 +180,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def save(name: str, folder: Path) -> Path:
-    """Writes the checkpoint into `folder`, which is made, and returns it."""
+    """Writes the checkpoint into a new folder `folder` and returns it."""
     published, folder_state = PUBLISHED[name], State()
     for stem, tensor in published.stored(dict(twin_of(name).state_dict())).items():
         for old, new in published.rename.items():
@@ -194,7 +194,7 @@ def save(name: str, folder: Path) -> Path:
 
 @torch.inference_mode()
 def expected_logits(name: str, model: Any, prompt: list[int], answer: list[int]) -> Tensor:
-    """What the twin says after the prompt and after each token of the answer but the last."""
+    """The twin's logits after the prompt and after each token of the answer but the last."""
     ids, published = torch.tensor([prompt + answer[:-1]]), PUBLISHED[name]
     changed: dict[str, Tensor] = {}
     if published.has_alibi:  # at position 0 nothing is rotated

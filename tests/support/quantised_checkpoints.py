@@ -1,6 +1,6 @@
-"""Tiny quantised checkpoints, written by the published layouts, and the transformers model of their exact values.
+"""Tiny quantised checkpoints in the published layouts, and the transformers model with their exact values.
 
-A writer takes a matrix [n, k] float32 and gives its tensors under the format's names, and what they stand for.
+A writer takes a matrix [n, k] float32, and returns its tensors under the format's names and their dequantised values.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from headrace.executor.models.decoder import Decoder
 from headrace.kernels.grouped import InputRounding
 
 Written = tuple[dict[str, Tensor], Tensor]
-"""Tensors by what follows the module's name, and the values [n, k] float32."""
+"""Tensors by the suffix of the module's name, and the values [n, k] float32."""
 Writer = Callable[[str, Tensor], Written]
 
 
 def write(
     folder: Path, model: Any, quantization_config: Mapping[str, Any], writer: Writer, skip: tuple[str, ...] = ()
 ) -> Any:
-    """Writes the checkpoint with every linear layer but `skip` (parts of names) stored by `writer`; returns the model,
-    in float64, with the values that it holds."""
+    """Writes the checkpoint, with every linear layer stored by `writer` except those whose names contain a part in
+    `skip`. Returns the model in float64 with the stored values."""
     state, stored = tiny_models.state_of(model), dict[str, Tensor]()
     exact = dict(model.state_dict())
     for name, tensor in state.items():
@@ -55,7 +55,7 @@ def write(
 
 
 def _put(state: dict[str, Tensor], name: str, values: Tensor) -> None:
-    """Into a model's state dict, where experts are stacked."""
+    """Stores values in a model's state dict, in which experts are stacked."""
     if name in state:
         state[name] = values
         return
@@ -70,10 +70,10 @@ def _put(state: dict[str, Tensor], name: str, values: Tensor) -> None:
 
 @contextmanager
 def inputs_rounded(model: Any, inputs: InputRounding) -> Iterator[list[float]]:
-    """Inside, what transformers multiplies by weights of layers is rounded first.
+    """Inside, transformers rounds the inputs of the layers' linear products.
 
-    Gives the list to which each product adds how far its inputs are from the border between two codes, in codes: at a
-    border, an error of the last bit decides. A largest magnitude that is negative lies on one, at -127.5.
+    Yields a list to which each product appends the least distance, in codes, of its inputs from a border between two
+    codes: at a border an error of the last bit decides. A negative largest magnitude lies on one, at -127.5.
     """
     product, clearances = F.linear, []
     kept = {module.weight.data_ptr() for name, module in model.named_modules() if name.endswith(("lm_head", ".gate"))}
@@ -83,7 +83,7 @@ def inputs_rounded(model: Any, inputs: InputRounding) -> Iterator[list[float]]:
             return product(x, weight, bias)
         _, scale, zero = inputs.of(x.double())
         codes = x.double() / scale + zero
-        within = codes[(codes > -128) & (codes < 127)]  # what is outside is cut to the last code
+        within = codes[(codes > -128) & (codes < 127)]  # the others are clamped to the last code
         clearances.append(float((within - within.floor() - 0.5).abs().min()))
         return product(inputs.rounded(x.float()).to(x.dtype), weight, bias)
 
@@ -97,7 +97,7 @@ TEXT = torch.randint(0, 300, (48,), generator=torch.Generator().manual_seed(0))
 
 
 def perplexities(decoder: CpuDecoder | Decoder, model: Any) -> tuple[float, float]:
-    """Of TEXT: the decoder's, which reads each of its beginnings, and the model's in its own dtype."""
+    """The perplexities of TEXT: the decoder's, which computes every prefix, and the model's in its own dtype."""
     driver = Driver(decoder, num_blocks=400)
     logits = [driver.greedy([TEXT[:end].tolist()], 1, chunk=64)[1][0] for end in range(1, len(TEXT))]
     with torch.no_grad():
@@ -109,8 +109,9 @@ def perplexities(decoder: CpuDecoder | Decoder, model: Any) -> tuple[float, floa
 def affine(
     weight: Tensor, bits: int, group: int, *, symmetric: bool, order: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """codes [n, k] int64, scales [n, groups] float16, zeros [n, groups] int64, and the values; `order`: the inputs in
-    the order in which they are grouped."""
+    """Quantises a weight: codes [n, k] int64, scales [n, groups] float16, zeros [n, groups] int64, and the values.
+
+    order: the inputs in the order in which they are grouped."""
     n, k = weight.shape
     group = k if group == -1 else group
     placed = weight if order is None else weight[:, order]
@@ -134,7 +135,7 @@ def affine(
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """[rows, count] -> [rows, count * bits / 32] int32, one behind the other, lowest bits first; the last filled up."""
+    """Packs codes [rows, count] to [rows, ceil(count * bits / 32)] int32 as one bit stream, lowest bits first."""
     stream = (codes[..., None] >> torch.arange(bits) & 1).flatten(1)
     stream = F.pad(stream, (0, -stream.shape[1] % 32)).view(len(codes), -1, 32)
     words = (stream << torch.arange(32)).sum(-1)
@@ -142,7 +143,7 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def in_planes(codes: Tensor, bits: int) -> Tensor:
-    """As `packed`, in GPTQModel's planar layout: of 32 codes the words of the lower bits, then those of higher ones."""
+    """As `packed`, in GPTQModel's planar layout: for 32 codes the words of the lower bits, then those of the higher."""
     words, first = [], 0
     for width in {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}[bits]:
         words.append(packed(codes >> first & ((1 << width) - 1), width).unflatten(1, (-1, width)))
@@ -165,7 +166,7 @@ def gptq(
     def writer(module: str, weight: Tensor) -> Written:
         k = weight.shape[1]
         size = k if group == -1 else group
-        # The same order for all matrices of one input, as their Hessian is the same.
+        # All matrices of one input have the same order, since they share the Hessian.
         order = torch.randperm(k, generator=torch.Generator().manual_seed(k)) if desc_act else None
         codes, scales, zeros, values = affine(weight, bits, group, symmetric=symmetric, order=order)
         g_idx = torch.arange(k) // size
@@ -200,7 +201,7 @@ def awq(group: int = 32) -> tuple[dict[str, Any], Writer]:
 
 
 def fp8(kind: str) -> tuple[dict[str, Any], Writer]:
-    """Scales of the matrix, of rows, or (all others) of blocks of 32 x 64."""
+    """Kinds: `matrix` has one scale, `rows` one per row, and all others one per block of 32 x 64."""
     rows, columns = {"matrix": (1 << 20, 1 << 20), "rows": (1, 1 << 20)}.get(kind, (32, 64))
     in_blocks, of_two = kind not in ("matrix", "rows"), kind.startswith("exponents")
 
@@ -219,7 +220,7 @@ def fp8(kind: str) -> tuple[dict[str, Any], Writer]:
 
 
 def in_fp8(weight: Tensor, rows: int, columns: int, of_two: bool = False) -> tuple[Tensor, ...]:
-    """codes, scales of blocks [ceil, ceil], as powers of two where asked, and the values."""
+    """codes in fp8, scales [ceil(n / rows), ceil(k / columns)], powers of two with of_two, and the values."""
     n, k = weight.shape
     scales = torch.empty(-(-n // rows), -(-k // columns))
     wide = torch.empty(n, k)
@@ -238,7 +239,7 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def in_fp4(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [n, k], scales [n, groups] -> two codes in a byte, the first in the low half, and the values."""
+    """weight [n, k], scales [n, groups] -> bytes of two codes, the first in the low half, and the values."""
     n, k = weight.shape
     scaled = (weight.view(n, scales.shape[1], -1) / scales[..., None]).view(n, k)
     nearest = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
@@ -249,7 +250,7 @@ def in_fp4(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nvfp4_scales(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales of groups of 16 in fp8, what they are multiplied by, and both together in float32."""
+    """Scales of groups of 16 in fp8, their common factor, and the products of both in float32."""
     most = weight.abs().max() / (448 * 6)
     scales = (weight.view(len(weight), -1, 16).abs().amax(-1) / 6 / most).to(torch.float8_e4m3fn)
     return scales, most, scales.float() * most
@@ -334,7 +335,7 @@ def in_int8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def compressed(scheme: str, inputs: InputRounding | None = None, **weights: Any) -> tuple[dict[str, Any], Writer]:
-    """inputs: how they become int8."""
+    """inputs: how inputs are rounded to int8."""
     layout, own = COMPRESSED[scheme]
 
     def writer(module: str, weight: Tensor) -> Written:
@@ -422,7 +423,7 @@ OF_SCHEMES: dict[str, dict[str, Any]] = {
     "W3A16 zeros": {"symmetric": False},
     "W4A16 ordered": {"actorder": "group"},
 }
-"""What the config says of their weights besides."""
+"""Further fields of the weights in the config."""
 W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 W3, W5 = W4 | {"num_bits": 3}, W4 | {"num_bits": 5}
 W8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
@@ -431,8 +432,8 @@ F8 = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}
 
 
 def bitsandbytes(kind: str) -> tuple[dict[str, Any], Writer]:
-    """int8, or 4 bits by a table of values, doubly quantised or not, in blocks of 32; "nf4 as bfloat16" sees the codes'
-    bytes as such floats."""
+    """Kinds: int8, or 4 bits with a table of values in blocks of 32, with `double` quantisation or without. "nf4 as
+    bfloat16" stores the bytes of the codes as bfloat16."""
 
     def writer(module: str, weight: Tensor) -> Written:
         if kind == "int8":
@@ -476,7 +477,7 @@ def bitsandbytes(kind: str) -> tuple[dict[str, Any], Writer]:
 
 
 def torchao(kind: str) -> tuple[dict[str, Any], Writer]:
-    """Float8WeightOnly, or by what the name has in it Int8Weight, or IntxWeight of 4 bits with zero points."""
+    """kind: a config class of torchao without "Config": Float8..., Int8... or Intx... (4 bits with zero points)."""
 
     def writer(module: str, weight: Tensor) -> Written:
         if kind.startswith("Float8"):

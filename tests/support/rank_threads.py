@@ -1,4 +1,4 @@
-"""Ranks as threads of the test process, talking through the memory that ranks in processes share."""
+"""Ranks as threads of the test process, which communicate through shared memory as ranks in processes do."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ DEADLINE_S = 60
 
 @pytest.fixture(autouse=True)
 def pool_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ranks in processes have: in one process they would wait for each other within a common pool's regions.
-
-    For modules that import it.
+    """Gives each rank its own thread pool, as ranks in processes have: with a common pool, regions of different ranks
+    would wait for each other. Applies to modules that import it.
     """
     monkeypatch.setattr(cpu_decoder, "runtime", runtime.__wrapped__)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
 
 def run_ranks(world: World, body: Callable[[RankPlace], Any], layer_partition: tuple[int, ...] = ()) -> list[Any]:
-    """What `body` returns on every rank. When one raises, the others stop waiting for it, and its error is raised."""
+    """Runs `body` on every rank and returns the results. If one raises, the others stop waiting for it, and its error
+    is raised."""
     fd = os.memfd_create("test")
     errors: list[BaseException] = []
 
@@ -64,7 +64,7 @@ def run_ranks(world: World, body: Callable[[RankPlace], Any], layer_partition: t
 
 
 class RankThreads(Executor):
-    """A world of ranks, each a `CpuRank` on a thread of its own: what `mp` does with processes."""
+    """An executor whose ranks are `CpuRank`s on separate threads, like `mp` with processes."""
 
     async_by_default = True
     rank_class: Any = CpuRank

@@ -1,4 +1,4 @@
-"""Reads answers in a format as the server does, to one record that tests compare."""
+"""Parses answers in a format as the server does, into one record that tests compare."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parser_of(
     reasoning: str | None = "",
     tools: Sequence[Mapping[str, Any]] = TOOLS,
 ) -> OutputParser:
-    """reasoning: the name of another format for it; None: it is not read."""
+    """A parser for the format `name`. reasoning: another format for the reasoning; None leaves it unparsed."""
     declared = load_format(name)
     if declared.channels is not None:
         return ChannelParser(declared.channels, reads_calls=True, prompt=prompt, hidden=hidden)
@@ -50,6 +50,6 @@ def parser_of(
 
 
 def read(name: str, pieces: Iterable[str], *arguments: Any, **more: Any) -> Read:
-    """In the words of `parser_of`."""
+    """Parses the pieces of an answer; the other arguments are those of `parser_of`."""
     parser = parser_of(name, *arguments, **more)
     return Read.of([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()])

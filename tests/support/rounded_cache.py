@@ -1,4 +1,4 @@
-"""What a cache of one byte loses, in transformers."""
+"""The rounding of one-byte caches, for models of transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 
 class RoundedCache(DynamicCache):
-    """transformers' cache, of rows that are rounded to codes of one byte as they are stored, each by its own scale."""
+    """transformers' cache, but rows are rounded to one-byte codes when they are stored, each with its own scale."""
 
     def __init__(self, stored: torch.dtype) -> None:
         super().__init__()

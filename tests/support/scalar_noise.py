@@ -1,4 +1,4 @@
-"""The sampler's random numbers by their definition, one at a time with Python's integers."""
+"""The sampler's random numbers computed from their definition, one at a time with Python's integers."""
 
 from __future__ import annotations
 

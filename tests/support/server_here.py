@@ -1,4 +1,4 @@
-"""A whole server in this process: tests see its threads and what it sends to the engine, and start no program."""
+"""A whole server in this process, so that tests can inspect its threads and its messages to the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODEL = "null"
 class ServerHere(NamedTuple):
     url: str
     sent: list[ClientMessage]
-    """To the engine."""
+    """The messages sent to the engine."""
 
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=30, verify=False)
@@ -43,8 +43,8 @@ class ServerHere(NamedTuple):
 def serving_here(
     options: ServeOptions | None = None, null_model: dict[str, Any] | None = None, *, logs_stats: bool = False
 ) -> Iterator[ServerHere]:
-    """With an engine that computes nothing; `null_model` are fields of NullModel. logs_stats: as the one of several
-    processes that tells of the load."""
+    """Runs a server with a null engine. null_model: fields of NullModel; logs_stats: whether it logs the engine's load,
+    as one of several processes does."""
     overrides = {"vocab_size": VOCAB_SIZE, **(null_model or {})}
     engine = EngineThread(parse_options(model=MODEL, distributed_executor_backend=BACKEND, hf_overrides=overrides))
     options = options or ServeOptions(port=0)
@@ -65,14 +65,14 @@ def serving_here(
         thread.join(START_TIMEOUT_S)
         engine.stop()
         sock.close()
-        # what a server does to its process
+        # undo the server's changes to its process
         gc.unfreeze()
         gc.set_threshold(*thresholds)
         sys.setswitchinterval(switch_s)
 
 
 class _Watched(Session):
-    """A session that notes what its client sends."""
+    """A session that records the messages of its client."""
 
     def __init__(self, thread: EngineThread) -> None:
         super().__init__(thread)

@@ -1,4 +1,4 @@
-"""What the repository's own checks read: its files, their imports, functions and names."""
+"""The repository's files, with their imports and defined names, for the repository's own checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("headrace", "ipc", "core", "executor", "kernels", "frontend")
 PYTHONPATH = os.pathsep.join(sorted({str(path.parent) for path in (ROOT / "tests").rglob("*.py")}))
-"""What a child needs to import any module of the tests."""
+"""The PYTHONPATH with which a child process can import any module of the tests."""
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -28,7 +28,7 @@ def files() -> tuple[Path, ...]:
 
 @functools.cache
 def python_files(folder: str | None = None) -> tuple[Path, ...]:
-    """All of them, or those under one top-level folder."""
+    """All Python files, or those under one top-level folder."""
     return tuple(path for path in files() if path.suffix == ".py" and (folder is None or path.parts[0] == folder))
 
 
@@ -42,13 +42,13 @@ class Import:
     path: Path
     line: int
     name: str
-    """Dotted, absolute; a third-party module by its first part."""
+    """The absolute dotted name; of a third-party module only the first part."""
     is_lazy: bool
-    """Inside a function, so that importing the file does not do it."""
+    """Whether it is inside a function, so that importing the file does not run it."""
 
 
 def imports(path: Path) -> Iterator[Import]:
-    """What a file imports besides the standard library; what only a type checker sees is left out."""
+    """The imports of a file, without the standard library and those under TYPE_CHECKING."""
     yield from _imports(path, tree(path), is_lazy=False)
 
 

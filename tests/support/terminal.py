@@ -1,4 +1,4 @@
-"""The `headrace` command on a terminal of its own (a pseudo-terminal), where Ctrl-C and Ctrl-D are keys."""
+"""The `headrace` command on a pseudo-terminal, where tests can press Ctrl-C and Ctrl-D."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _START = (
 
 
 class Terminal:
-    """What the command has shown, as far as it was waited for, is in `shown`."""
+    """A command on a pseudo-terminal. `shown` has its output as far as it was waited for."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
         self._ours, self.theirs = pty.openpty()
         self.settings = termios.tcgetattr(self.theirs)
-        """Before the command began."""
+        """The terminal's settings before the command began."""
         self.process = subprocess.Popen(
             [sys.executable, "-c", _START, *arguments],
             stdin=self.theirs,
@@ -40,7 +40,7 @@ class Terminal:
         os.write(self._ours, text.encode())
 
     def wait_for(self, text: str, timeout_s: float = 30.0) -> str:
-        """Reads on until it has shown this, and gives what came up to there."""
+        """Reads until the text is shown, and returns the output up to its end."""
         assert self._read_until(text, timeout_s), f"no {text!r}: {self.shown + self._unread!r}"
         end = self._unread.index(text) + len(text)
         seen, self._unread = self._unread[:end], self._unread[end:]
@@ -48,7 +48,8 @@ class Terminal:
         return seen
 
     def press_until(self, key: str, text: str) -> str:
-        """Presses it again each second until this is shown: a Ctrl-C between readline's prompt and its wait is lost."""
+        """Presses the key every second until the text is shown, since a Ctrl-C between readline's prompt and its wait
+        is lost."""
         for _ in range(30):
             self.keys(key)
             if self._read_until(text, 1.0):

@@ -1,4 +1,4 @@
-"""Tiny random models of the dense families, as `tiny_models` makes them: one or two configs of each."""
+"""Tiny random models of the dense families, for `tiny_models`: one or more configs of each."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ FOREIGN = (
     "kolibri1", "laguna", "llama", "mellum", "minimax_m2", "ministral3", "modernbert-decoder", "nanochat", "persimmon",
     "phimoe", "solar_open",
 )  # fmt: skip
-"""Model types that transformers' code computes in tests."""
-# Sizes under all the names that configs have for them.
+"""Model types that tests run with transformers' code."""
+# Sizes, under all names that configs use for them.
 SIZES = SMALL | {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
     "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
@@ -116,7 +116,7 @@ SIZES = SMALL | {
 
 
 def foreign(model_type: str) -> TinyModel:
-    """The tiny model of a type, with those sizes that its config has."""
+    """A tiny model of the type, with the sizes that its config class has."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -1,4 +1,4 @@
-"""Tiny GGUF files, written as llama.cpp's converter writes them: its names, its row order, its norms."""
+"""Tiny GGUF files, written as llama.cpp's converter does, with its names, row order and norms."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def save_gguf(model: Any, path: Path, kind: Kind = Kind.F32, tokenizer: Mapping[
 
 
 def saved_state(model: Any) -> dict[str, Tensor]:
-    """The tensors of its published checkpoint."""
+    """The tensors of the model's checkpoint, as transformers saves it."""
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return load_file(Path(folder) / "model.safetensors")
@@ -98,7 +98,7 @@ def convert(
     kind: Kind = Kind.F32,
     tokenizer: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes a checkpoint: its config and its tensors under their published names."""
+    """Writes a GGUF file from a checkpoint's config and its tensors under their published names."""
     arch = ARCHITECTURES[architecture]
     writer = gguf.GGUFWriter(path, arch)
     num_layers = write_config(writer, arch, config)
@@ -143,7 +143,7 @@ def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, tuple[np.ndarray, Kind]]) -> Path:
-    """A file of these tensors, packed already, beside the least metadata that a llama needs."""
+    """Writes a file with these packed tensors and the minimal metadata of a llama."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(64)
@@ -169,7 +169,7 @@ def _write(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def _llama3_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
-    """[head_dim / 2] float32, as the converter works them out."""
+    """The rope factors that the converter computes: [head_dim / 2] float32."""
     low_length = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
     high_length = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
     factors = []

@@ -1,4 +1,4 @@
-"""Tiny random models of the families with experts or latent attention, as `tiny_models` makes them."""
+"""Tiny random models of the families with experts or latent attention, for `tiny_models`."""
 
 from __future__ import annotations
 

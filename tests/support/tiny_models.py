@@ -1,7 +1,7 @@
-"""Tiny random checkpoints of every architecture, made by transformers and saved as it saves them.
+"""Tiny random checkpoints of many architectures, made and saved by transformers.
 
-`save(name, folder)` writes config.json, float32 model.safetensors and, when asked, a byte-level tokeniser with a
-chat template. `build(name)` gives the transformers model itself. Both depend on name and seed alone.
+`save(name, folder)` writes config.json, float32 model.safetensors and, if asked, a byte-level tokeniser with a chat
+template. `build(name)` returns the transformers model itself. Both depend only on name and seed.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A transformers model class and the config that differs from COMMON."""
+    """A transformers model class, and the part of its config that differs from COMMON."""
 
     model_class: str
     config_class: str
     config: dict[str, Any] = field(default_factory=dict)
     embedding_std: float = 0.1
-    """Small where embedding and head are one, lest every answer repeat its last token."""
+    """Small if the embedding is tied to the head, since answers would otherwise repeat their last token."""
 
 
 def _llama(**config: Any) -> TinyModel:
@@ -70,7 +70,7 @@ def _gemma(version: str, **config: Any) -> TinyModel:
 
 
 def _experts(family: str, **config: Any) -> TinyModel:
-    """Mixtures with hidden sizes of whole blocks, so that GGUF types and --quantization apply."""
+    """Mixtures whose hidden sizes are whole blocks, so that GGUF types and --quantization apply."""
     base = {"num_experts_per_tok": 2, "num_experts": 5, "moe_intermediate_size": 32, "tie_word_embeddings": False}
     return TinyModel(f"{family}ForCausalLM", f"{family}Config", base | config)
 
@@ -84,7 +84,7 @@ def _latent(family: str, **config: Any) -> TinyModel:
 
 
 def _deepseek(version: str, **config: Any) -> TinyModel:
-    """Groups of which some are left out, and a yarn that stretches queries and keys."""
+    """DeepSeek with group-limited routing, and with YaRN scaling that changes the size of queries and keys."""
     base = {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2,
         "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
@@ -185,8 +185,8 @@ def make(tiny: TinyModel, seed: int = 0, **config: Any) -> Any:
 
 
 def state_of(model: Any) -> dict[str, Tensor]:
-    """The state dict under the names and with the shapes of a published checkpoint: without the tied copy of the
-    embedding, each expert by itself."""
+    """The state dict with the names and shapes of a published checkpoint: without the tied copy of the embedding, and
+    with experts as separate tensors."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         for name in ("lm_head.weight", "output_projection.weight"):
@@ -207,7 +207,7 @@ def state_of(model: Any) -> dict[str, Tensor]:
 
 
 def save(name: str, folder: Path, seed: int = 0, tokenizer: bool = False, **config: Any) -> Path:
-    """Writes the checkpoint into `folder` (made when missing) and returns it."""
+    """Writes the checkpoint into `folder`, which it creates if missing, and returns it."""
     build(name, seed, **config).save_pretrained(folder)
     if tokenizer:
         make_tokenizer().save_pretrained(folder)
@@ -234,7 +234,7 @@ def make_tokenizer() -> Any:
 
 
 def _randomise(model: Any, seed: int, embedding_std: float) -> None:
-    """Weights large enough that the answer changes from token to token; biases and norms away from 0 and 1."""
+    """Draws weights large enough that answers change from token to token, and biases and norms away from 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     centred_at_zero = any(each in type(model).__name__ for each in ("Gemma", "Nemotron"))
     with torch.no_grad():
@@ -247,7 +247,7 @@ def _randomise(model: Any, seed: int, embedding_std: float) -> None:
             elif "embed_positions" in parameter_name or ".wpe." in parameter_name:
                 parameter.copy_(0.5 * noise)
             elif parameter_name.endswith((".mlp.gate.weight", ".router.weight")):
-                parameter.copy_(0.6 * noise)  # apart enough that rounding seldom changes who is chosen
+                parameter.copy_(0.6 * noise)  # logits far enough apart that rounding rarely changes the choice
             else:
                 is_embedding = "embed" in parameter_name or ".wte." in parameter_name
                 parameter.copy_(noise * (embedding_std if is_embedding else 0.25))

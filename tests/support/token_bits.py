@@ -1,4 +1,4 @@
-"""Bits of tokens, as the ops on logits read them."""
+"""Bit masks of tokens, in the form that the ops on logits read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def pack_bits(flags: Tensor) -> Tensor:
-    """flags [num_rows, count] bool -> [num_rows, ceil(count / 32)] int32, as `unpack_bits` reads them."""
+    """Packs flags [num_rows, count] bool to [num_rows, ceil(count / 32)] int32, the inverse of `unpack_bits`."""
     missing = -flags.shape[1] % 32
     padded = torch.nn.functional.pad(flags, (0, missing)).unflatten(1, (-1, 32)).long()
     words = (padded << torch.arange(32, device=flags.device)).sum(-1)

@@ -19,7 +19,7 @@ FILES = sorted(Path(__file__).parent.glob("triton_cases_*.py"))
 
 
 def why_not_interpreted() -> str:
-    """Why Triton's interpreter is of no use here, without importing it; "" where it is."""
+    """The reason why Triton's interpreter cannot be used here, found without importing it; "" if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton has no build for this platform"
     triton, numpy = (tuple(map(int, metadata.version(name).split(".")[:2])) for name in ("triton", "numpy"))
@@ -33,10 +33,10 @@ def full_name(path: Path, name: str) -> str:
 
 
 def sum_dots_alike() -> None:
-    """Makes a row of the interpreter's matrix products independent of how many rows there are.
+    """Makes each row of the interpreter's matrix products independent of the number of rows.
 
-    BLAS sums in another order for other shapes on some processors, which no GPU's tile does. In float64 the order does
-    not reach the bits of the float32 result; what a kernel itself sums in pieces still rounds piece by piece.
+    On some processors BLAS sums in another order for other shapes, which no GPU's tile does. With sums in float64 the
+    order does not change the float32 result; sums that a kernel makes in pieces are still rounded piece by piece.
     """
     import numpy as np
     from triton.runtime import interpreter

@@ -1,4 +1,4 @@
-"""Triton's paged attention against the reference over the batches that an engine meets."""
+"""Triton's paged attention against the reference, for the batches of an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.kernels.triton import attention, configs
 from headrace.kernels.triton.attention_parts import num_parts_for
 
 BOUND = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-"""Largest error of an output near 1. The interpreter cuts softmax weights off to bfloat16, where a GPU rounds."""
+"""Largest error of an output near 1. The interpreter truncates softmax weights to bfloat16, where a GPU rounds them."""
 MIXED = [(1, 1), (5, 5), (1, 40), (36, 70), (1, 0), (1, 33), (9, 100), (2, 0), (1, 101), (2, 32)]
 DECODES = [(1, 1), (1, 40), (1, 0), (1, 33), (1, 151), (1, 16)]
 
@@ -36,15 +36,15 @@ def compare(
     params: AttentionParams,
     block_size: int = 16,
 ) -> None:
-    """heads: query heads, key/value heads, values of each."""
+    """heads: (query heads, key/value heads, head_dim)."""
     num_heads, num_kv_heads, head_dim = heads
     batch, keys, values = make_batch(lengths, block_size, num_kv_heads, head_dim, dtype)
-    if params.sliding_window is not None:  # what a window has passed serves other requests by then
+    if params.sliding_window is not None:  # blocks before the window may belong to other requests
         nobodys = int(keys.isnan().flatten(1).all(1).nonzero()[0])
         for seq, (new, context) in enumerate(lengths):
             passed = max(0, context - new - params.sliding_window + 1) // block_size
             batch.block_tables[seq, :passed] = nobodys
-    # As a model has it: a part of the rows of a wider matrix.
+    # A slice of a wider matrix, as in a model.
     joined = torch.randn(sum(new for new, _ in lengths), num_heads + 2, head_dim).to(dtype)
     query = joined[:, :num_heads]
     expected = paged_attention(query, keys, values, batch, params)
@@ -110,7 +110,7 @@ def case_scaled_caches() -> None:
 
 
 def case_one_sequence_is_divided_into_many_parts() -> None:
-    """More parts than are merged at once, most of them empty."""
+    """More parts than are merged at a time, most of them empty."""
     batch, keys, values = make_batch([(1, 300)], 16, 1, 24, torch.float32)
     query, params = torch.randn(1, 3, 24), AttentionParams(24**-0.5)
     with mock.patch.object(configs, "device_of", return_value=configs.Device((8, 0), 40)):
@@ -120,7 +120,7 @@ def case_one_sequence_is_divided_into_many_parts() -> None:
 
 
 def case_sinks_take_their_share() -> None:
-    """In one part, in several and beside a window; sinks above all scores, among them and below."""
+    """Sinks with one part, with several and with a window; above all scores, among them and below."""
     for lengths, dtype, window, invariant in (
         (MIXED, torch.float32, None, False),
         (MIXED, torch.bfloat16, 19, False),
@@ -144,7 +144,7 @@ def case_a_prompt_finds_its_sequence_among_hundreds() -> None:
 
 
 def case_padding_changes_nothing() -> None:
-    """A graph's spare rows: sequences of one token and no context, whose table is anything."""
+    """The padding rows of a graph: sequences of one token without context, with an arbitrary block table."""
     batch, keys, values = make_batch(DECODES, 16, 2, 24, torch.float32)
     query, params = torch.randn(6, 4, 24), AttentionParams(24**-0.5)
     found = attention.paged_attention(query, keys, values, batch, params)

@@ -1,4 +1,4 @@
-"""Triton's latent attention against the reference over the batches that an engine meets."""
+"""Triton's latent attention against the reference, for the batches of an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.kernels.triton import latent
 
 
 def inputs(lengths: list[tuple[int, int]], num_heads: int, dtype: torch.dtype) -> tuple[torch.Tensor, LatentUp]:
-    """Queries and projections of vectors of 20 and 8 values."""
+    """Queries and projections for vectors of 20 compressed and 8 rotated values."""
     up = LatentUp((torch.randn(num_heads, 12, 20) / 4).to(dtype), (torch.randn(num_heads, 20, 16) / 4).to(dtype))
     return torch.randn(sum(new for new, _ in lengths), num_heads, 20).to(dtype), up
 
@@ -63,7 +63,7 @@ def case_scaled_caches() -> None:
 
 
 def case_padding_changes_nothing() -> None:
-    """A graph's spare rows: sequences of one token and no context, whose table is anything."""
+    """The padding rows of a graph: sequences of one token without context, with an arbitrary block table."""
     batch, cache, _ = make_batch(DECODES, 16, 1, 28, torch.float32)
     query, up = inputs(DECODES, 3, torch.float32)
     params = AttentionParams(0.3)

@@ -12,7 +12,7 @@ from headrace.kernels.reference.quantised import round_tokens as reference_round
 from headrace.kernels.triton import linear
 
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-"""Of an error, relative to the sum of the magnitudes that were added: roundings of the weights and of the result."""
+"""Bounds of the error relative to the sum of the magnitudes of the addends, for rounded weights and results."""
 
 
 def assert_close(found: Tensor, expected: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -40,7 +40,7 @@ def case_int8_and_fp8_weights() -> None:
 
 
 def case_weights_rounded_as_they_are_loaded() -> None:
-    """With float16 scales, and the least of a group of 4 bits where it is."""
+    """With float16 scales, and 4-bit zero points that are not whole numbers."""
     weight, x = torch.randn(40, 192) * 0.02, torch.randn(5, 192)
     for dtype in BOUND:
         for group in (32, 64):

@@ -1,4 +1,4 @@
-"""The kernel for few rows, alone and with what it does besides, and products whose inputs are divided."""
+"""The kernel for few rows, alone and with fused ops, and products whose inputs are divided among programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TYPES = ("linear", "linear_int8", "linear_int4", "linear_fp8", "linear_fp8_dynam
 
 
 def rounded_by(op: str, weight: Tensor, group: int) -> tuple[Tensor, ...]:
-    """The first arguments of the op."""
+    """The tensor arguments of the op."""
     if op == "linear":
         return (weight,)
     return to_fp8(weight) if "fp8" in op else (to_int8 if op == "linear_int8" else to_int4)(weight, group)
@@ -35,7 +35,7 @@ def small(layer: Any, x: Tensor, tiles: SmallTiles, **around: Any) -> Tensor:
 
 
 def case_all_types_and_rows_and_ways_to_divide() -> None:
-    """(rows of x, the weight's shape, group, columns of a program, warps)"""
+    """Cases of (rows of x, the weight's shape, group, columns of a program, warps)."""
     cases = ((1, (13, 96), 32, 8, 1), (2, (12, 576), 96, 4, 1), (3, (5, 320), 64, 2, 2), (7, (2, 64), 32, 1, 1))
     for op, (num_rows, shape, group, columns, num_warps) in product(TYPES, cases):
         for dtype in BOUND if columns == 8 and op in ("linear", "linear_int4") else (torch.bfloat16,):
@@ -48,7 +48,7 @@ def case_all_types_and_rows_and_ways_to_divide() -> None:
 
 
 def case_inputs_of_any_number() -> None:
-    """Rows that no vector divides, and x that lies in larger rows."""
+    """Rows that are no multiple of a vector, and an x with a larger row stride."""
     for dtype, in_features in ((torch.float32, 37), (torch.bfloat16, 1), (torch.bfloat16, 515)):
         weight, x = torch.randn(5, in_features).to(dtype), torch.randn(3, 2 * in_features).to(dtype)[:, :in_features]
         found = small(linear.linear(weight, None), x, SmallTiles(4, 1))
@@ -65,7 +65,7 @@ def long_case_norm_activation_and_addition_are_those_of_the_ops_alone() -> None:
         x = (torch.randn(2, 128) * 3).to(dtype)
         normed = ops()["rms_norm"].reference(x, None, norm_weight, 1e-5)[0]
         found = small(layer, x, SmallTiles(8, 1), norm=(norm_weight, 1e-5))
-        # An input at the edge of two roundings may take the other one.
+        # An input at the border of two codes may round to either.
         assert_close(found / 4, reference.apply(normed) / 4, normed, wide(arguments))
         residual = torch.randn(2, 12).to(dtype)
         found = small(layer, x, SmallTiles(8, 1), residual=residual)

@@ -14,7 +14,7 @@ from headrace.kernels.reference.moe import QuantisedStack
 from headrace.kernels.triton import moe
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
-"""Of an error, relative to the largest result: roundings of what is between the products, and of the result."""
+"""Bounds of the error relative to the largest result, for rounded activations between the products and results."""
 route = ops()["route_experts"].reference
 
 
@@ -61,7 +61,7 @@ def case_routing_within_groups_chooses_the_same_experts() -> None:
 
 
 def case_experts_of_floats() -> None:
-    """All experts of a row, several blocks of an expert, and fewer rows than experts."""
+    """Rows that choose all experts, experts with several blocks, and fewer rows than experts."""
     sizes = ((1, 4, 4, 33, 20), (70, 3, 2, 64, 48), (5, 20, 2, 80, 7))
     for dtype, (num_rows, num_experts, top_k, hidden, inner) in zip(BOUND, sizes, strict=True):
         x = torch.randn(num_rows, hidden).to(dtype)

@@ -18,7 +18,7 @@ from headrace.kernels.triton import activation, decode, embedding, norms, rotary
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ULP = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-"""An output may differ by one rounding of its dtype, relative to its size."""
+"""The largest relative difference of an output: one rounding of its dtype."""
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -60,7 +60,7 @@ def case_activations() -> None:
         x = (torch.randn(3, 74) * 4).to(dtype)
         assert_close(activation.activate(x, kind), ops()["activate"].reference(x, kind))
         expected = ops()["activate_and_multiply"].reference(x, kind)
-        bound = ULP[dtype] * 8  # the reference's activation may round the other way, and is multiplied by up
+        bound = ULP[dtype] * 8  # the activation may round differently in the reference, and up multiplies it
         torch.testing.assert_close(activation.activate_and_multiply(x, kind), expected, rtol=2 * ULP[dtype], atol=bound)
 
 
@@ -131,7 +131,7 @@ def case_embedding_of_a_part_of_the_vocabulary() -> None:
 
 
 def case_inputs_of_a_decode_are_gathered_and_its_rows_move_on() -> None:
-    """Wide tables take several programs; the row of nobody, which pads the batch, stays where it is."""
+    """Wide tables need several programs; the padding row does not advance."""
     for max_blocks, num_blocks in ((3, 3), (2100, 2100), (2100, 5)):
         computed = [4 * num_blocks - 1, 0, 17 % (4 * num_blocks), 2, 0]
         columns = [torch.randint(0, 1000, (5,), dtype=torch.int32) for _ in range(2)]

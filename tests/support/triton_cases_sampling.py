@@ -1,4 +1,4 @@
-"""The Triton ops on logits against their references, and those against the sampler of the CPU."""
+"""The Triton ops on logits against their references, and the references against the CPU's sampler."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SETTINGS = [
 
 
 def make_draws(num_rows: int, settings: list[tuple[float, int, float, float]]) -> DeviceDraws:
-    """Row i has settings[i % len(settings)] and a seed and place of its own."""
+    """Row i has settings[i % len(settings)] and its own seed and position."""
     columns = list(zip(*(settings[i % len(settings)] for i in range(num_rows)), strict=True))
     return DeviceDraws(
         temperature=torch.tensor(columns[0]),
@@ -55,7 +55,7 @@ def make_draws(num_rows: int, settings: list[tuple[float, int, float, float]]) -
 
 
 def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
-    """Rounded to bf16, so that many are equal; some masked; a few flat rows."""
+    """Logits rounded to bf16, so that many are equal; some masked; a few flat rows."""
     logits = (torch.randn(num_rows, vocab_size) * 3).bfloat16().float()
     logits[:, ::7] = -torch.inf
     logits[-1] = 0.5
@@ -112,7 +112,7 @@ def case_truncation_keeps_exactly_what_the_reference_keeps() -> None:
 
 
 def long_case_searching_gathered_tokens_or_the_whole_row_keeps_the_same() -> None:
-    """Rows of many parts, whose last chunk is not full; with room for few tokens most rows are searched whole."""
+    """Rows of many parts with a partial last chunk. With a capacity of few tokens most rows are searched whole."""
     settings = [(1.0, 50, 1.0, 0.0), (0.8, 0, 0.9, 0.0), (1.0, 20, 0.95, 0.0), (0.6, 0, 0.999, 0.0), (1.5, 0, 0.8, 0.1)]
     draws, logits = make_draws(5, settings), make_logits(5, 4200)
     logits[0, 4199] = logits[0].max()

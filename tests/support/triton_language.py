@@ -1,4 +1,4 @@
-"""Triton's interpreter puts its own functions in the place of `triton.language`'s: here once, for a whole process."""
+"""Makes Triton's interpreter patch `triton.language` once per process instead of at every launch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from types import FunctionType, ModuleType
 
 
 class Lasting:
-    """Of what the interpreter has put in place: it would take that back after each launch."""
+    """Stands for the interpreter's patch, which it would undo after each launch; undoing does nothing here."""
 
     def restore(self) -> None:
         pass
 
 
 def stay_interpreted() -> None:
-    """For a process that compiles nothing. What to replace is looked for anew at each launch and each call of one
-    device function by another, which takes longer than to interpret the kernels of our cases."""
+    """Patches permanently, for a process that compiles nothing. The interpreter would search for what to patch at each
+    launch and each call between device functions, which takes longer than interpreting the kernels of the tests."""
     from triton import language
     from triton.runtime import interpreter
 

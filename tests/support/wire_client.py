@@ -1,4 +1,4 @@
-"""A client of an engine core's socket made of nothing but ipc/, for tests that watch the wire itself."""
+"""A client of an engine core's socket that uses only ipc/, for tests that inspect the messages themselves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ M = TypeVar("M")
 
 
 class WireClient:
-    """Blocking, with a deadline on every receive."""
+    """A blocking client with a deadline on every receive."""
 
     def __init__(self, address: str, *, greet: bool = True) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -55,7 +55,7 @@ class WireClient:
         )
 
     def receive(self, kind: type[M], where: Callable[[M], bool] = lambda message: True, timeout_s: float = 10.0) -> M:
-        """The next message of this kind that `where` accepts; those before it are kept in `heard`."""
+        """Waits for the next message of this kind that `where` accepts. All received messages are kept in `heard`."""
         end_s = time.monotonic() + timeout_s
         while (left_s := end_s - time.monotonic()) > 0 and self.socket.poll(int(left_s * 1e3) + 1):
             message = self._codec.decode(self.socket.recv_multipart())

@@ -1,4 +1,4 @@
-"""What --worker-extension-cls names in tests: here, as workers import the whole module that has the class."""
+"""Worker extensions for tests of --worker-extension-cls. A separate module, since workers import all of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Extension:
-    """Lives in the worker."""
+    """An extension that is constructed with its rank, in the worker."""
 
     def __init__(self, rank: object) -> None:
         self.rank = rank
@@ -20,7 +20,7 @@ class Extension:
 
 
 class Obedient:
-    """Lives in the worker, and knows its executor."""
+    """An extension that is constructed with its executor, in the worker."""
 
     def __init__(self, executor: Any) -> None:
         self._executor, self._calls = executor, 0
