@@ -8,6 +8,7 @@ child: PR_SET_PDEATHSIG fires when the *thread* that forked the child ends.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import selectors
@@ -39,7 +40,7 @@ from headrace.ipc.messages import (
 )
 from headrace.ipc.process.proc import oom_kill_count, status_of
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
-from headrace.ipc.transport.sockets import new_ipc_address, sweep_sockets
+from headrace.ipc.transport.sockets import new_ipc_address, remove_leftover
 from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
 
 logger = logging.getLogger(__name__)
@@ -368,7 +369,9 @@ def start_engine(options: Options, address: str = "") -> Child:
     start = Start(schema_hash=SCHEMA_HASH, options=plain_options(options), bind=address)
     # A killed engine leaves its socket file behind, so it is removed at the end.
     child = ChildOptions(
-        startup_timeout_s=options.startup_timeout, shows_loading=options.use_tqdm_on_load, at_end=sweep_sockets
+        startup_timeout_s=options.startup_timeout,
+        shows_loading=options.use_tqdm_on_load,
+        at_end=functools.partial(remove_leftover, address),
     )
     return Child("engine-core", ["-m", "headrace.core.process.daemon", "--parent-fd"], start, child)
 
@@ -381,7 +384,8 @@ def start_coordinator(address: str = "") -> Child:
     """
     address = address or new_ipc_address("coordinator")
     start = Start(schema_hash=SCHEMA_HASH, options={}, bind=address)
-    return Child("coordinator", ["-m", "headrace.core.coordinator.program"], start, ChildOptions(at_end=sweep_sockets))
+    child = ChildOptions(at_end=functools.partial(remove_leftover, address))
+    return Child("coordinator", ["-m", "headrace.core.coordinator.program"], start, child)
 
 
 def _readable(fd: int) -> bool:

@@ -99,6 +99,18 @@ def sweep_sockets() -> Path:
     return directory
 
 
+def remove_leftover(address: str) -> None:
+    """Removes the socket of an ipc:// address whose process was killed, and sweeps.
+
+    A sweep alone takes it for one in use where its name has this process's number, as those do that are to be bound
+    again by another child.
+    """
+    sweep_sockets()
+    path = ipc_path(address)
+    if path is not None and _refuses(path):
+        path.unlink(missing_ok=True)
+
+
 def new_ipc_address(name: str) -> str:
     """A new ipc:// address in the runtime directory; removes unused sockets from it."""
     directory = sweep_sockets()

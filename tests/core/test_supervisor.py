@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from headrace.core.options.engine_options import Options
-from headrace.core.process.supervisor import Child, ChildOptions, start_engine
+from headrace.core.process.supervisor import Child, ChildOptions, start_coordinator, start_engine
 from headrace.ipc.failure import EngineStartError
 from headrace.ipc.messages import SCHEMA_HASH, Start
 from headrace.ipc.transport.sockets import AddressError
@@ -95,3 +95,13 @@ def test_a_runtime_directory_that_cannot_be_used_is_told_and_the_childs_end_is_s
         runtime_directory_now()
     with pytest.raises(EngineStartError, match="directory"):
         start_engine(Options(**NULL)).wait_ready(60)
+
+
+def test_a_killed_coordinator_leaves_no_socket_though_its_address_has_the_parents_number(
+    runtime_directory: Path,
+) -> None:
+    coordinator = start_coordinator()
+    coordinator.wait_ready()
+    assert len(list(runtime_directory.glob("coordinator-*.sock"))) == 1
+    coordinator.kill()
+    assert not list(runtime_directory.iterdir())
