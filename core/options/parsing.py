@@ -296,6 +296,23 @@ def struct_from_arguments(args: argparse.Namespace, struct: type[T]) -> T:
     return options
 
 
+def given_options(args: argparse.Namespace) -> dict[str, str]:
+    """Which of the engine's options a command line and its config file give, and how each is written there.
+
+    For what `options_from_arguments` has read without an error. Those of vLLM's that have no effect are not among them.
+    """
+    own, given = option_specs(Options), dict[str, str]()
+    if (config := getattr(args, "config", None)) is not None:
+        for key in _read_yaml(Path(config)) or ():
+            given[key.replace("-", "_")] = f"{key} in {config}"
+    for name, value in (vars(args) | getattr(args, _VLLM_OPTIONS, {})).items():
+        given[name] = flag(f"no_{name}" if value is False else name)
+    given = {successor(name) if _is_retired(name) else name: written for name, written in given.items()}
+    if getattr(args, "model_argument", None) is not None:
+        given["model"] = args.model_argument
+    return {name: written for name, written in given.items() if name in own}
+
+
 def _read(
     struct: type[T], given: dict[str, Any], spell: Callable[[str], str], config: str | os.PathLike[str] | None
 ) -> tuple[T, tuple[str, ...]]:

@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.core.options.engine_options import Options
-from headrace.core.options.parsing import flag, options_from_arguments
-from headrace.core.options.values import option_specs
+from headrace.core.options.parsing import given_options, options_from_arguments
 from headrace.frontend.batch_file.file import BatchResult, Results, read_lines
 from headrace.frontend.batch_file.lines import LineAnswers
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S
@@ -42,17 +40,17 @@ T = TypeVar("T")
 def engines_of(arguments: argparse.Namespace) -> FleetClient:
     """The engines that the arguments describe. Raises OptionError for options that contradict each other."""
     options = options_from_arguments(arguments)
-    given = [flag(name) for name in option_specs(Options) if name in vars(arguments)]
+    given = given_options(arguments)
     if arguments.engine is not None:
-        if given or getattr(arguments, "config", None):
+        if given:
             raise OptionError(
-                f"--engine attaches to an engine that has its options; leave out {', '.join(given or ['--config'])}"
+                f"--engine attaches to an engine that has its options; leave out {', '.join(given.values())}"
             )
         return FleetClient([Attached(arguments.engine, comes_back=False)])  # its death ends the run
     if options.coordinator:
-        given = [each for each in given if each not in ("--coordinator", "--peer-timeout")]
-        if given:
-            raise OptionError(f"--coordinator finds an engine that has its options; leave out {', '.join(given)}")
+        needless = [written for name, written in given.items() if name not in ("coordinator", "peer_timeout")]
+        if needless:
+            raise OptionError(f"--coordinator finds an engine that has its options; leave out {', '.join(needless)}")
         return FleetClient([], coordinators=options.coordinator, peer_timeout_s=options.peer_timeout)
     options = with_meeting(options)
     children = start_ranks(options)

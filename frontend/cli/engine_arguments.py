@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import msgspec
 
-from headrace.core.options.engine_options import Options
 from headrace.core.options.option import Option
-from headrace.core.options.parsing import add_options, flag, options_from_arguments, struct_from_arguments
-from headrace.core.options.values import option_specs
+from headrace.core.options.parsing import (
+    add_options,
+    flag,
+    given_options,
+    options_from_arguments,
+    struct_from_arguments,
+)
 from headrace.ipc.failure import InvalidRequestError, OptionError
 
 if TYPE_CHECKING:
@@ -73,8 +77,8 @@ def open_engine_or_server(arguments: argparse.Namespace) -> LLM | RemoteLLM:
         if arguments.api_key is not None:
             raise OptionError("--api-key is for a server: give its --url")
         return open_engine(arguments)
-    given = [flag(name) for name in (*option_specs(Options), "config", "engine") if vars(arguments).get(name)]
-    given += _named_model(arguments)
+    options_from_arguments(arguments)  # which refuses what no engine here has
+    given = [*given_options(arguments).values(), *(["--engine"] if arguments.engine is not None else [])]
     if given:
         raise OptionError(f"--url attaches to a server that has its options; leave out {', '.join(given)}")
     from headrace.frontend.cli.remote import RemoteLLM
@@ -90,18 +94,9 @@ def open_engine(arguments: argparse.Namespace) -> LLM:
     if arguments.engine is None:
         chosen = {name: getattr(options, name) for name in options.__struct_fields__}
         return LLM(chosen.pop("model") or None, **chosen)  # without --model the name is empty
-    given = [flag(name) for name in option_specs(Options) if name in vars(arguments)] + _named_model(arguments)
-    if given or getattr(arguments, "config", None):
-        raise OptionError(
-            f"--engine attaches to an engine that has its options; leave out {', '.join(given or ['--config'])}"
-        )
+    if given := given_options(arguments):
+        raise OptionError(f"--engine attaches to an engine that has its options; leave out {', '.join(given.values())}")
     return connect(arguments.engine)
-
-
-def _named_model(arguments: argparse.Namespace) -> list[str]:
-    """The model given as a positional argument, as a list of none or one."""
-    named = getattr(arguments, "model_argument", None)
-    return [] if named is None else [named]
 
 
 def check_sampling(arguments: argparse.Namespace) -> None:

@@ -129,6 +129,25 @@ def test_a_wrong_command_line_is_one_sentence_and_status_2(
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        "serve --engine ipc:///x",
+        "serve --coordinator ipc:///x",
+        "run-batch -i {folder}/options.yaml -o {folder}/out --engine ipc:///x",
+        "complete x --url http://127.0.0.1:9",
+        "chat --engine ipc:///x",
+    ],
+)
+def test_an_engines_options_in_a_config_file_are_refused_where_no_engine_is_started(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "options.yaml").write_text("max-model-len: 64\nguided_decoding_backend: xgrammar\n")
+    assert main([*command.format(folder=tmp_path).split(), "--config", str(tmp_path / "options.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert f"leave out max-model-len in {tmp_path}/options.yaml, guided_decoding_backend in {tmp_path}/" in said
+
+
+@pytest.mark.parametrize(
     ("command", "said"),
     [
         ("complete x --temperature -3", "--temperature=-3.0: must be at least 0"),

@@ -10,9 +10,7 @@ import argparse
 
 import msgspec
 
-from headrace.core.options.engine_options import Options
-from headrace.core.options.parsing import add_options, flag, options_from_arguments, struct_from_arguments
-from headrace.core.options.values import option_specs
+from headrace.core.options.parsing import add_options, given_options, options_from_arguments, struct_from_arguments
 from headrace.frontend.http.process.options import ServeOptions, check_serve_options
 from headrace.ipc.failure import OptionError
 from headrace.ipc.transport.keys import use_keys
@@ -30,18 +28,15 @@ def run(arguments: argparse.Namespace) -> int:
     serve_options = struct_from_arguments(arguments, ServeOptions)
     check_serve_options(serve_options)
     engine_options = options_from_arguments(arguments)
-    if "data_parallel_rank" in vars(arguments):
+    given = given_options(arguments)
+    if "data_parallel_rank" in given:
         serve_options = msgspec.structs.replace(serve_options, data_parallel_external_lb=True)
     use_keys(serve_options.keys, serve_options.insecure)
     if serve_options.engine or engine_options.coordinator:
-        given = [
-            flag(name) for name in option_specs(Options) if name in vars(arguments) and name not in _OF_THE_SERVER_TOO
-        ]
-        if getattr(arguments, "model_argument", None) is not None:
-            given.append(arguments.model_argument)
-        if given:
+        needless = [written for name, written in given.items() if name not in _OF_THE_SERVER_TOO]
+        if needless:
             which = "--engine attaches to" if serve_options.engine else "--coordinator finds"
-            raise OptionError(f"{which} an engine that has its options; leave out {', '.join(given)}")
+            raise OptionError(f"{which} an engine that has its options; leave out {', '.join(needless)}")
         from headrace.ipc.transport.sockets import check_address
 
         for address in (*serve_options.engine, *engine_options.coordinator):
