@@ -41,7 +41,12 @@ from headrace.frontend.text.formats.parser import Event, OutputParser
 
 _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 _OWN_NAMES: Mapping[str, str] = types.MappingProxyType(
-    {"stop": "stop_sequences", "reasoning_effort": "output_config.effort"}
+    {
+        "stop": "stop_sequences",
+        "max_completion_tokens": "max_tokens",
+        "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
+    }
 )
 """Anthropic's names of chat completions' fields."""
 _SIGNATURE = "headrace:"

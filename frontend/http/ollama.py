@@ -18,10 +18,11 @@ import msgspec
 from headrace.frontend.api.outputs import CompletionOutput
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
-from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.errors import ApiError, bad_field, renamed
 from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.messages import call_input
 from headrace.frontend.http.ollama_requests import (
+    OWN_NAMES,
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaMessage,
@@ -339,9 +340,11 @@ def _prepare(
         ) -> OllamaAnswer:
             return OllamaAnswer(answer, make_reader, is_chat=is_chat, num_top_logprobs=num_top)
 
-        prepared = prepare_chat(asked, engine, state.chat, name, exchange.tenant, make_answer, "ollama-")
+        with renamed(OWN_NAMES):
+            prepared = prepare_chat(asked, engine, state.chat, name, exchange.tenant, make_answer, "ollama-")
     else:
-        prepared = prepare_completion(asked, engine, state.chat, name, exchange.tenant)
+        with renamed(OWN_NAMES):
+            prepared = prepare_completion(asked, engine, state.chat, name, exchange.tenant)
         assert engine.client is not None
         model, tokenizer = asked.model or engine.names[0], engine.client.tokenizer
         answer = Answer(asked, f"ollama-{name}", model, tokenizer, tells_times=False)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from headrace.frontend.fleet.pool import Engine
-from headrace.frontend.http.errors import bad_field
-from headrace.frontend.http.openai.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, Few, Many
+from headrace.frontend.http.errors import bad_field, renamed
+from headrace.frontend.http.openai.requests import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    Few,
+    Many,
+    invalid_body,
+)
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class OllamaMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -83,6 +92,16 @@ _PENALTIES: Mapping[str, tuple[str, float]] = types.MappingProxyType(
 )
 """By Ollama's name: Headrace's field, and the value without effect. In Ollama, they apply to the last `repeat_last_n`
 tokens."""
+OWN_NAMES: Mapping[str, str] = types.MappingProxyType(
+    {
+        **{name: f"options.{name}" for name in _SAME_OPTIONS},
+        **{ours: f"options.{name}" for name, (ours, _) in _PENALTIES.items()},
+        "max_tokens": "options.num_predict",
+        "reasoning_effort": "think",
+        "response_format": "format",
+    }
+)
+"""Of the fields of completions and chat completions, for errors."""
 
 
 def _sampling(options: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
@@ -155,30 +174,30 @@ def as_chat(
 ) -> ChatCompletionRequest:
     """The request as a chat completion. Raises ApiError, which names the field."""
     thinks = request.think
-    try:
-        return msgspec.convert(
-            {
-                **_shared(request, engine),
-                "messages": [_message(each, f"messages[{index}]") for index, each in enumerate(messages)],
-                "tools": tools or None,
-                "enable_thinking": thinks if isinstance(thinks, bool) else None,
-                "reasoning_effort": thinks if isinstance(thinks, str) else None,
-                "logprobs": request.logprobs,
-                "top_logprobs": request.top_logprobs if request.logprobs else None,
-            },
-            ChatCompletionRequest,
-        )
-    except msgspec.ValidationError as error:
-        raise bad_field("options", f"options: {error}") from None
+    fields = {
+        **_shared(request, engine),
+        "messages": [_message(each, f"messages[{index}]") for index, each in enumerate(messages)],
+        "tools": tools or None,
+        "enable_thinking": thinks if isinstance(thinks, bool) else None,
+        "reasoning_effort": thinks if isinstance(thinks, str) else None,
+        "logprobs": request.logprobs,
+        "top_logprobs": request.top_logprobs if request.logprobs else None,
+    }
+    return _converted(fields, ChatCompletionRequest)
 
 
 def as_completion(request: OllamaGenerateRequest, engine: Engine) -> CompletionRequest:
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     fields = {**_shared(request, engine), "prompt": request.prompt, "logprobs": logprobs}
-    try:
-        return msgspec.convert(fields, CompletionRequest)
-    except msgspec.ValidationError as error:
-        raise bad_field("options", f"options: {error}") from None
+    return _converted(fields, CompletionRequest)
+
+
+def _converted(fields: dict[str, Any], kind: type[T]) -> T:
+    with renamed(OWN_NAMES):
+        try:
+            return msgspec.convert(fields, kind)
+        except msgspec.ValidationError as error:
+            raise invalid_body(str(error), kind) from None
 
 
 def _message(message: OllamaMessage, where: str) -> ChatMessage:

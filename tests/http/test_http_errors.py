@@ -28,6 +28,7 @@ LIMITS = (
     "--max-num-batched-tokens",
     "32",
 )
+DEEP = json.loads('{"properties":{"a":' * 200 + "{}" + "}}" * 200)
 JSON = {"content-type": "application/json"}
 
 
@@ -143,7 +144,13 @@ def check_error(response: httpx.Response, status: int, param: str | None, said: 
         ({"prompt": [5], "guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
         ({"prompt": [5], "guided_json_object": "yes"}, "guided_json_object", "expected"),
         ({"prompt": [5], "guided_json": {}, "guided_whitespace_pattern": "(a"}, "guided_json", "cannot be used"),
-        ({"prompt": [5], "guided_whitespace_pattern": " "}, "structured_outputs", "needs exactly one of json"),
+        ({"prompt": [5], "guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "asks for no form"),
+        ({"prompt": [5], "max_tokens": "4", "n": "x"}, "n", "n: expected int"),
+        (
+            {"prompt": [5], "response_format": {"type": "json_object", "schema": DEEP}},
+            "response_format",
+            "response_format is nested deeper than",
+        ),
         ({"prompt": [5], "structural_tag": "{}"}, "structural_tag", "must have a format, or structures"),
         ({"prompt": [5], "structural_tag": {"format": {"type": "x"}}}, "structural_tag", "Invalid value 'x'"),
         (
@@ -319,12 +326,17 @@ def test_a_strict_server_takes_no_field_without_effect():
     "field",
     [
         *("user", "metadata", "store", "logit_bias", "bad_words", "suffix", "service_tier", "watermarking"),
-        *("flat_logprobs", "routed_experts_prompt_start", "extra_args"),
+        *("flat_logprobs", "routed_experts_prompt_start", "extra_args", "guided_json_object"),
     ],
 )
 def test_a_field_that_asks_for_nothing_is_taken(client, field):
     neutral = {"user": "me", "metadata": {"a": "b"}, "store": False, "logit_bias": {}, "suffix": ""}
-    neutral |= {"watermarking": False, "flat_logprobs": False, "routed_experts_prompt_start": 0}
+    neutral |= {
+        "guided_json_object": False,
+        "watermarking": False,
+        "flat_logprobs": False,
+        "routed_experts_prompt_start": 0,
+    }
     body = {"prompt": [5], "max_tokens": 1, field: neutral.get(field)}
     assert client.post(COMPLETIONS, json=body).status_code == 200
 

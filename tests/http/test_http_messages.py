@@ -293,6 +293,7 @@ def with_result(content: Any) -> dict[str, Any]:
         ({"tools": [{**WEATHER, "allowed_callers": ["code_execution_20260120"]}]}, "allowed_callers lacks direct"),
         ({"temperature": -1.0}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences = ['']"),
+        ({"max_tokens": 0}, "max_tokens = 0: must be at least 1"),
         ({"messages": [{"role": "user", "content": ""}]}, "messages: the prompt is empty"),
         (
             {"tools": [{**WEATHER, "input_schema": {"type": "array"}}], "tool_choice": {"type": "any"}},

@@ -466,6 +466,7 @@ def test_a_background_response_is_cancelled(client):
             "No tool call found for function call output with call_id call_1.",
             "input",
         ),
+        ({"top_logprobs": 2**40}, "top_logprobs = 1099511627776: must be", "top_logprobs"),
         ({"min_tokens": 500}, "min_tokens = 500: must not exceed max_output_tokens, 200", "min_tokens"),
         ({"text": {"format": {"type": "xml"}}}, "text.format must be", "text.format"),
         ({"text": {"verbosity": "endless"}}, "one of low, medium, high", "text.verbosity"),
@@ -496,6 +497,12 @@ def test_processes_of_a_server_share_what_is_stored():
         for _ in range(16):
             with client_of(server) as client:
                 assert client.responses.retrieve(response.id).output_text == "hello"
+
+
+def test_errors_of_counting_a_prompt_name_the_fields_of_a_response(client):
+    with pytest.raises(openai.BadRequestError, match="input is empty") as refused:
+        client.responses.input_tokens.count(model="null", input=[])
+    assert refused.value.param == "input"
 
 
 def test_a_file_keeps_responses_beyond_the_servers_end(tmp_path):

@@ -188,16 +188,16 @@ def field_of_body(body: Any) -> str:
         forms = (name for name in FORMS if body.structured_outputs.get(name) not in (None, False))
         return next((f"structured_outputs.{name}" for name in forms), "structured_outputs")
     names = ("response_format", *RETIRED)
-    return next((name for name in names if getattr(body, name) is not None), "structured_outputs")
+    return next((name for name in names if getattr(body, name) not in (None, False)), "structured_outputs")
 
 
 def from_body(body: Any) -> StructuredOutputsParams | None:
     """From the fields of a request's body; None if it sets no constraint. Raises InvalidRequestError, which names the
     body's field."""
-    retired = {name: value for name in RETIRED if (value := getattr(body, name)) is not None}
+    retired = {name: value for name in RETIRED if (value := getattr(body, name)) not in (None, False)}
     asked_by = {RETIRED[name]: name for name in retired} | {"backend": "guided_decoding_backend"}
     if body.response_format is not None:
-        asked_by["structural_tag"] = "response_format"
+        asked_by |= dict.fromkeys(("json", "structural_tag"), "response_format")
     try:
         named = {
             "structured_outputs": body.structured_outputs,
@@ -205,11 +205,14 @@ def from_body(body: Any) -> StructuredOutputsParams | None:
             "guided_...": {RETIRED[name]: value for name, value in retired.items()} or None,
         }
         given = {name: value for name, value in named.items() if value is not None}
-        forms = [name for name, value in retired.items() if RETIRED[name] in FORMS and value is not False]
+        forms = [name for name in retired if RETIRED[name] in FORMS]
         if len(forms) > 1:
             raise InvalidRequestError(f"SamplingParams.{forms[1]} is given beside {forms[0]}: give one of them")
         if len(given) > 1:
             raise InvalidRequestError(f"{_FIELD} is given several times, as {' and '.join(given)}: give one of them")
+        if retired and not forms:
+            alone = next(iter(retired))
+            raise InvalidRequestError(f"SamplingParams.{alone} is given, and the request asks for no form")
         found = next(iter(given.values()), None)
         params = structured_outputs_from(found) if isinstance(found, dict) else found
         return _with_backend(params, body.guided_decoding_backend)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -61,6 +62,7 @@ from headrace.frontend.text.formats.message import call_id, message_of, num_reas
 from headrace.frontend.text.formats.parser import Event, OutputParser
 from headrace.ipc.failure import InvalidRequestError
 
+_SPELLINGS: Mapping[str, str] = types.MappingProxyType({"logprobs": "top_logprobs"})
 _WHOLE, _CHUNK = "chat.completion", "chat.completion.chunk"
 
 
@@ -185,13 +187,12 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
             **({"n": 1} if request.use_beam_search else {}),
         )
     except InvalidRequestError as error:
-        if request.max_completion_tokens is None:
-            raise
-        raise respelt(error, {"max_tokens": "max_completion_tokens"}) from error
+        spellings = {} if request.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        raise respelt(error, {**spellings, **_SPELLINGS}) from error
     try:
         check_num_logprobs(params, client.welcome.vocab_size, client.welcome.max_logprobs)
     except InvalidRequestError as error:
-        raise respelt(error, {"logprobs": "top_logprobs"}) from error
+        raise respelt(error, _SPELLINGS) from error
     check_outputs(1, params)
     prompt, token_ids, choice = render(request, engine, parts)
     reader = reasoning = grammar = None

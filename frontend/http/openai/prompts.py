@@ -150,7 +150,7 @@ def _check_text(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) ->
         raise _too_long(
             param,
             max_tokens,
-            f"has {len(text)} characters, and no token stands for more than {tokenizer.longest_token}",
+            f"of {len(text)} characters cannot fit, as no token stands for more than {tokenizer.longest_token}",
         )
     try:
         text.encode()

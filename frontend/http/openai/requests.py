@@ -6,7 +6,6 @@ type has an effect, or is accepted because no answer depends on it, or is refuse
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import logging
 import re
@@ -435,10 +434,13 @@ class RequestDecoder:
         except msgspec.ValidationError as error:
             if isinstance(error.__cause__, InvalidRequestError):
                 raise ApiError.of(error.__cause__) from None
+            found = error
             if not self._strict:
-                with contextlib.suppress(msgspec.ValidationError):  # numbers may be strings, as in vLLM's server
-                    return msgspec.convert(fields, kind, strict=False)
-            raise _invalid(str(error), kind) from None
+                try:
+                    return msgspec.convert(fields, kind, strict=False)  # numbers may be strings, as in vLLM's server
+                except msgspec.ValidationError as still:  # the field that is wrong even so
+                    found = still
+            raise invalid_body(str(found), kind) from None
         except RecursionError:
             raise ApiError(HTTPStatus.BAD_REQUEST, "the body is nested too deeply", code="invalid_json") from None
 
@@ -511,7 +513,7 @@ def decode_query(query: str, kind: type[S]) -> S:
     try:
         return msgspec.convert(fields, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), kind) from None
+        raise invalid_body(str(error), kind) from None
 
 
 _OF_CHATS = frozenset({ChatCompletionRequest, ChatBatchRequest, TokenizeRequest})
@@ -567,7 +569,7 @@ _LONGEST_NAME = 64
 _MISSING, _EXTRA = "Object missing required field `", "Object contains unknown field `"
 
 
-def _invalid(text: str, kind: type[msgspec.Struct]) -> ApiError:
+def invalid_body(text: str, kind: type[msgspec.Struct]) -> ApiError:
     """Converts msgspec's message, such as 'Expected `int`, got `str` - at `$.max_tokens`'; it quotes names in full."""
     what, at, where = text.rpartition(" - at `$")
     if not at:

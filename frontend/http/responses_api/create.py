@@ -38,8 +38,12 @@ from headrace.frontend.http.responses_api.store import ResponseStore, Stored
 from headrace.frontend.http.responses_api.tool_servers import MOST_CALLS, Tool, ToolServers, by_name, failure, listing
 from headrace.ipc.failure import QueueFullError
 
-_OWN_NAMES: Mapping[str, str] = types.MappingProxyType(
-    {"messages": "input", **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")}
+OWN_NAMES: Mapping[str, str] = types.MappingProxyType(
+    {
+        "messages": "input",
+        "response_format": "text.format",
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+    }
 )
 """The Responses API's names of chat completions' fields."""
 
@@ -177,7 +181,7 @@ def _work(
 
     def attempt(kept: list[Item]) -> ChatWork | ApiError:
         try:
-            with renamed(_OWN_NAMES):
+            with renamed(OWN_NAMES):
                 return chat_work(as_chat(request, kept, tools), engine, chat, name, tenant)
         except ApiError as error:
             if error.body.code != "context_length_exceeded" or request.truncation != "auto":

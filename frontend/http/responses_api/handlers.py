@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.errors import ApiError, bad_field, renamed
 from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.openai.chat import render
 from headrace.frontend.http.openai.event_stream import HEADERS
@@ -28,7 +28,7 @@ from headrace.frontend.http.responses_api.conversation import (
     size_of,
     stored_form,
 )
-from headrace.frontend.http.responses_api.create import begin, check_request, history, mcp_tools
+from headrace.frontend.http.responses_api.create import OWN_NAMES, begin, check_request, history, mcp_tools
 from headrace.frontend.http.responses_api.items import Item, with_encrypted
 from headrace.frontend.http.responses_api.run import EventLog, Follower, ResponseRun
 from headrace.frontend.http.responses_api.store import IN_PROGRESS, ResponseStore, Stored
@@ -163,7 +163,8 @@ async def input_tokens(state: ServerState, exchange: Exchange) -> None:
     tools = [*functions, *(tool.as_function() for tool in called.values())] or None
 
     def count() -> int:
-        return len(render(as_chat(request, items, tools), engine, state.chat)[1])
+        with renamed(OWN_NAMES):
+            return len(render(as_chat(request, items, tools), engine, state.chat)[1])
 
     await exchange.answer(InputTokens(await state.bodies.work(size_of(request, items, tools), count)))
 
