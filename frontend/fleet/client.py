@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
+from headrace.frontend.api.parameters.thinking import check_reasoning
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S
@@ -48,8 +49,10 @@ def start_ranks(
 ) -> list[EngineProcess]:
     """Starts all engines of data_parallel_size, or those of `ranks`; they divide this machine among them.
 
-    new_address: returns the address for each to listen at; "" lets the engine choose.
+    new_address: returns the address for each to listen at; "" lets the engine choose. Raises OptionError for options
+    that only a frontend can check, and EngineStartError.
     """
+    check_reasoning(options)
     if ranks is None and options.num_engines_here != options.data_parallel_size:
         raise OptionError(
             f"data_parallel_size_local={options.data_parallel_size_local}: all of data_parallel_size are started here; "

@@ -25,6 +25,7 @@ from headrace import (
     OptionError,
     SamplingParams,
 )
+from headrace.core.process import supervisor
 
 OPTIONS: dict[str, Any] = {
     "distributed_executor_backend": "headrace.executor.testing.null:NullExecutor",
@@ -34,6 +35,24 @@ OPTIONS: dict[str, Any] = {
 LONG = SamplingParams(max_tokens=20_000)
 NOTICED_WITHIN_S = 5.0
 """What the design promises after a death."""
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (
+            {"reasoning_config": {"reasoning_parser": "quen3"}},
+            "reasoning_config has reasoning_parser='quen3': no output",
+        ),
+        ({"structured_outputs_config": {"reasoning_parser": "hermes"}}, "that format has no reasoning"),
+    ],
+)
+def test_a_format_of_reasoning_that_is_none_is_refused_before_an_engine_starts(
+    asked: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "start_engine", lambda *_: pytest.fail("it was started"))
+    with pytest.raises(OptionError, match=words):
+        LLM("null", **OPTIONS, **asked)
 
 
 def wait_until_gone(pid: int) -> float:
