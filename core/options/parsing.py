@@ -146,19 +146,19 @@ class OptionParser(argparse.ArgumentParser):
             argument = rest.pop()
             if argument == "--":
                 return [*result, argument, *reversed(rest)]
-            if not argument.startswith("--"):
-                result.append(argument)
-                continue
             name, equals, value = argument.partition("=")
             _, dot, path = name.partition(".")
             base = _base(argument)
             action = self._option_string_actions.get(base)
+            if not argument.startswith("--") and not (dot and action):  # -sc.method is --speculative-config.method
+                result.append(argument)
+                continue
             is_flag = isinstance(action, argparse.BooleanOptionalAction) or (
                 isinstance(action, _StoreVllmOption) and action.nargs == 0
             )
             if is_flag and not equals and rest and rest[-1].lower() in ("true", "false"):  # vLLM's older form
                 equals, value = "=", rest.pop()
-            if dot and isinstance(action, _MergeJson):
+            if dot and (isinstance(action, _MergeJson) or (isinstance(action, _StoreVllmOption) and not is_flag)):
                 if not equals and not rest:
                     self.error(f"{argument}: a value must follow")
                 text = value if equals else rest.pop()
@@ -381,6 +381,8 @@ def _read_yaml(path: Path) -> Any:
 
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     except yaml.MarkedYAMLError as error:  # the message must not quote the line, which may contain a secret
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
@@ -444,10 +446,7 @@ class _MergeJson(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         have = getattr(namespace, self.dest, {})
-        try:
-            new = json.loads(values)
-        except ValueError:
-            new = values
+        new = _json_or_text(values)
         merged = _merge(have, new) if isinstance(new, dict) and isinstance(have, dict) else values
         setattr(namespace, self.dest, merged)
 
@@ -520,7 +519,11 @@ class _StoreVllmOption(argparse.Action):
         if self.nargs == 0:
             negated = flag(self.dest) != option_string and (option_string or "").startswith("--no-")
             values = not negated
-        given = {**getattr(namespace, _VLLM_OPTIONS, {}), self.dest: True if values is None else values}
+        given = dict(getattr(namespace, _VLLM_OPTIONS, {}))
+        have, new = (_json_or_text(each) if isinstance(each, str) else each for each in (given.get(self.dest), values))
+        if isinstance(have, dict) and isinstance(new, dict):  # --limit-mm-per-prompt.image 0, and .video 0 after it
+            values = _merge(have, new)
+        given[self.dest] = True if values is None else values
         setattr(namespace, _VLLM_OPTIONS, given)
 
 
@@ -540,11 +543,16 @@ def _is_value(argument: str) -> bool:
     return not argument.startswith("-")
 
 
-def _nest(path: list[str], text: str) -> dict[str, Any]:
+def _json_or_text(text: str) -> Any:
+    """What is no JSON is text, for the error that names it if it is to be JSON."""
     try:
-        value: Any = json.loads(text)
-    except ValueError:
-        value = text
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _nest(path: list[str], text: str) -> dict[str, Any]:
+    value = _json_or_text(text)
     for key in reversed(path):
         value = {key: value}
     return cast(dict[str, Any], value)

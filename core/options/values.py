@@ -174,16 +174,23 @@ def convert(spec: OptionSpec, value: Any) -> Any:
     word = str(value).lower()
     if word in option.words:
         return option.words[word]
-    if spec.nullable and word in ("none", "null") and spec.kind != "str":
+    # A text may well be `none`; None as Python spells it is what vLLM's command line takes for nothing.
+    if spec.nullable and (value == "None" if spec.kind == "str" else word in ("none", "null")):
         return None
     converted = _CONVERTERS[spec.kind](spec, value)
     if spec.kind in ("int", "float", "numbers"):
         low, high = option.minimum, option.maximum
         numbers = converted if spec.kind == "numbers" else (converted,)
+        if spec.kind != "float" and any(abs(number) > _LARGEST for number in numbers):
+            raise ValueError(f"out of range; no whole number may be beyond {_LARGEST:,}")
         # These comparisons are false for NaN.
         if not all((low is None or number >= low) and (high is None or number <= high) for number in numbers):
             raise ValueError(f"out of range; it must be {range_text(option)}")
     return converted
+
+
+_LARGEST = 2**63 - 1
+"""What a message to the engine's process can hold."""
 
 
 def range_text(option: Option) -> str:
@@ -329,7 +336,7 @@ def _as_json_list(value: Any) -> Any:
         return value
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"it looks like a JSON list and is none ({error})") from None
 
 
@@ -370,14 +377,17 @@ def _to_dict(spec: OptionSpec, value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f'it must be a JSON object such as {{"key": 1}} ({error})') from None
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ValueError("it must map names to values (in JSON, an object)")
     try:
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(value)))
-    except TypeError as error:
+        msgspec.msgpack.encode(plain)  # as it goes to the engine's process: its whole numbers have 64 bits
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"its values must be plain data: {error}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply, or holds itself") from None
     return plain
 
 

@@ -299,6 +299,39 @@ def test_retired_names_reach_their_successors_with_a_warning() -> None:
 # --- the command line -----------------------------------------------------------------------------------------------
 
 
+def test_dotted_keys_go_with_short_names_and_with_options_that_only_vllm_has(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    speculation = from_command_line("-sc.method", "ngram", "-sc.num_speculative_tokens=3").speculative_config
+    assert speculation == {"method": "ngram", "num_speculative_tokens": 3}
+    assert from_command_line("--limit-mm-per-prompt.image", "0", "--limit-mm-per-prompt.video=0") == Options()
+    with pytest.raises(OptionError, match=r"limit-mm-per-prompt=\{'image': 1, 'video': 0\} is refused"):
+        from_command_line("--limit-mm-per-prompt.image", "1", "--limit-mm-per-prompt.video=0")
+    assert from_command_line("-cc.mode", "3") == Options()
+    assert "has no effect: there is no compiler" in capsys.readouterr().err
+
+
+def test_none_as_python_spells_it_asks_for_a_texts_default() -> None:
+    assert from_command_line("--quantization", "None", "--tokenizer", "None") == Options()
+    assert from_command_line("--revision", "none").revision == "none"
+    assert from_command_line("--model", "None").model == "None"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_num_seqs": 10**24},
+        {"cudagraph_capture_sizes": [10**24]},
+        {"hf_overrides": {"a": 10**24}},
+        {"hf_overrides": "{" + '"a":{' * 100_000},
+        {"served_model_name": "[" * 100_000},
+    ],
+)
+def test_what_no_message_can_carry_is_refused_by_name(values: dict[str, object]) -> None:
+    with pytest.raises(OptionError, match=next(iter(values))):
+        parse_options(**values)
+
+
 def test_dashes_underscores_and_dotted_keys_are_one() -> None:
     options = from_command_line(
         "m",
@@ -449,6 +482,8 @@ def test_the_command_line_wins_over_the_config_file(tmp_path: Path) -> None:
         ("seed: 1\nblock-size: 32\nseed: 2", ["engine.yaml", "seed is given twice, on lines 1 and 3"]),
         ("hf_overrides: {a: 1, b: 2, a: 3}", ["engine.yaml", "a is given twice, on lines 1 and 1"]),
         ("seed: 1\nblock-size: 32\nblock_size: 2", ["engine.yaml", "block_size is given twice"]),
+        ("hf_overrides: &all {a: *all}", ["engine.yaml", "hf_overrides=", "or holds itself"]),
+        ("a: " + "[" * 5000, ["engine.yaml", "nested too deeply"]),
     ],
 )
 def test_a_bad_config_file_is_named(tmp_path: Path, content: str, words: list[str]) -> None:
