@@ -13,9 +13,9 @@ import random
 import statistics
 import time
 
-from headrace.frontend.fleet.decisions import RoutedRequest
+from headrace.frontend.fleet.decisions import RoutedRequest, RouterOptions
 from headrace.frontend.fleet.members import EngineFacts
-from headrace.frontend.fleet.router import Router, RouterOptions
+from headrace.frontend.fleet.router import Router
 from headrace.ipc.codec import Tensor
 
 PROMPT_TOKENS = 1024

@@ -16,7 +16,7 @@ from headrace.frontend.bench.results import record as records
 from headrace.frontend.bench.results.metrics import columns, percentile
 from headrace.frontend.bench.simulation.engines import EngineShape
 from headrace.frontend.bench.simulation.world import Report, Scenario, simulate
-from headrace.frontend.fleet.router import RouterOptions
+from headrace.frontend.fleet.decisions import RouterOptions
 
 _SHOWN_VIOLATIONS = 20
 

@@ -17,10 +17,9 @@ from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S
 from headrace.frontend.client.request import RequestStream
-from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
+from headrace.frontend.fleet.decisions import ANYWHERE, Affinity, RouterOptions
 from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.pool import EnginePool
-from headrace.frontend.fleet.router import RouterOptions
 from headrace.frontend.fleet.sources import EngineProcess, Owned, Source
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.control import ExtensionAnswers

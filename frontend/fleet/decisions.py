@@ -1,4 +1,4 @@
-"""The router's inputs and outputs: requests, and decisions about them."""
+"""The router's inputs and outputs: its options, requests, and decisions about them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,30 @@ from typing import Protocol
 import msgspec
 
 from headrace.frontend.fleet.members import Member
+from headrace.frontend.fleet.prefixes import MOST_PREFIXES
 from headrace.ipc.failure import Failure
+
+
+class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Thresholds and limits. Times are in seconds."""
+
+    max_migrations: int = 3
+    """How often a request may move after losing its engine, without a token in between; 0: never."""
+    suspect_after_s: float = 2.0
+    """An engine with requests that is silent for this long (it reports each second) is suspected: its requests move."""
+    stalled_after_s: float = 20.0
+    """The same for one that reports, but generates no token for requests in decode."""
+    slow_factor: float = 10.0
+    """An engine whose tokens take this many times longer than the group's median gets no requests for a while."""
+    slow_for_s: float = 30.0
+    own_pause_s: float = 1.0
+    """Ticks further apart than this mean that this process itself was stopped: no engine is suspected for it."""
+    migrations_per_capacity_s: float = 0.5
+    """Rate of moves, as a share of the requests that all engines can run at once; the burst is four seconds' worth."""
+    mean_output_tokens: float = 128.0
+    """Assumed length of an answer before any has ended."""
+    most_prefixes: int = MOST_PREFIXES
+    """Limit of the prefix index."""
 
 
 class Affinity(msgspec.Struct, frozen=True):
@@ -39,6 +62,14 @@ class Work(Protocol):
     def num_cached_tokens(self) -> int | None:
         """Prompt tokens that came from the prefix cache, once the engine has reported it."""
         ...
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """The Work of a request that does not run: it is not sent yet, or it has ended."""
+
+    num_tokens: int = 0
+    first_token_s: float | None = None
+    num_cached_tokens: int | None = None
 
 
 class Losses:

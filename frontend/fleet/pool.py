@@ -35,13 +35,15 @@ from headrace.frontend.fleet.decisions import (
     Fail,
     Move,
     NoEngineError,
+    Progress,
     RoutedRequest,
+    RouterOptions,
 )
 from headrace.frontend.fleet.directory import Loads
 from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.members import EngineFacts
 from headrace.frontend.fleet.pool_log import HealthLog, summary, tell_namesakes_apart
-from headrace.frontend.fleet.router import Router, RouterOptions
+from headrace.frontend.fleet.router import Router
 from headrace.frontend.fleet.sources import STABLE_AFTER_S, Source
 from headrace.ipc.failure import (
     EngineAsleepError,
@@ -295,7 +297,7 @@ class EnginePool:
         token_ids, is_one = prompt.token_ids or (), len(self.router.members) < 2
         routed = RoutedRequest(
             model,
-            _UNSENT,
+            Progress(),
             num_prompt_tokens=len(token_ids),
             tokens=b"" if is_one else array.array("i", token_ids).tobytes(),
             cache_salt=prompt.cache_salt,
@@ -571,16 +573,6 @@ class EnginePool:
 
     def _on_load(self, engine: Engine, load: Load) -> None:
         self.router.load(engine.name, load.num_running, load.num_waiting, time.monotonic(), is_paused=load.is_paused)
-
-
-class _Unsent:
-    """Stands for a request's progress until it is sent to an engine."""
-
-    num_tokens = 0
-    first_token_s = num_cached_tokens = None
-
-
-_UNSENT = _Unsent()
 
 
 def _facts(engine: Engine, welcome: Welcome) -> EngineFacts:

@@ -27,9 +27,19 @@ import msgspec
 
 from headrace.frontend.fleet.allowance import MigrationAllowance
 from headrace.frontend.fleet.blame import guilty_of, quarantined, suspects_of, used_up
-from headrace.frontend.fleet.decisions import AllFullError, Decision, Fail, Move, NoEngineError, RoutedRequest, Wait
+from headrace.frontend.fleet.decisions import (
+    AllFullError,
+    Decision,
+    Fail,
+    Move,
+    NoEngineError,
+    Progress,
+    RoutedRequest,
+    RouterOptions,
+    Wait,
+)
 from headrace.frontend.fleet.members import EngineFacts, Group, Member
-from headrace.frontend.fleet.prefixes import MOST_PREFIXES, EngineBits, PrefixIndex
+from headrace.frontend.fleet.prefixes import EngineBits, PrefixIndex
 from headrace.ipc.failure import PEER_LOST, SHUT_DOWN, Failure
 from headrace.ipc.prefix_names import chunk_tokens, prefix_keys
 
@@ -46,28 +56,6 @@ CHOICES = ("only", "rank", "session", "prefix", "load")
 prefix of the prompt; it has the lowest cost."""
 MIGRATIONS = ("died", "silent", "stalled", "slow", "drained", "refused", "held")
 PROMPT_TOKENS = ("all", "expected", "cached")
-
-
-class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Thresholds and limits. Times are in seconds."""
-
-    max_migrations: int = 3
-    """How often a request may move after losing its engine, without a token in between; 0: never."""
-    suspect_after_s: float = 2.0
-    """An engine with requests that is silent for this long (it reports each second) is suspected: its requests move."""
-    stalled_after_s: float = 20.0
-    """The same for one that reports, but generates no token for requests in decode."""
-    slow_factor: float = 10.0
-    """An engine whose tokens take this many times longer than the group's median gets no requests for a while."""
-    slow_for_s: float = 30.0
-    own_pause_s: float = 1.0
-    """Ticks further apart than this mean that this process itself was stopped: no engine is suspected for it."""
-    migrations_per_capacity_s: float = 0.5
-    """Rate of moves, as a share of the requests that all engines can run at once; the burst is four seconds' worth."""
-    mean_output_tokens: float = 128.0
-    """Assumed length of an answer before any has ended."""
-    most_prefixes: int = MOST_PREFIXES
-    """Limit of the prefix index."""
 
 
 class Router:
@@ -254,6 +242,8 @@ class Router:
         self.num_prompt_tokens += request.num_prompt_tokens
         self.num_expected_cached_tokens += request.expected_cached_tokens
         self.num_cached_tokens += work.num_cached_tokens or 0
+        # The work refers to the request too, and the garbage collector runs too rarely to free such cycles soon.
+        request.work = Progress(num_tokens, work.first_token_s, work.num_cached_tokens)
 
     def refused(self, request: RoutedRequest, failure: Failure, now_s: float) -> Decision:
         """Its engine refuses the request, so another may take it. If the engine is shutting down, and others are

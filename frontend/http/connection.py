@@ -54,6 +54,8 @@ class Connection(HttpToolsProtocol):
         if self._answering is not None:
             _disconnect(self._answering)
         super().connection_lost(exc)
+        # uvicorn leaves this timer of a connection that was reset, and with it everything that the connection holds.
+        self._unset_keepalive_if_required()
 
     def eof_received(self) -> None:
         """The client has closed its sending side. If its request is incomplete, it can still read the error."""

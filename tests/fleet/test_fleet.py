@@ -20,9 +20,8 @@ from headrace.core.options.parsing import parse_options
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.client.request import RequestStream
-from headrace.frontend.fleet.decisions import Affinity
+from headrace.frontend.fleet.decisions import Affinity, RouterOptions
 from headrace.frontend.fleet.pool import EnginePool
-from headrace.frontend.fleet.router import RouterOptions
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, QueueFullError
 from headrace.ipc.messages import Finish, FinishReason, Load

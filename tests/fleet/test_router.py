@@ -17,11 +17,12 @@ from headrace.frontend.fleet.decisions import (
     Move,
     NoEngineError,
     RoutedRequest,
+    RouterOptions,
     Wait,
 )
 from headrace.frontend.fleet.members import EngineFacts
 from headrace.frontend.fleet.prefixes import PrefixIndex
-from headrace.frontend.fleet.router import Router, RouterOptions
+from headrace.frontend.fleet.router import Router
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import PEER_LOST, SHUT_DOWN, Failure
 from headrace.ipc.prefix_names import prefix_keys

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import gc
 import json
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,6 +17,8 @@ import pytest
 from http_server import ask, wait_until
 from server_here import MODEL, ServerHere, serving_here
 
+from headrace.frontend.client.request import RequestStream
+from headrace.frontend.http.connection import Connection
 from headrace.frontend.http.exchange import INLINE_BYTES
 from headrace.frontend.http.openai import prompts
 from headrace.frontend.http.openai.requests import RequestDecoder
@@ -194,3 +198,31 @@ def test_the_load_is_logged_every_ten_seconds_unless_an_option_says_else(
         assert own.get("/health").status_code == 200
         wait_until(lambda: bool(told), 10, "the first line")
     assert told == [interval_s]
+
+
+def test_what_has_ended_is_freed_without_the_collector(server: ServerHere, client: httpx.Client) -> None:
+    """A busy server runs full collections rarely: what waited for one would be hundreds of megabytes by then."""
+
+    def living() -> int:
+        return sum(isinstance(each, RequestStream | Connection) for each in gc.get_objects())
+
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    body = json.dumps({"prompt": [5], "max_tokens": 2, "stream": True}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+    assert client.get("/load").json() == {"server_load": 0}
+    gc.collect()
+    gc.disable()
+    try:
+        before = living()
+        for end in (b"HTTP/1.1 200", b"data: [DONE]\n\n\r\n0\r\n\r\n"):  # within the answer, and after it
+            with socket.create_connection((host, int(port)), timeout=20) as sock:
+                sock.sendall(request)
+                answer = b""
+                while end not in answer:
+                    answer += sock.recv(65536)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets it
+        ask(client, COMPLETIONS, prompt=[5], **ONE)
+        wait_until(lambda: living() == before, 20, "the end of all connections and requests")
+    finally:
+        gc.enable()

@@ -13,8 +13,9 @@ from headrace.core.coordinator.registry import Registry
 from headrace.frontend.bench.simulation.world import Scenario, simulate
 from headrace.frontend.cli.main import main
 from headrace.frontend.client import request_table
+from headrace.frontend.fleet.decisions import RouterOptions
 from headrace.frontend.fleet.directory import Directory
-from headrace.frontend.fleet.router import Router, RouterOptions
+from headrace.frontend.fleet.router import Router
 from headrace.ipc.coordination import Follow
 from headrace.ipc.messages import AddRequest
 

@@ -17,8 +17,8 @@ from headrace.frontend.bench.simulation.engines import MODEL, EngineShape, Simul
 from headrace.frontend.bench.simulation.policies import POLICIES
 from headrace.frontend.bench.simulation.virtual_time import run_virtually
 from headrace.frontend.bench.simulation.world import EngineSource
+from headrace.frontend.fleet.decisions import RouterOptions
 from headrace.frontend.fleet.pool import EnginePool
-from headrace.frontend.fleet.router import RouterOptions
 from headrace.ipc.codec import Tensor
 from headrace.ipc.prefix_names import CHUNK_TOKENS, prefix_keys
 

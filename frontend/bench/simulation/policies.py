@@ -9,9 +9,9 @@ import itertools
 import random
 from collections.abc import Callable
 
-from headrace.frontend.fleet.decisions import NoEngineError, RoutedRequest
+from headrace.frontend.fleet.decisions import NoEngineError, RoutedRequest, RouterOptions
 from headrace.frontend.fleet.members import Member
-from headrace.frontend.fleet.router import Router, RouterOptions
+from headrace.frontend.fleet.router import Router
 from headrace.ipc.prefix_names import CHUNK_TOKENS, prefix_keys
 
 

@@ -40,10 +40,9 @@ from headrace.frontend.bench.simulation.network import PEER_TIMEOUT_S, Link
 from headrace.frontend.bench.simulation.virtual_time import run_virtually
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.request import RequestStream
-from headrace.frontend.fleet.decisions import Affinity
+from headrace.frontend.fleet.decisions import Affinity, RouterOptions
 from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.pool import EnginePool
-from headrace.frontend.fleet.router import RouterOptions
 from headrace.frontend.fleet.sources import Source
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import HeadraceError, QueueFullError

@@ -17,9 +17,9 @@ from typing import Any
 
 import uvicorn
 
+from headrace.frontend.fleet.decisions import RouterOptions
 from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.pool import EnginePool
-from headrace.frontend.fleet.router import RouterOptions
 from headrace.frontend.fleet.scaling import Scaler
 from headrace.frontend.fleet.sources import Source
 from headrace.frontend.http.app import make_app
