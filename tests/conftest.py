@@ -36,6 +36,11 @@ LEFTOVER_GRACE_S = 5.0
 """How long a test's processes may take to end after it: what the design promises after a death."""
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Half as many again as there are cores: tests wait for other processes for a third of their time."""
+    return max(2, (os.cpu_count() or 1) * 3 // 2)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported and made for thousands of tests stays: the collector of garbage never walks through it."""
