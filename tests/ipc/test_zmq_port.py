@@ -186,6 +186,7 @@ def test_a_client_that_has_read_is_not_dismissed_because_that_is_reported_late(m
     port = Port(unread_bytes=len(BIG.data))
     try:
         with WireClient(port.port.address) as client:
+            wait_until(lambda: port.port.clients == [1], 30, "the port knows the client, which it has answered")
             unread = zmq_port._Unread()
             unread._sent.append((len(BIG.data), [zmq.MessageTracker(was_read)]))
             unread._bytes = len(BIG.data)
