@@ -53,8 +53,13 @@ class Port:
         self.inbox, self.port = Inbox(), ZmqPort("", **limits)
         self.port.serve(Sessions(self.inbox, welcome_of(*make_plan()), tokenizer))
 
+    def wait_for(self, *clients: int) -> None:
+        """A client may have its Welcome before the port has noted it."""
+        wait_until(lambda: self.port.clients == [*clients], 30, "the port knows its clients")
+
     def fill(self, client: int) -> None:
         """Sends until the client is given up."""
+        self.wait_for(client)
         for _ in range(1000):
             self.port.send(client, StepOutputs(step=1, slots=BIG, token_ids=BIG))
             if client not in self.port.clients:
@@ -144,6 +149,7 @@ def test_how_much_one_client_may_leave_unread_is_an_option(monkeypatch: pytest.M
         try:
             port.serve(Sessions(Inbox(), welcome_of(*make_plan()), None))
             with WireClient(port.address):
+                wait_until(lambda: port.clients == [1], 30, "the port knows its client")
                 for count in range(2000):
                     port.send(1, StepOutputs(step=1, slots=BIG, token_ids=BIG))
                     if not port.clients:
@@ -186,7 +192,7 @@ def test_a_client_that_has_read_is_not_dismissed_because_that_is_reported_late(m
     port = Port(unread_bytes=len(BIG.data))
     try:
         with WireClient(port.port.address) as client:
-            wait_until(lambda: port.port.clients == [1], 30, "the port knows the client, which it has answered")
+            port.wait_for(1)
             unread = zmq_port._Unread()
             unread._sent.append((len(BIG.data), [zmq.MessageTracker(was_read)]))
             unread._bytes = len(BIG.data)
@@ -203,6 +209,7 @@ def test_a_client_that_has_read_is_not_dismissed_because_that_is_reported_late(m
 
 def test_a_message_of_very_many_frames_is_refused_and_the_loop_sends_meanwhile(port: Port) -> None:
     with WireClient(port.port.address) as victim, WireClient(port.port.address) as client:
+        port.wait_for(1, 2)
         client.socket.setsockopt(zmq.SNDHWM, 0)
         for _ in range(100_000):
             client.socket.send(b"x", zmq.SNDMORE)
