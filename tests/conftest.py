@@ -36,6 +36,7 @@ LEFTOVER_GRACE_S = 5.0
 """How long a test's processes may take to end after it: what the design promises after a death."""
 
 
+@pytest.hookimpl(optionalhook=True)  # for pytest without xdist
 def pytest_xdist_auto_num_workers() -> int:
     """Half as many again as there are cores: tests wait for other processes for a third of their time."""
     return max(2, (os.cpu_count() or 1) * 3 // 2)

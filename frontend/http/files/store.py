@@ -23,6 +23,7 @@ from msgspec import Meta
 from headrace.frontend.batch_file.file import BatchError
 from headrace.frontend.http import last_heard
 from headrace.frontend.http.errors import ApiError
+from headrace.frontend.http.shared_database import open_shared, transaction
 from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.ipc.process.own_folder import OwnFolder
 
@@ -35,7 +36,6 @@ LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 30 * 24 * 3600
 """Bounds of the time in seconds after which a file expires; the same as OpenAI's."""
 RESULTS = "batch_output"
 """The purpose of files that batches write."""
-_WAIT_S = 5.0
 _TABLES = """
 create table if not exists files (tenant text, id text, made real, expires real, size integer, object blob,
     primary key (tenant, id));
@@ -129,12 +129,7 @@ class FileStore:
             else:
                 self.folder = Path(folder)
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._database = sqlite3.connect(
-                self.folder / "index.sqlite", timeout=_WAIT_S, isolation_level=None, check_same_thread=False
-            )
-            self._database.execute("pragma journal_mode = wal")
-            self._database.execute("pragma synchronous = normal")
-            self._database.executescript(_TABLES)
+            self._database = open_shared(self.folder / "index.sqlite", _TABLES)
         except (OSError, sqlite3.Error) as error:
             raise OptionError(f"file_store={folder}: no folder that can be used ({error})") from None
 
@@ -151,6 +146,15 @@ class FileStore:
 
     async def run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _transact(self, work: Callable[[], T]) -> T:
+        """Runs work that reads what it then changes, which another process may want to change too."""
+
+        def transact() -> T:
+            with transaction(self._database):
+                return work()
+
+        return await self.run(transact)
 
     # --- files --------------------------------------------------------------------------------------------------------
 
@@ -252,7 +256,7 @@ class FileStore:
             self._write_batch(tenant, batch)
             return not is_cancelled
 
-        return await self.run(put)
+        return await self._transact(put)
 
     async def leave_batch(self, tenant: str, batch: BatchObject) -> None:
         """Gives up a batch, from the process that runs it and cannot continue: any process may take it over."""
@@ -263,7 +267,7 @@ class FileStore:
             gone = "update batches set heard = ? where tenant = ? and id = ?"
             self._database.execute(gone, (last_heard.NEVER_S, tenant, batch.id))
 
-        await self.run(leave)
+        await self._transact(leave)
 
     def check_run(self, tenant: str, id: str, run: int) -> None:
         """Called before a run writes results, in the store's thread. Raises TakenError if a later run has begun."""
@@ -276,18 +280,14 @@ class FileStore:
 
         def take() -> list[TakenOver]:
             found = []
-            self._database.execute("begin immediate")
-            try:
-                rows = self._database.execute("select tenant, id, heard, runs from batches where runs > 0").fetchall()
-                for tenant, id, heard, runs in rows:
-                    if last_heard.is_silent(heard) and (batch := self._find_batch(tenant, id)) is not None:
-                        taken = self._taken(tenant, batch, runs)
-                        found += [] if taken is None else [taken]
-            finally:
-                self._database.execute("commit")
+            rows = self._database.execute("select tenant, id, heard, runs from batches where runs > 0").fetchall()
+            for tenant, id, heard, runs in rows:
+                if last_heard.is_silent(heard) and (batch := self._find_batch(tenant, id)) is not None:
+                    taken = self._taken(tenant, batch, runs)
+                    found += [] if taken is None else [taken]
             return found
 
-        return await self.run(take)
+        return await self._transact(take)
 
     def _taken(self, tenant: str, batch: BatchObject, runs: int) -> TakenOver | None:
         if batch.status == "cancelling":
@@ -314,7 +314,7 @@ class FileStore:
                 self._write_batch(tenant, batch)
             return batch
 
-        return await self.run(cancel)
+        return await self._transact(cancel)
 
     async def batch(self, tenant: str, id: str) -> BatchObject | None:
         return await self.run(lambda: self._find_batch(tenant, id))

@@ -17,17 +17,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.frontend.http import last_heard
+from headrace.frontend.http.shared_database import open_shared
 from headrace.ipc.failure import OptionError
 
 T = TypeVar("T")
 IN_PROGRESS = ("queued", "in_progress")
 MOST_TURNS = 4096
-_WAIT_S = 5.0
-"""How long to wait for another process that locks the file."""
-_TABLE = """
+_TABLES = """
 create table if not exists responses (
     tenant text, id text, status text, previous text, response blob, input blob,
-    used real, heard real, size integer, primary key (tenant, id))
+    used real, heard real, size integer, primary key (tenant, id));
+create index if not exists by_use on responses (used, size);
 """
 
 
@@ -53,14 +53,7 @@ class ResponseStore:
         self.most_bytes, self.is_shared = most_bytes, path is not None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="response-store")
         try:
-            self._database = sqlite3.connect(
-                path or ":memory:", timeout=_WAIT_S, isolation_level=None, check_same_thread=False
-            )
-            if path is not None:
-                self._database.execute("pragma journal_mode = wal")
-            self._database.execute("pragma synchronous = normal")
-            self._database.execute(_TABLE)
-            self._database.execute("create index if not exists by_use on responses (used, size)")
+            self._database = open_shared(path, _TABLES)
         except sqlite3.Error as error:
             raise OptionError(f"response_store={path}: no database that can be used ({error})") from None
 
