@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.frontend.http.shared_database import StoreError
 from headrace.ipc.failure import (
     EngineAsleepError,
     EngineDeadError,
@@ -90,6 +91,8 @@ class ApiError(Exception):
             return unavailable(_first_line(error), code="engine_dead")
         if isinstance(error, EngineAsleepError):
             return unavailable(_first_line(error), code="asleep")
+        if isinstance(error, StoreError):
+            return unavailable(_first_line(error), code="store_unavailable")
         if isinstance(error, RequestFailedError):
             return cls(500, _first_line(error), type="server_error", code="request_failed")
         if isinstance(error, HeadraceError):

@@ -1,57 +1,106 @@
-"""A SQLite database that the server's HTTP processes share, for the stores of responses and of files."""
+"""A SQLite database that the server's HTTP processes share: of the stores of responses and of files."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
-WAIT_S = 5.0
+from headrace.ipc.failure import HeadraceError
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+_WAIT_S = 5.0
 """How long to wait for another process that locks the file."""
 _RETRY_S = 0.005
 
 
-def open_shared(path: str | Path | None, tables: str) -> sqlite3.Connection:
-    """Opens the database, None for one in memory, and runs the statements that create its tables. Each statement is
-    a transaction of its own, unless in `transaction`. Raises sqlite3.Error."""
-    database = sqlite3.connect(path or ":memory:", timeout=WAIT_S, isolation_level=None, check_same_thread=False)
-    try:
-        if path is not None:
-            _use_wal(database)
-        database.execute("pragma synchronous = normal")
-        database.executescript(tables)
-    except BaseException:
-        database.close()
-        raise
-    return database
+class StoreError(HeadraceError):
+    """A store cannot be used now: its disk is full, say, or another process locks its file for too long."""
 
 
-def _use_wal(database: sqlite3.Connection) -> None:
-    """Readers and writers wait less for each other with a write-ahead log. SQLite's own timeout does not cover this
-    change: where two connections attempt it, one gets SQLITE_BUSY at once, since both hold a lock that the other
-    needs."""
-    end_s = time.monotonic() + WAIT_S
-    while True:
+class SharedDatabase:
+    """A connection to the database, and the one thread that uses it, as a disk may be slow.
+
+    Each statement is a transaction of its own, except in `transact`.
+    """
+
+    def __init__(self, name: str, path: str | Path | None, tables: str) -> None:
+        """name: of the store, for errors. path: None for memory. tables: the statements that create the tables.
+        Raises sqlite3.Error for a file that cannot be used."""
+        self._name, self._path = name, path
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._connection = sqlite3.connect(
+            path or ":memory:", timeout=_WAIT_S, isolation_level=None, check_same_thread=False
+        )
         try:
-            database.execute("pragma journal_mode = wal")
-            return
-        except sqlite3.OperationalError as error:
-            is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY  # the low byte: extended codes add to it
-            if not is_busy or time.monotonic() >= end_s:
+            if path is not None:
+                self._use_wal()
+            self._connection.execute("pragma synchronous = normal")
+            self._connection.executescript(tables)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        with contextlib.suppress(sqlite3.Error):
+            self._connection.close()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Runs work in the thread. Raises StoreError if a statement fails."""
+
+        def guarded() -> T:
+            try:
+                return work()
+            except sqlite3.DatabaseError as error:
+                logger.warning("the %s at %s cannot be used now: %s", self._name, self._path, error)
+                raise StoreError(f"the server's {self._name} cannot be used now: {error}") from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, guarded)
+
+    async def transact(self, work: Callable[[], T]) -> T:
+        """Runs work that reads what it then changes: no other process writes in between. If it raises, nothing is
+        changed."""
+
+        def transaction() -> T:
+            self._connection.execute("begin immediate")
+            try:
+                result = work()
+                self._connection.execute("commit")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("rollback")
                 raise
-        time.sleep(_RETRY_S)
+            return result
 
+        return await self.run(transaction)
 
-@contextlib.contextmanager
-def transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """No other process writes between what is read and what is written in the block. An exception undoes it."""
-    database.execute("begin immediate")
-    try:
-        yield
-        database.execute("commit")
-    except BaseException:
-        if database.in_transaction:
-            database.execute("rollback")
-        raise
+    def execute(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+        """Runs in the thread."""
+        return self._connection.execute(statement, values)
+
+    def executemany(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
+        """Runs in the thread."""
+        self._connection.executemany(statement, rows)
+
+    def _use_wal(self) -> None:
+        """Readers and writers wait less for each other with a write-ahead log. SQLite's own timeout does not cover
+        this change: where two connections attempt it, one gets SQLITE_BUSY at once, since both hold a lock that the
+        other needs."""
+        end_s = time.monotonic() + _WAIT_S
+        while True:
+            try:
+                self._connection.execute("pragma journal_mode = wal")
+                return
+            except sqlite3.OperationalError as error:
+                is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY  # extended codes add higher bits
+                if not is_busy or time.monotonic() >= end_s:
+                    raise
+            time.sleep(_RETRY_S)

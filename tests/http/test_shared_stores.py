@@ -1,14 +1,22 @@
-"""The stores that a server's HTTP processes share: they open them at the same time, and change the same batch."""
+"""The stores that a server's HTTP processes share: they open them at the same time, change the same batch, and go on
+while a store cannot be used."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import openai
 import pytest
+from http_server import Server, metric, serving, wait_until
+from null_with_tokenizer import PARROT
 
 from headrace.frontend.http.files.store import BatchObject, BatchStatus, FileStore, RequestCounts
 from headrace.frontend.http.responses_api.store import ResponseStore
@@ -97,3 +105,121 @@ def test_a_batch_is_cancelled_while_its_process_updates_it(
             canceller.close()
 
     asyncio.run(race())
+
+
+RESPONSES, INDEX = "responses.sqlite", "files/index.sqlite"
+SERVED = ("--distributed-executor-backend", PARROT, "--chat-template", "{{ messages[-1]['content'] }}")
+CANNOT = "the server's {} store cannot be used now: no such table"
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[tuple[Server, openai.OpenAI]]:
+    stores = ("--response-store", str(folder / RESPONSES), "--file-store", str(folder / "files"))
+    with (
+        serving(*SERVED, *stores, "--max-model-len", "4096", null_model={"step_delay_s": 0.01}) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client,
+    ):
+        yield server, client
+
+
+@contextlib.contextmanager
+def broken(database: Path, table: str) -> Iterator[None]:
+    """The statements of a server fail, as they do on a full disk."""
+    with contextlib.closing(sqlite3.connect(database, isolation_level=None, timeout=30)) as other:
+        other.execute(f"alter table {table} rename to away")
+        try:
+            yield
+        finally:
+            other.execute(f"alter table away rename to {table}")
+
+
+@contextlib.contextmanager
+def read_only(database: Path, table: str) -> Iterator[None]:
+    """A server's statements that write to the table fail."""
+    with contextlib.closing(sqlite3.connect(database, isolation_level=None, timeout=30)) as other:
+        changes = ("insert", "update", "delete")
+        for change in changes:
+            other.execute(
+                f"create trigger no_{change} before {change} on {table} begin select raise(fail, 'no change'); end"
+            )
+        try:
+            yield
+        finally:
+            for change in changes:
+                other.execute(f"drop trigger no_{change}")
+
+
+def test_an_answer_that_cannot_be_stored_is_given_and_says_so(tmp_path: Path):
+    body: dict[str, Any] = {"model": "null", "input": "hello", "max_output_tokens": 5}
+    with served(tmp_path) as (server, client):
+        kept = client.responses.create(**body)
+        slow = client.responses.create(**body | {"max_output_tokens": 100}, background=True)
+        with broken(tmp_path / RESPONSES, "responses"):
+            lost = client.responses.create(**body)
+            with client.responses.create(**body, stream=True) as stream:
+                *_, last = stream
+            for refused in (
+                lambda: client.responses.create(**body, background=True),
+                lambda: client.responses.create(**body, previous_response_id=kept.id),
+                lambda: client.responses.retrieve(kept.id),
+                lambda: client.responses.delete(kept.id),
+            ):
+                with pytest.raises(openai.InternalServerError, match=CANNOT.format("response")) as raised:
+                    refused()
+                assert (raised.value.status_code, raised.value.code) == (503, "store_unavailable")
+            with server.client() as plain:  # what is in progress ends meanwhile, and is stored later
+                wait_until(lambda: metric(plain, "headrace:num_requests_running") == 0, 20, "the slow response's end")
+        assert (lost.output_text, lost.store, kept.store) == (kept.output_text, False, True)
+        assert (last.type, last.response.store) == ("response.incomplete", False)
+        assert client.responses.retrieve(kept.id).output_text == kept.output_text
+        wait_until(lambda: client.responses.retrieve(slow.id).status == "incomplete", 20, "the slow response")
+        assert len(client.responses.retrieve(slow.id).output_text) > len(kept.output_text)
+    assert server.log.count("the response store at") >= 6
+    assert "Traceback" not in server.log
+
+
+def test_a_batch_goes_on_when_its_store_can_be_used_again(tmp_path: Path):
+    """Of two hundred lines, most are answered while results cannot be written; each is there once."""
+    content = [{"role": "user", "content": "hello"}]
+    lines = [
+        {
+            "custom_id": str(number),
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": content, "max_tokens": 2 if number % 2 else -1},
+        }
+        for number in range(200)
+    ]
+    last: dict[str, Any] = lines[-1] | {"custom_id": "last", "body": {"messages": content, "max_tokens": 400}}
+    text = "".join(json.dumps(line) + "\n" for line in [*lines, last])
+    with served(tmp_path) as (server, client):
+        file = client.files.create(file=("in.jsonl", text.encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        with broken(tmp_path / INDEX, "batches"):  # fails before results are written
+            server.wait_log("the file store at .*: no such table")
+            with pytest.raises(openai.InternalServerError, match=CANNOT.format("file")):
+                client.batches.list()
+        with read_only(tmp_path / INDEX, "files"):  # fails after they are written
+            server.wait_log("the file store at .*: no change")
+            assert client.files.list().data
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", 30, "the end of the batch")
+        done = client.batches.retrieve(batch.id)
+        for file_id, wanted in (
+            (done.output_file_id, sorted([*map(str, range(1, 200, 2)), "last"])),
+            (done.error_file_id, sorted(map(str, range(0, 200, 2)))),
+        ):
+            rows = map(json.loads, client.files.content(file_id or "").text.splitlines())
+            assert sorted(row["custom_id"] for row in rows) == wanted
+    assert "Traceback" not in server.log
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path):
+    with served(tmp_path) as (server, client):
+        (tmp_path / "files").rename(tmp_path / "away")
+        with pytest.raises(openai.InternalServerError, match="file store cannot be used now: No such file") as raised:
+            client.files.create(file=("in.jsonl", b"x"), purpose="batch")
+        assert raised.value.status_code == 503
+        (tmp_path / "away").rename(tmp_path / "files")
+        client.files.create(file=("in.jsonl", b"x"), purpose="batch")
+        assert [file.filename for file in client.files.list()] == ["in.jsonl"]
+    assert "Traceback" not in server.log

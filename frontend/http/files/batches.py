@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sqlite3
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from headrace.frontend.http.files.store import (
     output_name,
 )
 from headrace.frontend.http.process.engines import engine_for
+from headrace.frontend.http.shared_database import StoreError
 from headrace.ipc.failure import EngineDeadError, HeadraceError
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class ResultFile:
         return results
 
     def append(self, lines: list[bytes]) -> None:
-        """Writes lines to the file. Runs in the store's thread. Raises FullError if the store is full."""
+        """Writes lines to the file: all or, if it raises, none. Runs in the store's thread. Raises FullError if the
+        store is full."""
         data = b"".join(lines)
         if not data:
             return
@@ -77,10 +79,18 @@ class ResultFile:
                 id=id, bytes=0, created_at=made, filename=self._name, purpose=RESULTS, expires_at=expires_at
             )
         self._store.grow(self.file.id, len(data))
-        with self._store.path(self.file.id).open("ab") as file:
-            file.write(data)
-        self.file.bytes += len(data)
-        self._store.keep(self._tenant, self.file)
+        path, size = self._store.path(self.file.id), self.file.bytes
+        try:
+            with path.open("ab") as file:
+                file.write(data)
+            self.file.bytes = size + len(data)
+            self._store.keep(self._tenant, self.file)
+        except BaseException:
+            self.file.bytes = size
+            self._store.release(self.file.id)
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)
+            raise
 
 
 class Batch:
@@ -94,6 +104,8 @@ class Batch:
         self._answers = ResultFile(store, tenant, output_name(batch.id), batch.output_expires_after)
         self._errors = ResultFile(store, tenant, error_name(batch.id), batch.output_expires_after)
         self._new: list[BatchResult] = []
+        self._new_lines: tuple[list[bytes], list[bytes]] = ([], [])
+        """Of the answers and of the errors, until they are written."""
         self._work: asyncio.Task[None] | None = None
         self.is_cancelled = False
         self._is_left = False
@@ -124,7 +136,7 @@ class Batch:
                 self._end("cancelled")
             else:
                 self._is_left = True
-        except EngineDeadError:
+        except (EngineDeadError, StoreError):
             self._is_left = True
         except (FullError, OSError) as error:
             self._failure = error
@@ -137,7 +149,8 @@ class Batch:
             saving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await saving
-            await self._finish()
+            with contextlib.suppress(StoreError):  # a process takes the batch over when it is silent
+                await self._finish()
 
     async def _run(self) -> None:
         state, batch = self._state, self.batch
@@ -192,6 +205,8 @@ class Batch:
                 await self._write()
                 if not await self._store.put_batch(self._tenant, self.batch):
                     self.cancel()
+            except StoreError:
+                continue
             except (HeadraceError, OSError) as error:
                 if self._work is not None:
                     self._failure = error
@@ -202,16 +217,17 @@ class Batch:
     """Why results could not be written."""
 
     async def _write(self) -> None:
-        """Writes the results since the last call. Raises FullError, TakenError and OSError."""
+        """Writes the results that have not been written. Raises FullError, TakenError, StoreError and OSError."""
         new, self._new = self._new, []
-        told = [
-            [msgspec.json.encode(each) + b"\n" for each in new if (each.error is None) is ok] for ok in (True, False)
-        ]
+        for each in new:
+            self._new_lines[each.error is not None].append(msgspec.json.encode(each) + b"\n")
 
         def write() -> None:
             self._store.check_run(self._tenant, self.batch.id, self._run_number)
-            self._answers.append(told[0])
-            self._errors.append(told[1])
+            for results, lines in zip((self._answers, self._errors), self._new_lines, strict=True):
+                count = len(lines)  # more may come meanwhile
+                results.append(lines[:count])
+                del lines[:count]
 
         await self._store.run(write)
 
@@ -223,6 +239,8 @@ class Batch:
         batch = self.batch
         try:
             await self._write()
+        except StoreError:
+            self._is_left = True
         except (HeadraceError, OSError) as error:
             self._failure = error
         if isinstance(self._failure, TakenError):
@@ -234,7 +252,7 @@ class Batch:
             why = "file_store_full" if isinstance(self._failure, FullError) else "server_error"
             fail(batch, why, f"results could not be written: {self._failure}")
         for results, name in ((self._answers, "output_file_id"), (self._errors, "error_file_id")):
-            if results.file is not None:
+            if results.file is not None and results.file.bytes:
                 setattr(batch, name, results.file.id)
         await self._store.put_batch(self._tenant, batch)
 
@@ -283,8 +301,7 @@ class FilesState:
     async def _take_over(self, state: ServerState, most_in_flight: int) -> None:
         try:
             found = await self.store.take_over()
-        except sqlite3.Error as error:  # a full disk may have room again later
-            logger.warning("batches could not be looked for: %s", error)
+        except StoreError:  # which may work again later
             return
         for tenant, batch, run in found:
             logger.info("going on with %s, whose process or engine has ended", batch.id)

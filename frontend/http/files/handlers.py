@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -29,10 +30,12 @@ from headrace.frontend.http.files.upload import Upload
 from headrace.frontend.http.openai.requests import decode_query
 from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.route_spec import RouteSpec, get, post
+from headrace.frontend.http.shared_database import StoreError
 
 if TYPE_CHECKING:
     from headrace.frontend.http.routes import ServerState
 
+logger = logging.getLogger(__name__)
 _READ_BYTES = 1 << 18
 
 
@@ -99,6 +102,9 @@ async def upload(state: ServerState, exchange: Exchange) -> None:
             await reading.read(exchange.parts())
         except FullError as error:
             raise no_room(error) from None
+        except OSError as error:
+            logger.warning("a file could not be written to %s: %s", store.folder, error)
+            raise StoreError(f"the server's file store cannot be used now: {error.strerror}") from error
         file = _file_of(reading)
         await store.add(exchange.tenant, file)
         kept = True

@@ -6,13 +6,10 @@ called through `run`.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import sqlite3
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -23,7 +20,7 @@ from msgspec import Meta
 from headrace.frontend.batch_file.file import BatchError
 from headrace.frontend.http import last_heard
 from headrace.frontend.http.errors import ApiError
-from headrace.frontend.http.shared_database import open_shared, transaction
+from headrace.frontend.http.shared_database import SharedDatabase
 from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.ipc.process.own_folder import OwnFolder
 
@@ -118,7 +115,6 @@ class FileStore:
     def __init__(self, folder: str | None, most_bytes: int) -> None:
         """folder: None for a temporary one. Raises OptionError for a folder that cannot be used."""
         self.most_bytes = most_bytes
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="file-store")
         self._growing: dict[str, int] = {}
         """Bytes so far of the files that this process is writing, by id."""
         self._own: OwnFolder | None = None
@@ -129,14 +125,12 @@ class FileStore:
             else:
                 self.folder = Path(folder)
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._database = open_shared(self.folder / "index.sqlite", _TABLES)
+            self._database = SharedDatabase("file store", self.folder / "index.sqlite", _TABLES)
         except (OSError, sqlite3.Error) as error:
             raise OptionError(f"file_store={folder}: no folder that can be used ({error})") from None
 
     def close(self) -> None:
-        self._thread.shutdown()
-        with contextlib.suppress(sqlite3.Error):
-            self._database.close()
+        self._database.close()
         if self._own is not None:
             self._own.close()
 
@@ -145,16 +139,8 @@ class FileStore:
         return self.folder / f"{id}.data"
 
     async def run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    async def _transact(self, work: Callable[[], T]) -> T:
-        """Runs work that reads what it then changes, which another process may want to change too."""
-
-        def transact() -> T:
-            with transaction(self._database):
-                return work()
-
-        return await self.run(transact)
+        """Runs work in the store's thread. Raises StoreError if its index cannot be used, and what work raises."""
+        return await self._database.run(work)
 
     # --- files --------------------------------------------------------------------------------------------------------
 
@@ -170,6 +156,10 @@ class FileStore:
         if kept + sum(self._growing.values()) + num_bytes > self.most_bytes:
             raise FullError(f"the server keeps {self.most_bytes} bytes of files at most, and they are full")
         self._growing[id] = self._growing.get(id, 0) + num_bytes
+
+    def release(self, id: str) -> None:
+        """Gives back what `grow` reserved for bytes that could not be written."""
+        self._growing.pop(id, None)
 
     def drop(self, id: str) -> None:
         """Deletes a file that was written but not added. Runs in the store's thread."""
@@ -256,7 +246,7 @@ class FileStore:
             self._write_batch(tenant, batch)
             return not is_cancelled
 
-        return await self._transact(put)
+        return await self._database.transact(put)
 
     async def leave_batch(self, tenant: str, batch: BatchObject) -> None:
         """Gives up a batch, from the process that runs it and cannot continue: any process may take it over."""
@@ -267,7 +257,7 @@ class FileStore:
             gone = "update batches set heard = ? where tenant = ? and id = ?"
             self._database.execute(gone, (last_heard.NEVER_S, tenant, batch.id))
 
-        await self._transact(leave)
+        await self._database.transact(leave)
 
     def check_run(self, tenant: str, id: str, run: int) -> None:
         """Called before a run writes results, in the store's thread. Raises TakenError if a later run has begun."""
@@ -287,7 +277,7 @@ class FileStore:
                     found += [] if taken is None else [taken]
             return found
 
-        return await self._transact(take)
+        return await self._database.transact(take)
 
     def _taken(self, tenant: str, batch: BatchObject, runs: int) -> TakenOver | None:
         if batch.status == "cancelling":
@@ -314,7 +304,7 @@ class FileStore:
                 self._write_batch(tenant, batch)
             return batch
 
-        return await self._transact(cancel)
+        return await self._database.transact(cancel)
 
     async def batch(self, tenant: str, id: str) -> BatchObject | None:
         return await self.run(lambda: self._find_batch(tenant, id))

@@ -17,6 +17,7 @@ import msgspec
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import ApiError, bad_field, renamed
 from headrace.frontend.http.exchange import LargeBodies
+from headrace.frontend.http.last_heard import SILENT_S
 from headrace.frontend.http.openai.chat import ChatParts, ChatWork, chat_work
 from headrace.frontend.http.openai.generation import Generator
 from headrace.frontend.http.openai.requests import ResponsesRequest
@@ -36,6 +37,7 @@ from headrace.frontend.http.responses_api.items import APPROVAL_REQUEST, CUSTOM_
 from headrace.frontend.http.responses_api.run import EventLog, ResponseObject, ResponseRun
 from headrace.frontend.http.responses_api.store import ResponseStore, Stored
 from headrace.frontend.http.responses_api.tool_servers import MOST_CALLS, Tool, ToolServers, by_name, failure, listing
+from headrace.frontend.http.shared_database import StoreError
 from headrace.ipc.failure import QueueFullError
 
 OWN_NAMES: Mapping[str, str] = types.MappingProxyType(
@@ -46,6 +48,7 @@ OWN_NAMES: Mapping[str, str] = types.MappingProxyType(
     }
 )
 """The Responses API's names of chat completions' fields."""
+_RETRY_S = 1.0
 
 
 class ResponseParts(NamedTuple):
@@ -103,9 +106,12 @@ async def begin(
     async def save(response: ResponseObject) -> bool:
         now = msgspec.structs.replace(stored, status=response.status, response=msgspec.json.encode(response))
         if response.background:
-            return await store.put(tenant, now)
+            return await _put_surely(store, tenant, now)
         if response.store and response.status in ("completed", "incomplete"):
-            await store.add(tenant, now)
+            try:
+                await store.add(tenant, now)
+            except StoreError:  # logged; the client should have its answer
+                response.store = False
         return True
 
     run = ResponseRun(
@@ -133,6 +139,19 @@ async def whole(parts: ResponseParts, request: ResponsesRequest, engine: Engine,
     if isinstance(run.error, QueueFullError) and any(item["type"] == "mcp_call" for item in run.items.done):
         raise ApiError.of(run.error)
     raise run.error
+
+
+async def _put_surely(store: ResponseStore, tenant: str, stored: Stored) -> bool:
+    """Updates a response that is read by its id only: waits for a store that cannot be used now, until the response
+    would count as failed."""
+    end_s = time.monotonic() + SILENT_S
+    while True:
+        try:
+            return await store.put(tenant, stored)
+        except StoreError:
+            if time.monotonic() >= end_s:
+                raise
+        await asyncio.sleep(_RETRY_S)
 
 
 def check_request(request: ResponsesRequest, store: ResponseStore) -> None:

@@ -33,6 +33,7 @@ from headrace.frontend.http.responses_api.items import Item, with_encrypted
 from headrace.frontend.http.responses_api.run import EventLog, Follower, ResponseRun
 from headrace.frontend.http.responses_api.store import IN_PROGRESS, ResponseStore, Stored
 from headrace.frontend.http.responses_api.tool_servers import ToolServers
+from headrace.frontend.http.shared_database import StoreError
 
 if TYPE_CHECKING:
     from headrace.frontend.http.routes import ServerState
@@ -142,7 +143,11 @@ async def create(state: ServerState, exchange: Exchange) -> None:
     )
     if run.response.background:
         body = msgspec.json.encode(run.response)
-        await own.store.add(tenant, msgspec.structs.replace(stored, response=body))
+        try:
+            await own.store.add(tenant, msgspec.structs.replace(stored, response=body))
+        except BaseException:
+            running.close()
+            raise
         own.runs.add(tenant, run, asyncio.create_task(_in_background(own, tenant, run, running)))
         await (exchange.answer(body) if log is None else _follow(state, exchange, log, 0, run.take_news))
     else:
@@ -200,8 +205,10 @@ async def _in_background(
     try:
         while not task.done():
             await asyncio.wait([task], timeout=_LOOK_S if own.store.is_shared else None)
-            if own.store.is_shared and not task.done() and not await own.store.is_wanted(tenant, run.response.id):
-                break
+            if own.store.is_shared and not task.done():
+                with contextlib.suppress(StoreError):  # which may work again when the response is complete
+                    if not await own.store.is_wanted(tenant, run.response.id):
+                        break
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -1,26 +1,23 @@
 """The store of the Responses API: responses and their input items. The least recently used are evicted first.
 
-It is a SQLite database in memory, or in a file that the server's HTTP processes share and that outlives them. All
-queries run in a separate thread, since a disk may be slow.
+It is a SQLite database in memory, or in a file that the server's HTTP processes share and that outlives them.
+Methods raise StoreError while it cannot be used.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from headrace.frontend.http import last_heard
-from headrace.frontend.http.shared_database import open_shared
+from headrace.frontend.http.shared_database import SharedDatabase
 from headrace.ipc.failure import OptionError
 
-T = TypeVar("T")
 IN_PROGRESS = ("queued", "in_progress")
 MOST_TURNS = 4096
 _TABLES = """
@@ -51,39 +48,36 @@ class ResponseStore:
     def __init__(self, path: str | None, most_bytes: int) -> None:
         """path: None for memory. most_bytes: 0 stores nothing. Raises OptionError for a file that cannot be used."""
         self.most_bytes, self.is_shared = most_bytes, path is not None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="response-store")
         try:
-            self._database = open_shared(path, _TABLES)
+            self._database = SharedDatabase("response store", path, _TABLES)
         except sqlite3.Error as error:
             raise OptionError(f"response_store={path}: no database that can be used ({error})") from None
 
     def close(self) -> None:
-        self._thread.shutdown()
-        with contextlib.suppress(sqlite3.Error):
-            self._database.close()
+        self._database.close()
 
     async def put(self, tenant: str, stored: Stored) -> bool:
         """Updates a response. Returns False and changes nothing if it is not in progress, as after a cancellation."""
-        return await self._run(lambda: self._put(tenant, stored, is_new=False))
+        return await self._database.run(lambda: self._put(tenant, stored, is_new=False))
 
     async def add(self, tenant: str, stored: Stored) -> None:
         """Stores a new response."""
-        await self._run(lambda: self._put(tenant, stored, is_new=True))
+        await self._database.run(lambda: self._put(tenant, stored, is_new=True))
 
     async def get(self, tenant: str, id: str) -> Stored | None:
-        return await self._run(lambda: self._get(tenant, id))
+        return await self._database.run(lambda: self._get(tenant, id))
 
     async def delete(self, tenant: str, id: str) -> bool:
         def delete() -> bool:
             key = "delete from responses where tenant = ? and id = ?"
             return self._database.execute(key, (tenant, id)).rowcount > 0
 
-        return await self._run(delete)
+        return await self._database.run(delete)
 
     async def history(self, tenant: str, id: str) -> tuple[list[dict[str, Any]], str | None]:
         """The items of a response and of all that it follows, oldest first, and None; or no items, and the id of a
         response that is missing or not complete."""
-        return await self._run(lambda: self._history(tenant, id))
+        return await self._database.run(lambda: self._history(tenant, id))
 
     async def is_wanted(self, tenant: str, id: str) -> bool:
         """Stores a heartbeat for a response of this process. Returns False once it was cancelled or deleted."""
@@ -92,10 +86,7 @@ class ResponseStore:
             change = "update responses set heard = ? where tenant = ? and id = ? and status in (?, ?)"
             return self._database.execute(change, (last_heard.now_s(), tenant, id, *IN_PROGRESS)).rowcount > 0
 
-        return await self._run(hear)
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await self._database.run(hear)
 
     def _put(self, tenant: str, stored: Stored, *, is_new: bool) -> bool:
         size, times_s = len(stored.response) + len(stored.input), (time.time(), last_heard.now_s())
@@ -133,8 +124,9 @@ class ResponseStore:
         row = self._database.execute(wanted, (tenant, id)).fetchone()
         if row is None:
             return None
-        touch = "update responses set used = ? where tenant = ? and id = ?"
-        self._database.execute(touch, (time.time(), tenant, id))
+        with contextlib.suppress(sqlite3.OperationalError):  # a full disk can still be read
+            touch = "update responses set used = ? where tenant = ? and id = ?"
+            self._database.execute(touch, (time.time(), tenant, id))
         status, previous, response, asked, heard_s = row
         if status in IN_PROGRESS and self.is_shared and last_heard.is_silent(heard_s):
             failed = msgspec.json.decode(response)
