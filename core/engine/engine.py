@@ -198,8 +198,7 @@ class EngineCore:
         assert self.plan is not None, "weights are read again once the engine has started"
         self.welcome = msgspec.structs.replace(self.welcome, model_version=self.plan.model_version(weights))
         self._sessions.welcome = self.welcome
-        for client in self.port.clients:
-            self.port.send(client, self.welcome)
+        self.port.send_all(self.welcome)
 
 
 def load_executor(options: Options) -> Executor:

@@ -80,11 +80,14 @@ GATE_TIMEOUT_S = 120.0
 
 
 class Port(Protocol):
-    """How the loop reaches clients. `send` never blocks and never fails: a lost client is reported as `ClientGone`."""
+    """How the loop reaches clients. Sending never blocks and never fails: a lost client is reported as `ClientGone`."""
 
     address: str
 
     def send(self, client: int, message: CoreMessage) -> None: ...
+    def send_all(self, message: CoreMessage) -> None:
+        """To all clients, those included that are being welcomed. Draining also goes to those that come later."""
+
     def set_load(self, load: Load, busy_clients: frozenset[int]) -> None: ...
     @property
     def clients(self) -> list[int]: ...
@@ -180,8 +183,7 @@ class Loop:
                     self.turn()
         except BaseException as error:
             failure = Failure.of(error, process="engine-core", phase="step")
-            for client in self._port.clients:
-                self._port.send(client, EngineFailed(failure=failure))
+            self._port.send_all(EngineFailed(failure=failure))
             raise
         finally:
             if self._compiler is not None:
@@ -425,8 +427,7 @@ class Loop:
                 deadline_s,
             )
         self._stop_at_s = min(time.monotonic() + deadline_s, self._stop_at_s or float("inf"))
-        for client in self._port.clients:
-            self._port.send(client, Draining(deadline_s=deadline_s))
+        self._port.send_all(Draining(deadline_s=deadline_s))
         self.on_stopping()
 
     def _stopped(self) -> bool:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from headrace.core.engine.sessions import Sessions
-from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
+from headrace.ipc.messages import ClientMessage, CoreMessage, Draining, Goodbye, Hello, Load
 
 Deliver = Callable[[CoreMessage], None]
 """Receives a message for the client, on the core's thread. Must not block."""
@@ -19,22 +19,27 @@ class MemoryPort:
     address = "memory"
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._greeting = threading.Lock(), threading.Lock()
         self._deliver: dict[int, Deliver] = {}
+        self._draining: Draining | None = None
 
     def serve(self, sessions: Sessions) -> None:
         self._sessions = sessions
 
     def open(self, hello: Hello, deliver: Deliver) -> Callable[[ClientMessage], None]:
         """Begins a session and returns the function that sends in it. The Welcome or the refusal goes to `deliver`."""
-        answer = self._sessions.greet(hello)
-        if not isinstance(answer, tuple):
-            deliver(answer)
-            return lambda message: None
-        client, welcome = answer
-        with self._lock:
-            self._deliver[client] = deliver
-        deliver(welcome)
+        with self._greeting:
+            answer = self._sessions.greet(hello)
+            if not isinstance(answer, tuple):
+                deliver(answer)
+                return lambda message: None
+            client, welcome = answer
+            with self._lock:
+                self._deliver[client] = deliver
+            deliver(welcome)
+            draining = self._draining
+        if draining is not None:
+            deliver(draining)
         return functools.partial(self._receive, client)
 
     def send(self, client: int, message: CoreMessage) -> None:
@@ -42,6 +47,14 @@ class MemoryPort:
             deliver = self._deliver.get(client)
         if deliver is not None:
             deliver(message)
+
+    def send_all(self, message: CoreMessage) -> None:
+        with self._greeting:
+            clients = self.clients
+            if isinstance(message, Draining):
+                self._draining = message
+        for client in clients:
+            self.send(client, message)
 
     def set_load(self, load: Load, busy_clients: frozenset[int]) -> None:
         """Does nothing: a client in the same process needs no heartbeat."""

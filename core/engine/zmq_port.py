@@ -31,7 +31,7 @@ import zmq
 from headrace.core.engine.sessions import Sessions
 from headrace.ipc.codec import Codec, CodecError, Frame
 from headrace.ipc.failure import Failure
-from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
+from headrace.ipc.messages import ClientMessage, CoreMessage, Draining, Goodbye, Hello, Load
 from headrace.ipc.transport.keys import Gatekeeper, key_file
 from headrace.ipc.transport.sockets import (
     MOST_FRAMES,
@@ -138,6 +138,9 @@ class ZmqPort:
         self._loop_codec: Codec[ClientMessage] = Codec(ClientMessage)
         self._client_of: dict[bytes, int] = {}
         self._identity_of: dict[int, bytes] = {}
+        self._greeting = threading.Lock()
+        """Held while a client is welcomed, so that it misses nothing that is sent to all."""
+        self._draining: Draining | None = None
         self._load = Load(num_running=0, num_waiting=0)
         self._busy_clients: frozenset[int] = frozenset()
         self._dismissed: set[bytes] = set()  # identities that must still get Dismissed
@@ -158,6 +161,14 @@ class ZmqPort:
             has_input = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
         if has_input:
             self._wake()
+
+    def send_all(self, message: CoreMessage) -> None:
+        with self._greeting:
+            clients = self.clients
+            if isinstance(message, Draining):
+                self._draining = message
+        for client in clients:
+            self.send(client, message)
 
     def set_load(self, load: Load, busy_clients: frozenset[int]) -> None:
         """Sets the load that clients with requests (`busy_clients`) get about once a second."""
@@ -265,13 +276,7 @@ class ZmqPort:
         client = self._client_of.get(identity)
         message = self._codec.decode(frames)
         if isinstance(message, Hello) and client is None:
-            answer = self._sessions.greet(message)
-            if isinstance(answer, tuple):
-                client, welcome = answer
-                if self._send_to(identity, self._codec.encode(welcome)):
-                    self._client_of[identity], self._identity_of[client] = client, identity
-            else:
-                self._send_to(identity, self._codec.encode(answer))
+            self._greet(identity, message)
         elif client is None:
             if identity not in self._former and not isinstance(message, Goodbye):
                 self._refuse(identity, f"{type(message).__name__} before Hello")
@@ -281,6 +286,19 @@ class ZmqPort:
                 self._forget(client)
             elif reply is not None:
                 self._send(client, self._codec.encode(reply))
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        with self._greeting:
+            answer = self._sessions.greet(hello)
+            if not isinstance(answer, tuple):
+                self._send_to(identity, self._codec.encode(answer))
+                return
+            client, welcome = answer
+            if self._send_to(identity, self._codec.encode(welcome)):
+                self._client_of[identity], self._identity_of[client] = client, identity
+            draining = self._draining
+        if draining is not None:
+            self._send(client, self._codec.encode(draining))
 
     def _let_go(self, identity: bytes, why: str) -> None:
         """Dismisses a client of which a message was lost, since it would wait for the answer."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from engine_parts import make_plan, welcome_of
@@ -16,6 +18,7 @@ from http_server import wait_until
 from wire_client import WireClient
 
 from headrace.core.engine import zmq_port
+from headrace.core.engine.memory_port import MemoryPort
 from headrace.core.engine.sessions import FAR_BEHIND, ClientGone, Inbox, Sessions
 from headrace.core.engine.zmq_port import MESSAGES_A_BREATH, ZmqPort
 from headrace.core.options.engine_options import Options
@@ -26,20 +29,24 @@ from headrace.ipc.codec import Tensor
 from headrace.ipc.control import CallExtension
 from headrace.ipc.failure import EngineDeadError, InvalidRequestError
 from headrace.ipc.messages import (
+    SCHEMA_HASH,
     Abort,
     AddRequest,
     ClientMessage,
     Control,
     Dismissed,
+    Draining,
     FetchTokenizer,
     Generate,
     GetStats,
+    Hello,
     Load,
     Refused,
     Reply,
     Sampling,
     StepOutputs,
     TokenizerBundle,
+    Welcome,
 )
 from headrace.ipc.transport import sockets
 
@@ -272,3 +279,57 @@ def test_whatever_a_message_holds_counts_for_what_its_client_may_have_in_the_inb
         assert taken < 10
     inbox.get()
     assert inbox.offer(1, message)
+
+
+class Slow(Sessions):
+    """Answers a Hello when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(Inbox(), welcome_of(*make_plan()), None)
+        self.greets, self.may_answer = threading.Event(), threading.Event()
+
+    def greet(self, hello: Hello) -> Any:
+        answer = super().greet(hello)
+        self.greets.set()
+        self.may_answer.wait(30)
+        return answer
+
+
+@pytest.mark.parametrize("over", ["zmq", "memory"])
+def test_a_client_that_is_being_welcomed_hears_what_all_are_told(over: str) -> None:
+    """Two clients: one whose Welcome is under way as other weights are loaded, and one that comes as the engine
+    drains."""
+    sessions, hello = Slow(), Hello(schema_hash=SCHEMA_HASH, version="test", pid=1)
+    port = MemoryPort() if over == "memory" else ZmqPort("")
+    port.serve(sessions)
+    with ExitStack() as stack:
+        stack.callback(port.close)
+
+        def heard_by_new_client() -> Callable[[], list[type]]:
+            if isinstance(port, MemoryPort):
+                heard: list[Any] = []
+                threading.Thread(target=port.open, args=(hello, heard.append)).start()
+                return lambda: [type(each) for each in heard]
+            client = stack.enter_context(WireClient(port.address, greet=False))
+            client.send(hello)
+
+            def receive() -> list[type]:
+                while client.socket.poll(10):
+                    client.receive(object)  # type: ignore[type-abstract]
+                return [type(each) for each in client.heard]
+
+            return receive
+
+        first = heard_by_new_client()
+        assert sessions.greets.wait(30)
+        sessions.welcome = msgspec.structs.replace(sessions.welcome, model_version="other weights")
+        telling = threading.Thread(target=port.send_all, args=(sessions.welcome,))
+        telling.start()
+        telling.join(0.1)
+        sessions.may_answer.set()
+        wait_until(lambda: first() == [Welcome, Welcome], 30, "the changed Welcome")
+        telling.join(30)
+        port.send_all(Draining(deadline_s=1.0))
+        wait_until(lambda: first() == [Welcome, Welcome, Draining], 30, "Draining")
+        later = heard_by_new_client()
+        wait_until(lambda: later() == [Welcome, Draining], 30, "Draining after the later Welcome")
