@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.frontend.api.outputs import CompletionOutput
+from headrace.frontend.api.parameters.token_rules import check_num_logprobs
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import ApiError, bad_field, renamed
@@ -23,6 +24,7 @@ from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.messages import call_input
 from headrace.frontend.http.ollama_requests import (
     OWN_NAMES,
+    OWN_NAMES_OF_COMPLETION,
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaMessage,
@@ -343,9 +345,11 @@ def _prepare(
         with renamed(OWN_NAMES):
             prepared = prepare_chat(asked, engine, state.chat, name, exchange.tenant, make_answer, "ollama-")
     else:
-        with renamed(OWN_NAMES):
+        with renamed(OWN_NAMES_OF_COMPLETION):
+            assert engine.client is not None
+            welcome = engine.client.welcome
             prepared = prepare_completion(asked, engine, state.chat, name, exchange.tenant)
-        assert engine.client is not None
+            check_num_logprobs(prepared.jobs[0].params, welcome.vocab_size, welcome.max_logprobs)
         model, tokenizer = asked.model or engine.names[0], engine.client.tokenizer
         answer = Answer(asked, f"ollama-{name}", model, tokenizer, tells_times=False)
         prepared.answer = OllamaAnswer(answer, None, is_chat=False, num_top_logprobs=num_top)

@@ -101,7 +101,9 @@ OWN_NAMES: Mapping[str, str] = types.MappingProxyType(
         "response_format": "format",
     }
 )
-"""Of the fields of completions and chat completions, for errors."""
+"""Of the fields of chat completions, for errors."""
+OWN_NAMES_OF_COMPLETION: Mapping[str, str] = types.MappingProxyType({**OWN_NAMES, "logprobs": "top_logprobs"})
+"""Of a completion's fields, whose `logprobs` is a number."""
 
 
 def _sampling(options: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
@@ -183,17 +185,17 @@ def as_chat(
         "logprobs": request.logprobs,
         "top_logprobs": request.top_logprobs if request.logprobs else None,
     }
-    return _converted(fields, ChatCompletionRequest)
+    return _converted(fields, ChatCompletionRequest, OWN_NAMES)
 
 
 def as_completion(request: OllamaGenerateRequest, engine: Engine) -> CompletionRequest:
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     fields = {**_shared(request, engine), "prompt": request.prompt, "logprobs": logprobs}
-    return _converted(fields, CompletionRequest)
+    return _converted(fields, CompletionRequest, OWN_NAMES_OF_COMPLETION)
 
 
-def _converted(fields: dict[str, Any], kind: type[T]) -> T:
-    with renamed(OWN_NAMES):
+def _converted(fields: dict[str, Any], kind: type[T], own_names: Mapping[str, str]) -> T:
+    with renamed(own_names):
         try:
             return msgspec.convert(fields, kind)
         except msgspec.ValidationError as error:

@@ -191,6 +191,11 @@ def test_json_needs_no_content_type_but_from_web_pages(server, path, body, heade
         (lambda client: client.chat(**chat_of("x", options={"temperature": -1.0})), 400, "options.temperature = -1.0:"),
         (lambda client: client.generate("null", "x", raw=True, options={"top_k": -2}), 400, "options.top_k = -2:"),
         (
+            lambda client: client.generate("null", "x", raw=True, logprobs=True, top_logprobs=99),
+            400,
+            "top_logprobs = 99",
+        ),
+        (
             lambda client: client.chat(**chat_of("x", options={"repeat_penalty": -1})),
             400,
             "options.repeat_penalty = -1",
