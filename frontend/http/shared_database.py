@@ -35,7 +35,7 @@ class SharedDatabase:
         """name: of the store, for errors. path: None for memory. tables: the statements that create the tables.
         Raises sqlite3.Error for a file that cannot be used."""
         self._name, self._path = name, path
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name.replace(" ", "-"))
         self._connection = sqlite3.connect(
             path or ":memory:", timeout=_WAIT_S, isolation_level=None, check_same_thread=False
         )
