@@ -131,7 +131,7 @@ class ModelRank(Rank):
             kv_elements_per_token=kv_elements,
             kv_rows_per_token=0 if self._cache_scales else kv_rows,
             cache_groups=groups,
-            eos_token_ids=tuple(checkpoint.eos_token_ids),
+            eos_token_ids=tuple(each for each in checkpoint.eos_token_ids if each < spec.vocab_size),
             generation_defaults=dict(checkpoint.generation_config),
             prompt_logprobs_cost=prompt_logprobs_cost(spec),
             checks_sampling=looks_at_params(self._processor_classes),

@@ -290,6 +290,8 @@ def struct_from_arguments(args: argparse.Namespace, struct: type[T]) -> T:
     model = getattr(args, "model_argument", None)
     if model is not None and struct is Options and given.setdefault("model", model) != model:
         raise OptionError(f"the model is given twice: {model} and --model {given['model']}")
+    if struct is Options and given.get("model") == "":  # as of a shell's variable that is not set
+        raise OptionError("model is empty: name one, or leave it out for the demo model")
     options, notes = _read(struct, given, flag, getattr(args, "config", None))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

@@ -409,7 +409,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ModelError if the file cannot be read or holds anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a {type(content).__name__}; a JSON object is expected")
@@ -470,8 +470,8 @@ def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> 
     sources = [generation, config, text if isinstance(text, Mapping) else {}]
     found = next((each["eos_token_id"] for each in sources if each.get("eos_token_id") is not None), ())
     ids = found if isinstance(found, list | tuple) else (found,)
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
-        raise ModelError(f"eos_token_id is {found!r}; a token id or a list of them is expected")
+    if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 2**31 for each in ids):
+        raise ModelError(f"eos_token_id is {found!r:.80}; a token id or a list of them is expected")
     return tuple(dict.fromkeys(ids))
 
 
@@ -509,7 +509,10 @@ def _torch_files(folder: Path) -> list[Path]:
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted(
-        file for pattern in patterns for file in folder.glob(pattern) if not file.name.startswith(NOT_WEIGHTS)
+        file
+        for pattern in patterns
+        for file in folder.glob(pattern)
+        if not file.name.startswith(NOT_WEIGHTS) and file.is_file()  # reading a pipe would wait for ever
     )
 
 

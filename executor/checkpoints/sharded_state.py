@@ -195,6 +195,10 @@ def main() -> int:
     except HeadraceError as error:
         print(json.dumps({"error": str(error), "hint": error.hint}), file=sys.stderr)
         return 1
+    except OSError as error:
+        said = f"the sharded state cannot be written to {sys.argv[1]}: {error.strerror or error}"
+        print(json.dumps({"error": said, "hint": ""}), file=sys.stderr)
+        return 1
     return 0
 
 

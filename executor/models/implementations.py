@@ -15,6 +15,7 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import NotNativeError, UnknownArchitectureError, spec_from_config
 from headrace.executor.models.registry import class_of_plugin, registered_model
 from headrace.ipc.failure import ModelError
+from headrace.ipc.process.log import printable
 
 logger = logging.getLogger(__name__)
 HOW_TO_ADD = "docs/models.md shows how a package adds an architecture"
@@ -52,7 +53,7 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
         if named[0] != spec.architecture:
             raise ForeignError(f"what transformers has for model type {config.model_type} is {spec.architecture}")
     except ForeignError as error:
-        said = f"transformers cannot compute {named[0]} here: {error}"
+        said = f"transformers cannot compute {printable(f'{named[0]:.100}')} here: {error}"
         if options.model_impl != "transformers":
             said = f"{str(reason).partition('; known are')[0]}, and {said}"
         raise ModelError(said, hint=HOW_TO_ADD) from error

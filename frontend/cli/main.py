@@ -22,6 +22,7 @@ from typing import Any, Protocol, cast
 import headrace.frontend.cli.commands
 from headrace.core.options.parsing import OptionParser
 from headrace.ipc.failure import EngineStartError, HeadraceError, OptionError
+from headrace.ipc.process.log import printable
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -133,7 +134,7 @@ def _parser(given: list[str]) -> OptionParser:
     for name in commands():
         module = _load(name)
         text = (module.__doc__ or "").strip()
-        sub = subparsers.add_parser(name, help=text.splitlines()[0], description=text)
+        sub = subparsers.add_parser(name, help=text.partition("\n")[0], description=text)  # no text with python -OO
         if name in given:
             module.add_arguments(sub)
     return parser
@@ -142,10 +143,9 @@ def _parser(given: list[str]) -> OptionParser:
 def _complain(error: HeadraceError, status: int) -> int:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-    print(
-        f"headrace: {error}" + (f"\n{error.hint}" if error.hint and error.hint not in str(error) else ""),
-        file=sys.stderr,
-    )
+    said = f"headrace: {error}" + (f"\n{error.hint}" if error.hint and error.hint not in str(error) else "")
+    # A checkpoint's own text may have what a terminal takes as commands.
+    print("\n".join(map(printable, said.split("\n"))), file=sys.stderr)
     return status
 
 

@@ -13,7 +13,7 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import zmq
@@ -202,17 +202,17 @@ def bind_router(
     keys_path = key_file() if path is None else None
     keys = read_engine_keys(keys_path) if keys_path else None
     socket = context.socket(zmq.ROUTER)
-    configure(socket, wanted, timeout_s)
-    if keys:
-        keys.secure_engine(socket)
-    if unread_messages is not None:
-        socket.setsockopt(zmq.SNDHWM, unread_messages)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, True)
-    try:
-        socket.bind(wanted)
-    except zmq.ZMQError as error:
-        socket.close(0)
-        raise AddressError(f"cannot listen at {wanted}: {zmq.strerror(error.errno or 0).lower()}") from error
+    with _closed_if_it_fails(socket):
+        configure(socket, wanted, timeout_s)
+        if keys:
+            keys.secure_engine(socket)
+        if unread_messages is not None:
+            socket.setsockopt(zmq.SNDHWM, unread_messages)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, True)
+        try:
+            socket.bind(wanted)
+        except zmq.ZMQError as error:
+            raise AddressError(f"cannot listen at {wanted}: {zmq.strerror(error.errno or 0).lower()}") from error
     bound = socket.getsockopt(zmq.LAST_ENDPOINT)
     if path is not None:
         path.chmod(0o600)
@@ -231,13 +231,24 @@ def new_dealer(
     used = (keys_path or key_file()) if ipc_path(address) is None else None
     keys = read_keys(used) if used else None
     socket = context.socket(zmq.DEALER)
-    configure(socket, address, timeout_s)
-    if keys:
-        keys.secure_client(socket)
-    socket.setsockopt(zmq.SNDHWM, CLIENT_SENDS_MESSAGES)
-    # Not -1, which would also drop received messages that were not read yet, such as a core's last message.
-    socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+    with _closed_if_it_fails(socket):
+        configure(socket, address, timeout_s)
+        if keys:
+            keys.secure_client(socket)
+        socket.setsockopt(zmq.SNDHWM, CLIENT_SENDS_MESSAGES)
+        # Not -1, which would also drop received messages that were not read yet, such as a core's last message.
+        socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
     return socket
+
+
+@contextlib.contextmanager
+def _closed_if_it_fails(socket: zmq.Socket[bytes]) -> Iterator[None]:
+    """The end of a context waits for its open sockets, for ever."""
+    try:
+        yield
+    except BaseException:
+        socket.close(0)
+        raise
 
 
 HANDSHAKE_FAILED = (

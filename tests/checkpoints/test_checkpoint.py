@@ -321,9 +321,13 @@ def test_sampling_defaults_are_the_fields_that_the_file_sets_under_our_names(tmp
         defaults(generation_config=str(tmp_path / "nowhere"))
     assert open_folder(tmp_path, load_format="dummy").eos_token_ids == (5, 7)
     assert open_folder(tmp_path, load_format="dummy", generation_config="vllm").eos_token_ids == (5, 7)
-    generation["eos_token_id"] = "</s>"
-    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    with pytest.raises(ModelError, match="eos_token_id is '</s>'; a token id or a list"):
+    for value, shown in (("</s>", "'</s>'"), (-5, "-5"), ([3, 10**20], r"\[3, 10{20}\]")):
+        generation["eos_token_id"] = value
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        with pytest.raises(ModelError, match=f"eos_token_id is {shown}; a token id or a list"):
+            defaults()
+    (tmp_path / "generation_config.json").write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read as JSON: maximum recursion"):
         defaults()
 
 

@@ -132,3 +132,8 @@ def test_the_command_writes_and_complains(model: Path, tmp_path: Path, capfd: py
     shutil.rmtree(output)
     assert main(["save-sharded-state", str(tmp_path / "nowhere"), "-o", str(output)]) != 0
     assert "nowhere" in capfd.readouterr().err
+    (tmp_path / "file").write_bytes(b"")
+    assert main(["save-sharded-state", str(model), "-o", str(tmp_path / "file")]) == 1
+    said = capfd.readouterr().err
+    assert f"the sharded state cannot be written to {tmp_path}/file: File exists" in said
+    assert "Traceback" not in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -104,6 +105,8 @@ def test_version_and_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["complete", "x", "--engine", "ipc:///x", "--block-size", "8"], "leave out --block-size"),
         (["complete"], "PROMPT"),
         (["complete", "a", "b", "c"], "two at most, not 3"),
+        (["complete", "", "x"], "model is empty: name one, or leave it out for the demo model"),
+        (["serve", "--model", ""], "model is empty: name one, or leave it out for the demo model"),
         (["complete", "model", "x", "--engine", "ipc:///x"], "leave out model"),
         (["chat", "model", "--url", "http://127.0.0.1:1"], "leave out model"),
         (["chat", "--help=nothing"], "no group or option is called so"),
@@ -188,6 +191,31 @@ def test_complete_reads_its_prompt_from_stdin_and_stop_takes_one_value() -> None
     piped = run(*arguments, stdin="hello\n")
     assert (piped.returncode, piped.stdout, piped.stderr) == (given.returncode, given.stdout, given.stderr)
     assert "without a tokenizer" in piped.stderr
+
+
+def test_a_wrong_time_for_silent_peers_ends_the_start_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The context of the socket that could not be made used to wait for it, and the engine for the context."""
+    monkeypatch.setenv("HEADRACE_PEER_TIMEOUT", "abc")
+    done = run("complete", "x", *NULL)
+    assert done.returncode != 0
+    assert "HEADRACE_PEER_TIMEOUT=abc: it must be seconds, 1 to 86400" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_checkpoints_own_text_commands_no_terminal(tmp_path: Path) -> None:
+    named = {"architectures": ["Foo\n\x1b[31m" + "x" * 10_000], "model_type": "foo"}
+    (tmp_path / "config.json").write_text(json.dumps(named))
+    done = run("complete", str(tmp_path), "x", "--load-format", "dummy")
+    assert done.returncode == 1
+    assert r"the architecture Foo\n\x1b[31mxxx" in done.stderr
+    assert "\x1b" not in done.stderr
+    assert "x" * 100 not in done.stderr
+
+
+def test_help_without_docstrings() -> None:
+    done = subprocess.run([sys.executable, "-OO", "-m", "headrace", "--help"], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"save-sharded-state" in done.stdout
 
 
 def test_an_error_is_a_sentence_and_status_1(tmp_path: Path) -> None:

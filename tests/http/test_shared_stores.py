@@ -10,6 +10,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,7 +19,10 @@ import pytest
 from http_server import Server, metric, serving, wait_until
 from null_with_tokenizer import PARROT
 
+from headrace.frontend.http.errors import ApiError
+from headrace.frontend.http.files import handlers as file_handlers
 from headrace.frontend.http.files.store import BatchObject, BatchStatus, FileStore, RequestCounts
+from headrace.frontend.http.responses_api import handlers as response_handlers
 from headrace.frontend.http.responses_api.store import ResponseStore
 
 STORES: list[Callable[[Path], FileStore | ResponseStore]] = [
@@ -223,3 +227,19 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path):
         client.files.create(file=("in.jsonl", b"x"), purpose="batch")
         assert [file.filename for file in client.files.list()] == ["in.jsonl"]
     assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize(("handlers", "name"), [(file_handlers, "file_id"), (response_handlers, "response_id")])
+def test_what_another_process_has_just_deleted_is_not_found(handlers, name: str):
+    async def found(tenant: str, id: str) -> Any:
+        return SimpleNamespace(id=id)
+
+    async def deleted_by_another(tenant: str, id: str) -> bool:
+        return False
+
+    store = SimpleNamespace(get=found, file=found, delete=deleted_by_another)
+    state = SimpleNamespace(files=SimpleNamespace(store=store), responses=SimpleNamespace(store=store))
+    exchange = SimpleNamespace(scope={"path_params": {name: "it"}}, tenant="k")
+    with pytest.raises(ApiError) as raised:
+        asyncio.run(handlers.delete(state, exchange))
+    assert (raised.value.status, raised.value.body.param) == (404, name)

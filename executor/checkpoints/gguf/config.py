@@ -60,6 +60,11 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         raise ModelError(f"{header.path}: {fields.prefix}.attention.head_count is {num_heads}; at least 1 is expected")
     rotary_dim = fields.integer("rope.dimension_count", 0)
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
+    if head_dim < 1:
+        raise ModelError(
+            f"{header.path}: heads of {head_dim} values each ({fields.prefix}.embedding_length is {hidden_size}, "
+            f"attention.head_count {num_heads}); at least 1 is expected"
+        )
     config: dict[str, Any] = {
         "architectures": [architecture.architecture],
         "model_type": architecture.model_type,

@@ -197,10 +197,17 @@ class GGUFHeader:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise ModelError(f"{self.path} has a general.alignment of {alignment}; a power of two is expected")
         data_start = -(-self._position // alignment) * alignment
+        expected = 0
         for name, shape, type_number, offset in listed:
             if name in self.tensors:
                 raise ModelError(f"{self.path} lists the tensor {name} twice")
-            self.tensors[name] = self._record(name, shape, type_number, data_start + offset)
+            self.tensors[name] = record = self._record(name, shape, type_number, data_start + offset)
+            if offset != expected:  # as llama.cpp requires: tensors lie one after the other, in the order of the list
+                raise ModelError(
+                    f"{self.path} is damaged: tensor {name} is said to lie at {offset} of the tensors' data, and the "
+                    f"ones before it end at {expected}; fetch it again"
+                )
+            expected += -(-record.data.nbytes // alignment) * alignment
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string("a tensor name")

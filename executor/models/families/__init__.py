@@ -17,6 +17,7 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.registry import class_of_plugin, registered_model
 from headrace.ipc.failure import HeadraceError, ModelError
 from headrace.ipc.plugins import load_plugins
+from headrace.ipc.process.log import printable
 
 Config = Mapping[str, Any]
 
@@ -62,7 +63,8 @@ def family_of_plugin(architecture: str) -> Family:
         raise NotNativeError(f"{architecture} comes from a plugin as {found_class!r}, a class for transformers")
     known = ", ".join([*families(), *others])
     failed = "".join(f"; {problem}" for problem in problems)
-    raise UnknownArchitectureError(f"the architecture {architecture} is not supported{failed}; known are {known}")
+    shown = printable(f"{architecture:.100}")
+    raise UnknownArchitectureError(f"the architecture {shown} is not supported{failed}; known are {known}")
 
 
 def spec_from_config(config: Config) -> ArchSpec:

@@ -159,9 +159,10 @@ async def file(state: ServerState, exchange: Exchange) -> None:
 
 
 async def delete(state: ServerState, exchange: Exchange) -> None:
-    found = await _file(state, exchange, exchange.scope["path_params"]["file_id"], "file_id")
-    await state.files.store.delete(exchange.tenant, found.id)
-    await exchange.answer(DeletedFile(found.id))
+    id = exchange.scope["path_params"]["file_id"]
+    if not await state.files.store.delete(exchange.tenant, id):
+        raise _no_file(id, "file_id")
+    await exchange.answer(DeletedFile(id))
 
 
 async def content(state: ServerState, exchange: Exchange) -> None:

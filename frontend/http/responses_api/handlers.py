@@ -260,10 +260,11 @@ async def retrieve(state: ServerState, exchange: Exchange) -> None:
 
 
 async def delete(state: ServerState, exchange: Exchange) -> None:
-    stored = await _stored(state, exchange)
-    await state.responses.store.delete(exchange.tenant, stored.id)
-    state.responses.runs.cancel(exchange.tenant, stored.id)
-    await exchange.answer(DeletedResponse(stored.id))
+    id = exchange.scope["path_params"]["response_id"]
+    if not await state.responses.store.delete(exchange.tenant, id):
+        raise _no_response(id)
+    state.responses.runs.cancel(exchange.tenant, id)
+    await exchange.answer(DeletedResponse(id))
 
 
 async def cancel(state: ServerState, exchange: Exchange) -> None:
@@ -307,6 +308,10 @@ async def _stored(state: ServerState, exchange: Exchange) -> Stored:
     id = exchange.scope["path_params"]["response_id"]
     stored = await state.responses.store.get(exchange.tenant, id)
     if stored is None:
-        why = f"the response {id!r:.200} is not here: it was deleted, was not stored, or had to make room"
-        raise ApiError(HTTPStatus.NOT_FOUND, why, param="response_id", code="not_found")
+        raise _no_response(id)
     return stored
+
+
+def _no_response(id: str) -> ApiError:
+    why = f"the response {id!r:.200} is not here: it was deleted, was not stored, or had to make room"
+    return ApiError(HTTPStatus.NOT_FOUND, why, param="response_id", code="not_found")
