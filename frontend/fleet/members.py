@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _STALL_WEIGHT, _MOST_STALLED = 0.1, 0.75
 _LEARNT_SHARE = 1 / 16
 """Share of a group's measured engines that must have new measurements before the group's pace is estimated again."""
+_AGING_S = 1.0
+"""Minimum time between two updates of the estimates that age."""
 _WEIGHING_S = 1e-3
 """Minimum time between two cost updates of all engines, per engine: about a hundred times what one update takes."""
 
@@ -141,6 +143,13 @@ class Member:
         self.requests_elsewhere = max(0, num_requests - self.num_outputs)
         self.elsewhere_until_s = until_s
 
+    def drop_report(self, now_s: float) -> bool:
+        """Forgets an outdated report of other frontends' requests. Returns whether its cost has changed."""
+        if self.requests or not self.requests_elsewhere or now_s < self.elsewhere_until_s:
+            return False
+        self.requests_elsewhere = 0
+        return True
+
     def is_full(self, now_s: float) -> bool:
         """Whether the engine would probably refuse a request: it has just refused one, or this frontend's own requests
         reach its limit. Requests of other frontends are left to the engine to judge, as reports of them are older."""
@@ -167,17 +176,29 @@ class Member:
             self.progress_s = now_s
         if not self._brought:
             return False
-        self._note_stall(now_s)
+        since_s, self._measured_s = now_s - self._measured_s, now_s
+        self._note_stall(since_s)
         token_s = self._seconds / self._brought * (1.0 - self.stalled_share)
-        self.speed.note_token_time(token_s, self._rows_seconds / self._seconds, self.per_row)
+        self.speed.note_token_time(token_s, self._rows_seconds / self._seconds, self.per_row, since_s)
         self._seconds = self._rows_seconds = 0.0
         self._brought = 0
         return True
 
-    def _note_stall(self, now_s: float) -> None:
+    def age(self, since_s: float, now_s: float, pace: Pace) -> bool:
+        """Ages the estimate of its speed by the time from since_s to now_s. Returns whether its cost has changed.
+
+        An estimate is kept while the engine has requests, whose tokens will tell: a stopped engine brings none."""
+        aged_s = now_s - max(since_s, self._measured_s + self.speed.believed_s)
+        if self.requests or aged_s <= 0:
+            return False
+        before_s = self.token_s
+        self.speed.age(aged_s, pace)
+        self.keep_pace(pace)
+        return self.token_s != before_s
+
+    def _note_stall(self, since_s: float) -> None:
         """Updates the share of time in which decoding waited for prefill. Other frontends' requests are assumed to have
         as many prompt tokens each as this frontend's."""
-        since_s, self._measured_s = now_s - self._measured_s, now_s
         computed_s = self._computed * self.prompt_token_s * self.num_active / max(1, self.num_outputs)
         self._computed = 0
         if since_s > 0:
@@ -251,7 +272,7 @@ class Group:
         self._num_active = 0
         self._measured: dict[Member, None] = {}
         self._num_news = 0  # measurements since the pace was last estimated
-        self._keeps_pace_until_s = -math.inf
+        self._keeps_pace_until_s = self._aged_s = -math.inf
         self._heap: list[tuple[float, int, Member]] = []  # cost, a running number, member
         self._order = itertools.count()
 
@@ -360,6 +381,14 @@ class Group:
         for member in weighed:
             member.keep_pace(self.pace)
         return weighed
+
+    def age(self, now_s: float) -> list[Member]:
+        """Ages the estimates of engines without requests. Returns the members whose cost must be updated."""
+        since_s = self._aged_s
+        if now_s - since_s < max(_AGING_S, _WEIGHING_S * len(self._measured)):
+            return []
+        self._aged_s = now_s
+        return [member for member in self._measured if member.age(since_s, now_s, self.pace)]
 
     def is_slow(self, member: Member, factor: float) -> bool:
         """Whether it is more than `factor` times slower than its group, of which at least three were measured."""

@@ -305,6 +305,8 @@ class EnginePool:
             priority=priority if isinstance(priority, int) else 0,
             affinity=affinity,
         )
+        if self._timer is None:
+            self.router.wake(time.monotonic())
         engine = self._place(routed)
         engine.note_work()
         assert engine.client is not None, "a member of the router is connected"

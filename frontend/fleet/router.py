@@ -283,6 +283,12 @@ class Router:
 
     # --- time ---------------------------------------------------------------------------------------------------
 
+    def wake(self, now_s: float) -> None:
+        """Call before the first request after a time without requests, and so without ticks: it was no pause."""
+        self._allowance.refill(now_s - (self._last_tick_s if self._last_tick_s is not None else now_s), self._capacity)
+        self._last_tick_s = now_s
+        self._forget(now_s)
+
     def tick(self, now_s: float) -> list[Decision]:
         """Call a few times a second while there are requests: measures, checks engines, assigns waiting requests."""
         since_s = now_s - (self._last_tick_s if self._last_tick_s is not None else now_s)
@@ -295,6 +301,7 @@ class Router:
         self._allowance.refill(since_s, self._capacity)
         decisions: list[Decision] = []
         self._measure(now_s)
+        self._forget(now_s)
         for member in list(self.watched):
             reason = self._what_ails(member, now_s)
             if reason != member.ailment:
@@ -304,9 +311,6 @@ class Router:
                 decisions += self._move_off(member, reason, now_s)
             elif member.full_until_s and member.full_until_s <= now_s:
                 member.full_until_s = 0.0
-                self._update(member, now_s)
-            if member.requests_elsewhere and not member.requests and member.elsewhere_until_s <= now_s:
-                member.requests_elsewhere = 0
                 self._update(member, now_s)
             if not (member.requests or member.requests_elsewhere or member.ailment or member.full_until_s):
                 self.watched.pop(member, None)
@@ -320,6 +324,12 @@ class Router:
                 measured.setdefault(self._groups[member.facts.version], []).append(member)
         weighed = {member: None for group, news in measured.items() for member in group.learn(news, now_s)}
         for member in weighed | self.watched:
+            self._update(member, now_s)
+
+    def _forget(self, now_s: float) -> None:
+        """Updates what becomes untrue with time: the reports about engines without requests, and their speeds."""
+        changed = [member for member in self.watched if member.drop_report(now_s)]
+        for member in itertools.chain(changed, *(group.age(now_s) for group in self._groups.values())):
             self._update(member, now_s)
 
     def _what_ails(self, member: Member, now_s: float) -> str:

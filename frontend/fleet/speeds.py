@@ -6,6 +6,9 @@
 `per_row` and `prompt_token_s` belong to a group of engines (`Pace`) and are estimated by decayed least squares from how
 each engine's times vary with its own load and prompts, so engines of different speed do not distort them. Each engine
 has its own base; an engine not measured yet, or within noise of the group's median, has the median.
+
+An engine that was slow gets few requests or none, so few measurements tell that it is fast again. Therefore a new time
+weighs more the longer none was measured, and the estimate of an engine without requests approaches the median.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Iterable
 _FIRST_TOKEN_S = 0.02
 _FIRST_PROMPT_TOKEN_S = 1 / 4000
 _WEIGHT = 0.2
-"""Weight of the newest value in a running mean."""
+"""Weight of the newest value in a running mean, at least."""
 _OLDER = 0.98
 """Factor by which the least-squares sums decay with each new point."""
 _PRIOR_ROWS_2, _PRIOR_TOKENS_2 = 16.0, 256.0**2
@@ -24,6 +27,14 @@ _PRIOR_ROWS_2, _PRIOR_TOKENS_2 = 16.0, 256.0**2
 _LEAST_NOISE, _FIRST_NOISE = 0.1, 0.5
 _OUTLIER = 4.0
 """If a time is off by more than this factor, the engine itself has changed, and its former points are dropped."""
+_BELIEVED_S, _BELIEVED_AT_MOST_S = 15.0, 60.0
+"""How long an estimate is believed without measurements. Doubled, up to the second value, each time that an estimate
+proves right after it has aged, so that bursts of requests need not find out again and again that an engine is slow."""
+_HALVED_AFTER_S = 5.0
+"""In each such time without a measurement, the weight of earlier ones beside the next is halved. In each such time in
+which an estimate ages, its distance from the median (as a logarithm of their ratio) is halved."""
+_AGED = 1.5
+"""An estimate that has aged by less than this factor proves nothing."""
 _NEWS = 0.05
 """Relative change of the pace from which the costs of all engines of a group are updated."""
 
@@ -94,7 +105,7 @@ class Pace:
 class Speed:
     """The measured times of one engine."""
 
-    __slots__ = ("noise", "num_times", "prompts", "rows", "times", "token_s")
+    __slots__ = ("_aged_by", "believed_s", "noise", "num_times", "prompts", "rows", "times", "token_s")
 
     def __init__(self) -> None:
         self.token_s = self.rows = 0.0
@@ -102,6 +113,10 @@ class Speed:
         self.noise = _FIRST_NOISE
         """Mean relative deviation of measured from expected times."""
         self.num_times = 0
+        self._aged_by = 1.0
+        """Factor by which ageing has lowered the estimate since the last measurement."""
+        self.believed_s = _BELIEVED_S
+        """How long the estimate is believed without measurements, before it ages."""
         self.times, self.prompts = _Line(), _Line()
         """Times per token over rows, and times to a first token over the tokens computed for it."""
 
@@ -113,22 +128,40 @@ class Speed:
         """Seconds per token if no other row ran."""
         return self.token_s / (1.0 + per_row * self.rows)
 
-    def note_token_time(self, token_s: float, rows: float, per_row: float) -> None:
+    def note_token_time(self, token_s: float, rows: float, per_row: float, since_s: float) -> None:
+        """since_s: seconds since the measurement before."""
         if not self.num_times:
             self.token_s, self.rows = token_s, rows
         else:
             off = token_s / (self.base_s(per_row) * (1.0 + per_row * rows))
+            weight = 1.0 - (1.0 - _WEIGHT) * 0.5 ** (since_s / _HALVED_AFTER_S)
+            self._note_age(off)
             self.noise += _WEIGHT * (min(1.0, abs(off - 1.0)) - self.noise)
-            self.token_s += _WEIGHT * (token_s - self.token_s)
-            self.rows += _WEIGHT * (rows - self.rows)
+            self.token_s += weight * (token_s - self.token_s)
+            self.rows += weight * (rows - self.rows)
             if not 1 / _OUTLIER < off < _OUTLIER:
                 self.times = _Line()
         self.num_times += 1
         self.times.add(rows, token_s)
 
+    def _note_age(self, off: float) -> None:
+        """Call for each measured time, which is `off` times the expected one: was the estimate right before it aged?"""
+        if not 1 / _AGED < self._aged_by < _AGED:
+            was_right = off * off > self._aged_by if self._aged_by > 1.0 else off * off < self._aged_by
+            self.believed_s = min(2 * self.believed_s, _BELIEVED_AT_MOST_S) if was_right else _BELIEVED_S
+        self._aged_by = 1.0
+
     def note_prompt(self, num_tokens: int, seconds: float) -> None:
         """A request's `num_tokens` prompt tokens were computed and its first token generated in `seconds`."""
         self.prompts.add(num_tokens, seconds)
+
+    def age(self, seconds: float, pace: Pace) -> None:
+        """Moves the estimate towards the group's median, by as much as befits this time without a measurement."""
+        if self.num_times and pace.token_s is not None:
+            ratio = self.base_s(pace.per_row) / pace.token_s
+            factor = ratio ** (1.0 - 0.5 ** (seconds / _HALVED_AFTER_S))
+            self.token_s /= factor
+            self._aged_by *= factor
 
     def believed(self, pace: Pace) -> float:
         """Its base seconds per token: the group's median, corrected by as much as its own differs beyond noise."""
