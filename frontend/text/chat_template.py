@@ -1,7 +1,7 @@
 """Renders the chat templates that models ship, in a sandbox, with the globals and filters that transformers provides.
 
 A template is an untrusted program, from the model's author or from a request: it gets plain data instead of objects,
-runs in jinja2's immutable sandbox, and has a time limit.
+and runs in the sandbox of template_sandbox.py, which limits its time and memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -27,9 +26,6 @@ ContentFormat = Literal["auto", "string", "openai"]
 string as a string, and parts as parts if the template supports them."""
 _LONGEST_RENDERING_S = 10.0
 """Rendering a conversation takes milliseconds; a template may be a hostile program."""
-_MOST_IN_PRODUCT = 1 << 20
-"""Largest result of * and ** in a template, in bits, characters or items."""
-_DEADLINE = "headrace_deadline"
 _CONTINUE_HERE = "HEADRACE_CONTINUES_HERE "
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning", "reasoning_text")
 """The names that models and clients use for a message's reasoning. Templates read the first two."""
@@ -93,9 +89,13 @@ def render_chat(
 def _render(template: str, context: dict[str, Any]) -> str:
     import jinja2
 
+    from headrace.frontend.text import template_sandbox
+
     try:
-        # Passed as one mapping, since a variable may have the name of a parameter of `render`.
-        return _compile(template).render({**context, _DEADLINE: time.monotonic() + _LONGEST_RENDERING_S})
+        return template_sandbox.render(_compile(template), context, _LONGEST_RENDERING_S)
+    except MemoryError:
+        # The bounds hold for what the template builds; this process may have less memory than that.
+        raise InvalidRequestError("the chat template needs more memory for these messages than there is") from None
     except jinja2.TemplateError as error:
         raise InvalidRequestError(f"the chat template refused these messages: {error}") from error
     except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
@@ -284,70 +284,16 @@ class _Dict:
         return dict.fromkeys(keys, value)
 
 
-def _stop_after(deadline: float) -> str:
-    import jinja2
-
-    if time.monotonic() > deadline:
-        raise jinja2.TemplateError(f"it took longer than {_LONGEST_RENDERING_S:g} s")
-    return ""
-
-
-def _size_of(operator: str, left: Any, right: Any) -> int:
-    """Estimated size of the operation's result: bits of a number, or items of a text or list."""
-    if isinstance(left, int) and isinstance(right, int):
-        return left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-    for items, times in ((left, right), (right, left)):
-        if isinstance(items, str | list | tuple) and isinstance(times, int):
-            return len(items) * times
-    return 0
-
-
 @functools.lru_cache(maxsize=64)
 def _compile(template: str) -> jinja2.Template:
     import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
 
-    class GenerationTag(jinja2.ext.Extension):
-        """`{% generation %}...{% endgeneration %}` marks assistant text for training. Renders its content alone."""
+    from headrace.frontend.text.template_sandbox import ChatEnvironment
 
-        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
-
-        def _render(self, caller: Any) -> str:
-            return str(caller())
-
-    class TimedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        """Checks the deadline in each iteration of a loop and each call of a macro, and limits the results of * and **,
-        so that no single operation takes long or fills the memory."""
-
-        intercepted_binops = frozenset({"*", "**"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if _size_of(operator, left, right) > _MOST_IN_PRODUCT:
-                raise jinja2.TemplateError(f"a result of {operator} is larger than {_MOST_IN_PRODUCT}")
-            return super().call_binop(context, operator, left, right)
-
-        def _generate(self, source: jinja2.nodes.Template, *args: Any, **kwargs: Any) -> str:
-            blocks: list[Any] = [*source.find_all((jinja2.nodes.For, jinja2.nodes.Macro))]
-            for block in blocks:
-                deadline = jinja2.nodes.Name(_DEADLINE, "load")
-                look = jinja2.nodes.ExprStmt(jinja2.nodes.Filter(deadline, "stop_after", [], [], None, None))
-                block.body.insert(0, look.set_lineno(block.lineno).set_environment(self))
-            return super()._generate(source, *args, **kwargs)
-
-    environment = TimedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    environment = ChatEnvironment(
+        filters={"tojson": _to_json},
+        names={"raise_exception": _raise_exception, "strftime_now": _strftime_now, "dict": _Dict()},
     )
-    environment.filters["tojson"] = _to_json
-    environment.filters["stop_after"] = _stop_after
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["dict"] = _Dict()
     try:
         return environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
