@@ -26,15 +26,18 @@ _LINE_ENDS = ("\n", "\r", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", 
 
 
 def refuse(what: str, bound: int, unit: str) -> NoReturn:
+    """Raises TemplateError."""
     raise jinja2.TemplateError(f"the result of {what} is larger than {bound} {unit}")
 
 
 def check_characters(size: int, what: str) -> None:
+    """Raises TemplateError for a text that is too long."""
     if size > MOST_CHARACTERS:
         refuse(what, MOST_CHARACTERS, "characters")
 
 
 def check_items(num_items: int, what: str) -> None:
+    """Raises TemplateError for a list that is too long."""
     if num_items > MOST_IN_PRODUCT:
         refuse(what, MOST_IN_PRODUCT, "items")
 
