@@ -29,9 +29,8 @@ import jinja2.filters
 import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame, optimizeconst
-from jinja2.runtime import Context, Undefined, markup_join
+from jinja2.runtime import Context, Markup, Undefined, escape, markup_join
 from jinja2.utils import _PassArg
-from markupsafe import EscapeFormatter, Markup, escape
 
 from headrace.frontend.text.template_sizes import (
     FILTERS,
@@ -233,7 +232,7 @@ class _Formatter(jinja2.sandbox.SandboxedFormatter):
         return text
 
 
-class _EscapeFormatter(_Formatter, EscapeFormatter):
+class _EscapeFormatter(_Formatter, jinja2.sandbox.SandboxedEscapeFormatter):
     pass
 
 
