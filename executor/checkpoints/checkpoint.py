@@ -509,10 +509,7 @@ def _torch_files(folder: Path) -> list[Path]:
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted(
-        file
-        for pattern in patterns
-        for file in folder.glob(pattern)
-        if not file.name.startswith(NOT_WEIGHTS) and file.is_file()  # reading a pipe would wait for ever
+        file for pattern in patterns for file in folder.glob(pattern) if not file.name.startswith(NOT_WEIGHTS)
     )
 
 

@@ -384,7 +384,7 @@ def test_weights_are_replaced_whole_or_not_at_all(checkpoints, monkeypatch, rank
             llm.reload_weights("/no/such/folder")
         with pytest.raises(HeadraceError, match="File name too long"):
             llm.reload_weights("x" * 5000)
-        with pytest.raises(HeadraceError, match="reading the weights failed: RecursionError"):
+        with pytest.raises(HeadraceError, match=r"config\.json cannot be read as JSON: maximum recursion"):
             llm.reload_weights(checkpoints["damaged"])
         assert tokens_of(llm) == before
         llm.reload_weights(checkpoints["other"])
