@@ -6,22 +6,22 @@ import functools
 import threading
 from collections.abc import Callable
 
-from headrace.core.engine.sessions import Sessions
-from headrace.ipc.messages import ClientMessage, CoreMessage, Draining, Goodbye, Hello, Load
+from headrace.core.engine.sessions import Sessions, TellsAll
+from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
 
 Deliver = Callable[[CoreMessage], None]
 """Receives a message for the client, on the core's thread. Must not block."""
 
 
-class MemoryPort:
+class MemoryPort(TellsAll):
     """Any thread may `open` sessions; `send` is for the loop's thread."""
 
     address = "memory"
 
     def __init__(self) -> None:
-        self._lock, self._greeting = threading.Lock(), threading.Lock()
+        super().__init__()
+        self._lock = threading.Lock()
         self._deliver: dict[int, Deliver] = {}
-        self._draining: Draining | None = None
 
     def serve(self, sessions: Sessions) -> None:
         self._sessions = sessions
@@ -47,14 +47,6 @@ class MemoryPort:
             deliver = self._deliver.get(client)
         if deliver is not None:
             deliver(message)
-
-    def send_all(self, message: CoreMessage) -> None:
-        with self._greeting:
-            clients = self.clients
-            if isinstance(message, Draining):
-                self._draining = message
-        for client in clients:
-            self.send(client, message)
 
     def set_load(self, load: Load, busy_clients: frozenset[int]) -> None:
         """Does nothing: a client in the same process needs no heartbeat."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import queue
+import threading
+from abc import ABC, abstractmethod
 
 import msgspec
 
@@ -21,6 +23,7 @@ from headrace.ipc.messages import (
     Control,
     CoreMessage,
     Dismissed,
+    Draining,
     FetchTokenizer,
     Finish,
     FinishReason,
@@ -177,3 +180,28 @@ class Sessions:
 
     def _failure(self, why: str) -> Failure:
         return Failure(message=why, type="ProtocolError", process="engine-core", pid=self.welcome.pid, phase="serve")
+
+
+class TellsAll(ABC):
+    """The part of a port that tells all clients something. Those are included that it is welcoming just then."""
+
+    def __init__(self) -> None:
+        self._greeting = threading.Lock()
+        """Held while a client is welcomed and noted among `clients`."""
+        self._draining: Draining | None = None
+        """Sent after the Welcome to those that come later."""
+
+    @property
+    @abstractmethod
+    def clients(self) -> list[int]: ...
+
+    @abstractmethod
+    def send(self, client: int, message: CoreMessage) -> None: ...
+
+    def send_all(self, message: CoreMessage) -> None:
+        with self._greeting:
+            clients = self.clients
+            if isinstance(message, Draining):
+                self._draining = message
+        for client in clients:
+            self.send(client, message)

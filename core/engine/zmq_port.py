@@ -28,10 +28,10 @@ from collections.abc import Sequence
 
 import zmq
 
-from headrace.core.engine.sessions import Sessions
+from headrace.core.engine.sessions import Sessions, TellsAll
 from headrace.ipc.codec import Codec, CodecError, Frame
 from headrace.ipc.failure import Failure
-from headrace.ipc.messages import ClientMessage, CoreMessage, Draining, Goodbye, Hello, Load
+from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
 from headrace.ipc.transport.keys import Gatekeeper, key_file
 from headrace.ipc.transport.sockets import (
     MOST_FRAMES,
@@ -101,7 +101,7 @@ class _Unread:
                 self._bytes -= self._sent.popleft()[0]
 
 
-class ZmqPort:
+class ZmqPort(TellsAll):
     """The loop's thread calls `send`, `set_load` and `close`; everything else runs on the port's I/O thread.
 
     ZeroMQ's file descriptor signals a message only once, and any use of the socket may consume the signal. So after
@@ -121,6 +121,7 @@ class ZmqPort:
         peer_timeout_s: how long a client may be silent. unread_messages, unread_bytes: how many messages, and how many
         bytes of large ones, a client may leave unread before it is dismissed.
         """
+        super().__init__()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         keys_path = key_file() if address.startswith("tcp://") else None
         self._gatekeeper = Gatekeeper(self._context, keys_path) if keys_path else None
@@ -138,9 +139,6 @@ class ZmqPort:
         self._loop_codec: Codec[ClientMessage] = Codec(ClientMessage)
         self._client_of: dict[bytes, int] = {}
         self._identity_of: dict[int, bytes] = {}
-        self._greeting = threading.Lock()
-        """Held while a client is welcomed, so that it misses nothing that is sent to all."""
-        self._draining: Draining | None = None
         self._load = Load(num_running=0, num_waiting=0)
         self._busy_clients: frozenset[int] = frozenset()
         self._dismissed: set[bytes] = set()  # identities that must still get Dismissed
@@ -161,14 +159,6 @@ class ZmqPort:
             has_input = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
         if has_input:
             self._wake()
-
-    def send_all(self, message: CoreMessage) -> None:
-        with self._greeting:
-            clients = self.clients
-            if isinstance(message, Draining):
-                self._draining = message
-        for client in clients:
-            self.send(client, message)
 
     def set_load(self, load: Load, busy_clients: frozenset[int]) -> None:
         """Sets the load that clients with requests (`busy_clients`) get about once a second."""

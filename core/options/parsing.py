@@ -48,6 +48,12 @@ def parse_options(**values: Any) -> Options:
     return options
 
 
+def check_model_named(model: str | None) -> None:
+    """Raises OptionError for an empty name, as of a shell's variable that is not set. None is the demo model."""
+    if model == "":
+        raise OptionError("model is empty: name one, or leave it out for the demo model")
+
+
 class OptionParser(argparse.ArgumentParser):
     """argparse with two additions of vLLM's command line: underscores instead of dashes, and dotted JSON keys.
 
@@ -290,8 +296,8 @@ def struct_from_arguments(args: argparse.Namespace, struct: type[T]) -> T:
     model = getattr(args, "model_argument", None)
     if model is not None and struct is Options and given.setdefault("model", model) != model:
         raise OptionError(f"the model is given twice: {model} and --model {given['model']}")
-    if struct is Options and given.get("model") == "":  # as of a shell's variable that is not set
-        raise OptionError("model is empty: name one, or leave it out for the demo model")
+    if struct is Options:
+        check_model_named(given.get("model"))
     options, notes = _read(struct, given, flag, getattr(args, "config", None))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

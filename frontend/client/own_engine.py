@@ -37,15 +37,14 @@ def run_in_process(model: str | None, options: dict[str, Any]) -> tuple[EngineTh
 
 def parse_own(model: str | None, options: dict[str, Any]) -> Options:
     """Parses a user's options. Raises OptionError."""
-    from headrace.core.options.parsing import parse_options
+    from headrace.core.options.parsing import check_model_named, parse_options
 
     if is_loading_script():
         raise OptionError(
             "this script is loaded for the classes that an engine asked for: put its calls under "
             'if __name__ == "__main__"'
         )
-    if model == "":
-        raise OptionError("model is empty: name one, or leave it out for the demo model")
+    check_model_named(model)
     return parse_options(**options if model is None else {"model": model, **options})
 
 

@@ -16,13 +16,12 @@ import openai
 import pytest
 from http_server import Server, engine_of, serving, wait_until
 from null_with_tokenizer import PARROT
+from running_batch import running_batch
 
 from headrace.frontend.http.files.store import (
     FIRST_RUN,
     MOST_RUNS,
-    BatchObject,
     FileStore,
-    RequestCounts,
     TakenError,
     output_name,
 )
@@ -376,16 +375,7 @@ def test_a_batch_outlives_its_engine(tmp_path: Path):
 
 def test_a_batch_is_taken_over_once_and_not_for_ever(tmp_path: Path):
     """It may be what ends the processes that run it. One that was thought dead and is not writes nothing more."""
-    batch = BatchObject(
-        id="batch_1",
-        endpoint=CHAT,
-        input_file_id="file-1",
-        completion_window="24h",
-        status="in_progress",
-        created_at=1,
-        expires_at=2**31,
-        request_counts=RequestCounts(),
-    )
+    batch = running_batch()
 
     async def see() -> None:
         first, second = FileStore(str(tmp_path), 1 << 20), FileStore(str(tmp_path), 1 << 20)

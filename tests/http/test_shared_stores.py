@@ -18,10 +18,11 @@ import openai
 import pytest
 from http_server import Server, metric, serving, wait_until
 from null_with_tokenizer import PARROT
+from running_batch import running_batch
 
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.files import handlers as file_handlers
-from headrace.frontend.http.files.store import BatchObject, BatchStatus, FileStore, RequestCounts
+from headrace.frontend.http.files.store import BatchObject, BatchStatus, FileStore
 from headrace.frontend.http.responses_api import handlers as response_handlers
 from headrace.frontend.http.responses_api.store import ResponseStore
 
@@ -64,16 +65,7 @@ def test_a_batch_is_cancelled_while_its_process_updates_it(
     runner_is_first: bool, status: BatchStatus, kept_status: BatchStatus, tmp_path: Path, monkeypatch
 ):
     """Whichever reads the batch first, neither change undoes the other."""
-    batch = BatchObject(
-        id="batch_1",
-        endpoint="/v1/chat/completions",
-        input_file_id="file-1",
-        completion_window="24h",
-        status="in_progress",
-        created_at=1,
-        expires_at=2**31,
-        request_counts=RequestCounts(),
-    )
+    batch = running_batch()
 
     async def race() -> None:
         runner, canceller = FileStore(str(tmp_path), 1 << 20), FileStore(str(tmp_path), 1 << 20)
