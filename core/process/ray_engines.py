@@ -278,6 +278,11 @@ class RayEngine:
         self._is_stopping = True
         self._end(for_good=False)
 
+    def left(self) -> None:
+        """Notes that the engine has ended as it was asked to, so that nobody will stop or replace it. Does not wait."""
+        self._is_stopping = True
+        threading.Thread(target=self._end, kwargs={"for_good": True}, name=f"ray-engine-{self._rank}-left").start()
+
     def _end(self, *, for_good: bool) -> None:
         with contextlib.suppress(Exception):
             self._ray.kill(self._actor)

@@ -199,6 +199,9 @@ class Child:
         self._signal(signal.SIGKILL)
         self._wait_exited(5.0)
 
+    def left(self) -> None:
+        """Nothing to do: a child that has ended as it was asked to leaves nothing."""
+
     def make_way(self) -> None:
         """Ends the child so that another can replace it. Same as `kill`: the replacement needs nothing of this one."""
         self.kill()

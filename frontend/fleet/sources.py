@@ -107,6 +107,9 @@ class EngineProcess(Protocol):
     def ask_to_stop(self, deadline_s: float) -> None: ...
     def stop(self, deadline_s: float = 5.0) -> None: ...
     def kill(self) -> None: ...
+    def left(self) -> None:
+        """It has ended as it was asked to, and will not be replaced. Does not wait."""
+
     def make_way(self) -> None:
         """As `kill`, to make room for a replacement."""
         ...
@@ -147,6 +150,7 @@ class Owned(Source):
 
     def left(self) -> None:
         self.is_gone = True
+        self._child.left()
 
     @property
     def _was_stable(self) -> bool:

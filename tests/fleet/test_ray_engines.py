@@ -58,6 +58,20 @@ def test_requests_of_an_engine_under_ray_that_dies_go_on_and_ray_starts_another(
     wait_until(lambda: not daemons(others), 20, "their end")
 
 
+@pytest.mark.system
+def test_ray_ends_with_the_client_though_an_engine_has_left_before(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody stops an engine that has left: Ray was not shut down, and the next client waited for a dead cluster."""
+    import ray
+
+    others = daemons()
+    with LLM("null", data_parallel_size=2, **NULL) as llm:
+        first, _ = daemons(others)
+        first.parent().kill()  # its actor, with which it leaves
+        wait_until(lambda: "left, as it was asked to" in caplog.text, 30, "that it has left")
+        assert ray.is_initialized()
+    assert not ray.is_initialized()
+
+
 def coordinators() -> list[psutil.Process]:
     below = psutil.Process().children(recursive=True)
     return [each for each in below if "CoordinatorActor" in " ".join(each.cmdline())]
