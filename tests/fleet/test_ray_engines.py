@@ -64,7 +64,7 @@ def test_ray_ends_with_the_client_though_an_engine_has_left_before(caplog: pytes
     import ray
 
     others = daemons()
-    with LLM("null", data_parallel_size=2, **NULL) as llm:
+    with LLM("null", data_parallel_size=2, **NULL):
         first, _ = daemons(others)
         first.parent().kill()  # its actor, with which it leaves
         wait_until(lambda: "left, as it was asked to" in caplog.text, 30, "that it has left")
