@@ -33,8 +33,8 @@ def workers_find_the_null_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", HERE)
 
 
-def in_turns(most: int | None, log: Path, tp_size: int = 3) -> Options:
-    asked = options(tp_size, load_delay_s=0.25, load_log=str(log))
+def in_turns(most: int | None, log: Path, tp_size: int = 3, together: int = 0) -> Options:
+    asked = options(tp_size, load_delay_s=0.25, load_log=str(log), load_together=together)
     return msgspec.structs.replace(asked, max_parallel_loading_workers=most)
 
 
@@ -46,7 +46,7 @@ def most_at_once(log: Path, num_ranks: int) -> int:
 
 @pytest.mark.parametrize(("most", "expected"), [(1, 1), (2, 2), (None, 3)])
 def test_no_more_workers_than_asked_for_load_at_once(most: int | None, expected: int, tmp_path: Path) -> None:
-    with Ranks(in_turns(most, tmp_path / "log")) as ranks:
+    with Ranks(in_turns(most, tmp_path / "log", together=expected)) as ranks:
         ranks.bring_up()
         waited = ["wait for a turn to load" in rank for rank in ranks.executor.ranks_startup_s]
     assert most_at_once(tmp_path / "log", 3) == expected

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ class Misbehaviour(msgspec.Struct, frozen=True, kw_only=True):
     """exception, hang, sigkill, sigterm, exit"""
     load_log: str = ""
     """A file to which each rank writes + when it begins to load, and - when it has."""
+    load_together: int = 0
+    """How many ranks must have begun before one goes on; it waits half a minute at most."""
 
 
 def told_to() -> str:
@@ -122,6 +125,11 @@ class NullRank(Rank):
         if self._bad.load_log:
             with open(self._bad.load_log, "a") as file:  # appends are atomic, so several ranks may write
                 file.write(sign)
+            end_s = time.monotonic() + 30.0
+            while (
+                Path(self._bad.load_log).read_text().count("+") < self._bad.load_together and time.monotonic() < end_s
+            ):
+                time.sleep(0.01)
 
     def _perhaps(self, phase: str) -> None:
         if (self._bad.rank, self._bad.phase) == (self._place.rank, phase):
