@@ -212,6 +212,7 @@ def load_executor(options: Options) -> Executor:
     backend = options.distributed_executor_backend
     if backend == "auto":
         backend = "mp" if world_size > 1 else "uni"
+    check_node_rank(options)
     if options.nnodes > 1:
         _check_nodes(options, backend)
         backend = "mp on several nodes"
@@ -241,6 +242,12 @@ def load_executor(options: Options) -> Executor:
         hint = "in Headrace's clone, pip install '.[engine]' installs what runs models" if backend in EXECUTORS else ""
         raise OptionError(f"distributed_executor_backend {backend!r} cannot be loaded: {error}", hint=hint) from error
     return executor
+
+
+def check_node_rank(options: Options) -> None:
+    """Raises OptionError for a host among hosts that there are not."""
+    if options.node_rank and options.nnodes == 1:
+        raise OptionError(f"node_rank={options.node_rank} is of a host among several: set nnodes, or leave it out")
 
 
 def _check_nodes(options: Options, backend: str) -> None:

@@ -39,7 +39,7 @@ from headrace.ipc.transport.keys import use_keys
 from headrace.ipc.wait import Deadline
 
 try:
-    from headrace.core.engine.engine import EngineCore
+    from headrace.core.engine.engine import EngineCore, check_node_rank
 except ModuleNotFoundError as missing:
     sys.exit(
         f"engine-core: {missing.name} is not installed, for this is Headrace's client alone; "
@@ -159,6 +159,7 @@ def run_as_node(options: Options) -> int:
     status."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
+        check_node_rank(options)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         importlib.import_module("headrace.executor.placement.node_agent").run_node(
             options

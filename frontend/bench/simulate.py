@@ -16,6 +16,7 @@ from headrace.frontend.bench.results import record as records
 from headrace.frontend.bench.results.metrics import columns, percentile
 from headrace.frontend.bench.simulation.engines import EngineShape
 from headrace.frontend.bench.simulation.world import Report, Scenario, simulate
+from headrace.frontend.client.event_loop import exiting_when_interrupted
 from headrace.frontend.fleet.decisions import RouterOptions
 
 _SHOWN_VIOLATIONS = 20
@@ -29,7 +30,7 @@ def bench_simulate(arguments: argparse.Namespace) -> int:
     record = records.new_record("simulate", result, records.given(asked), asked.seed)
     reports: list[Report] = []
     began_s = time.monotonic()
-    with progress(asked.seeds, "run", result) as bar:
+    with exiting_when_interrupted(), progress(asked.seeds, "run", result) as bar:
         for seed in range(asked.seed, asked.seed + asked.seeds):
             reports.append(simulate(seed, scenario))
             bar.update()

@@ -178,7 +178,10 @@ def text_parts(parts: Sequence[Any], where: str) -> list[str]:
             texts.append(part[kind])
             continue
         if isinstance(kind, str) and kind not in ("text", "input_text", "output_text"):
-            raise InvalidRequestError(f"{where}[{index}]: {kind:.50}: multimodal input is not supported")
+            raise InvalidRequestError(
+                f"{where}[{index}] has the type {kind!r:.50}: multimodal input is not supported, give "
+                "{'type': 'text', 'text': '...'}"
+            )
         if kind is None or not isinstance(part.get("text"), str):
             raise InvalidRequestError(f"{where}[{index}] must be {{'type': 'text', 'text': '...'}}")
         texts.append(part["text"])
@@ -282,6 +285,11 @@ class _Dict:
 
     def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
         return dict.fromkeys(keys, value)
+
+
+def check_template(template: str) -> None:
+    """Raises InvalidRequestError if the text is no template; that a model's messages fit it only rendering shows."""
+    _compile(template)
 
 
 @functools.lru_cache(maxsize=64)

@@ -266,7 +266,7 @@ def test_a_template_gets_contents_in_the_form_that_was_asked_for(
 
 def test_chat_refuses_other_parts_by_name(llm: LLM) -> None:
     image = {"type": "image_url", "image_url": {"url": "x"}}
-    with pytest.raises(InvalidRequestError, match="image_url: multimodal input is not supported"):
+    with pytest.raises(InvalidRequestError, match="'image_url': multimodal input is not supported"):
         llm.chat([{"role": "user", "content": [*PARTS, image]}])
     with pytest.raises(InvalidRequestError, match=r"content\[0\] must be"):
         llm.chat([{"role": "user", "content": [{"type": "text"}]}])

@@ -14,7 +14,9 @@ from null_with_tokenizer import PARROT
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from headrace.frontend.http.openai.requests import RequestDecoder, ResponsesRequest
 from headrace.frontend.http.openai.responses import TokenLogprob
+from headrace.frontend.http.responses_api.conversation import as_chat
 from headrace.frontend.http.responses_api.run import _Turn
 
 END = "STOPHERE"
@@ -521,3 +523,8 @@ def test_text_that_is_read_together_with_reasoning_keeps_its_log_probabilities()
     assert turn._take_logprobs("hm")
     assert [each.token for each in turn._take_logprobs("yes")] == ["ye", "s"]
     assert [each.token for each in turn._untold] == [" pen"]
+
+
+def test_enable_thinking_reaches_the_template_as_in_a_chat() -> None:
+    asked = RequestDecoder(strict=True).decode(b'{"input": "x", "enable_thinking": false}', ResponsesRequest)
+    assert as_chat(asked, [], None).enable_thinking is False

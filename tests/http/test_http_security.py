@@ -15,6 +15,9 @@ import pytest
 from http_server import Server, connection, metric, read_all, serving, wait_until
 
 from headrace.frontend.cli.main import main
+from headrace.frontend.http.process.options import ServeOptions, check_serve_options
+from headrace.frontend.http.process.server import check_files
+from headrace.ipc.failure import OptionError
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": [5], "max_tokens": 2}
@@ -72,6 +75,29 @@ def test_cached_prefixes_are_not_shared_between_keys(client, server):
 
     with server.client(headers={"authorization": "Bearer second"}) as other:
         assert [cached(client), cached(client), cached(other), cached(other)] == [0, 48, 0, 48]
+
+
+@pytest.mark.parametrize("origin", ["localhost:3000", "{}", "app.example", "https://app.example/", "https://a.b/c", ""])
+def test_an_origin_that_no_browser_sends_is_refused_at_the_start(origin):
+    with pytest.raises(OptionError, match=r"allowed_origins has .* SCHEME://HOST"):
+        check_serve_options(ServeOptions(allowed_origins=("https://app.example", origin)))
+
+
+def test_origins_that_browsers_send_are_taken():
+    check_serve_options(
+        ServeOptions(
+            allowed_origins=("*", "null", "http://[::1]:3000", "https://app.example", "chrome-extension://abc")
+        )
+    )
+
+
+@pytest.mark.parametrize("template", ["{%if", "{% for m in messages %}{{ m.content }", "{% frobnicate %}", "{{ 1 + }}"])
+def test_a_server_does_not_start_with_a_template_that_is_none(template, tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text(template)
+    for given in (template, str(file)):
+        with pytest.raises(OptionError, match=r"chat_template.*: the chat template is not valid: .*line 1"):
+            check_files(ServeOptions(chat_template=given))
 
 
 def test_only_allowed_origins_may_read(client):

@@ -227,11 +227,19 @@ def test_a_node_without_a_core_gives_up_with_a_sentence() -> None:
     assert "node 1 cannot reach the engine core at 127.0.0.1:1 after 0.5 s" in log
 
 
+def test_a_node_of_no_cluster_is_told_so_at_once() -> None:
+    node = start_node(1, *null_flags(options()), "--nnodes=1", "--node-rank=5")
+    _, log = node.communicate(timeout=20)
+    assert node.returncode == 1
+    assert "node_rank=5 is of a host among several: set nnodes" in log
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"tensor_parallel_size": 3, "nnodes": 2}, "makes 3 ranks, which 2 nodes"),
         ({"nnodes": 2, "node_rank": 1}, "start it with engine-core"),
+        ({"node_rank": 5}, "node_rank=5 is of a host among several: set nnodes"),
         (
             {"nnodes": 2, "distributed_executor_backend": "uni", "tensor_parallel_size": 1, "worker_cls": "auto"},
             "needs distributed_executor",

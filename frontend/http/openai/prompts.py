@@ -24,6 +24,7 @@ from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.text.chat_template import (
     ContentFormat,
     RenderedChat,
+    check_template,
     complete_message,
     render_chat,
     text_parts,
@@ -259,12 +260,16 @@ def load_template(option: str | None) -> str | None:
     """The template of the option chat_template: the text itself, or a file's content. Raises OptionError."""
     if option is None:
         return None
-    if "{" in option or "\n" in option:
-        return option
+    is_text = "{" in option or "\n" in option
     try:
-        return Path(option).read_text(encoding="utf-8")
+        template = option if is_text else Path(option).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"chat_template={option}: neither a template nor a file that can be read ({error})") from None
+    try:
+        check_template(template)
+    except InvalidRequestError as error:
+        raise OptionError(f"chat_template{'' if is_text else f'={option}'}: {error}") from None
+    return template
 
 
 def template_variables(option: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -180,6 +180,7 @@ def one_of(kind: Any, where: str, value: Any) -> Any:
 GenerationPrompt = Annotated[bool | None, Meta(description="Begin an answer; default: unless continue_final_message")]
 ContinueFinal = Annotated[bool | None, Meta(description="Go on with the last message")]
 Template = Annotated[str | None, Meta(description="A template's name or, where the server trusts requests, its text")]
+Thinking = Annotated[bool | None, Meta(description="The template's variable enable_thinking")]
 TemplateVariables = Annotated[dict[str, Any] | None, Meta(description="What else the template sees")]
 Tools = Annotated[Few[dict[str, Any]] | None, Meta(description="Passed to the template")]
 Choice = Annotated[str | dict[str, Any] | None, Meta(description="none, auto, required, or which of the tools")]
@@ -200,7 +201,7 @@ class ChatCompletionRequest(GenerationRequest):
     continue_final_message: ContinueFinal = None
     chat_template: Template = None
     chat_template_kwargs: TemplateVariables = None
-    enable_thinking: Annotated[bool | None, Meta(description="The template's variable of that name")] = None
+    enable_thinking: Thinking = None
     reasoning_effort: Annotated[
         Effort | None,
         Meta(description="The template's variable of that name; none also sets enable_thinking to false"),
@@ -250,6 +251,7 @@ class ResponsesFields(SharedFields, kw_only=True):
     ] = None
     user: Annotated[str | None, Meta(description="Given back with the response")] = None
     chat_template_kwargs: TemplateVariables = None
+    enable_thinking: Thinking = None
 
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -378,6 +379,7 @@ def with_environment(options: ServeOptions, environment: Mapping[str, str]) -> S
 
 
 _WITHOUT_HTTP = ("log_level",)
+_ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^/?#\s]+")
 _OF_ROUTER = ("max_migrations", "progress_timeout")
 
 
@@ -407,6 +409,12 @@ def check_serve_options(options: ServeOptions) -> None:
         raise OptionError("ssl_cert_reqs asks clients for certificates: name those that sign them with ssl_ca_certs")
     if options.engine and options.restart_engine:
         raise OptionError("restart_engine is for an engine of the server's own; an attached one is not its to restart")
+    for origin in options.allowed_origins:
+        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+            raise OptionError(
+                f"allowed_origins has {origin!r:.200}, which no page's origin equals: give * for all, or "
+                "SCHEME://HOST[:PORT] as browsers send it, such as https://app.example"
+            )
     if options.root_path and not options.root_path.startswith("/"):
         raise OptionError(f"root_path={options.root_path}: it must begin with /")
     if not options.metrics_prefix.isidentifier():
