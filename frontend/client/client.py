@@ -265,7 +265,8 @@ class CoreClient(AsyncControls):
 
     async def _within(self, timeout_s: float | None, waiting: Awaitable[Any], what: str) -> Any:
         try:
-            return await asyncio.wait_for(waiting, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await waiting
         except TimeoutError:
             silent = Failure(
                 message=f"the engine-core at {self._transport.address} did not {what} within {timeout_s:g} s"

@@ -23,9 +23,9 @@ from headrace import EngineDeadError, ModelError, QueueFullError, SamplingParams
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.client import transport
 from headrace.frontend.client.client import CoreClient
-from headrace.frontend.client.transport import ZmqTransport
+from headrace.frontend.client.transport import MemoryTransport, ZmqTransport
 from headrace.ipc.failure import Failure
-from headrace.ipc.messages import SCHEMA_HASH
+from headrace.ipc.messages import SCHEMA_HASH, ClientMessage
 from headrace.ipc.transport import sockets
 from headrace.ipc.transport.sockets import AddressError
 
@@ -289,3 +289,22 @@ def test_clients_come_and_go_without_leaving_descriptors() -> None:
 
     with zmq_core() as core:
         run(test())
+
+
+def test_a_client_that_is_cancelled_in_the_turn_of_its_welcome_does_not_go_on() -> None:
+    """Else nobody ends what waits for it: a server that was interrupted while it attached to its engine never ended."""
+
+    async def test() -> None:
+        core = FakeCore()
+
+        def deliver(message: ClientMessage) -> None:
+            for _, reply in core.take("client", message):
+                transport.push(reply)
+                asyncio.get_running_loop().call_soon(starting.cancel)  # once the reply has been read
+
+        transport = MemoryTransport(deliver)
+        starting = asyncio.create_task(CoreClient(transport).start(with_tokenizer=False))
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(test())

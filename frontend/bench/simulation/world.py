@@ -249,9 +249,8 @@ class _World:
         self._membership = Membership(self.announcing, self.coordinators, [each.pool for each in self.frontends])
         for frontend in self.frontends:
             frontend.pool.start()
-        await asyncio.wait_for(
-            asyncio.gather(*(frontend.pool.started.wait() for frontend in self.frontends)), _START_TIMEOUT_S
-        )
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            await asyncio.gather(*(frontend.pool.started.wait() for frontend in self.frontends))
         on_start()
         began_s = self._loop.time()
         disturb = asyncio.ensure_future(self._disturb())

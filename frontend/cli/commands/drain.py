@@ -51,7 +51,8 @@ async def _drain(address: str, timeout_s: float) -> int:
         await client.control(DrainEngine(deadline_s=timeout_s))
         print(f"the engine at {address} drains")
         try:
-            await asyncio.wait_for(ended.wait(), timeout_s + grace_s)
+            async with asyncio.timeout(timeout_s + grace_s):
+                await ended.wait()
         except TimeoutError:
             raise HeadraceError(f"the engine at {address} has not left after {timeout_s + grace_s:g} s") from None
         print(f"the engine at {address} has left")
