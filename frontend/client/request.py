@@ -121,7 +121,9 @@ class SequenceState:
             text += rest
             self.num_text_tokens = end
             if self.stops is not None:
-                text = self.stops.add(text) + self.stops.finish()
+                if len(self.token_ids) > self.min_tokens:
+                    text = self.stops.add(text)
+                text += self.stops.finish()
                 if self.stops.matched is not None:
                     self.finish_reason, self.stop_reason = "stop", self.stops.matched
             self._new_text.append(text)

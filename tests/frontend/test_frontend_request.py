@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_core import FakeCore
 from fake_tokenizers import bundle_of, byte_level_tokenizer
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace import RequestOutput, RequestOutputKind, SamplingParams
@@ -136,6 +136,16 @@ def scripts_and_stops(draw: st.DrawFn) -> tuple[list[list[int]], list[str], list
     return scripts, stops, draw(st.lists(tokens, max_size=1))
 
 
+@example(  # half a character, held until the end, where it becomes a stop string
+    what=([[129, EOS]], ["\N{REPLACEMENT CHARACTER}"], []),
+    include=False,
+    skip=True,
+    min_tokens=4,
+    max_tokens=4,
+    logprobs=None,
+    tokens_per_step=1,
+    read_every=1,
+)
 @settings(max_examples=200, deadline=None)
 @given(
     what=scripts_and_stops(),

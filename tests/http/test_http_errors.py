@@ -205,7 +205,7 @@ def test_a_bad_field_of_a_completion_is_named(client, body, param, said):
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content",
-            "image_url: multimodal",
+            "type 'image_url': multimodal",
         ),
         ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"messages": MESSAGES, "max_tokens": 0}, "max_tokens", "max_tokens = 0: must be at least 1"),
