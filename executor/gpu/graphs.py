@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace.executor.gpu.sampler import Choice
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import HeadraceError, OptionError
 
 logger = logging.getLogger(__name__)
 LARGEST_DEFAULT = 512
@@ -156,6 +156,7 @@ class DecodeGraphs:
         """Tries to capture one more graph; returns False when none is left to try.
 
         A graph that cannot be captured is logged and left out: its batches run in the next larger graph, or eagerly.
+        Raises HeadraceError if its step cannot be run at all, as when another rank is gone.
         """
         key = self._next_key()
         if key is None or self._capturer is None:
@@ -164,6 +165,8 @@ class DecodeGraphs:
         self._lacked.pop(key, None)
         try:
             replay, result = self._capturer.capture(lambda: self._run(key))
+        except HeadraceError:  # not of the graph: this rank or another one cannot go on
+            raise
         except Exception as error:  # Triton's own errors, such as of a kernel that needs too much, share no other base
             why = self._failed[key] = str(error).partition("\n")[0]
             logger.warning("decode steps of a batch of %d run without a CUDA graph of its size: %s", key.size, why)

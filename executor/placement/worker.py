@@ -19,7 +19,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import msgspec
@@ -199,14 +199,22 @@ class Worker:
         """Runs steps and commands until a Stop, at which it may raise RingInterruptedError."""
         plans, answers, deadline = StepCodec(StepPlan), StepCodec(StepResult), Deadline(None)
         under_way = 0
+
+        def collect() -> None:
+            result = rank.collect()
+            if self._results is not None:
+                self._results.put(answers.encode(result), deadline)
+
         while not self._is_stopped:
             message = self._next(rank, steps, under_way)
             if message is None:
-                result = rank.collect()
-                if self._results is not None:
-                    self._results.put(answers.encode(result), deadline)
+                collect()
                 under_way -= 1
             elif message[0] == COMMAND:
+                while under_way:  # the core has all results, which another rank may have sent before this one collects
+                    self._await_result(rank)
+                    collect()
+                    under_way -= 1
                 self._carry_out(rank, msgspec.msgpack.decode(message[1], type=WorkerCommand))
             elif message[0] == COUNTS:
                 self.phase = "step"
@@ -229,18 +237,28 @@ class Worker:
         """
         if not under_way:
             return steps.take(Deadline(None))
-        limit_s = self._options.step_timeout + COLLECTIVES_GRACE_S
-        deadline = Deadline(limit_s)
-        while not rank.has_result():
-            if deadline.passed:
-                who = f"rank {self._place.rank}"
-                raise PeerError(f"{who} cannot go on: its device did not finish a step within {limit_s:g} s")
+        for _ in self._until_result(rank):
             if under_way == rank.max_steps_in_flight:
                 time.sleep(POLL_S)
                 continue
             with contextlib.suppress(WaitTimeoutError):
                 return steps.take(Deadline(POLL_S))
         return None
+
+    def _await_result(self, rank: Rank) -> None:
+        """Waits for the oldest step in flight. Raises PeerError if the device does not finish it in time."""
+        for _ in self._until_result(rank):
+            time.sleep(POLL_S)
+
+    def _until_result(self, rank: Rank) -> Iterator[None]:
+        """Yields while the oldest step is not done. Raises PeerError if the device does not finish it in time."""
+        limit_s = self._options.step_timeout + COLLECTIVES_GRACE_S
+        deadline = Deadline(limit_s)
+        while not rank.has_result():
+            if deadline.passed:
+                who = f"rank {self._place.rank}"
+                raise PeerError(f"{who} cannot go on: its device did not finish a step within {limit_s:g} s")
+            yield
 
     def _carry_out(self, rank: Rank, command: WorkerCommand) -> None:
         """Carries out a command. A failed command leaves the state unchanged (`Rank.control`), so the worker goes

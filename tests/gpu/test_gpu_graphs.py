@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources
 from headrace.executor.gpu.graphs import STEPS_BETWEEN_CAPTURES, DecodeGraphs, GraphKey, capture_sizes
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
 from headrace.executor.gpu.sampler import Choice
+from headrace.executor.parallel.rank_place import PeerError
 from headrace.ipc.failure import OptionError
 from headrace.ipc.step import StepResult
 
@@ -90,6 +91,13 @@ def test_a_capture_that_fails_costs_its_own_graph_alone(error: Exception, caplog
     found.forget()
     assert found.why_eager == "", "all are tried again where the weights have moved"
     assert found.key_for(4, Choice.ARGMAX) == GraphKey(4, Choice.ARGMAX)
+
+
+def test_a_capture_whose_step_cannot_be_run_ends_the_rank_with_its_cause() -> None:
+    """Not the graph's fault: another rank is gone, or waits for this one."""
+    found, _ = graphs(RecordingCapturer(fail_at=1, error=PeerError("rank 1 cannot go on: timed out")))
+    with pytest.raises(PeerError, match="rank 1 cannot go on"):
+        found.capture_next()
 
 
 def test_batches_without_a_graph_that_holds_them_run_eagerly_and_the_others_do_not() -> None:

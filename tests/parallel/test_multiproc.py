@@ -107,6 +107,17 @@ def test_commands_are_carried_out_by_each_rank_between_steps() -> None:
         assert ranks.step().step == 1
 
 
+def test_a_command_is_carried_out_once_the_steps_of_each_rank_are_done() -> None:
+    """The core has a step's result from rank 0. A rank that is not done yet would not, as others do, do idle work in
+    which all take part (they would wait for it), or would replace weights that its step reads."""
+    with Ranks(options(2, rank=1, how="late")) as ranks:
+        ranks.bring_up()
+        ranks.step()
+        answers = ranks.executor.control(DescribeEngine())
+        assert [answer.facts["steps_under_way"] for answer in answers] == [0, 0]
+        assert ranks.step().step == 1
+
+
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     ours = os.sched_getaffinity(0)

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
 
 WORKER_CLS = "null_rank:NullRank"
+LATE_S = 0.2
 
 
 class Misbehaviour(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +37,7 @@ class Misbehaviour(msgspec.Struct, frozen=True, kw_only=True):
     """describe, load, allocate or step"""
     at_step: int = 3
     how: str = ""
-    """exception, hang, sigkill, sigterm, exit"""
+    """exception, hang, sigkill, sigterm, exit; late: each result is there LATE_S after its step was submitted"""
     load_log: str = ""
     """A file to which each rank writes + when it begins to load, and - when it has."""
     load_together: int = 0
@@ -69,11 +71,15 @@ def misbehave(how: str, who: str, where: str) -> None:
 
 
 class NullRank(Rank):
+    max_steps_in_flight = 2
+
     def __init__(self, options: Options, place: RankPlace = SINGLE) -> None:
         given: dict[str, Any] = dict(options.hf_overrides)
         own = {name: given.pop(name) for name in Misbehaviour.__struct_fields__ if name in given}
         self._bad = Misbehaviour(**own)
         self._place = place
+        self._submitted_s: deque[float] = deque()
+        """Of each step under way."""
         self._null = NullExecutor(options, msgspec.convert(given, NullModel))
 
     def describe(self, report: Report) -> ModelDescription:
@@ -103,8 +109,14 @@ class NullRank(Rank):
             self._perhaps("step")
         misbehave(told_to(), f"rank {self._place.rank}", "a step")
         self._null.submit(plan)
+        self._submitted_s.append(time.monotonic())
+
+    def has_result(self) -> bool:
+        is_late = (self._bad.rank, self._bad.how) == (self._place.rank, "late")
+        return not is_late or time.monotonic() > self._submitted_s[0] + LATE_S
 
     def collect(self) -> StepResult:
+        self._submitted_s.popleft()
         result = self._null.collect()
         # The other ranks return wrong tokens, since only the result of the last stage's first rank is used.
         return result if self._place.replies else msgspec.structs.replace(result, token_ids=result.token_ids * 0)
@@ -115,6 +127,7 @@ class NullRank(Rank):
             raise HeadraceError(f"rank {self._place.rank} does not know {type(command).__name__}")
         facts = {
             "pid": os.getpid(),
+            "steps_under_way": len(self._submitted_s),
             "cpus": sorted(os.sched_getaffinity(0)),
             "omp_num_threads": os.environ["OMP_NUM_THREADS"],
             "has_torch": "torch" in sys.modules,
