@@ -44,7 +44,12 @@ COMMANDS = {
     "bench serve": ["bench", "serve", "--base-url", "http://127.0.0.1:9", "--ready-check-timeout-sec", "60"],
     "bench startup": ["bench", "startup", *MODEL],
     "bench overhead": ["bench", "overhead"],
+    "bench simulate": ["bench", "simulate", "--disable-tqdm"],
     "bench sweep": ["bench", "sweep", "--num-runs", "1", "--bench-cmd", "sleep 60"],
+    "keys": ["keys", "new.keys"],
+    "drain": ["drain", "ipc://nobody.sock"],
+    "scale": ["scale", "2", "--url", "http://127.0.0.1:9"],
+    "coordinator": ["coordinator"],
     "engine-core": NULL,
 }
 SIMULATION = """
@@ -60,7 +65,7 @@ async def run():
 
 simulate.simulate = lambda seed, scenario: run_virtually(run())
 """
-DAEMONS = ("serve", "serve with processes", "engine-core")
+DAEMONS = ("serve", "serve with processes", "coordinator", "engine-core")
 """Once they serve, an interrupt is the way to stop them in order, with status 0."""
 NOISE = ("Traceback", "KeyboardInterrupt", "never awaited", "Exception ignored", "Error")
 PROGRAM = "import os, sys, headrace.programs as p; os.write(1, b'!'); sys.exit(getattr(p, sys.argv.pop(1))())"
