@@ -25,6 +25,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from headrace.ipc.failure import OptionError
+from headrace.ipc.process.program import follow_user_path
 
 GROUP = "headrace.plugins"
 VLLM_GROUP = "vllm.general_plugins"
@@ -143,12 +144,28 @@ def _named(option: str, name: str, module: str, attribute: str) -> Any:
             + (f", or a plugin, of which there are {installed}" if installed else "")
         )
     try:
-        loaded = _script(module) if module.endswith(".py") else importlib.import_module(module)
-        return getattr(loaded, attribute)
+        return getattr(import_users_module(module), attribute)
     except Exception as error:  # importing the module may raise anything
         hint = "; the engine is a process of its own: put the class into a module that it can import"
         raise OptionError(
             f"{option}={name} cannot be loaded: {type(error).__name__}: {error}{hint if module == '__main__' else ''}"
+        ) from error
+
+
+def import_users_module(module: str) -> types.ModuleType:
+    """A module that the user names, or the file of a script. Whatever importing it raises comes out.
+
+    Unless it is Headrace's own, it is also looked for where the program that the user started looks for modules.
+    Raises ModuleNotFoundError, which names the folders that were left out because everybody may write there.
+    """
+    left_out = follow_user_path() if module.partition(".")[0] != "headrace" else []
+    try:
+        return _script(module) if module.endswith(".py") else importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not left_out:
+            raise
+        raise ModuleNotFoundError(
+            f"{error} (not looked for in {', '.join(left_out)}: everybody may write there)", name=error.name
         ) from error
 
 

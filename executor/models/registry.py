@@ -16,7 +16,7 @@ import os
 from typing import Any
 
 from headrace.ipc.failure import OptionError
-from headrace.ipc.plugins import load_plugins
+from headrace.ipc.plugins import import_users_module, load_plugins
 
 VARIABLE = "HEADRACE_REGISTERED_MODELS"
 """Environment variable: a JSON object from architecture to module:name of its Family or class."""
@@ -60,7 +60,7 @@ def registered_model(architecture: str) -> Any:
         return None
     module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = getattr(import_users_module(module), name)
     except Exception as error:  # whatever the module does when it is imported
         raise OptionError(
             f"{architecture} is registered as {path}, which cannot be loaded: {type(error).__name__}: {error}"

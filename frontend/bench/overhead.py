@@ -46,6 +46,7 @@ from headrace.ipc.messages import (
     StepOutputs,
     Welcome,
 )
+from headrace.ipc.process.program import python_command
 from headrace.ipc.transport.ring import RingLayout, RingReader, RingWriter, lay_out_ring
 from headrace.ipc.wait import Deadline
 
@@ -147,7 +148,7 @@ def ring_round_trips() -> list[float]:
     for fd in fds:
         lay_out_ring(fd, layout)
     child = subprocess.Popen(
-        [sys.executable, "-m", "headrace.frontend.bench.overhead", *map(str, fds), str(RING_ROUND_TRIPS)],
+        python_command("-m", "headrace.frontend.bench.overhead", *map(str, fds), str(RING_ROUND_TRIPS)),
         pass_fds=fds,
     )
     writer, reader = RingWriter(fds[0], layout), RingReader(fds[1], layout, 0)
@@ -172,7 +173,7 @@ def ring_round_trips() -> list[float]:
 async def http_costs(num_idle: int) -> dict[str, float]:
     """Tokens that the HTTP server streams per second of processor time, and the bytes that an idle stream takes in the
     server and in the core."""
-    serve = (sys.executable, "-m", "headrace", "serve", "null", "--port", "0")
+    serve = python_command("-m", "headrace", "serve", "null", "--port", "0")
     null = ("--distributed-executor-backend", NULL, "--skip-tokenizer-init", "--disable-log-stats")
     with running([*serve, *null]) as server:
         pool, target = _pool_of(server.wait_line("ready: http", START_TIMEOUT_S))

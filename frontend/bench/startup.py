@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from headrace.frontend.bench.results.metrics import columns, percentile
 from headrace.ipc.cache import cache_folder
 from headrace.ipc.failure import EngineStartError, OptionError
 from headrace.ipc.process.own_folder import OwnFolder
+from headrace.ipc.process.program import child_environment, python_command
 
 START_TIMEOUT_S = 3600.0
 _CHILD = ("-m", "headrace.frontend.bench.startup_child")
@@ -58,12 +58,12 @@ def one_start(options: str, environment: dict[str, str]) -> dict[str, Any]:
     """One start in a new process: the seconds of each phase, in order, and in total. Raises EngineStartError."""
     began_s = time.time()
     done = subprocess.run(
-        [sys.executable, *_CHILD],
+        python_command(*_CHILD),
         input=options,
         capture_output=True,
         text=True,
         timeout=START_TIMEOUT_S,
-        env={**os.environ, **environment},
+        env=child_environment(**environment),
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]

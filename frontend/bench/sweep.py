@@ -27,6 +27,7 @@ from headrace.frontend.bench.traffic.child_server import ChildServer, running
 from headrace.frontend.bench.traffic.http_client import ExchangeError, Pool, Whole
 from headrace.frontend.client.event_loop import run_async
 from headrace.ipc.failure import HeadraceError, OptionError
+from headrace.ipc.process.program import python_command
 
 SUMMARY = "summary.json"
 FIGURES = (
@@ -175,7 +176,7 @@ def _where(bench: Sequence[str]) -> TargetOptions:
 def own_program(command: list[str]) -> list[str]:
     """Makes `headrace ...` run with this Python, whatever PATH has."""
     if command and command[0] == "headrace":
-        return [sys.executable, "-m", "headrace", *command[1:]]
+        return python_command("-m", "headrace", *command[1:])
     return command
 
 

@@ -16,8 +16,8 @@ from headrace.core.options.engine_options import Options
 from headrace.core.process.supervisor import Child, ChildOptions, start_coordinator, start_engine
 from headrace.ipc.failure import EngineStartError
 from headrace.ipc.messages import SCHEMA_HASH, Start
-from headrace.ipc.transport.sockets import AddressError
-from headrace.ipc.transport.sockets import runtime_directory as runtime_directory_now
+from headrace.ipc.process.runtime_directory import AddressError
+from headrace.ipc.process.runtime_directory import runtime_directory as runtime_directory_now
 
 NULL: dict[str, Any] = {"distributed_executor_backend": "headrace.executor.testing.null:NullExecutor", "model": "null"}
 SLEEPER = ["-c", "import time; time.sleep(60)"]
@@ -56,11 +56,12 @@ def test_a_program_whose_execution_hangs_is_given_up_at_the_starts_deadline(monk
 
 
 def test_a_child_that_does_not_read_what_it_is_to_start_with_is_ended_at_the_deadline():
-    children = []
-    options = ChildOptions(startup_timeout_s=0.3, at_end=lambda: children.append("ended"))
-    with pytest.raises(EngineStartError, match="did not read what it is to start with"):
+    options = ChildOptions(startup_timeout_s=0.3)
+    with pytest.raises(EngineStartError, match="did not read what it is to start with") as raised:
         Child("sleeper", SLEEPER, start_message(model="x" * 4_000_000), options)
-    assert children == ["ended"]
+    assert raised.value.failure is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(raised.value.failure.pid, 0)
 
 
 def test_a_child_that_hangs_in_mid_message_is_still_watched():

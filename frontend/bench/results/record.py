@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from headrace.core.options.option import Secret
 from headrace.core.options.values import shown_options
 from headrace.frontend.bench.options import ResultOptions
 from headrace.ipc.failure import HeadraceError, OptionError
+from headrace.ipc.process.program import python_command
 
 SCHEMA = 1
 PROBE_TIMEOUT_S = 120.0
@@ -66,7 +66,7 @@ def measure_limits() -> dict[str, Any]:
     """Memory bandwidth and arithmetic rates, measured by a child program; or the reason why they were not measured."""
     try:
         done = subprocess.run(
-            [sys.executable, *_PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+            python_command(*_PROBE), capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
         )
         if done.returncode == 0:
             limits: dict[str, Any] = json.loads(done.stdout)

@@ -10,6 +10,7 @@ import argparse
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import parse_options
 from headrace.ipc.failure import ModelError
+from headrace.ipc.process.program import child_environment, python_command
 
 TIMEOUT_S = 24 * 3600.0
 
@@ -27,16 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import json
     import subprocess
-    import sys
 
     import msgspec
 
     given = {name: value for name, value in vars(arguments).items() if name in Options.__struct_fields__}
     options = parse_options(**given)
     # A separate process: reading weights needs torch, which must not be loaded here.
-    command = [sys.executable, "-m", "headrace.executor.checkpoints.sharded_state", arguments.output]
+    command = python_command("-m", "headrace.executor.checkpoints.sharded_state", arguments.output)
     done = subprocess.run(
-        command, input=msgspec.json.encode(options), stderr=subprocess.PIPE, timeout=TIMEOUT_S, check=False
+        command,
+        input=msgspec.json.encode(options),
+        stderr=subprocess.PIPE,
+        timeout=TIMEOUT_S,
+        env=child_environment(),
+        check=False,
     )
     if done.returncode == 0:
         return 0
