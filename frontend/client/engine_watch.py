@@ -16,7 +16,8 @@ from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.ipc.failure import EngineDeadError
 from headrace.ipc.messages import EngineStats, GetStats, Welcome
-from headrace.ipc.transport.sockets import check_address, ipc_path, runtime_directory
+from headrace.ipc.process.runtime_directory import runtime_directory
+from headrace.ipc.transport.sockets import check_address, ipc_path
 
 ANSWER_TIMEOUT_S = 2.0
 _SOCKET_NAME = re.compile(r"engine-(?:(\d+)|core-\d+)-[0-9a-f]+\.sock")

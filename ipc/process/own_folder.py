@@ -8,12 +8,33 @@ import shutil
 import tempfile
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 _LEAST_AGE_S = 60.0
 """A folder without a lock may be just created, by a process that is about to lock it."""
+
+
+def temporary_folders() -> Iterator[Path]:
+    """The folders for temporary files that can be written: TMPDIR, TEMP or TMP, then the system's.
+
+    The current folder is none of them, as it is for Python's tempfile where nothing else can be written.
+    """
+    named = [os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP")]
+    seen = set()
+    for folder in (*named, "/tmp", "/var/tmp", "/dev/shm"):
+        if folder and os.path.isabs(folder) and folder not in seen and os.access(folder, os.W_OK | os.X_OK):
+            seen.add(folder)
+            yield Path(folder)
+
+
+def temporary_folder() -> Path:
+    """The first of `temporary_folders`. Raises OSError, which says what to do, if there is none."""
+    for folder in temporary_folders():
+        return folder
+    raise FileNotFoundError("there is no folder for temporary files that can be written: set TMPDIR to one")
 
 
 class OwnFolder:
@@ -23,7 +44,7 @@ class OwnFolder:
         """kind: its purpose, which the folder's name contains. Raises OSError if it cannot be created."""
         prefix = f"headrace-{kind}-"
         _remove_abandoned(prefix)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=temporary_folder()))
         held = _hold(self.path)
         self.close = weakref.finalize(self, _remove, self.path, held)
 
@@ -49,7 +70,7 @@ def _hold(folder: Path) -> int | None:
 
 
 def _remove_abandoned(prefix: str) -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    for folder in temporary_folder().glob(f"{prefix}*"):
         try:
             status = folder.lstat()
             if status.st_uid != os.getuid() or time.time() - status.st_mtime < _LEAST_AGE_S:

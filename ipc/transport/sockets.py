@@ -7,11 +7,12 @@ connection (a cut network, a stopped process) are detected by ZMTP heartbeats, a
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import ipaddress
 import os
+import re
 import secrets
-import stat
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ import zmq
 
 from headrace.ipc.codec import Frame
 from headrace.ipc.failure import HeadraceError
+from headrace.ipc.process.runtime_directory import UNIX_PATH_BYTES, AddressError, runtime_directory
 from headrace.ipc.transport.keys import is_insecure, key_file, read_engine_keys, read_keys
 
 HEARTBEAT_INTERVAL_MS = 1_000
@@ -40,63 +42,49 @@ CLIENT_SENDS_MESSAGES = 1_000
 """Bound of a client's messages in ZeroMQ's queue to the core; the client keeps further ones itself, counted."""
 LINGER_MS = 500
 NEVER_MS = 7 * 24 * 3600 * 1000
-_UNIX_PATH_BYTES = 107
 _NO_WAIT, _MORE_FOLLOWS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _DROPPED_AT_ONCE = 256
 _LEAST_ASKED_S = 60.0
 """A younger socket may have been bound but not listen yet."""
-
-
-class AddressError(HeadraceError, ValueError):
-    """An address that cannot be used; the message names the accepted forms."""
+_BIND_TO_LISTEN_S = 1.0
+"""The same for one whose process is not seen here, but may run in another container: ZeroMQ listens right away."""
+_KERNEL_DIGITS = 6
+_OWN_NAME = re.compile(rf".+-(\d+)-([0-9a-f]{{{_KERNEL_DIGITS}}})[0-9a-f]{{8}}\.sock")
+"""Process id and kernel in the name of a socket of `new_ipc_address`."""
 
 
 class CutShortError(HeadraceError):
     """A message could not be sent whole. Its receiver can tell, and the connection is unusable."""
 
 
-def runtime_directory() -> Path:
-    """The user's 0700 directory for sockets: HEADRACE_RUNTIME_DIR, or one under XDG_RUNTIME_DIR or the temp folder.
-
-    Raises AddressError if it belongs to someone else or others may enter it.
-    """
-    named = os.environ.get("HEADRACE_RUNTIME_DIR")
-    if named:
-        path = Path(named)
-    elif os.environ.get("XDG_RUNTIME_DIR") and os.access(os.environ["XDG_RUNTIME_DIR"], os.W_OK):
-        path = Path(os.environ["XDG_RUNTIME_DIR"]) / "headrace"
-    else:
-        path = Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}"
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.lstat()
-    except OSError as error:
-        raise AddressError(f"{path} cannot be made a directory for sockets: {error.strerror}") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise AddressError(
-            f"{path} must be a directory of yours that only you can enter (mode 0700); set HEADRACE_RUNTIME_DIR to one"
-        )
-    return path
-
-
 def sweep_sockets() -> Path:
     """Removes sockets that nobody listens on from the runtime directory, and returns the directory.
 
-    A socket is unused if the process whose pid its name contains is gone. As the pid may have been reused, a socket
-    older than _LEAST_ASKED_S is also removed if it refuses a connection.
+    Each is asked first: it must refuse a connection. The directory may be shared with containers, where a process id
+    means another process or none, and with other hosts, whose sockets refuse everybody here: only a socket that was
+    made under this kernel, as its name says, is removed. A young one may be bound and not listen yet, unless its
+    process is gone.
     """
     directory = runtime_directory()
     for leftover in directory.glob("*.sock"):
-        pid = leftover.stem.split("-")[-2:-1]
-        if not pid or not pid[0].isdigit():
-            continue
-        try:
-            age_s = time.time() - leftover.stat().st_mtime
-        except OSError:
-            continue
-        if not Path(f"/proc/{pid[0]}").exists() or (age_s > _LEAST_ASKED_S and _refuses(leftover)):
-            leftover.unlink(missing_ok=True)
+        if found := _OWN_NAME.fullmatch(leftover.name):
+            pid, kernel = found.groups()
+            least_age_s = _LEAST_ASKED_S if Path(f"/proc/{pid}").exists() else _BIND_TO_LISTEN_S
+            with contextlib.suppress(OSError):
+                age_s = time.time() - leftover.stat().st_mtime
+                if kernel == _this_kernel() and age_s > least_age_s and _refuses(leftover):
+                    leftover.unlink(missing_ok=True)
     return directory
+
+
+@functools.cache
+def _this_kernel() -> str:
+    """Names the running kernel, which all containers of a host share: a hash of its boot id."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        boot_id = os.uname().nodename.encode()
+    return hashlib.sha256(boot_id).hexdigest()[:_KERNEL_DIGITS]
 
 
 def remove_leftover(address: str) -> None:
@@ -114,10 +102,10 @@ def remove_leftover(address: str) -> None:
 def new_ipc_address(name: str) -> str:
     """A new ipc:// address in the runtime directory; removes unused sockets from it."""
     directory = sweep_sockets()
-    path = directory / f"{name}-{os.getpid()}-{secrets.token_hex(4)}.sock"
-    if len(os.fsencode(path)) > _UNIX_PATH_BYTES:
+    path = directory / f"{name}-{os.getpid()}-{_this_kernel()}{secrets.token_hex(4)}.sock"
+    if len(os.fsencode(path)) > UNIX_PATH_BYTES:
         raise AddressError(
-            f"{path} is longer than the {_UNIX_PATH_BYTES} bytes of a Unix socket's path; "
+            f"{path} is longer than the {UNIX_PATH_BYTES} bytes of a Unix socket's path; "
             "set HEADRACE_RUNTIME_DIR to a shorter folder"
         )
     return f"ipc://{path}"

@@ -144,7 +144,8 @@ def build(level: str = "native", folder: Path = FOLDER, part: str = CORE) -> Lib
                 if not found:
                     _compile(units, compiler, flags, path)
             return Library(_open(path), level, str(path), compiled=not found)
-    logger.warning("The CPU kernels are compiled at every start: nothing can be kept in %s.", _cache_path())
+    where = _cache_path() or "a home folder, as there is none (HEADRACE_CACHE names another)"
+    logger.warning("The CPU kernels are compiled at every start: nothing can be kept in %s.", where)
     # No usable cache: the private folder is deleted once the file is mapped.
     with tempfile.TemporaryDirectory(prefix="headrace-kernels-") as private:
         path = Path(private) / f"cpu-{key}.so"
@@ -155,6 +156,8 @@ def build(level: str = "native", folder: Path = FOLDER, part: str = CORE) -> Lib
 def cache_folder() -> Path | None:
     """`$HEADRACE_CACHE/kernels` (default `~/.cache/headrace/kernels`), or None if it is not writable."""
     folder = _cache_path()
+    if folder is None:
+        return None
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=folder):
@@ -171,8 +174,12 @@ def _has_room(folder: Path) -> bool:
         return True
 
 
-def _cache_path() -> Path:
-    return Path(os.environ.get("HEADRACE_CACHE") or "~/.cache/headrace").expanduser() / "kernels"
+def _cache_path() -> Path | None:
+    """None where it would be in the home folder of a user who has none."""
+    try:
+        return Path(os.environ.get("HEADRACE_CACHE") or "~/.cache/headrace").expanduser() / "kernels"
+    except RuntimeError:
+        return None
 
 
 def find_compiler() -> tuple[str, ...]:

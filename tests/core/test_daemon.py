@@ -33,7 +33,7 @@ from headrace.ipc.messages import (
     Welcome,
 )
 from headrace.ipc.transport.keys import make_key_file
-from headrace.ipc.transport.sockets import ipc_path, sweep_sockets
+from headrace.ipc.transport.sockets import ipc_path, new_ipc_address, sweep_sockets
 
 NULL = "headrace.executor.testing.null:NullExecutor"
 FOREVER = 30_000
@@ -423,9 +423,10 @@ def test_a_leftover_socket_is_swept_though_another_process_has_its_number(runtim
         os.utime(path, (time.time() - age_s, time.time() - age_s))
         return path
 
-    old = leave_socket(f"engine-{os.getpid()}-0123abcd.sock", 3600)
-    young = leave_socket(f"engine-{os.getpid()}-4567abcd.sock", 0)
-    alive = runtime_directory / f"engine-{os.getpid()}-89ababcd.sock"
+    kernel = ipc_path(new_ipc_address("engine")).stem.rpartition("-")[2][:6]
+    old = leave_socket(f"engine-{os.getpid()}-{kernel}0123abcd.sock", 3600)
+    young = leave_socket(f"engine-{os.getpid()}-{kernel}4567abcd.sock", 0)
+    alive = runtime_directory / f"engine-{os.getpid()}-{kernel}89ababcd.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(alive))
         listener.listen()
@@ -434,9 +435,32 @@ def test_a_leftover_socket_is_swept_though_another_process_has_its_number(runtim
         assert (old.exists(), young.exists(), alive.exists()) == (False, True, True)
 
 
+def test_sockets_of_other_containers_and_hosts_are_not_swept(runtime_directory):
+    """Of a container that shares the folder no process is seen here, and of another host no socket answers."""
+    made = ipc_path(new_ipc_address("engine"))
+    no_pid = made.name.replace(f"-{os.getpid()}-", "-4194305-")
+    in_container = runtime_directory / no_pid
+    of_another_host = runtime_directory / no_pid.replace(
+        "4194305-" + made.stem.rpartition("-")[2][:6], "4194305-000000"
+    )
+    of_a_user = runtime_directory / "mine.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(in_container))
+        listener.listen()
+        for path in (of_another_host, of_a_user):
+            with socket.socket(socket.AF_UNIX) as left:
+                left.bind(str(path))
+        for path in (in_container, of_another_host, of_a_user):
+            os.utime(path, (0, 0))
+        new_ipc_address("engine")
+        assert sorted(runtime_directory.iterdir()) == sorted([in_container, of_another_host, of_a_user])
+
+
 def test_a_killed_engines_socket_goes_with_it_and_others_leftovers_with_the_next_start(runtime_directory):
-    leftover = runtime_directory / "engine-4194305-0123abcd.sock"  # beyond the highest pid of Linux
+    made = ipc_path(new_ipc_address("engine")).name.replace(f"-{os.getpid()}-", "-4194305-")
+    leftover = runtime_directory / made  # its process id is beyond the highest of Linux
     leftover.touch()
+    os.utime(leftover, (0, 0))
     with engine() as (child, address):
         assert not leftover.exists()
         assert ipc_path(address).exists()

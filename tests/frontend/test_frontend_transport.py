@@ -26,8 +26,8 @@ from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.transport import MemoryTransport, ZmqTransport
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import SCHEMA_HASH, ClientMessage
+from headrace.ipc.process.runtime_directory import AddressError
 from headrace.ipc.transport import sockets
-from headrace.ipc.transport.sockets import AddressError
 
 pytestmark = pytest.mark.usefixtures("private_cache")
 

@@ -29,9 +29,10 @@ from headrace.ipc.messages import (
     Sampling,
     StepOutputs,
 )
+from headrace.ipc.process.runtime_directory import AddressError, runtime_directory
 from headrace.ipc.step import NewRow, StepPlan
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
-from headrace.ipc.transport.sockets import AddressError, check_address, new_ipc_address, runtime_directory
+from headrace.ipc.transport.sockets import check_address, new_ipc_address
 from headrace.ipc.wait import Deadline, WaitTimeoutError
 
 INT32 = st.integers(-(2**31), 2**31 - 1)

@@ -20,8 +20,9 @@ from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.ipc.failure import EngineDeadError
 from headrace.ipc.messages import Hello
+from headrace.ipc.process.runtime_directory import AddressError
 from headrace.ipc.transport.keys import KeyFileError, add_client, make_key_file, read_keys
-from headrace.ipc.transport.sockets import AddressError, check_address
+from headrace.ipc.transport.sockets import check_address
 
 
 @pytest.fixture
