@@ -9,10 +9,9 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import llguidance
-import msgspec
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -23,6 +22,7 @@ from headrace.core.structured_output.forms import is_gbnf, prepared
 from headrace.core.structured_output.json_schema import MOST_TRIES, find_culprit, schemas_in_lark
 from headrace.core.structured_output.refusals import reason, refusal
 from headrace.core.structured_output.structural_tag import format_of, in_lark
+from headrace.core.structured_output.token_bytes import TokenBytes
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 
@@ -91,12 +91,8 @@ class LLGuidanceBackend:
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Takes about a second for a large vocabulary. Raises ValueError if the library cannot read the tokenizer."""
-        self._tokenizer = LLTokenizer(
-            _without_length_rules(tokenizer_json),
-            n_vocab=vocab_size,
-            eos_token=list(eos_token_ids) or None,
-            slices=_slices(),
-        )
+        tokens = TokenBytes(tokenizer_json, vocab_size, eos_token_ids)
+        self._tokenizer = LLTokenizer(cast(Any, tokens), eos_token=list(eos_token_ids) or None, slices=_slices())
         self._limits = LLParserLimits(**LIMITS)
 
     @functools.cached_property
@@ -276,10 +272,3 @@ def _slices() -> list[str]:
     spaces, *_, texts = LLTokenizer.general_slices()
     assert texts.endswith("]+"), "the last ones are texts of any length"
     return [spaces, *(f"{texts[:-1]}{{1,{length}}}" for length in STRING_LENGTHS), texts]
-
-
-def _without_length_rules(tokenizer_json: str) -> str:
-    """Removes a tokenizer's truncation and padding, which apply only to whole prompts. The rest, which may be
-    megabytes, is not decoded."""
-    parts = msgspec.json.decode(tokenizer_json, type=dict[str, msgspec.Raw])
-    return msgspec.json.encode({**parts, "truncation": None, "padding": None}).decode()

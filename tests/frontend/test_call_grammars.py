@@ -365,3 +365,9 @@ def test_texts_and_truth_values_may_be_pythons_where_calls_are():
             ((_, arguments),) = read("pythonic", [answer]).calls
             assert json.loads(arguments) == meant
             jsonschema.validate(meant, parameters)
+
+
+def test_a_later_call_may_repeat_the_opener_behind_a_separator():
+    grammar, opener = strict_grammar("llama3_json"), "<|python_tag|>"
+    good = f'{{"name": "get_weather", "parameters": {GOOD}}}'
+    assert accepts(grammar, f"So: {opener}{good}; {opener}{good}")

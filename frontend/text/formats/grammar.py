@@ -171,10 +171,11 @@ class ForcedCalls(Rules):
         before, after = self._calls.name
         if self._calls.name_is_id:
             return f"{literal(f'functions.{name}:')} /[0-9]{{1,2}}/ {self._marker(after)}"
-        if not after and "[ARGS]" in self._special_ids:
-            after = "[ARGS]"
+        ends = self._marker(after)
+        if not after and self._calls.lists:  # Mistral's marker, which older models lack
+            ends = self._marker("[ARGS]") if "[ARGS]" in self._special_ids else '("[ARGS]")?'
         kind = f"({self._marker(self._calls.kind)})?" if self._calls.kind else ""
-        return " ".join(filter(None, (kind, self._marker(before), literal(name), self._marker(after))))
+        return " ".join(filter(None, (kind, self._marker(before), literal(name), ends)))
 
     def _xml_parameters(self, schema: Mapping[str, Any]) -> str:
         before_name, after_name, before_value, after_value = self._calls.parameter
@@ -287,17 +288,36 @@ class StrictCalls(ForcedCalls):
         if self._or_json is not None:
             return f"({self._json(self._or_json)} | {super()._answer()})"
         self._write_calls()
-        opened = " | ".join(self._opened(*each) for each in self._openers.items())
+        opened = " | ".join(self._opened())
         before = f"({self._rule('opened', opened)}){'*' if self._several else '?'}" if opened else ""
         ways = [f"{before} {self._free()}"]
         if self._calls.is_bare:
             ways.append(f"{self._run('', '')} {self._free()}")
         return f"({' | '.join(ways)})"
 
-    def _opened(self, opener: str, end: str) -> str:
-        """Text up to an opener, and the calls after it."""
-        after = self._in_section("", end) if self._calls.section else self._run(opener, end, is_opened=True)
-        return f"{self._until_opener(opener)} {after}"
+    def _opened(self) -> list[str]:
+        """Alternatives of text up to an opener, and the calls after it.
+
+        Openers that are text share one rule, so that a call may have the end of another opener: with a rule for each,
+        which excludes the others, the lexer reaches its limits."""
+        ways, written = list[str](), self._written_openers
+        if written:
+            name = f"text_{len(self._rules)}"
+            self._rules.append(f"{name}[lazy]: /{self._any_text}{_one_of(written)}/")
+            after = dict.fromkeys(self._after(each) for each in written)
+            ways.append(f"{name} ({' | '.join(after)})")
+        for opener in self._openers:
+            before, marker = self._at_special(opener)
+            if marker:
+                name = f"TEXT_{len(self._rules)}"
+                self._rules.append(f"{name}: /{self._any_text}{regex(before)}/{self._without_openers}")
+                ways.append(f"{name} {self._marker(marker)} {self._after(opener)}")
+        return ways
+
+    def _after(self, opener: str) -> str:
+        """The calls after an opener."""
+        end = self._openers[opener]
+        return self._in_section("", end) if self._calls.section else self._run(opener, end, is_opened=True)
 
     @property
     def _openers(self) -> dict[str, str]:
@@ -314,27 +334,22 @@ class StrictCalls(ForcedCalls):
             return rf"(\s*[^\s{{\[{regex(self._calls.separator)}](.|\n)*)?"
         return r"(.|\n)*"
 
-    def _until_opener(self, opener: str) -> str:
-        before, after = self._at_special(opener)
-        without = self._without(each for each in self._openers if each != opener)
-        if after:
-            name = f"TEXT_{len(self._rules)}"
-            self._rules.append(f"{name}: /{self._any_text}{regex(before)}/{without}")
-            return f"{name} {self._marker(after)}"
-        name = f"text_{len(self._rules)}"
-        self._rules.append(f"{name}[lazy]: /{self._any_text}{regex(opener)}/{without}")
-        return name
-
     def _free(self) -> str:
         """The name of a rule for text that contains no opener."""
         name = f"FREE_{len(self._rules)}"
-        self._rules.append(f"{name}: /{self._any_text}/{self._without(self._openers)}")
+        self._rules.append(f"{name}: /{self._any_text}/{self._without_openers}")
         return name
 
-    def _without(self, openers: Iterable[str]) -> str:
-        """Excludes these openers from a text rule. Special tokens need no exclusion: text cannot contain them."""
-        written = [each for each in openers if not self._at_special(each)[1]]
-        return "".join(rf" & ~/(.|\n)*{regex(each)}(.|\n)*/" for each in written)
+    @property
+    def _written_openers(self) -> list[str]:
+        """The openers that are text. Those with a special token cannot occur in text."""
+        return [each for each in self._openers if not self._at_special(each)[1]]
+
+    @property
+    def _without_openers(self) -> str:
+        """Excludes openers from a text rule."""
+        written = self._written_openers
+        return rf" & ~/(.|\n)*{_one_of(written)}(.|\n)*/" if written else ""
 
     def _at_special(self, marker: str) -> tuple[str, str]:
         """A marker's text before its first special token, and the rest."""
@@ -363,6 +378,11 @@ def literal(text: str) -> str:
 
 def regex(text: str) -> str:
     return re.sub(r"([.^$*+?()\[\]{}|\\/])", r"\\\1", text)
+
+
+def _one_of(texts: Iterable[str]) -> str:
+    """A regular expression for any of the texts."""
+    return f"({'|'.join(map(regex, texts))})"
 
 
 def _whole_pattern(pattern: str) -> str:
