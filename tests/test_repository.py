@@ -53,6 +53,7 @@ MAY_IMPORT_BY_FILE = MappingProxyType(
     {
         "ipc/step.py": {"numpy"},
         "core/structured_output/llguidance_backend.py": {"llguidance"},
+        "core/structured_output/token_bytes.py": {"tokenizers"},  # imported by llguidance_backend.py alone
         "core/structured_output/xgrammar_backend.py": {"xgrammar", "tvm_ffi"},
         # Where they are asked for by name.
         "frontend/api/helpers.py": {"transformers", "huggingface_hub", "headrace.executor.checkpoints.hub"},
