@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from headrace.frontend.http.errors import ApiError, bad_field
-from headrace.frontend.http.openai.requests import RequestDecoder
+from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.ipc.failure import HeadraceError, OptionError
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -27,12 +27,12 @@ from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.openai.chat import prepare_chat
 from headrace.frontend.http.openai.completions import prepare_completion
+from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.frontend.http.openai.generation import PreparedRequest
 from headrace.frontend.http.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
-    RequestDecoder,
     ResponsesRequest,
     SharedFields,
 )

@@ -21,12 +21,13 @@ from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, s
 from headrace.frontend.fleet.pool import HELD_S, Engine, EnginePool
 from headrace.frontend.fleet.sources import Attached
 from headrace.frontend.http.exchange import LargeBodies
+from headrace.frontend.http.known_fields import OTHERS
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.openai.chat import ChatParts
+from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.frontend.http.openai.event_stream import KeepAlive
 from headrace.frontend.http.openai.generation import Generator
 from headrace.frontend.http.openai.prompts import ChatPrompts
-from headrace.frontend.http.openai.requests import RequestDecoder
 from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.responses_api.create import ResponseParts
@@ -97,7 +98,7 @@ class BatchRun:
         responses = ResponsesState(None, 0, ())
         answers = LineAnswers(
             ResponseParts(responses.store, responses.tool_servers, responses.left_out, chat, generator, bodies),
-            RequestDecoder(strict=False),
+            RequestDecoder(strict=False, others=OTHERS),
             lambda model: self._engine_for(pool, model),
             done=[self._results],
             prepare=lambda body, make: self._prepare(pool, body, make),

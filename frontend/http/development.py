@@ -25,7 +25,7 @@ from headrace.frontend.client.control import (
 )
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.exchange import Exchange
-from headrace.frontend.http.openai.requests import decode_query
+from headrace.frontend.http.openai.decoder import decode_query
 from headrace.frontend.http.process.engines import why_unavailable
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.route_spec import Handler, RouteSpec

@@ -11,27 +11,32 @@ from __future__ import annotations
 import functools
 import json
 import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from headrace.frontend.api.parameters.thinking import reads_reasoning
+from headrace.frontend.api.parameters.structured_outputs import RETIRED
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import ApiError, bad_field, renamed
 from headrace.frontend.http.openai.chat import ChatParts, prepare_chat
+from headrace.frontend.http.openai.foreign_fields import ANY, Neutral
 from headrace.frontend.http.openai.generation import PreparedRequest
 from headrace.frontend.http.openai.requests import (
-    ANY,
     ChatCompletionRequest,
     ChatMessage,
+    Documents,
     Effort,
     Few,
     Many,
-    Neutral,
+    SharedFields,
+    SpecialTokens,
+    Template,
+    TemplateVariables,
     one_of,
 )
 from headrace.frontend.http.openai.responses import Answer, ModelCard
@@ -88,20 +93,57 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     output_config: Annotated[
         dict[str, Any] | None, Meta(description="{effort: ..., format: {type: json_schema, schema: ...}}")
     ] = None
+    # Fields of chat completions that change the prompt.
+    chat_template: Template = None
+    chat_template_kwargs: TemplateVariables = None
+    documents: Documents = None
+    add_special_tokens: SpecialTokens = None
 
 
-class MessagesRequest(CountTokensRequest):
-    """POST /v1/messages"""
+class MessagesFields(CountTokensRequest, kw_only=True):
+    """Anthropic's further fields of POST /v1/messages."""
 
     max_tokens: Annotated[int, Meta(description="Most tokens to generate")]
     stop_sequences: Few[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     metadata: Annotated[dict[str, Any] | None, Meta(description="Taken, and not read")] = None
     service_tier: Annotated[str | None, Meta(description="Taken, and not read: there is one tier")] = None
 
+
+_HAS_OWN_FORM = frozenset(
+    {
+        *("messages", "max_completion_tokens", "max_tokens", "stop", "tools", "tool_choice", "parallel_tool_calls"),
+        *("add_generation_prompt", "continue_final_message", "enable_thinking", "reasoning_effort", "thinking_budget"),
+        *("response_format", *RETIRED, "guided_decoding_backend", "thinking_token_budget", "verbosity"),
+        # What an answer in Anthropic's form has no place for.
+        *("n", "use_beam_search", "length_penalty", "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"),
+        *("echo", "stream_options", "include_reasoning", "return_token_ids", "return_tokens_as_token_ids"),
+        "return_prompt_text",
+    }
+)
+"""Fields of chat completions that Anthropic's API has in another form, or not at all. It takes the others as well."""
+_OF_PROMPT = ("chat_template", "chat_template_kwargs", "documents", "add_special_tokens")
+_HINTS = typing.get_type_hints(ChatCompletionRequest, include_extras=True)
+PASSED_ON = tuple(
+    name
+    for name in ChatCompletionRequest.__struct_fields__
+    if name not in _HAS_OWN_FORM and name not in MessagesFields.__struct_fields__
+)
+"""Fields that chat completions declare, and that have the same meaning here."""
+
+if TYPE_CHECKING:
+
+    class MessagesRequest(MessagesFields, SharedFields):
+        pass
+else:
+    MessagesRequest = msgspec.defstruct(
+        "MessagesRequest",
+        [(name, _HINTS[name], None) for name in PASSED_ON],
+        bases=(MessagesFields,),
+        module=__name__,
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+    """POST /v1/messages"""
 
 _HERE_ALONE = "requests are answered by this server alone"
 _FIELDS: Mapping[str, Neutral] = types.MappingProxyType(
@@ -119,6 +161,7 @@ _FIELDS: Mapping[str, Neutral] = types.MappingProxyType(
         "compaction": Neutral("conversations are read as they stand"),
         "container": Neutral("tools are run by the client"),
         "fallbacks": Neutral(_HERE_ALONE, ([],)),
+        "instructions": Neutral("messages have system", ("",)),
         "mcp_servers": Neutral("tools are run by the client", ([],)),
         "output_format": Neutral("retired by Anthropic; use output_config.format"),
         "thread": Neutral("conversations are not kept; send all of it"),
@@ -174,10 +217,9 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
     choice, several = _choice_of(request.tool_choice)
     thinking = thinking_of(request)
     effort, form = _output_config_of(request.output_config)
-    more: dict[str, Any] = {}
+    more = {name: getattr(request, name) for name in _OF_PROMPT}
     if isinstance(request, MessagesRequest):
-        names = ("temperature", "top_p", "top_k", "stream")
-        more = {name: getattr(request, name) for name in names}
+        more |= {name: getattr(request, name) for name in PASSED_ON}
         more |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
     continues = bool(request.messages) and request.messages[-1].role == "assistant"
     return ChatCompletionRequest(
@@ -188,6 +230,7 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
         parallel_tool_calls=several,
         continue_final_message=continues or None,
         enable_thinking=thinking.is_enabled,
+        thinking_budget=thinking.budget_tokens,
         reasoning_effort=effort,
         response_format=form,
         **more,
@@ -326,11 +369,6 @@ def prepare_messages(
         prepared = prepare_chat(chat, engine, parts, name, tenant, make_answer, "msg_")
     if prepared.form_field == "response_format":
         prepared.form_field = "output_config.format"
-    (job,) = prepared.jobs
-    assert engine.client is not None
-    # Unless reasoning is parsed from the answer, there are no thinking blocks whose tokens a budget could limit.
-    if thinking.budget_tokens is not None and reads_reasoning(job.prompt, engine.client.welcome):
-        job.params.thinking_token_budget = thinking.budget_tokens
     return prepared
 
 

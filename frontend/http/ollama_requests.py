@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import bad_field, renamed
-from headrace.frontend.http.openai.requests import (
-    ChatCompletionRequest,
-    ChatMessage,
-    CompletionRequest,
-    Few,
-    Many,
-    invalid_body,
-)
+from headrace.frontend.http.openai.decoder import invalid_body
+from headrace.frontend.http.openai.foreign_fields import Neutral
+from headrace.frontend.http.openai.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, Few, Many
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-class OllamaMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class OllamaMessage(msgspec.Struct, kw_only=True):
+    """Unknown fields of a message are treated as those of a body."""
+
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
@@ -46,6 +43,8 @@ class OllamaRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class OllamaChatRequest(OllamaRequest):
     """POST /api/chat"""
+
+    message_kind: ClassVar[type[msgspec.Struct]] = OllamaMessage
 
     messages: Many[OllamaMessage] | None = None
     tools: Few[dict[str, Any]] | None = None
@@ -71,6 +70,19 @@ class ShowRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     verbose: Annotated[bool | None, Meta(description="Taken, and not read")] = None
 
 
+_OVERFLOW = "a conversation that does not fit is refused"
+OLLAMA_NEUTRAL: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.MappingProxyType(
+    dict.fromkeys(
+        (OllamaChatRequest, OllamaGenerateRequest),
+        types.MappingProxyType(
+            {
+                **dict.fromkeys(("truncate", "shift"), Neutral(_OVERFLOW, is_harmless=True, is_noted=True)),
+                "_debug_render_only": Neutral("POST /tokenize gives the tokens of a prompt", (False,)),
+                **dict.fromkeys(("width", "height", "steps"), Neutral("models write text alone", (0,))),
+            }
+        ),
+    )
+)
 _SAME_OPTIONS = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "stop"),
     *("mirostat", "mirostat_tau", "mirostat_eta"),

@@ -12,7 +12,8 @@ import msgspec
 
 import headrace
 from headrace.frontend.http.errors import ErrorResponse
-from headrace.frontend.http.openai.requests import ANY, NEUTRAL_OF
+from headrace.frontend.http.openai.foreign_fields import ANY
+from headrace.frontend.http.openai.requests import NEUTRAL_OF
 from headrace.frontend.http.openai.responses import ChatChunk
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
-import types
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -24,9 +23,9 @@ from headrace.frontend.http.errors import ApiError, bad_field, unavailable
 from headrace.frontend.http.exchange import Exchange, LargeBodies
 from headrace.frontend.http.files import handlers as files_api
 from headrace.frontend.http.files.batches import FilesState
+from headrace.frontend.http.known_fields import OTHERS
 from headrace.frontend.http.load_report import LOAD_FORMAT_HEADER, load_headers
 from headrace.frontend.http.messages import (
-    MESSAGES_NEUTRAL,
     ClaudeModel,
     ClaudeModels,
     CountTokensRequest,
@@ -41,6 +40,7 @@ from headrace.frontend.http.metrics import Exposition, Pages
 from headrace.frontend.http.openai.chat import ChatParts, prepare_chat, render
 from headrace.frontend.http.openai.chat_batch import prepare_chat_batch
 from headrace.frontend.http.openai.completions import prepare_completion
+from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.frontend.http.openai.event_stream import KeepAlive
 from headrace.frontend.http.openai.generation import Generator, PreparedRequest
 from headrace.frontend.http.openai.prompts import (
@@ -50,13 +50,11 @@ from headrace.frontend.http.openai.prompts import (
     tokenize_texts,
 )
 from headrace.frontend.http.openai.requests import (
-    NEUTRAL_OF,
     RANK_HEADER,
     ChatBatchRequest,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    RequestDecoder,
     ResponsesRequest,
     TokenizeRequest,
     take_rank,
@@ -106,9 +104,7 @@ class ServerState:
         """keys: API keys, required on every route that is not public. template: the option chat_template's, if set."""
         self.options, self.pool, self.pages = options, pool, pages
         self.keys = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
-        self.decoder = RequestDecoder(
-            strict=options.strict_requests, neutral=types.MappingProxyType({**NEUTRAL_OF, **MESSAGES_NEUTRAL})
-        )
+        self.decoder = RequestDecoder(strict=options.strict_requests, others=OTHERS)
         self.bodies = LargeBodies(options.max_body_bytes, may_hold_templates=options.trust_request_chat_template)
         self.collector = IdleCollector()
         prompts = ChatPrompts(
@@ -192,7 +188,8 @@ async def messages(state: ServerState, exchange: Exchange) -> None:
 
     def prepare(body: bytes) -> PreparedRequest:
         request = state.decoder.decode(body, MessagesRequest)
-        name = exchange.request_id(None)
+        take_rank(request, exchange.header(RANK_HEADER))
+        name = exchange.request_id(request.request_id)
         state.check_accepting()
         return prepare_messages(request, engine_for(state.pool, request.model), state.chat, name, exchange.tenant)
 
@@ -268,7 +265,16 @@ def _tokens_of(state: ServerState, request: TokenizeRequest) -> bytes:
         raise bad_field("prompt", "give either prompt or messages")
     if request.messages is not None:
         check_tools(request.tools)
-        prompt = state.chat.prompts.render(request, request.messages, client.tokenizer, tools=request.tools or None)
+        prompt = state.chat.prompts.render(
+            request,
+            request.messages,
+            client.tokenizer,
+            tools=request.tools or None,
+            enable_thinking=request.enable_thinking,
+            reasoning_effort=request.reasoning_effort,
+            verbosity=request.verbosity,
+            documents=request.documents,
+        )
         text, special = prompt.text, False
     else:
         text, special = request.prompt or "", True

@@ -14,8 +14,9 @@ from fake_core import memory_core
 from headrace import LLM, InvalidRequestError, SamplingParams
 from headrace.frontend.api.outputs import FlatLogprobs
 from headrace.frontend.api.parameters.repetition import RepetitionDetectionParams
+from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.frontend.http.openai.prompts import sampling_params
-from headrace.frontend.http.openai.requests import CompletionRequest, RequestDecoder
+from headrace.frontend.http.openai.requests import CompletionRequest
 from headrace.frontend.http.process.options import ServeOptions
 
 PROMPT = list(range(5, 53))  # three blocks

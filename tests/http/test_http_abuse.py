@@ -25,8 +25,9 @@ from http_server import Server, ask, connection, read_all, serving, wait_until
 from headrace.core.options.option import Secret
 from headrace.frontend.http.errors import LONGEST_MESSAGE, LONGEST_PARAM, ApiError
 from headrace.frontend.http.exchange import MOST_CONTAINERS, LargeBodies, check_shape
+from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.frontend.http.openai.prompts import tokenize_texts
-from headrace.frontend.http.openai.requests import ChatCompletionRequest, CompletionRequest, RequestDecoder
+from headrace.frontend.http.openai.requests import ChatCompletionRequest, CompletionRequest
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.server import read_keys
 from headrace.frontend.text.tokenizer import Tokenizer

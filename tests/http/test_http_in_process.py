@@ -21,7 +21,7 @@ from headrace.frontend.client.request import RequestStream
 from headrace.frontend.http.connection import Connection
 from headrace.frontend.http.exchange import INLINE_BYTES
 from headrace.frontend.http.openai import prompts
-from headrace.frontend.http.openai.requests import RequestDecoder
+from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.frontend.http.process import server as http_process
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.routes import ROUTES

@@ -27,7 +27,7 @@ from headrace.frontend.http.files.store import (
     no_room,
 )
 from headrace.frontend.http.files.upload import Upload
-from headrace.frontend.http.openai.requests import decode_query
+from headrace.frontend.http.openai.decoder import decode_query
 from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.route_spec import RouteSpec, get, post
 from headrace.frontend.http.shared_database import StoreError

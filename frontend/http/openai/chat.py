@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from headrace.frontend.api.inputs.prompts import Prompt, truncate
 from headrace.frontend.api.outputs import CompletionOutput
 from headrace.frontend.api.parameters.structured_outputs import StructuredOutputsParams, field_of_body
+from headrace.frontend.api.parameters.thinking import limit_reasoning
 from headrace.frontend.api.parameters.token_rules import check_num_logprobs
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
@@ -170,7 +171,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
     """Checks and tokenises a request. Raises ApiError and InvalidRequestError."""
     assert engine.client is not None
     client = engine.client
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:  # 0, vLLM's default, asks for nothing
         raise bad_field("top_logprobs", "top_logprobs needs logprobs: true")
     if request.top_logprobs is not None and request.top_logprobs < -1:
         raise bad_field("top_logprobs", f"top_logprobs is {request.top_logprobs}; it must be at least 0, or -1 for all")
@@ -225,6 +226,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
         reasoning=reasoning,
         reasoning_has_form=grammar is not None and bool(choice.forced),
     )
+    limit_reasoning(request.thinking_budget, tokens, params, client.welcome)
     truncate(tokens, params, client.welcome)
     if not tokens.token_ids:
         raise bad_field("messages", "messages: the prompt is empty; there must be at least one token")
@@ -321,6 +323,7 @@ class ChatAnswer(OpenAIEvents):
                 self.usage(),
                 prompt_logprobs=self._prompt_logprobs(stream),
                 prompt_token_ids=self._prompt_token_ids(stream),
+                prompt_text=self._prompt_text(stream),
                 metrics=answer.times(self._streams),
             )
         )
@@ -449,6 +452,7 @@ class ChatAnswer(OpenAIEvents):
                 chunk.prompt_token_ids = token_ids
             if (logprobs := self._prompt_logprobs(stream)) is not None:
                 chunk.prompt_logprobs = logprobs
+            chunk.prompt_text = self._prompt_text(stream)
         if not self._echoed:
             return event(chunk)
         echoed = ChatChunkChoice(index=sequence.index, delta=Delta(content=self._echoed))
@@ -491,6 +495,9 @@ class ChatAnswer(OpenAIEvents):
 
     def _prompt_token_ids(self, stream: RequestStream) -> list[int] | None:
         return list(stream.prompt.token_ids or ()) if self._answer.return_token_ids else None
+
+    def _prompt_text(self, stream: RequestStream) -> str | UnsetType | None:
+        return stream.prompt.text if self._request.return_prompt_text else UNSET
 
     def _prompt_logprobs(self, stream: RequestStream) -> PromptLogprobs | None:
         asked: Any = self._request.prompt_logprobs

@@ -55,7 +55,7 @@ def _check(request: ChatBatchRequest, most: int) -> None:
         raise bad_field("messages", "messages is empty: give at least one conversation")
     if len(request.messages) > most:
         raise bad_field("messages", f"{len(request.messages)} conversations; this server takes at most {most} at once")
-    for name in ("stream", "stream_options", "use_beam_search", "best_of", "prompt_logprobs"):
+    for name in ("stream", "stream_options", "use_beam_search", "best_of", "prompt_logprobs", "return_prompt_text"):
         if getattr(request, name, None):
             raise bad_field(name, f"{name} is for one conversation: ask /v1/chat/completions", "unsupported_parameter")
     if request.n not in (None, 1):

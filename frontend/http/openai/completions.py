@@ -9,6 +9,7 @@ from msgspec import UNSET
 from headrace.frontend.api.inputs.prompts import Prompt, packed, truncate
 from headrace.frontend.api.outputs import CompletionOutput, LogprobsOfPosition
 from headrace.frontend.api.parameters.structured_outputs import field_of_body
+from headrace.frontend.api.parameters.thinking import limit_reasoning
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import bad_field
@@ -83,8 +84,9 @@ def prepare_completion(
     salt = cache_salt(request, tenant)
     for prompt in prompts:
         prompt.cache_salt = salt
-        if params.thinking_token_budget is not None:
+        if params.thinking_token_budget is not None or request.thinking_budget is not None:
             prompt.reasoning = parts.formats.named_reasoning
+            limit_reasoning(request.thinking_budget, prompt, params, welcome)
         if truncate(prompt, params, welcome):
             prompt.text = None
         check_length(prompt, asked, welcome, "prompt")

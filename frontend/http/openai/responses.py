@@ -169,6 +169,7 @@ class ChatResponse(msgspec.Struct):
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | UnsetType | None = UNSET
     metrics: RequestTimes | UnsetType = UNSET
 
 
@@ -199,6 +200,7 @@ class ChatChunk(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_text: str | UnsetType | None = UNSET
     metrics: RequestTimes | UnsetType = UNSET
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.frontend.http.errors import ApiError, bad_field
-from headrace.frontend.http.openai.requests import closest
+from headrace.frontend.http.openai.decoder import closest
 from headrace.frontend.text.formats.choice import ToolChoice, Tools, wrong_tool
 
 _OF_FUNCTIONS = ("name", "description", "parameters", "strict")

@@ -15,9 +15,10 @@ import msgspec
 from headrace.frontend.http.errors import ApiError, bad_field, renamed
 from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.openai.chat import render
+from headrace.frontend.http.openai.decoder import decode_query
 from headrace.frontend.http.openai.event_stream import HEADERS
 from headrace.frontend.http.openai.generation import HOLD_S, first_of
-from headrace.frontend.http.openai.requests import RANK_HEADER, ResponsesRequest, decode_query, take_rank
+from headrace.frontend.http.openai.requests import RANK_HEADER, ResponsesRequest, take_rank
 from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.responses_api.client_tools import LeftOut, client_tools
 from headrace.frontend.http.responses_api.conversation import (
