@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,6 +13,10 @@ from headrace.ipc.messages import StructuredOutput
 
 MOST_FORCED = 1024
 """Most forced tokens that are found at once: a forced text may have millions, and the loop's thread waits for them."""
+
+MOST_STEP_S = 0.1
+"""CPU time limit for one call of a library about one state (a mask, the forced tokens, a token to accept): other
+requests wait meanwhile."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -27,6 +32,19 @@ def still_forced(forced: list[int] | None, token_id: int) -> list[int] | None:
     """The forced tokens that remain after token_id, if it was the first of several; None if they must be recomputed.
     Computing thousands of forced tokens anew after each of them would take milliseconds."""
     return forced[1:] if forced is not None and len(forced) > 1 and forced[0] == token_id else None
+
+
+class Timed:
+    """Base class of matchers: limits the time of each step. Some grammars are cheap at first, and slower with every
+    token: ambiguous ones take seconds per mask after a hundred."""
+
+    too_slow = ""
+    """Why the matcher cannot continue, if a step took longer than MOST_STEP_S."""
+
+    def took(self, began_s: float) -> None:
+        """To be called after a step. began_s: this thread's CPU time (`time.thread_time`) at its beginning."""
+        if time.thread_time() - began_s > MOST_STEP_S:
+            self.too_slow = f"following the grammar takes more than {MOST_STEP_S:g} s for one token, the most it may"
 
 
 class Matcher(Protocol):
@@ -71,8 +89,6 @@ class Backend(Protocol):
     """One grammar library with one tokenizer. Several threads may call `compile` at the same time."""
 
     name: str
-    computes_beforehand: bool
-    """Compiling may take long even for plain forms (`plain.py`)."""
 
     def compile(self, wanted: StructuredOutput) -> Matcher:
         """A matcher at the start of the grammar. Raises InvalidRequestError with the library's reason."""

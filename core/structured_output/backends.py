@@ -15,7 +15,7 @@ from headrace.core.options.structured_outputs import BACKENDS, StructuredOutputs
 from headrace.core.structured_output.backend import Backend, Matcher, Vocabulary
 from headrace.core.structured_output.plain import is_plain
 from headrace.core.structured_output.thinking import allow, split
-from headrace.core.structured_output.trial import Trial
+from headrace.core.structured_output.trial import OTHER, PLAIN, Trial
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 
@@ -42,27 +42,15 @@ class Backends:
     """The libraries of a plan as one `Backend`: a grammar that the first library refuses is tried with the next."""
 
     name = "auto"
-    computes_beforehand = True
 
     def __init__(self, options: StructuredOutputs, vocabulary: Vocabulary) -> None:
         self._options, self._vocabulary = options, vocabulary
-        self._trial = Trial(vocabulary)
+        self._trial = Trial(vocabulary, options.backends[0])
         self._lock = threading.Lock()
         self._made: dict[str, Backend] = {}
 
-    def needs_trial(self, wanted: StructuredOutput) -> bool:
-        """Whether the trial process must try the grammar first, which may take a second."""
-        if not is_plain(wanted):
-            return True
-        try:
-            return self._backend(self._named(wanted.backend)[0]).computes_beforehand
-        except InvalidRequestError:
-            return False  # `compile` says why
-
-    def compile(self, wanted: StructuredOutput, *, needs_trial: bool | None = None) -> Matcher:
-        """needs_trial: the result of `needs_trial`, if it was called already."""
-        if needs_trial is None:
-            needs_trial = self.needs_trial(wanted)
+    def compile(self, wanted: StructuredOutput) -> Matcher:
+        """Compiles the grammar in the trial process, and then here."""
         if not self._vocabulary.tokenizer_json:
             raise InvalidRequestError(
                 "SamplingParams.structured_outputs needs the model's tokenizer, and the engine runs without one "
@@ -76,13 +64,13 @@ class Backends:
         )
         first, *others = self._named(wanted.backend)
         try:
-            return self._compile(first, wanted, needs_trial)
+            return self._compile(first, wanted)
         except InvalidRequestError as error:
             if options.disable_fallback or wanted.disable_fallback:
                 raise
             for name in others:
                 try:
-                    matcher = self._compile(name, wanted, not is_plain(wanted))
+                    matcher = self._compile(name, wanted)
                 except InvalidRequestError:
                     continue  # report the first library's reason
                 logger.info("a grammar is followed by %s: %s", name, error)
@@ -92,7 +80,7 @@ class Backends:
     def prepare(self) -> None:
         """Loads the first library, here and in the trial process, before a request needs it."""
         with contextlib.suppress(HeadraceError):  # the first request gets the error
-            self.compile(StructuredOutput(kind="regex", text="a"), needs_trial=True)
+            self.compile(StructuredOutput(kind="regex", text="a"))
 
     def fill(self, places: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
         places, openers = split(places, masks)
@@ -120,12 +108,10 @@ class Backends:
             )
         return BACKENDS[backend]
 
-    def _compile(self, name: str, wanted: StructuredOutput, needs_trial: bool) -> Matcher:
-        if needs_trial:
-            self._trial.start()  # the trial process starts while the library is loaded here
+    def _compile(self, name: str, wanted: StructuredOutput) -> Matcher:
+        self._trial.start()  # the trial process starts while the library is loaded here
         backend = self._backend(name)
-        if needs_trial:
-            self._trial.check(name, wanted)
+        self._trial.check(name, wanted, PLAIN if is_plain(wanted) else OTHER)
         return backend.compile(wanted)
 
     def _backend(self, name: str) -> Backend:

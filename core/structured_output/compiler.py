@@ -24,6 +24,7 @@ from headrace.core.engine.gates import Gate, GateFailed, GateOpened
 from headrace.core.schedule.requests import Request
 from headrace.core.structured_output.backend import Matcher
 from headrace.core.structured_output.backends import Backends
+from headrace.core.structured_output.plain import is_plain
 from headrace.core.structured_output.thinking import ThinkingMatcher
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import AddRequest, Generate, StructuredOutput
@@ -32,8 +33,8 @@ MOST_CACHED = 256
 """Most cached results: compiled grammars, and failures of those that cannot be compiled."""
 NICENESS = 10
 """Niceness of the compiler's threads and of the trial process, which they start. Beside a busy thread they get a tenth
-of a core, so that other requests' steps take at most a tenth longer. Two such threads would cost a fifth, since each
-core's part of a step waits for the others: so one thread compiles, and the other only waits for trials."""
+of a core, so that other requests' steps take at most a tenth longer. Two that compute at once would cost a fifth, since
+each core's part of a step waits for the others: so plain forms share one thread, and all others another."""
 REASON = "grammar"
 
 
@@ -47,15 +48,15 @@ class GrammarCompiler:
     ) -> None:
         """report: called from any thread."""
         self._backend, self._report = backend, report
-        self._compiling = ThreadPoolExecutor(1, "grammar", _give_way)
-        self._trying = ThreadPoolExecutor(1, "grammar-trial", _give_way)
+        self._plain = ThreadPoolExecutor(1, "grammar", _give_way)
+        self._others = ThreadPoolExecutor(1, "grammar-other", _give_way)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Gate, Matcher | Failure] = OrderedDict()  # the least recently used first
         self._waiting: dict[Gate, list[Request]] = {}
 
     def prepare(self) -> None:
         """Loads the library that the first request would wait for, on a low-priority thread."""
-        self._trying.submit(self._backend.prepare)
+        self._others.submit(self._backend.prepare)
 
     def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
         wanted = message.task.sampling.structured_output if isinstance(message.task, Generate) else None
@@ -73,30 +74,26 @@ class GrammarCompiler:
                 return ()
             if gate not in self._waiting:
                 self._waiting[gate] = []
-                self._compiling.submit(self._compile, gate, wanted)
+                self._plain.submit(self._route, gate, wanted)
             self._waiting[gate].append(request)
         return (gate,)
 
     def stop(self) -> None:
-        for pool in (self._compiling, self._trying):
+        for pool in (self._plain, self._others):
             pool.shutdown(wait=False, cancel_futures=True)
         self._backend.stop()
 
+    def _route(self, gate: Gate, wanted: StructuredOutput) -> None:
+        """Compiles a plain form, and leaves others, which may take long, to the other thread."""
+        if is_plain(wanted):
+            self._compile(gate, wanted)
+        else:
+            with contextlib.suppress(RuntimeError):  # the pool is shut down
+                self._others.submit(self._compile, gate, wanted)
+
     def _compile(self, gate: Gate, wanted: StructuredOutput) -> None:
         try:
-            needs_trial = self._backend.needs_trial(wanted)
-        except BaseException as error:
-            self._fail(gate, error)
-            return
-        if needs_trial:
-            with contextlib.suppress(RuntimeError):  # the pool is shut down
-                self._trying.submit(self._follow, gate, wanted, needs_trial=True)
-        else:
-            self._follow(gate, wanted, needs_trial=False)
-
-    def _follow(self, gate: Gate, wanted: StructuredOutput, *, needs_trial: bool) -> None:
-        try:
-            compiled = self._backend.compile(wanted, needs_trial=needs_trial)
+            compiled = self._backend.compile(wanted)
         except BaseException as error:  # a Rust panic is not an Exception
             self._fail(gate, error)
             return

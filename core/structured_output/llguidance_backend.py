@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +18,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
-from headrace.core.structured_output.backend import MOST_FORCED, Backend, still_forced
+from headrace.core.structured_output.backend import MOST_FORCED, MOST_STEP_S, Backend, Timed, still_forced
 from headrace.core.structured_output.forms import is_gbnf, prepared
 from headrace.core.structured_output.json_schema import MOST_TRIES, find_culprit, schemas_in_lark
 from headrace.core.structured_output.refusals import reason, refusal
@@ -48,7 +49,7 @@ where so much text may follow. Its default lengths are 10 and 30: near the end o
 check every token."""
 
 
-class LLGuidanceMatcher:
+class LLGuidanceMatcher(Timed):
     """A `Matcher`."""
 
     def __init__(
@@ -60,8 +61,13 @@ class LLGuidanceMatcher:
         self._forced = forced  # forced tokens of this state, once computed
 
     def accept(self, token_id: int) -> bool:
+        if self.too_slow:
+            return False
+        began_s = time.thread_time()
         self.mask, self._forced = None, still_forced(self._forced, token_id)
-        return bool(self.matcher.consume_token(token_id))
+        taken = bool(self.matcher.consume_token(token_id))
+        self.took(began_s)
+        return taken
 
     @property
     def is_complete(self) -> bool:
@@ -69,31 +75,47 @@ class LLGuidanceMatcher:
 
     @property
     def problem(self) -> str:
-        return reason(self.matcher.get_error())
+        return self.too_slow or reason(self.matcher.get_error())
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        return int(self.matcher.validate_tokens(list(token_ids)))
+        began_s = time.thread_time()
+        num_valid = int(self.matcher.validate_tokens(list(token_ids)))
+        self.took(began_s)
+        return num_valid
 
     def forced_tokens(self) -> list[int]:
         if self._forced is None:
+            began_s = time.thread_time()
             self._forced = list(self.matcher.compute_ff_tokens()[:MOST_FORCED])
+            self.took(began_s)
         return self._forced
 
     def copy(self) -> LLGuidanceMatcher:
         return LLGuidanceMatcher(self.backend, self.matcher.deep_copy(), self.mask, self._forced)
+
+    def fill(self, index: int, drafts: Sequence[int], masks: np.ndarray) -> None:
+        """Writes the masks of this state and of those after each draft token, from masks[index] on."""
+        began_s = time.thread_time()
+        matcher = self.matcher.deep_copy() if drafts else self.matcher
+        for nth in range(len(drafts) + 1):
+            if nth:
+                matcher.consume_token(drafts[nth - 1])
+            matcher.unsafe_compute_mask_ptr(masks.ctypes.data + (index + nth) * masks.strides[0], masks.strides[0])
+        self.took(began_s)
 
 
 class LLGuidanceBackend:
     """A `Backend`."""
 
     name = "llguidance"
-    computes_beforehand = False
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Takes about a second for a large vocabulary. Raises ValueError if the library cannot read the tokenizer."""
         tokens = TokenBytes(tokenizer_json, vocab_size, eos_token_ids)
         self._tokenizer = LLTokenizer(cast(Any, tokens), eos_token=list(eos_token_ids) or None, slices=_slices())
         self._limits = LLParserLimits(**LIMITS)
+        self._is_slow = False
+        """Masks that were made in parallel took long: the next ones are made one by one, to find the slow matcher."""
 
     @functools.cached_property
     def _executor(self) -> LLExecutor:
@@ -143,22 +165,36 @@ class LLGuidanceBackend:
         """Does nothing: it has started no process."""
 
     def fill(self, places: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray) -> None:
-        plain = list[tuple[LLMatcher, int]]()
+        plain, drafted = list[tuple[LLGuidanceMatcher, int]](), list[tuple[LLMatcher, int, list[int]]]()
         for place, index, drafts in places:
-            if drafts:
-                continue
-            if place.mask is not None:
+            if self._is_slow:
+                place.fill(index, drafts, masks)
+            elif drafts:
+                drafted.append((place.matcher, index, drafts))
+            elif place.mask is not None:
                 masks[index] = place.mask
             else:
-                plain.append((place.matcher, index))
-        if len(plain) > MASKS_ON_ONE_THREAD:
+                plain.append((place, index))
+        self._is_slow = False
+        if len(plain) <= MASKS_ON_ONE_THREAD:
+            for place, index in plain:
+                place.fill(index, (), masks)
+            plain = []
+        if plain or drafted:
+            self._fill_in_parallel([(place.matcher, index) for place, index in plain], drafted, masks)
+
+    def _fill_in_parallel(
+        self,
+        plain: list[tuple[LLMatcher, int]],
+        drafted: list[tuple[LLMatcher, int, list[int]]],
+        masks: np.ndarray,
+    ) -> None:
+        began_s = time.monotonic()
+        if plain:
             fill_next_token_bitmask_par(self._executor, plain, masks)
-        else:
-            for matcher, index in plain:
-                matcher.unsafe_compute_mask_ptr(masks.ctypes.data + index * masks.strides[0], masks.strides[0])
-        drafted = [(place.matcher, index, drafts) for place, index, drafts in places if drafts]
         if drafted:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
+        self._is_slow = time.monotonic() - began_s > MOST_STEP_S
 
 
 BACKEND = LLGuidanceBackend

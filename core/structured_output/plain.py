@@ -1,7 +1,7 @@
-"""Finds forms that are cheap to compile whatever their content, so that the trial process need not try them.
+"""Finds forms that are cheap to compile, so that they do not wait for others, which may take a second each.
 
 They are JSON schemas of bounded size without expressions and references, with few alternatives and a bounded sum of
-counts, so that costs cannot multiply. Tests check that the worst of them stay within the limits of `trial.py`.
+counts, so that costs cannot multiply. A library may crash on them all the same, so the trial process tries them too.
 """
 
 from __future__ import annotations

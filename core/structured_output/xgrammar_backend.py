@@ -15,6 +15,7 @@ import json
 import os
 import re
 import sys
+import time
 import types
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.core.structured_output.backend import MOST_FORCED, Backend, still_forced
+from headrace.core.structured_output.backend import MOST_FORCED, MOST_STEP_S, Backend, Timed, still_forced
 from headrace.core.structured_output.forms import is_gbnf, prepared
 from headrace.core.structured_output.json_schema import with_schemas_in_lark
 from headrace.core.structured_output.refusals import refusal
@@ -75,7 +76,7 @@ def _library() -> Any:
 _xgrammar = _library()
 
 
-class XGrammarMatcher:
+class XGrammarMatcher(Timed):
     """A `Matcher`."""
 
     def __init__(self, backend: XGrammarBackend, matcher: Any, *, is_json: bool) -> None:
@@ -88,11 +89,14 @@ class XGrammarMatcher:
         self._forced: list[int] | None = None  # forced tokens of this state, once computed
 
     def accept(self, token_id: int) -> bool:
-        self._forced = still_forced(self._forced, token_id)
-        if token_id in self.forbidden.token_ids or not self.matcher.accept_token(token_id, False):
+        if self.too_slow:
             return False
-        self._last = token_id
-        return True
+        began_s = time.thread_time()
+        self._forced = still_forced(self._forced, token_id)
+        taken = token_id not in self.forbidden.token_ids and bool(self.matcher.accept_token(token_id, False))
+        self._last = token_id if taken else self._last
+        self.took(began_s)
+        return taken
 
     @property
     def forbidden(self) -> Forbidden:
@@ -107,7 +111,7 @@ class XGrammarMatcher:
 
     @property
     def problem(self) -> str:
-        return ""
+        return self.too_slow
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
         with self.tried() as tried:
@@ -127,7 +131,9 @@ class XGrammarMatcher:
 
     def forced_tokens(self) -> list[int]:
         if self._forced is None:
+            began_s = time.thread_time()
             self._forced = [] if self.matcher.is_terminated() else self._vocabulary.spell(_forced_text(self.matcher))
+            self.took(began_s)
         return self._forced
 
     def copy(self) -> XGrammarMatcher:
@@ -213,7 +219,6 @@ class XGrammarBackend:
     """A `Backend`."""
 
     name = PACKAGE
-    computes_beforehand = True
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raises ValueError if the library cannot read the tokenizer."""
@@ -223,6 +228,8 @@ class XGrammarBackend:
             tokens, kind["vocab_type"], vocab_size, list(eos_token_ids) or None, kind["add_prefix_space"]
         )
         self.vocabulary = TokenTexts(info, vocab_size)
+        self._is_slow = False
+        """Masks that were made in parallel took long: the next ones are made one by one, to find the slow matcher."""
         self._compiler = _xgrammar.GrammarCompiler(info, COMPILER_THREADS, True, CACHE_BYTES)
 
     @functools.cached_property
@@ -254,13 +261,18 @@ class XGrammarBackend:
             if place.matcher.is_terminated():
                 masks[index : index + len(drafts) + 1] = self.vocabulary.ends
             elif not drafts:
-                plain.append((place.matcher, index))
-        if len(plain) > MASKS_ON_ONE_THREAD:
-            matchers, indices = zip(*plain, strict=True)
-            self._batch.batch_fill_next_token_bitmask(list(matchers), masks, list(indices), False)
+                plain.append((place, index))
+        if len(plain) > MASKS_ON_ONE_THREAD and not self._is_slow:
+            began_s = time.monotonic()
+            matchers, indices = [place.matcher for place, _ in plain], [index for _, index in plain]
+            self._batch.batch_fill_next_token_bitmask(matchers, masks, indices, False)
+            self._is_slow = time.monotonic() - began_s > MOST_STEP_S
         else:
-            for matcher, index in plain:
-                matcher.fill_next_token_bitmask(masks, index, False)
+            self._is_slow = False
+            for place, index in plain:
+                began_s = time.thread_time()
+                place.matcher.fill_next_token_bitmask(masks, index, False)
+                place.took(began_s)
         for place, index, drafts in places:
             if drafts and not place.matcher.is_terminated():
                 _fill_drafted(place, index, drafts, masks)
@@ -320,7 +332,7 @@ def _forced_text(matcher: Any) -> bytes:
 
 
 def _fill_drafted(place: XGrammarMatcher, index: int, drafts: list[int], masks: np.ndarray) -> None:
-    matcher = place.matcher
+    matcher, began_s = place.matcher, time.thread_time()
     with place.tried() as tried:
         for nth in range(len(drafts) + 1):
             if nth > tried.count or matcher.is_terminated():
@@ -330,6 +342,7 @@ def _fill_drafted(place: XGrammarMatcher, index: int, drafts: list[int], masks: 
             masks[index + nth] &= place.forbidden.others
             if nth < len(drafts):
                 tried.take(drafts[nth])
+    place.took(began_s)
 
 
 def _tokens(tokenizer: Any, vocab_size: int) -> list[str]:

@@ -24,7 +24,7 @@ from headrace.ipc.messages import StructuredOutput
 
 @pytest.fixture
 def trial() -> Iterator[Trial]:
-    trial = Trial(VOCABULARY)
+    trial = Trial(VOCABULARY, "llguidance")
     yield trial
     trial.stop()
 

@@ -7,24 +7,29 @@ Times are processor seconds of this thread, where a machine's load does not show
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
-from test_grammar_backends import VOCABULARY, compiled, takes
+from test_grammar_backends import BACKENDS, VOCAB_SIZE, VOCABULARY, compiled, each_backend, takes, tokens_of
 
 from headrace import InvalidRequestError, StructuredOutputsParams
 from headrace.core.engine.sessions import Inbox
+from headrace.core.options.structured_outputs import StructuredOutputs
+from headrace.core.structured_output import backend, llguidance_backend, xgrammar_backend
+from headrace.core.structured_output.backend import Backend
+from headrace.core.structured_output.backends import Backends
 from headrace.core.structured_output.json_schema import closed
-from headrace.core.structured_output.trial import Trial, TrialMessage
+from headrace.core.structured_output.llguidance_backend import MASKS_ON_ONE_THREAD, LLGuidanceBackend
+from headrace.core.structured_output.trial import Trial
+from headrace.frontend.api.parameters.structured_outputs import from_body
+from headrace.frontend.http.openai.requests import CompletionRequest
 from headrace.ipc.codec import Tensor
 from headrace.ipc.messages import MOST_GRAMMAR_CHARACTERS, AddRequest, Generate, Sampling, StructuredOutput
 from headrace.ipc.process.child import STOP_SIGNALS
-from headrace.ipc.transport.channel import Channel
 
 LARGE = 8 << 20
 """About the largest body."""
@@ -108,42 +113,174 @@ def test_forms_count_as_memory_that_a_client_takes_of_the_engine() -> None:
     assert sum(inbox.offer(1, request(slot)) for slot in range(20)) == 9
 
 
-def test_a_signal_to_all_processes_does_not_end_the_trial_of_a_grammar() -> None:
+# --- the process that tries grammars ----------------------------------------------------------------------------------
+
+CRASHES: dict[str, Any] = {
+    "the least integer": {"json": {"const": -(2**63)}},
+    "the least integer in an object": {"json": {"type": "object", "properties": {"a": {"enum": [1, -(2**63)]}}}},
+    "the least bound": {"json": {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}},
+    "a long chain of references": {
+        "json": {"$ref": "#/$defs/d0", "$defs": {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(3000)}}
+    },
+}
+
+
+@pytest.fixture
+def trial() -> Iterator[Trial]:
+    trial = Trial(VOCABULARY, "llguidance")
+    yield trial
+    trial.stop()
+
+
+def process_of(trial: Trial) -> psutil.Process:
+    assert trial._running is not None
+    return psutil.Process(trial._running.process.pid)
+
+
+def forked_by(process: psutil.Process) -> list[psutil.Process]:
+    return sorted(process.children(), key=lambda each: each.pid)
+
+
+AS_BODY: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "structured_outputs": lambda schema: {"structured_outputs": {"json": schema}},
+    "response_format": lambda schema: {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    },
+    "a structural tag": lambda schema: {
+        "structural_tag": {"structures": [{"begin": "<a>", "schema": schema, "end": "</a>"}], "triggers": ["<a>"]}
+    },
+    "a grammar": lambda schema: {"guided_grammar": f"start: %json {json.dumps(schema)}"},
+}
+
+
+@pytest.mark.parametrize("route", AS_BODY)
+@pytest.mark.parametrize("name", CRASHES)
+def test_no_form_reaches_a_library_in_the_engine_before_the_trial_process(
+    name: str, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the trial process refuses, the engine does not even begin to compile."""
+    body = CompletionRequest(prompt="a", **AS_BODY[route](CRASHES[name]["json"]))
+    params = from_body(body)
+    assert params is not None
+    backends = Backends(StructuredOutputs(), VOCABULARY)
+    compiled = list[StructuredOutput]()
+    monkeypatch.setattr(LLGuidanceBackend, "compile", lambda self, wanted: compiled.append(wanted))
+    try:
+        with pytest.raises(InvalidRequestError, match=r"ended with status -11|SamplingParams.structured_outputs"):
+            backends.compile(params.to_wire())
+    finally:
+        backends.stop()
+    assert not compiled
+
+
+def test_after_a_crash_the_tokenizer_is_not_read_again(trial: Trial) -> None:
+    fine = StructuredOutput(kind="regex", text="[ab]+")
+    trial.check("llguidance", fine)
+    process = process_of(trial)
+    before = forked_by(process)
+    crash = StructuredOutput(kind="json", text=json.dumps(CRASHES["a long chain of references"]["json"]))
+    with pytest.raises(InvalidRequestError, match="ended with status -11"):
+        trial.check("llguidance", crash)
+    trial.check("llguidance", fine)
+    assert process_of(trial) == process
+    assert forked_by(process)[0] == before[0], "the lane of plain forms goes on"
+    assert forked_by(process)[1] != before[1]
+
+
+def test_a_signal_to_all_processes_does_not_end_the_trial_of_a_grammar(trial: Trial) -> None:
     """systemd's and `docker stop`'s reach every process, and the engine goes on with what it has."""
-    trial = Trial(VOCABULARY)
-    others = set(psutil.Process().children())
-    try:
-        for number in STOP_SIGNALS:
-            trial.check("llguidance", StructuredOutput(kind="regex", text=f"[ab]+{number:d}"))
-            (process,) = set(psutil.Process().children()) - others
-            process.send_signal(number)
-        trial.check("llguidance", StructuredOutput(kind="regex", text="[ab]+"))
-        assert process.is_running(), "another had to be started"
-    finally:
-        trial.stop()
-    trial = Trial(VOCABULARY)
-    try:
-        trial.start()
-        (process,) = set(psutil.Process().children()) - others
-        process.terminate()  # before it could leave that to its parent
-        trial.check("llguidance", StructuredOutput(kind="regex", text="[ab]+"))
-    finally:
-        trial.stop()
+    for number in STOP_SIGNALS:
+        trial.check("llguidance", StructuredOutput(kind="regex", text=f"[ab]+{number:d}"))
+        process = process_of(trial)
+        forked = forked_by(process)
+        for each in (process, *forked):
+            each.send_signal(number)
+    trial.check("llguidance", StructuredOutput(kind="regex", text="[ab]+"))
+    assert process_of(trial) == process, "another had to be started"
+    assert forked_by(process) == forked
 
 
-def test_a_trial_that_crashed_is_told_from_one_that_hangs_though_it_is_long_in_dying() -> None:
-    """On a busy machine: its channel is closed at once, its memory is given back later."""
-    trial = Trial(VOCABULARY)
-    channel, theirs = Channel.pair(TrialMessage)
-    with theirs:
-        # Closes its end, as one that crashes, and is gone a second later.
-        crash = "import os, signal, sys, time; os.close(int(sys.argv[1])); time.sleep(1); signal.raise_signal(11)"
-        trial._process = subprocess.Popen(
-            [sys.executable, "-c", crash, str(theirs.fileno())], pass_fds=[theirs.fileno()]
-        )
-    trial._channel = channel
-    try:
-        with pytest.raises(InvalidRequestError, match="ended with status -11"):
-            trial.check("llguidance", StructuredOutput(kind="regex", text="[ab]+"))
-    finally:
-        trial.stop()
+def test_a_trial_process_that_is_killed_from_outside_is_started_again(trial: Trial) -> None:
+    trial.start()
+    process_of(trial).terminate()  # before it could leave that to its parent
+    trial.check("llguidance", StructuredOutput(kind="regex", text="[ab]+"))
+    for victim in (process_of(trial), *forked_by(process_of(trial))):
+        victim.kill()
+        trial.check("llguidance", StructuredOutput(kind="regex", text="[ab]+"))
+
+
+def test_no_process_is_left_when_the_trial_stops(trial: Trial) -> None:
+    trial.check("llguidance", StructuredOutput(kind="regex", text="[ab]+"))
+    processes = [process_of(trial), *forked_by(process_of(trial))]
+    assert len(processes) == 3
+    processes[1].suspend()  # one that reads nothing ends too
+    trial.stop()
+    _, left = psutil.wait_procs(processes, timeout=30)
+    assert not left
+
+
+# --- grammars that are slow only after many tokens --------------------------------------------------------------------
+
+AMBIGUOUS = 'root ::= e\ne ::= e e e | e e | "a" | "b"'
+SLOW = "takes more than 0.01 s for one token"
+
+
+@pytest.fixture
+def less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a step is too slow soon."""
+    for module in (backend, llguidance_backend, xgrammar_backend):
+        monkeypatch.setattr(module, "MOST_STEP_S", 0.01)
+
+
+def follow(matcher: Any, library: Backend, num_tokens: int) -> int:
+    """The number of tokens that it accepts, with a mask before each."""
+    mask = np.zeros((1, -(-VOCAB_SIZE // 32)), np.int32)
+    (token_id,) = tokens_of("a")
+    for count in range(num_tokens):
+        library.fill([(matcher, 0, [])], mask)
+        if not matcher.accept(token_id):
+            return count
+    return num_tokens
+
+
+@pytest.mark.usefixtures("less_time")
+@each_backend
+def test_a_grammar_that_grows_slow_ends_its_request(name: str) -> None:
+    matcher = compiled(name, "grammar", AMBIGUOUS)
+    assert follow(matcher, BACKENDS[name], 1000) < 1000
+    assert SLOW in matcher.problem
+
+
+@pytest.mark.usefixtures("less_time")
+@each_backend
+def test_a_slow_grammar_is_found_among_many(name: str) -> None:
+    """Several masks are made at once on other threads, whose time is not known each."""
+    slow, fast = compiled(name, "grammar", AMBIGUOUS), compiled(name, "regex", "a{5000}")
+    others = [fast.copy() for _ in range(MASKS_ON_ONE_THREAD + 1)]
+    places = [(each, nth, list[int]()) for nth, each in enumerate([*others, slow])]
+    masks = np.zeros((len(places), -(-VOCAB_SIZE // 32)), np.int32)
+    (token_id,) = tokens_of("a")
+    for _ in range(1000):
+        BACKENDS[name].fill(places, masks)
+        for each in others:
+            assert each.accept(token_id)
+        if not slow.accept(token_id):
+            break
+    assert SLOW in slow.problem
+    assert not any(each.problem for each in others)
+
+
+@each_backend
+def test_masks_made_one_by_one_are_those_made_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    matchers = [compiled(name, "regex", pattern) for pattern in ("[ab]{3}", "abc", "(ab)*", *["a+"] * 9)]
+    drafts = [tokens_of("ab"), matchers[1].forced_tokens(), tokens_of("a"), *[list[int]()] * 9]
+    at, places = 0, list[tuple[Any, int, list[int]]]()
+    for matcher, each in zip(matchers, drafts, strict=True):
+        matcher.mask = None
+        places.append((matcher, at, each))
+        at += len(each) + 1
+    together, alone = (np.zeros((at, -(-VOCAB_SIZE // 32)), np.int32) for _ in range(2))
+    BACKENDS[name].fill(places, together)
+    monkeypatch.setattr(BACKENDS[name], "_is_slow", True)
+    BACKENDS[name].fill(places, alone)
+    assert np.array_equal(together, alone)

@@ -1,4 +1,4 @@
-"""Forms that no process tries first: they keep the limits that it would hold them to, and others are still tried."""
+"""Forms known to be cheap: they keep the limits of a trial, and no other form delays them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,10 @@ import pytest
 import tiny_models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_grammar_backends import BACKENDS, VOCAB_SIZE, VOCABULARY
+from test_grammar_backends import BACKENDS, VOCAB_SIZE
 from test_structured_outputs import ENGINE, ask, form
 
 from headrace import LLM, InvalidRequestError
-from headrace.core.options.structured_outputs import StructuredOutputs
-from headrace.core.structured_output.backends import Backends
 from headrace.core.structured_output.compiler import NICENESS
 from headrace.core.structured_output.plain import is_plain
 from headrace.core.structured_output.trial import MOST_COMPUTING_S, _walk
@@ -154,39 +153,35 @@ def test_only_schemas_and_choices_are_plain() -> None:
         assert not is_plain(StructuredOutput(kind=kind, text="a"))
 
 
-@pytest.fixture
-def backends() -> Iterator[Callable[[str], Backends]]:
-    made = list[Backends]()
-
-    def of(name: str) -> Backends:
-        made.append(Backends(StructuredOutputs(backends=(name,)), VOCABULARY))
-        return made[-1]
-
-    yield of
-    for each in made:
-        each.stop()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save("llama", tmp_path_factory.mktemp("model"), tokenizer=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "schema", "is_tried"),
-    [
-        ("llguidance", PLAIN, False),
-        ("llguidance", {"pattern": "a"}, True),
-        ("xgrammar", PLAIN, True),  # which computes masks while it compiles
-    ],
-)
-def test_a_process_tries_what_is_not_plain(
-    backends: Callable[[str], Backends], name: str, schema: Any, is_tried: bool
-) -> None:
-    before = len(psutil.Process().children())
-    assert backends(name).compile(wanted(schema))
-    assert len(psutil.Process().children()) - before == is_tried
+def trials_of(engine: psutil.Process) -> list[psutil.Process]:
+    return [each for each in engine.children() if "headrace.core.structured_output.trial" in each.cmdline()]
+
+
+def test_a_plain_form_does_not_wait_for_another_that_takes_long(folder: Path) -> None:
+    with LLM(model=str(folder), in_process=True, **ENGINE) as llm:
+        ask(llm, form(regex="ready"))
+        (trial,) = trials_of(psutil.Process())
+        (_, other) = sorted(trial.children(), key=lambda each: each.pid)
+        other.suspend()  # as one that computes for long
+        try:
+            with ThreadPoolExecutor() as pool:
+                waiting = pool.submit(ask, llm, form(regex="late"))
+                assert ask(llm, form(choice=["at once"])) == ["at once"]
+                assert not waiting.done()
+                other.resume()
+                assert waiting.result() == ["late"]
+        finally:
+            other.resume()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have no niceness of their own here")
-def test_compiling_gives_way_to_steps_and_making_masks_does_not(tmp_path: Path) -> None:
-    folder = tiny_models.save("llama", tmp_path, tokenizer=True)
-    others = set(psutil.Process().children())  # engines that modules of tests share
+def test_compiling_gives_way_to_steps_and_making_masks_does_not(folder: Path) -> None:
+    others = set(trials_of(psutil.Process()))  # of engines that modules of tests share
     with LLM(model=str(folder), in_process=True, **(ENGINE | {"max_num_seqs": 16})) as llm:
         params = [form(json={**PLAIN, "title": str(n)}, max_tokens=8) for n in range(12)]
         llm.generate(["the water"] * len(params), params, use_tqdm=False)  # masks on several threads
@@ -194,10 +189,11 @@ def test_compiling_gives_way_to_steps_and_making_masks_does_not(tmp_path: Path) 
         niceness = {int(each.name): os.getpriority(os.PRIO_PROCESS, int(each.name)) for each in tasks()}
         named = [each for each in threading.enumerate() if each.name.startswith("grammar")]
         compilers = {each.native_id for each in named if each.native_id is not None}
-        (trial,) = set(psutil.Process().children()) - others
+        (trial,) = set(trials_of(psutil.Process())) - others
         assert compilers
         assert {task for task, nice in niceness.items() if nice > os.getpriority(os.PRIO_PROCESS, 0)} == compilers
-        assert trial.nice() == niceness[next(iter(compilers))] == os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
+        trying = {each.nice() for each in (trial, *trial.children())}
+        assert trying == {niceness[next(iter(compilers))]} == {os.getpriority(os.PRIO_PROCESS, 0) + NICENESS}
 
 
 def tasks() -> list[Path]:
