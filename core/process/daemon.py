@@ -18,11 +18,11 @@ from collections.abc import Callable
 from types import FrameType
 
 from headrace import __version__
-from headrace.core.engine.zmq_port import ZmqPort
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import OptionParser, add_options, options_from_arguments, parse_options
 from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.core.process.child_output import LoadBar
+from headrace.core.process.installed import CLIENT_ALONE
 from headrace.core.process.supervisor import START_GRACE_S
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start
@@ -34,17 +34,16 @@ from headrace.ipc.process.child import (
     show_stacks_when_asked,
 )
 from headrace.ipc.process.log import protect_stderr, set_up_logging
+from headrace.ipc.process.program import occupy_standard_descriptors
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.transport.keys import use_keys
 from headrace.ipc.wait import Deadline
 
 try:
     from headrace.core.engine.engine import EngineCore, check_node_rank
+    from headrace.core.engine.zmq_port import ZmqPort
 except ModuleNotFoundError as missing:
-    sys.exit(
-        f"engine-core: {missing.name} is not installed, for this is Headrace's client alone; "
-        "to run models here, in Headrace's clone: pip install '.[engine]'"
-    )
+    sys.exit(f"engine-core: {CLIENT_ALONE.format(missing=missing.name)}")
 
 logger = logging.getLogger(__name__)
 EXIT_START_FAILED, EXIT_ENGINE_FAILED = 1, 70
@@ -94,6 +93,7 @@ def run_alone(options: Options, address: str) -> int:
     """Runs an engine core without a parent: prints its address once it is ready. SIGTERM or Ctrl-C drains it, a second
     one ends it at once. Returns the exit status."""
     warning = take_vllm_variables(os.environ)
+    occupy_standard_descriptors()
     protect_stderr()
     set_up_logging("engine-core", "INFO")
     if warning:
@@ -125,7 +125,7 @@ def run_alone(options: Options, address: str) -> int:
         with exit_when_slow(limit_s + START_GRACE_S, too_slow, EXIT_START_FAILED):
             core.start(on_phase, bar.read)
         core.announce(options.coordinator)
-        print(f"engine-core: ready at {port.address}", flush=True)
+        _tell_address(port.address)
         return _serve(core)
     except HeadraceError as error:
         print(f"engine-core: {error}" + (f"\n{error.hint}" if error.hint else ""), file=sys.stderr)
@@ -135,6 +135,16 @@ def run_alone(options: Options, address: str) -> int:
     finally:
         bar.close(is_done=False)
         core.close()
+
+
+def _tell_address(address: str) -> None:
+    """Prints the address; the engine serves also where that fails, on a full disk or a closed pipe."""
+    line = f"engine-core: ready at {address}"
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        logger.warning("%s (standard output cannot be written: %s)", line, (error.strerror or str(error)).lower())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try to write the line again at its end
 
 
 def take_part_of_machine(options: Options) -> None:

@@ -25,6 +25,7 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.options.values import plain_options
 from headrace.core.process.child_output import ChildLog, LoadBar
+from headrace.core.process.installed import check_engine_is_installed
 from headrace.ipc.codec import CodecError
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError
 from headrace.ipc.messages import (
@@ -38,7 +39,12 @@ from headrace.ipc.messages import (
     Stop,
 )
 from headrace.ipc.process.proc import oom_kill_count, status_of
-from headrace.ipc.process.program import child_environment, python_command, starting_folder
+from headrace.ipc.process.program import (
+    child_environment,
+    occupy_standard_descriptors,
+    python_command,
+    starting_folder,
+)
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
 from headrace.ipc.transport.sockets import new_ipc_address, remove_leftover
 from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
@@ -70,9 +76,9 @@ class ChildOptions(msgspec.Struct, frozen=True):
     """How long the child may take until it is ready."""
     shows_loading: bool | None = False
     """Show a progress bar while the child reads weights. None: if stderr is a terminal."""
-    bind: str | None = None
-    """Where the child was told to listen; empty for an address of its own choice, which it reports. Once it has ended,
-    for any reason, the socket that a killed one leaves behind is removed. None: it does not listen."""
+    bind: str = ""
+    """Where the child is to listen, if anywhere; empty for an address of its own choice, which it reports. Once it has
+    ended, for any reason, the socket that a killed one leaves behind is removed."""
 
 
 class Child:
@@ -99,6 +105,7 @@ class Child:
         """Keys for the engine's address. None: those of HEADRACE_KEYS, which the child inherits."""
         self._progress: list[Progress] = []
         self._on_exit: list[OnExit] = []
+        occupy_standard_descriptors()
         self._channel, theirs = Channel.pair(self.options.receives)
         self._oom_kills = oom_kill_count()
         self._spawn_error: OSError | None = None
@@ -314,9 +321,9 @@ class Child:
             process.stdout.close()
         self._channel.close()
         self._bar.close(is_done=False)
-        if self.options.bind is not None:
+        if bound := self.ready.address if self.ready else self.options.bind:
             try:
-                remove_leftover(self.ready.address if self.ready else self.options.bind)
+                remove_leftover(bound)
             except (HeadraceError, OSError) as error:  # the end must still be reported to all that wait for it
                 logger.warning("after the end of %s: %s", self.name, error)
         with self._changed:
@@ -371,7 +378,11 @@ def ask_for_stacks(children: Sequence[Child]) -> None:
 
 
 def start_engine(options: Options, address: str = "") -> Child:
-    """Starts an engine-core as a child, which ends when this process does. `wait_ready` returns its address."""
+    """Starts an engine-core as a child, which ends when this process does. `wait_ready` returns its address.
+
+    Raises EngineStartError where only the client is installed.
+    """
+    check_engine_is_installed()
     start = Start(schema_hash=SCHEMA_HASH, options=plain_options(options), bind=address)
     child = ChildOptions(
         startup_timeout_s=options.startup_timeout, shows_loading=options.use_tqdm_on_load, bind=address

@@ -20,6 +20,9 @@ CAUSE_GRACE_S = 1.0
 
 def run_in_process(model: str | None, options: dict[str, Any]) -> tuple[EngineThread, MemoryTransport]:
     """Starts the engine on a thread of this process; returns it and the transport to it. Raises the start's errors."""
+    from headrace.core.process.installed import check_engine_is_installed
+
+    check_engine_is_installed()
     from headrace.core.engine.engine import EngineThread
 
     parsed = parse_own(model, options)

@@ -16,6 +16,8 @@ from typing import Self
 _LEAST_AGE_S = 60.0
 """A folder without a lock may be just created, by a process that is about to lock it."""
 
+SYSTEMS_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+
 
 def temporary_folders() -> Iterator[Path]:
     """The folders for temporary files that can be written: TMPDIR, TEMP or TMP, then the system's.
@@ -24,7 +26,7 @@ def temporary_folders() -> Iterator[Path]:
     """
     named = [os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP")]
     seen = set()
-    for folder in (*named, "/tmp", "/var/tmp", "/dev/shm"):
+    for folder in (*named, *SYSTEMS_FOLDERS):
         if folder and os.path.isabs(folder) and folder not in seen and os.access(folder, os.W_OK | os.X_OK):
             seen.add(folder)
             yield Path(folder)

@@ -33,6 +33,18 @@ def python_command(*arguments: str) -> list[str]:
     return [sys.executable, *flags, *arguments]
 
 
+def occupy_standard_descriptors() -> None:
+    """Opens the null device at those of the descriptors 0, 1 and 2 that are closed, as a daemon's may be.
+
+    Otherwise a socket or memory of ours gets such a number, and a child that inherits it has its standard stream there.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+
+
 def starting_folder() -> str | None:
     """The `cwd` for a program of ours: None, that is this process's own, or / where that folder has been deleted."""
     try:

@@ -147,8 +147,12 @@ def build(level: str = "native", folder: Path = FOLDER, part: str = CORE) -> Lib
     where = _cache_path() or "a home folder, as there is none (HEADRACE_CACHE names another)"
     logger.warning("The CPU kernels are compiled at every start: nothing can be kept in %s.", where)
     # No usable cache: the private folder is deleted once the file is mapped.
-    with tempfile.TemporaryDirectory(prefix="headrace-kernels-") as private:
-        path = Path(private) / f"cpu-{key}.so"
+    try:
+        private = tempfile.TemporaryDirectory(prefix="headrace-kernels-")
+    except OSError as error:
+        raise BuildError(f"there is no folder to compile the CPU kernels in: {error}") from error
+    with private:
+        path = Path(private.name) / f"cpu-{key}.so"
         _compile(units, compiler, flags, path)
         return Library(_open(path), level, str(path), compiled=True)
 

@@ -123,9 +123,9 @@ def claim_cpus(cpus: list[int], folder: Path | None = None) -> list[int] | None:
 
     The system releases the locks when the files are closed or the process ends, however it ends.
     """
-    folder = folder or Path(tempfile.gettempdir()) / f"headrace-cpus-{os.getuid()}"
     held: list[int] = []
     try:
+        folder = folder or Path(tempfile.gettempdir()) / f"headrace-cpus-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         for cpu in cpus:
             held.append(os.open(folder / f"{cpu}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))

@@ -9,6 +9,7 @@ import argparse
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import parse_options
+from headrace.core.process.installed import check_engine_is_installed
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.program import child_environment, python_command
 
@@ -33,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     given = {name: value for name, value in vars(arguments).items() if name in Options.__struct_fields__}
     options = parse_options(**given)
+    check_engine_is_installed("numpy", "torch")
     # A separate process: reading weights needs torch, which must not be loaded here.
     command = python_command("-m", "headrace.executor.checkpoints.sharded_state", arguments.output)
     done = subprocess.run(

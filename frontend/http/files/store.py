@@ -113,12 +113,15 @@ class TakenOver(NamedTuple):
 
 class FileStore:
     def __init__(self, folder: str | None, most_bytes: int) -> None:
-        """folder: None for a temporary one. Raises OptionError for a folder that cannot be used."""
+        """folder: None for a temporary one, or for none if most_bytes is 0. Raises OptionError if it cannot be used."""
         self.most_bytes = most_bytes
         self._growing: dict[str, int] = {}
         """Bytes so far of the files that this process is writing, by id."""
         self._own: OwnFolder | None = None
         try:
+            if folder is None and not most_bytes:
+                self._database = SharedDatabase("file store", None, _TABLES)
+                return
             if folder is None:
                 self._own = OwnFolder("files")
                 self.folder = self._own.path
@@ -127,7 +130,8 @@ class FileStore:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._database = SharedDatabase("file store", self.folder / "index.sqlite", _TABLES)
         except (OSError, sqlite3.Error) as error:
-            raise OptionError(f"file_store={folder}: no folder that can be used ({error})") from None
+            named = "file_store" if folder is None else f"file_store={folder}"
+            raise OptionError(f"{named}: no folder that can be used ({error}); file_store_bytes=0 keeps none") from None
 
     def close(self) -> None:
         self._database.close()

@@ -171,9 +171,13 @@ def serve_with_processes(
 @contextlib.contextmanager
 def _shared_stores(options: ServeOptions) -> Iterator[ServeOptions]:
     """Any HTTP process may be asked for what another one stored: stores without a path of the user's share a folder."""
+    places = {"response_store": "responses.sqlite", "file_store": "files"}
+    kept = [name for name in places if getattr(options, name) is None and getattr(options, f"{name}_bytes")]
+    if not kept:
+        yield options
+        return
     with OwnFolder("stores") as folder:
-        places = {"response_store": "responses.sqlite", "file_store": "files"}
-        missing = {name: f"{folder.path}/{place}" for name, place in places.items() if getattr(options, name) is None}
+        missing = {name: f"{folder.path}/{places[name]}" for name in kept}
         yield msgspec.structs.replace(options, **missing)
 
 
