@@ -32,6 +32,7 @@ from headrace.core.engine.sessions import Sessions, TellsAll
 from headrace.ipc.codec import Codec, CodecError, Frame
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
+from headrace.ipc.transport.engine_records import OwnRecord
 from headrace.ipc.transport.keys import Gatekeeper, key_file
 from headrace.ipc.transport.sockets import (
     MOST_FRAMES,
@@ -42,6 +43,7 @@ from headrace.ipc.transport.sockets import (
     ipc_path,
     receive_frames,
     send_whole,
+    this_kernel,
 )
 
 logger = logging.getLogger(__name__)
@@ -132,6 +134,7 @@ class ZmqPort(TellsAll):
         except BaseException:
             self._end_context()
             raise
+        self._record = OwnRecord(self.address, this_kernel())
         self._socket_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
@@ -152,6 +155,7 @@ class ZmqPort(TellsAll):
         self._sessions = sessions
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
         self._thread.start()
+        self._record.set_ready()
 
     def send(self, client: int, message: CoreMessage) -> None:
         self._send(client, self._loop_codec.encode(message))
@@ -178,6 +182,7 @@ class ZmqPort(TellsAll):
             self._wake()
             self._thread.join(5.0)
             self._thread = None
+        self._record.remove()
         self._socket.close()
         self._end_context()
         with contextlib.suppress(OSError):

@@ -36,7 +36,7 @@ from headrace.ipc.process.child import (
 from headrace.ipc.process.log import protect_stderr, set_up_logging
 from headrace.ipc.process.program import occupy_standard_descriptors
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
-from headrace.ipc.transport.keys import use_keys
+from headrace.ipc.transport.keys import KeyFileError, use_keys
 from headrace.ipc.wait import Deadline
 
 try:
@@ -57,10 +57,10 @@ def main() -> None:
     try:
         arguments = parser.parse_args()
         options = options_from_arguments(arguments)
-    except OptionError as error:
+        use_keys(arguments.keys, arguments.insecure)
+    except (OptionError, KeyFileError) as error:
         print(f"engine-core: {error}", file=sys.stderr)
         sys.exit(2)
-    use_keys(arguments.keys, arguments.insecure)
     leave(run_alone(options, arguments.address))
 
 

@@ -23,11 +23,12 @@ from typing import Any
 import msgspec
 
 from headrace.core.options.engine_options import Options
+from headrace.core.options.model_path import check_path_exists
 from headrace.core.options.values import plain_options
 from headrace.core.process.child_output import ChildLog, LoadBar
 from headrace.core.process.installed import check_engine_is_installed
 from headrace.ipc.codec import CodecError
-from headrace.ipc.failure import EngineStartError, Failure, HeadraceError
+from headrace.ipc.failure import EngineStartError, Failure, HeadraceError, ModelError
 from headrace.ipc.messages import (
     SCHEMA_HASH,
     ChildFailed,
@@ -52,6 +53,8 @@ from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
 logger = logging.getLogger(__name__)
 START_GRACE_S = 5.0
 """A parent waits for `startup_timeout` and this time: the engine may itself report which of its workers hangs."""
+_READS_PATHS = ("auto", "uni", "mp")
+"""Executors that read the model from this machine's files."""
 STACKS_WITHIN_S = 2.0
 """How long a program that hangs may take to write its threads' stacks."""
 STOP_MESSAGE_S = 1.0
@@ -380,9 +383,14 @@ def ask_for_stacks(children: Sequence[Child]) -> None:
 def start_engine(options: Options, address: str = "") -> Child:
     """Starts an engine-core as a child, which ends when this process does. `wait_ready` returns its address.
 
-    Raises EngineStartError where only the client is installed.
+    Raises EngineStartError where only the client is installed, and for a model's path where there is nothing.
     """
     check_engine_is_installed()
+    if options.distributed_executor_backend in _READS_PATHS:
+        try:
+            check_path_exists(options.model or "")
+        except ModelError as error:
+            raise EngineStartError.from_failure(Failure.of(error, process="engine-core", phase="start")) from None
     start = Start(schema_hash=SCHEMA_HASH, options=plain_options(options), bind=address)
     child = ChildOptions(
         startup_timeout_s=options.startup_timeout, shows_loading=options.use_tqdm_on_load, bind=address

@@ -436,9 +436,9 @@ class LLM(Controls, NamesWhatIsMissing):
             raise HeadraceError("this LLM is closed")
 
 
-def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> LLM:
+def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S, *, keys: str | None = None) -> LLM:
     """Attaches to the engine-core that listens at `address`; see LLM.connect."""
-    return LLM.connect(address, timeout_s)
+    return LLM.connect(address, timeout_s, keys=keys)
 
 
 def _own_client(transport: Transport) -> CoreClient:

@@ -137,6 +137,7 @@ class CoreClient(AsyncControls):
             if with_tokenizer:
                 await self._get_tokenizer(timeout_s)
         except BaseException:
+            self._welcome.cancel()  # nobody waits for it, so an error in it would be logged as never retrieved
             await self.close()
             raise
 

@@ -1,4 +1,4 @@
-"""Finds this user's engines by their sockets and reads their statistics, for `ps` and `top`.
+"""Finds this user's engines by their records and reads their statistics, for `ps` and `top`.
 
 These sessions fetch no tokenizer, so querying an engine takes only a few milliseconds.
 """
@@ -6,7 +6,7 @@ These sessions fetch no tokenizer, so querying an engine takes only a few millis
 from __future__ import annotations
 
 import asyncio
-import re
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -16,12 +16,11 @@ from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.ipc.failure import EngineDeadError
 from headrace.ipc.messages import EngineStats, GetStats, Welcome
-from headrace.ipc.process.runtime_directory import runtime_directory
-from headrace.ipc.transport.sockets import check_address, ipc_path
+from headrace.ipc.process.runtime_directory import AddressError
+from headrace.ipc.transport.engine_records import EngineRecord, engine_records
+from headrace.ipc.transport.sockets import check_address
 
 ANSWER_TIMEOUT_S = 2.0
-_SOCKET_NAME = re.compile(r"engine-(?:(\d+)|core-\d+)-[0-9a-f]+\.sock")
-"""Contains the engine's pid, or, for an engine that a server restarts at the same address, the server's pid."""
 
 
 class EngineSnapshot(msgspec.Struct, kw_only=True):
@@ -65,7 +64,10 @@ class EngineWatch:
             stats = await self._client.call(GetStats, timeout_s)
         except EngineDeadError as error:
             problem = error.failure.message if error.failure is not None else str(error)
-        pid = self._welcome.pid if self._welcome is not None else pid_of(self.address)
+        record = None if self._welcome is not None or self.gone else record_of(self.address)
+        pid = self._welcome.pid if self._welcome is not None else record and record.pid
+        if record is not None and not record.is_ready:
+            problem = "it is starting"
         return EngineSnapshot(
             address=self.address,
             at_s=time.monotonic(),
@@ -83,18 +85,11 @@ class EngineWatch:
 
 
 def engine_addresses() -> list[str]:
-    """The address of every engine's socket in the runtime directory, oldest first; some may belong to dead engines.
+    """The addresses of this user's engines, oldest first; some may belong to dead engines.
 
-    Raises AddressError if the directory cannot be used.
+    Raises AddressError if the runtime directory cannot be used.
     """
-    found: list[tuple[float, str]] = []
-    for path in runtime_directory().glob("engine-*.sock"):
-        try:
-            if _SOCKET_NAME.fullmatch(path.name) and path.is_socket():
-                found.append((path.stat().st_mtime, f"ipc://{path}"))
-        except OSError:
-            continue  # it was removed meanwhile
-    return [address for _, address in sorted(found)]
+    return [record.address for record in engine_records()]
 
 
 async def look_at(addresses: Sequence[str], *, with_gone: bool = False) -> list[EngineSnapshot]:
@@ -122,11 +117,11 @@ def check_seen(snapshots: Sequence[EngineSnapshot]) -> None:
         )
 
 
-def pid_of(address: str) -> int | None:
-    """The pid in the name of a socket of the runtime directory; None if the name has no engine's pid."""
-    path = ipc_path(address)
-    match = _SOCKET_NAME.fullmatch(path.name) if path is not None else None
-    return int(match.group(1)) if match is not None and match.group(1) else None
+def record_of(address: str) -> EngineRecord | None:
+    """What the newest engine at this address tells of itself; None for one of another user or host."""
+    with contextlib.suppress(AddressError):
+        return next((record for record in reversed(engine_records()) if record.address == address), None)
+    return None
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

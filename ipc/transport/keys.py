@@ -108,9 +108,11 @@ def is_insecure() -> bool:
 
 
 def use_keys(path: str | None, insecure: bool) -> None:
-    """Applies a command line's options to this process and the children that it starts."""
+    """Applies a command line's options to this process and the children that it starts. Raises KeyFileError for a named
+    file that is none."""
     if path is not None:
-        os.environ[VARIABLE] = path
+        read_keys(Path(path))
+        os.environ[VARIABLE] = os.path.abspath(path)
     if insecure:
         os.environ[INSECURE_VARIABLE] = "1"
 

@@ -22,6 +22,7 @@ import zmq
 from headrace.ipc.codec import Frame
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.runtime_directory import UNIX_PATH_BYTES, AddressError, runtime_directory
+from headrace.ipc.transport.engine_records import sweep_records
 from headrace.ipc.transport.keys import is_insecure, key_file, read_engine_keys, read_keys
 
 HEARTBEAT_INTERVAL_MS = 1_000
@@ -72,13 +73,14 @@ def sweep_sockets() -> Path:
             least_age_s = _LEAST_ASKED_S if Path(f"/proc/{pid}").exists() else _BIND_TO_LISTEN_S
             with contextlib.suppress(OSError):
                 age_s = time.time() - leftover.stat().st_mtime
-                if kernel == _this_kernel() and age_s > least_age_s and _refuses(leftover):
+                if kernel == this_kernel() and age_s > least_age_s and _refuses(leftover):
                     leftover.unlink(missing_ok=True)
+    sweep_records(directory, this_kernel())
     return directory
 
 
 @functools.cache
-def _this_kernel() -> str:
+def this_kernel() -> str:
     """Names the running kernel, which all containers of a host share: a hash of its boot id."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()
@@ -93,16 +95,16 @@ def remove_leftover(address: str) -> None:
     A sweep alone takes it for one in use where its name has this process's number, as those do that are to be bound
     again by another child.
     """
-    sweep_sockets()
     path = ipc_path(address)
     if path is not None and _refuses(path):
         path.unlink(missing_ok=True)
+    sweep_sockets()
 
 
 def new_ipc_address(name: str) -> str:
     """A new ipc:// address in the runtime directory; removes unused sockets from it."""
     directory = sweep_sockets()
-    path = directory / f"{name}-{os.getpid()}-{_this_kernel()}{secrets.token_hex(4)}.sock"
+    path = directory / f"{name}-{os.getpid()}-{this_kernel()}{secrets.token_hex(4)}.sock"
     if len(os.fsencode(path)) > UNIX_PATH_BYTES:
         raise AddressError(
             f"{path} is longer than the {UNIX_PATH_BYTES} bytes of a Unix socket's path; "

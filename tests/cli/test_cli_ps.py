@@ -12,11 +12,14 @@ import pytest
 from fake_core import Faults, zmq_core
 
 import headrace
+from headrace.core.engine.zmq_port import ZmqPort
 from headrace.frontend.cli.main import main
 from headrace.frontend.client import engine_watch
 from headrace.frontend.client.engine_metrics import hit_rate, kv_use
 from headrace.frontend.client.engine_watch import duration, short_name
 from headrace.ipc.messages import EngineStats
+from headrace.ipc.transport.engine_records import OwnRecord
+from headrace.ipc.transport.sockets import new_ipc_address, this_kernel
 
 
 def listed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
@@ -49,17 +52,53 @@ def test_an_engine_is_listed_with_what_it_says_of_itself(
         assert line.endswith(core.address)
 
 
-def test_sockets_that_nobody_listens_on_are_not_listed(
+def test_records_of_engines_that_have_ended_are_not_listed_and_go_with_the_next_start(
     runtime_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.socket(socket.AF_UNIX) as left_over:
-        left_over.bind(str(runtime_directory / "engine-4711-0a0b0c0d.sock"))
-    (runtime_directory / "engine-4712-0a0b0c0d.sock").touch()
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(runtime_directory / "server-4713-0a0b0c0d.sock"))
-        other.listen()
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # it does not listen, so it refuses
+        OwnRecord(f"tcp://127.0.0.1:{bound.getsockname()[1]}", this_kernel())
+        OwnRecord(f"ipc://{runtime_directory}/ended.sock", this_kernel())
+        OwnRecord(f"ipc://{runtime_directory}/other-host.sock", "another kernel")
+        (runtime_directory / "engine-1-00000000.json").write_text("{")
         assert listed(capsys) == []
-    assert len(list(runtime_directory.iterdir())) == 3  # looking removes nothing
+        assert len(list(runtime_directory.iterdir())) == 4  # looking removes nothing
+        new_ipc_address("engine")
+        assert len(list(runtime_directory.iterdir())) == 2
+
+
+def test_an_engine_is_listed_wherever_it_listens(
+    runtime_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with zmq_core(model="here", address=f"ipc://{tmp_path}/e.sock"), zmq_core(address="tcp://127.0.0.1:*", model="tcp"):
+        assert [row["model"] for row in listed(capsys)] == ["here", "tcp"]
+    assert list(runtime_directory.iterdir()) == []
+
+
+def test_an_engine_that_starts_is_listed_as_starting(
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_watch.EngineWatch.look, "__defaults__", (0.2,))
+    port = ZmqPort("")
+    try:
+        (row,) = listed(capsys)
+        assert (row["pid"], row["problem"]) == (os.getpid(), "it is starting")
+    finally:
+        port.close()
+
+
+def test_an_engine_that_is_asked_for_and_gone_is_told_once(
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ps", "--engine", f"ipc://{runtime_directory}/none.sock"]) == 1
+    told = capsys.readouterr()
+    assert len(told.out.splitlines()) == 1, "the header"
+    assert told.err.count("none.sock") == 1
+
+
+def test_a_key_file_that_is_none_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["ps", "--keys", str(tmp_path / "none")]) == 1
+    assert "cannot be read: no such file or directory" in capsys.readouterr().err
 
 
 def test_an_engine_that_does_not_answer_is_listed_with_the_problem(
@@ -74,15 +113,14 @@ def test_an_engine_that_does_not_answer_is_listed_with_the_problem(
             f"is headrace 9.9.9 with message schema another, and this client is headrace {headrace.__version__}"
             in foreign
         )
-        assert [row["pid"] for row in rows if row["model"] is None] == [os.getpid()]  # by the socket's name
+        assert [row["pid"] for row in rows if row["model"] is None] == [os.getpid()]  # by its record
 
 
 def test_the_newest_engine_comes_last(runtime_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with zmq_core(model="first") as first, zmq_core(model="second"):
-        os.utime(first.address.removeprefix("ipc://"), (1, 1))
+    with zmq_core(model="first"), zmq_core(model="second"):
         assert [row["model"] for row in listed(capsys)] == ["first", "second"]
-        os.utime(first.address.removeprefix("ipc://"), (2**31, 2**31))
-        assert [row["model"] for row in listed(capsys)] == ["second", "first"]
+        with zmq_core(model="third"):
+            assert [row["model"] for row in listed(capsys)] == ["first", "second", "third"]
 
 
 def test_figures_are_shares_of_what_there_is() -> None:

@@ -71,7 +71,10 @@ with memory_core() as core, headrace.LLM.attach(core.transport) as llm:
 
 
 def test_the_public_names_are_there() -> None:
-    assert set(headrace.__all__) <= set(dir(headrace))
+    assert {name for name in dir(headrace) if not name.startswith("__")} == set(headrace.__all__) - {
+        "__version__",
+        "__version_tuple__",
+    }
     assert headrace.SamplingParams.__name__ == "SamplingParams"
     assert headrace.__version__ == importlib.metadata.version("headrace")
 

@@ -111,8 +111,9 @@ def test_a_bad_option_starts_nothing() -> None:
         AsyncLLM("null", **{"max_modle_len": 5})
 
 
-def test_an_engine_that_cannot_start_says_why() -> None:
-    with pytest.raises(EngineStartError, match="there is no model at /nonexistent/model"):
+def test_a_path_without_a_model_is_told_before_a_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("headrace.core.process.supervisor.Child")
+    with pytest.raises(ModelError, match="there is no model at /nonexistent/model"):
         LLM("/nonexistent/model")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from engine_parts import make_plan, welcome_of
 
+import headrace
 from headrace.core.engine.sessions import Inbox, Sessions
 from headrace.core.engine.zmq_port import ZmqPort
 from headrace.frontend.cli.main import main
@@ -209,3 +211,25 @@ def test_an_address_that_other_hosts_reach_wants_keys_or_a_plain_word(
     monkeypatch.setenv("HEADRACE_INSECURE", "0")
     with pytest.raises(AddressError):
         check_address(address)
+
+
+def test_connect_takes_a_key_file(address: str, keys: Path) -> None:
+    with headrace.connect(address, keys=str(keys)) as llm:
+        assert llm.get_default_sampling_params() is not None
+
+
+@pytest.mark.parametrize("command", [["serve", "null"], ["complete", "x"], ["top", "--once"], ["ps"], ["coordinator"]])
+def test_a_key_file_that_is_not_there_is_told_before_anything_starts(
+    command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = tmp_path / "none.keys"
+    if command[0] == "complete":
+        monkeypatch.setenv("HEADRACE_KEYS", str(missing))
+        given = [*command, "--engine", "tcp://127.0.0.1:9"]
+    else:
+        given = [*command, "--keys", str(missing)]
+    assert main(given) in (1, 2)
+    gc.collect()
+    told = capfd.readouterr().err
+    assert f"the key file {missing} cannot be read: no such file or directory" in told
+    assert "never retrieved" not in told

@@ -49,7 +49,8 @@ from headrace.ipc.messages import (
     TokenizerInfo,
     Welcome,
 )
-from headrace.ipc.transport.sockets import bind_router, ipc_path
+from headrace.ipc.transport.engine_records import OwnRecord
+from headrace.ipc.transport.sockets import bind_router, ipc_path, this_kernel
 
 MAX_MODEL_LEN = 256
 NextToken = Callable[[list[int], int, int], int]
@@ -296,11 +297,14 @@ class ZmqCore:
         self.core = core
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket, self.address = bind_router(self._context, address)
+        self._record = OwnRecord(self.address, this_kernel())
+        self._record.set_ready()
         self._stop = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def stop(self) -> None:
+        self._record.remove()
         self._stop.set()
         self.thread.join(10)
 
@@ -356,8 +360,8 @@ def memory_core(*args: Any, **kwargs: Any) -> Iterator[MemoryCore]:
 
 
 @contextlib.contextmanager
-def zmq_core(*args: Any, **kwargs: Any) -> Iterator[ZmqCore]:
-    core = ZmqCore(FakeCore(*args, **kwargs))
+def zmq_core(*args: Any, address: str = "", **kwargs: Any) -> Iterator[ZmqCore]:
+    core = ZmqCore(FakeCore(*args, **kwargs), address)
     with contextlib.ExitStack() as stack:
         stack.callback(core.stop)
         yield core

@@ -7,7 +7,6 @@ environment variable HEADRACE_USE_MODELSCOPE is set (`model_scope.py`). One file
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import itertools
 import re
@@ -16,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.core.options.engine_options import Options
+from headrace.core.options.model_path import is_path, nearest_path
 from headrace.core.options.option import Secret
 from headrace.executor.checkpoints.hub.hugging_face import HuggingFace
 from headrace.executor.checkpoints.hub.model_scope import ModelScope, is_asked_for
@@ -89,15 +89,15 @@ def locate(model: str, choice: HubChoice) -> Path:
             return path
         raise ModelError(f"{path} is a file but not a .gguf one; give the folder that holds the model, {path.parent}")
     match = _HUB_FILE.fullmatch(model) or _HUB_NAME.fullmatch(model)
-    if match is None or model.startswith((".", "~", "/")) or (model.endswith(".gguf") and match["tag"] is None):
-        raise ModelError(f"there is no model at {path}{_nearest(path)}")
+    if match is None or is_path(model) or (model.endswith(".gguf") and match["tag"] is None):
+        raise ModelError(f"there is no model at {path}{nearest_path(path)}")
     source = _source()
     try:
         return _fetch(source, match["repo"], match["tag"], choice)
     except ModelError as error:
         raise ModelError(
-            f"the model {model} was found neither as a folder or .gguf file here{_nearest(path)} nor on {source.name}: "
-            f"{error}",
+            f"the model {model} was found neither as a folder or .gguf file here{nearest_path(path)} "
+            f"nor on {source.name}: {error}",
             hint=error.hint,
         ) from error
 
@@ -119,16 +119,6 @@ def cached_config(model: str, choice: HubChoice, file: str = "config.json") -> P
 def _source() -> Source:
     """The hub to use. Raises OptionError if its library is not installed."""
     return ModelScope() if is_asked_for() else HuggingFace()
-
-
-def _nearest(path: Path) -> str:
-    """A suggestion, as text in parentheses, if a folder or file beside `path` has a similar name; else ""."""
-    try:
-        beside = [each.name for each in path.parent.iterdir() if each.is_dir() or each.suffix == ".gguf"]
-    except OSError:
-        return f" (nor is there a folder {path.parent})"
-    close = difflib.get_close_matches(path.name, beside, n=1)
-    return f" (did you mean {path.parent / close[0]}?)" if close else ""
 
 
 def _fetch(source: Source, repo: str, tag: str | None, choice: HubChoice) -> Path:

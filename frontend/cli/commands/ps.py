@@ -1,6 +1,6 @@
 """List this user's running engines, with their load.
 
-Finds engines that listen in the runtime directory, which is where an engine listens unless it is given --address.
+Finds all engines that this user has started on this host, wherever they listen.
 """
 
 from __future__ import annotations
@@ -21,13 +21,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help="List the engine-core at this address instead, and fail if there is none; repeatable",
     )
+    parser.add_argument(
+        "--keys", metavar="FILE", help="Key file (`headrace keys FILE`) for tcp://; default: HEADRACE_KEYS"
+    )
     parser.add_argument("--json", action="store_true", help="Print a JSON list instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from headrace.frontend.client.engine_watch import check_seen, engine_addresses, look_at, table
     from headrace.frontend.client.event_loop import run_async
+    from headrace.ipc.transport.keys import use_keys
 
+    use_keys(arguments.keys, insecure=False)
     asked: list[str] = arguments.engine or []
     snapshots = run_async(lambda: look_at(asked or engine_addresses(), with_gone=bool(asked)))
     if arguments.json:
@@ -35,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(json.dumps([as_json(snapshot) for snapshot in snapshots], indent=2))
     else:
-        print(*table(HEADER, [_row(snapshot) for snapshot in snapshots]), sep="\n")
+        # The error tells the cause of an engine that was asked for and did not answer.
+        print(*table(HEADER, [_row(each) for each in snapshots if each.stats or not asked]), sep="\n")
     if asked:
         check_seen(snapshots)
     return 0

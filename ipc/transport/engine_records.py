@@ -1,0 +1,98 @@
+"""What each engine-core tells about itself in the runtime directory: `headrace ps` finds it wherever it listens.
+
+A record is a small JSON file, written when the engine has bound its address, again when it is ready, and removed when
+it ends. One that a killed engine leaves is removed by the next start, once its address refuses a connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from headrace.ipc.process.runtime_directory import AddressError, runtime_directory
+
+_PATTERN = "engine-*.json"
+_ASK_S = 1.0
+
+
+class EngineRecord(msgspec.Struct, frozen=True):
+    address: str
+    pid: int
+    """In the engine's own container."""
+    kernel: str
+    """As `this_kernel`: only a record of the same one may be removed, as only there its address can be asked."""
+    began_s: float
+    """When it bound its address, in seconds of the system's clock."""
+    is_ready: bool = False
+
+
+class OwnRecord:
+    """The record of this process's engine. Without a runtime directory there is none, and the engine serves all the
+    same."""
+
+    def __init__(self, address: str, kernel: str) -> None:
+        self._record = EngineRecord(address, os.getpid(), kernel, time.time())
+        self._path: Path | None = None
+        with contextlib.suppress(AddressError):
+            self._path = runtime_directory() / f"engine-{os.getpid()}-{secrets.token_hex(4)}.json"
+        self._write()
+
+    def set_ready(self) -> None:
+        self._record = msgspec.structs.replace(self._record, is_ready=True)
+        self._write()
+
+    def remove(self) -> None:
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            self._path = None
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        beside = self._path.with_suffix(".new")
+        try:
+            beside.write_bytes(msgspec.json.encode(self._record))
+            beside.replace(self._path)  # a reader sees the old record or the new one
+        except OSError:
+            self._path = None
+
+
+def engine_records() -> list[EngineRecord]:
+    """The records of this user's engines, oldest first; some may be of dead ones. Raises AddressError."""
+    return sorted((record for _, record in _read(runtime_directory())), key=lambda record: record.began_s)
+
+
+def sweep_records(directory: Path, kernel: str) -> None:
+    """Removes the records of engines of this kernel whose address refuses a connection."""
+    for path, record in _read(directory):
+        if record.kernel == kernel and _refuses(record.address):
+            path.unlink(missing_ok=True)
+
+
+def _read(directory: Path) -> Iterator[tuple[Path, EngineRecord]]:
+    for path in directory.glob(_PATTERN):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            yield path, msgspec.json.decode(path.read_bytes(), type=EngineRecord)
+
+
+def _refuses(address: str) -> bool:
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    family = socket.AF_UNIX if scheme == "ipc" else socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_ASK_S)
+        try:
+            probe.connect(rest if scheme == "ipc" else (host.strip("[]"), int(port)))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except (OSError, ValueError):
+            return False  # its listener accepts no connections just now, or cannot be reached from here
+    return False
