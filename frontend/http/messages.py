@@ -61,7 +61,7 @@ _SIGNATURE = "headrace:"
 
 
 class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    role: Literal["user", "assistant", "system"]
+    role: Literal["user", "assistant", "system", "developer"]
     content: str | Many[dict[str, Any]]
 
 

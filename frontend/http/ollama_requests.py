@@ -21,7 +21,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 class OllamaMessage(msgspec.Struct, kw_only=True):
     """Unknown fields of a message are treated as those of a body."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
     images: Few[Any] | None = None

@@ -191,6 +191,15 @@ def test_chat_takes_several_conversations_and_the_templates_arguments(llm: LLM) 
         llm.chat("hi")  # type: ignore[arg-type]
 
 
+def test_chat_moves_an_instruction_that_the_template_would_leave_out(llm: LLM) -> None:
+    template = "{% for m in messages %}{% if m.role in ['system', 'user'] %}<{{ m.content }}>{% endif %}{% endfor %}"
+    messages = [{"role": "user", "content": "hi"}, {"role": "developer", "content": "be brief"}]
+    (output,) = llm.chat(messages, chat_template=template, use_tqdm=False)
+    assert output.prompt == "<hi><be brief>"
+    asked = {"chat_template": template, "tokenize": False}
+    assert llm.get_tokenizer().apply_chat_template(messages, **asked) == "<hi>", "as transformers has it"
+
+
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 

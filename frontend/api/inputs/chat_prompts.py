@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.unsupported import ARGUMENTS, check_arguments
 from headrace.frontend.text.chat_template import complete_message
+from headrace.frontend.text.instructions import place_instructions
 from headrace.ipc.failure import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -17,9 +18,16 @@ if TYPE_CHECKING:
 
 def chat_prompt(tokenizer: Tokenizer, conversation: Sequence[Message], options: dict[str, Any]) -> Prompt:
     """The rendered and tokenised conversation. options: from `chat_options`. Raises InvalidRequestError."""
+
+    def rendered(conversation: Sequence[Message]) -> str:
+        text: str = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+        return text
+
     if isinstance(conversation, Sequence) and all(isinstance(message, Mapping) for message in conversation):
-        conversation = [_checked(message, f"messages[{at}]") for at, message in enumerate(conversation)]
-    text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+        template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+        checked = [_checked(message, f"messages[{at}]") for at, message in enumerate(conversation)]
+        conversation = place_instructions(template, checked, rendered)
+    text = rendered(conversation)
     # The template writes the special tokens itself.
     return Prompt(text=text, token_ids=tokenizer.encode(text, add_special_tokens=False))
 

@@ -5,6 +5,7 @@ Conversations are rendered with the model's chat template, the server's or (if t
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from headrace.frontend.text.chat_template import (
     render_chat,
     text_parts,
 )
+from headrace.frontend.text.instructions import place_instructions
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError, OptionError
 from headrace.ipc.messages import Welcome
@@ -332,9 +334,9 @@ class ChatPrompts:
         begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
         named = self._choose_template(request.chat_template, tokenizer)
         template = tokenizer.get_chat_template(named, tools)
-        text = render_chat(
+        rendered = functools.partial(
+            render_chat,
             template,
-            [_plain(message, index) for index, message in enumerate(messages)],
             add_generation_prompt=begins,
             continue_final_message=continues,
             tools=tools,
@@ -342,7 +344,8 @@ class ChatPrompts:
             variables={**tokenizer.special_tokens_map, **self._defaults, **variables},
             content_format=self._content_format,
         )
-        return RenderedChat(text, template)
+        plain = [_plain(message, index) for index, message in enumerate(messages)]
+        return RenderedChat(rendered(place_instructions(template, plain, rendered)), template)
 
     def template(self, tokenizer: Tokenizer, tools: Sequence[Any] | None = None) -> str | None:
         """The template for conversations whose request brings none; None if there is no template."""

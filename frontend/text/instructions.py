@@ -1,0 +1,158 @@
+"""Puts a conversation's instructions (messages of the roles system and developer) where its chat template shows them.
+
+Templates differ: some show a system message anywhere, some the first one alone, some refuse any other, and some have no
+system message at all. Many leave a role that they do not know out without a word. So the placings below are tried on a
+copy of the conversation with short texts, in this order, and the first in which every instruction appears is taken:
+
+    as they are                 if the template names the role developer
+    as system messages          where they stand
+    in the first message        all of them joined, as the system message at the beginning
+    in the first user message   before its text
+
+Where the template refuses two user messages in a row, as which those on both sides of a moved instruction stand, they
+are joined too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from headrace.frontend.text.chat_template import Message, render_chat
+from headrace.ipc.failure import InvalidRequestError
+
+ROLES = ("system", "developer")
+_MARK = "HeadraceInstruction"
+_BETWEEN = "\n\n"
+
+
+def place_instructions(
+    template: str, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
+) -> Sequence[Message]:
+    """The messages with their instructions placed; as they are if no placing shows all of them.
+
+    render: renders a conversation with the template. Raises InvalidRequestError where the template refuses it."""
+    places = [index for index, message in enumerate(messages) if _instructs(message)]
+    if not places or (places == [0] and messages[0]["role"] == "system" and _shows_system(template)):
+        return messages
+    marked, marks = _marked(messages)
+    for place in (_as_they_are, *_PLACINGS) if "developer" in template else _PLACINGS:
+        try:
+            told = render(place(marked))
+        except InvalidRequestError:
+            continue
+        if all(mark in told for mark in marks):
+            return place(messages)
+    return messages
+
+
+@functools.lru_cache(maxsize=64)
+def _shows_system(template: str) -> bool:
+    """Whether the template shows a system message at the beginning."""
+    probe = [{"role": "system", "content": f"{_MARK}."}, {"role": "user", "content": "x"}]
+    try:
+        return f"{_MARK}." in render_chat(template, probe, add_generation_prompt=True)
+    except InvalidRequestError:
+        return False
+
+
+def text_of(content: Any) -> str:
+    """A message's content as one text. Parts that are no text count as none: they are refused elsewhere."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(_part_texts(content)) if isinstance(content, list | tuple) else ""
+
+
+def _part_texts(parts: Sequence[Any]) -> Iterator[str]:
+    for part in parts:
+        text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else part
+        if isinstance(text, str):
+            yield text
+
+
+def _instructs(message: Message) -> bool:
+    return message.get("role") in ROLES and bool(text_of(message.get("content")))
+
+
+def _marked(messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
+    """A copy with short texts, and the mark that stands in the place of each instruction."""
+    marked: list[Message] = []
+    marks: list[str] = []
+    for message in messages:
+        content = message.get("content")
+        text = "x"
+        if _instructs(message):
+            text = f"{_MARK}{len(marks)}."
+            marks.append(text)
+        short: Any = content
+        if isinstance(content, str) and content:
+            short = text
+        elif isinstance(content, list | tuple) and content:
+            short = [{"type": "text", "text": text}]
+        marked.append({**message, "content": short} if "content" in message else message)
+    return marked, marks
+
+
+def _as_they_are(messages: Sequence[Message]) -> list[Message]:
+    return list(messages)
+
+
+def _as_system(messages: Sequence[Message]) -> list[Message]:
+    return [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
+
+
+def _in_first(messages: Sequence[Message]) -> list[Message]:
+    said, rest = _apart(messages)
+    return [{"role": "system", "content": said}, *rest]
+
+
+def _in_user(messages: Sequence[Message]) -> list[Message]:
+    said, rest = _apart(messages)
+    for index, message in enumerate(rest):
+        if message.get("role") == "user":
+            content = _joined(said, message.get("content"))
+            return [*rest[:index], {**message, "content": content}, *rest[index + 1 :]]
+    return [{"role": "user", "content": said}, *rest]
+
+
+def _apart(messages: Sequence[Message]) -> tuple[str, list[Message]]:
+    """The instructions, joined, and the other messages."""
+    said = [text_of(message.get("content")) for message in messages if _instructs(message)]
+    return _BETWEEN.join(said), [message for message in messages if message.get("role") not in ROLES]
+
+
+def _with_joined_users(place: Placing) -> Placing:
+    def joined(messages: Sequence[Message]) -> list[Message]:
+        kept: list[Message] = []
+        for message in place(messages):
+            if kept and kept[-1].get("role") == message.get("role") == "user":
+                kept[-1] = {**kept[-1], "content": _joined(kept[-1].get("content"), message.get("content"))}
+            else:
+                kept.append(message)
+        return kept
+
+    return joined
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Two contents as one: texts with an empty line between them, and parts where one of them has parts."""
+    if isinstance(first, str) and isinstance(second, str):
+        return _BETWEEN.join(filter(None, (first, second)))
+    return [*_parts(first), *_parts(second)]
+
+
+def _parts(content: Any) -> list[Any]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return list(content or ())
+
+
+Placing = Callable[[Sequence[Message]], list[Message]]
+_PLACINGS: tuple[Placing, ...] = (
+    _as_system,
+    _in_first,
+    _with_joined_users(_in_first),
+    _in_user,
+    _with_joined_users(_in_user),
+)
