@@ -102,6 +102,17 @@ class ApiError(Exception):
         return cls(500, f"the server failed: {type(error).__name__}", type="server_error", code="internal_error")
 
 
+class ContextLengthError(ApiError):
+    """A prompt that does not fit the model's context, by itself or with the tokens to generate.
+
+    The message is in OpenAI's wording, which clients look for; other APIs have their own, made of the numbers."""
+
+    def __init__(self, message: str, *, param: str, num_prompt: int, limit: int, num_new: int = 0) -> None:
+        """num_prompt: at least so many tokens. num_new: as requested; 0 if the prompt alone is too long."""
+        super().__init__(HTTPStatus.BAD_REQUEST, message, param=param, code="context_length_exceeded")
+        self.num_prompt, self.limit, self.num_new = num_prompt, limit, num_new
+
+
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """For an API served by another API's code: renames the fields in errors that are raised inside. `names` maps that

@@ -1,18 +1,16 @@
 """POST /v1/messages: Anthropic's API, served by the code of chat completions.
 
-A request is converted to a chat completion (`as_chat`); the answer is written as content blocks, whole or as events:
-
-    message_start, (content_block_start, content_block_delta ..., content_block_stop) for each block, message_delta,
-    message_stop
+A request is converted to a chat completion (`as_chat`); messages_answer.py writes the answer.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -20,9 +18,10 @@ import msgspec
 from msgspec import Meta
 
 from headrace.frontend.api.parameters.structured_outputs import RETIRED
-from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
-from headrace.frontend.http.errors import ApiError, bad_field, renamed
+from headrace.frontend.http.errors import bad_field, renamed
+from headrace.frontend.http.messages_answer import SIGNATURE, UNSUPPORTED_THREAD, MessagesAnswer
+from headrace.frontend.http.messages_tools import OfferedTools
 from headrace.frontend.http.openai.chat import ChatParts, prepare_chat
 from headrace.frontend.http.openai.foreign_fields import ANY, Neutral
 from headrace.frontend.http.openai.generation import PreparedRequest
@@ -39,10 +38,9 @@ from headrace.frontend.http.openai.requests import (
     TemplateVariables,
     one_of,
 )
-from headrace.frontend.http.openai.responses import Answer, ModelCard
-from headrace.frontend.http.responses_api.items import as_encrypted, from_encrypted
-from headrace.frontend.text.formats.message import call_id, num_reasoning_tokens
-from headrace.frontend.text.formats.parser import Event, OutputParser
+from headrace.frontend.http.openai.responses import ModelCard
+from headrace.frontend.http.responses_api.items import from_encrypted
+from headrace.frontend.text.instructions import ROLES as INSTRUCTING
 
 _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 _OWN_NAMES: Mapping[str, str] = types.MappingProxyType(
@@ -54,20 +52,25 @@ _OWN_NAMES: Mapping[str, str] = types.MappingProxyType(
     }
 )
 """Anthropic's names of chat completions' fields."""
-_SIGNATURE = "headrace:"
-"""Prefix of the signatures of thinking blocks that this server wrote."""
-
-# --- the request ------------------------------------------------------------------------------------------------------
 
 
 class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Many[dict[str, Any]]
+    content: Annotated[
+        str | Many[dict[str, Any]] | None, Meta(description="A text, or blocks; a system message may have none")
+    ] = None
+    clear_at: Annotated[
+        Literal["next_user_message", "never"] | None,
+        Meta(description="next_user_message: a system message is left out once a user message follows"),
+    ] = None
+    output_config: Annotated[
+        dict[str, Any] | None, Meta(description="{effort: ...} of a system message, for the turn that it stands in")
+    ] = None
 
 
 class MessagesTool(msgspec.Struct, kw_only=True):
-    """Anthropic's other fields of tools (cache_control, defer_loading, eager_input_streaming) are accepted and ignored:
-    the model sees all tools, and calls are streamed as they are generated."""
+    """Anthropic's other fields of tools (cache_control, eager_input_streaming) are accepted and ignored: prefixes are
+    cached, and calls are streamed as they are generated."""
 
     name: str
     input_schema: dict[str, Any] = {}
@@ -76,6 +79,7 @@ class MessagesTool(msgspec.Struct, kw_only=True):
     input_examples: Few[dict[str, Any]] | None = None
     allowed_callers: Few[str] | None = None
     type: str | None = None
+    defer_loading: bool | None = None
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -164,7 +168,7 @@ _FIELDS: Mapping[str, Neutral] = types.MappingProxyType(
         "instructions": Neutral("messages have system", ("",)),
         "mcp_servers": Neutral("tools are run by the client", ([],)),
         "output_format": Neutral("retired by Anthropic; use output_config.format"),
-        "thread": Neutral("conversations are not kept; send all of it"),
+        "thread": Neutral("conversations are not kept; send all of it", code=UNSUPPORTED_THREAD),
     }
 )
 MESSAGES_NEUTRAL: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.MappingProxyType(
@@ -209,14 +213,24 @@ class ClaudeModels(msgspec.Struct):
 def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
     """The same request as a chat completion. Raises ApiError, which names the field."""
     messages: list[ChatMessage] = []
-    if request.system:
-        messages.append(ChatMessage(role="system", content=_texts(request.system, "system")))
+    if system := _texts(_without_hints(request.system or ""), "system"):
+        messages.append(ChatMessage(role="system", content=system))
+    offered = OfferedTools(_defined_tool)
+    # If all are deferred, there is none that could find another.
+    defers = not all(tool.defer_loading for tool in request.tools or ())
+    for index, tool in enumerate(request.tools or ()):
+        is_offered = not (tool.defer_loading and defers)
+        offered.declare(tool.name, _tool_of(tool, f"tools[{index}]"), is_offered=is_offered)
+    last_user = max((index for index, each in enumerate(request.messages) if each.role == "user"), default=-1)
     for index, message in enumerate(request.messages):
-        messages += _messages_of(message, f"messages[{index}].content")
-    tools = [_tool_of(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())]
+        read = _messages_of(message, f"messages[{index}]", offered)
+        if message.clear_at != "next_user_message" or index > last_user:
+            messages += read
     choice, several = _choice_of(request.tool_choice)
+    tools = offered.at_end([choice["function"]["name"]] if isinstance(choice, dict) else ())
     thinking = thinking_of(request)
     effort, form = _output_config_of(request.output_config)
+    effort = _effort_of_turn(request.messages) or effort
     more = {name: getattr(request, name) for name in _OF_PROMPT}
     if isinstance(request, MessagesRequest):
         more |= {name: getattr(request, name) for name in PASSED_ON}
@@ -237,20 +251,20 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
     )
 
 
-def _messages_of(message: InputMessage, where: str) -> list[ChatMessage]:
+def _messages_of(message: InputMessage, where: str, offered: OfferedTools[dict[str, Any]]) -> list[ChatMessage]:
     """Converts a message's blocks. Tool results become separate messages, before the user's text."""
+    _check_message(message, where)
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
     results, thoughts, calls = [], [], []
     texts: list[str | dict[str, Any]] = []
-    for index, block in enumerate(message.content):
-        at = f"{where}[{index}]"
+    for index, block in enumerate(message.content or ()):
+        at = f"{where}.content[{index}]"
         match block.get("type"):
             case "text":
                 texts.append({"type": "text", "text": _field(block, "text", at)})
             case "tool_result":
-                content = block.get("content")
-                text = "" if content is None else _texts(content, f"{at}.content")
+                text = _result_text(block.get("content"), f"{at}.content", offered)
                 results.append(ChatMessage(role="tool", content=text, tool_call_id=_field(block, "tool_use_id", at)))
             case "tool_use":
                 arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
@@ -260,6 +274,8 @@ def _messages_of(message: InputMessage, where: str) -> list[ChatMessage]:
                 thoughts.append(_field(block, "thinking", at) or _omitted(block, at))
             case "redacted_thinking":
                 pass  # encrypted by its writer, so it cannot be read here
+            case "tool_addition" | "tool_removal":
+                offered.change(block, at)
             case kind:
                 raise bad_field(at, f"{at}: content of type {str(kind)[:80]!r} is not supported: the model reads text")
     if not (texts or thoughts or calls):
@@ -275,16 +291,73 @@ def _messages_of(message: InputMessage, where: str) -> list[ChatMessage]:
     ]
 
 
+def _check_message(message: InputMessage, where: str) -> None:
+    """Raises ApiError for fields that the message's role does not have, or for no content."""
+    instructs = message.role in INSTRUCTING
+    for name in ("clear_at", "output_config"):
+        if getattr(message, name) is not None and not instructs:
+            raise bad_field(f"{where}.{name}", f"{where}.{name} is a field of messages with the role system")
+    if message.content is None and not (instructs and message.output_config):
+        raise bad_field(f"{where}.content", f"{where}.content is required", "missing_required_parameter")
+
+
+def _effort_of_turn(messages: Sequence[InputMessage]) -> Effort | None:
+    """The effort that a system message asks for in the last turn, which begins at the user's last words."""
+    effort: Effort | None = None
+    for index, message in enumerate(messages):
+        if message.role == "user" and not _gives_results_alone(message):
+            effort = None
+        config = message.output_config or {}
+        effort = one_of(Effort, f"messages[{index}].output_config.effort", config.get("effort")) or effort
+    return effort
+
+
+def _gives_results_alone(message: InputMessage) -> bool:
+    return isinstance(message.content, list) and all(block.get("type") == "tool_result" for block in message.content)
+
+
+def _result_text(content: Any, where: str, offered: OfferedTools[dict[str, Any]]) -> str:
+    """What a tool gave. A tool that it found is offered from here on, and named."""
+    if not isinstance(content, list):
+        return "" if content is None else _texts(content, where)
+    blocks: list[Any] = []
+    for index, block in enumerate(content):
+        if isinstance(block, dict) and block.get("type") == "tool_reference":
+            at = f"{where}[{index}]"
+            name = _field(block, "tool_name", at)
+            offered.refer(name, f"{at}.tool_name")
+            block = {"type": "text", "text": f"The tool {name} can be called now."}
+        blocks.append(block)
+    return _texts(blocks, where)
+
+
 def _omitted(block: dict[str, Any], where: str) -> str:
     """The thinking that an answer omitted, decoded from the signature that the client sends back; empty for other
     servers' signatures, which cannot be read. Raises ApiError for a damaged one."""
     signature = block.get("signature")
-    if not isinstance(signature, str) or not signature.startswith(_SIGNATURE):
+    if not isinstance(signature, str) or not signature.startswith(SIGNATURE):
         return ""
     try:
-        return from_encrypted(signature.removeprefix(_SIGNATURE))
+        return from_encrypted(signature.removeprefix(SIGNATURE))
     except ValueError:
         raise bad_field(f"{where}.signature", f"{where}.signature is not as this server wrote it") from None
+
+
+_HINTS = re.compile(r"x-anthropic-[\w-]+:[^\n]*(?:\n|$)")
+"""A line that agents put before the system prompt for Anthropic's service, such as x-anthropic-billing-header. It
+changes at each request, so no prefix behind it would ever be found in the cache."""
+
+
+def _without_hints(system: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """The system prompt without the lines for Anthropic's service at its beginning."""
+    if isinstance(system, str):
+        while (found := _HINTS.match(system)) is not None:
+            system = system[found.end() :]
+        return system
+    kept = list(system)
+    while kept and isinstance(text := kept[0].get("text"), str) and (rest := _without_hints(text)) != text:
+        kept[:1] = [{**kept[0], "text": rest}] if rest else []
+    return kept
 
 
 def _texts(content: Any, where: str) -> str:
@@ -303,6 +376,15 @@ def _field(block: dict[str, Any], name: str, where: str) -> str:
     if not isinstance(value, str):
         raise bad_field(f"{where}.{name}", f"{where}.{name} must be a text")
     return value
+
+
+def _defined_tool(definition: Any, where: str) -> tuple[str, dict[str, Any]]:
+    """The name and the tool of a definition within the conversation. Raises ApiError."""
+    try:
+        tool = msgspec.convert(definition, MessagesTool)
+    except msgspec.ValidationError as error:
+        raise bad_field(where, f"{where}: {error}") from None
+    return tool.name, _tool_of(tool, where)
 
 
 def _tool_of(tool: MessagesTool, where: str) -> dict[str, Any]:
@@ -351,12 +433,13 @@ def thinking_of(request: CountTokensRequest) -> Thinking:
     kind, display = request.thinking.get("type"), request.thinking.get("display")
     if kind not in _THINKING:
         raise bad_field("thinking.type", f"thinking.type must be one of {', '.join(_THINKING)}")
-    if display not in (None, "summarized", "omitted"):
-        raise bad_field("thinking.display", "thinking.display must be summarized or omitted")
+    if display not in (None, "summarized", "omitted", "updates"):
+        raise bad_field("thinking.display", "thinking.display must be summarized, omitted or updates")
     budget = request.thinking.get("budget_tokens") if kind == "enabled" else None
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
         raise bad_field("thinking.budget_tokens", "thinking.budget_tokens must be an integer that is not negative")
-    return Thinking(kind != "disabled", budget, display == "omitted")
+    # Updates are what the model writes between calls, which is its text here; its reasoning is not among them.
+    return Thinking(kind != "disabled", budget, display in ("omitted", "updates"))
 
 
 def prepare_messages(
@@ -364,7 +447,13 @@ def prepare_messages(
 ) -> PreparedRequest:
     """Checks and tokenises a request, ready to be run. Raises ApiError and InvalidRequestError."""
     thinking, chat = thinking_of(request), as_chat(request)
-    make_answer = functools.partial(MessagesAnswer, omits_thinking=thinking.is_omitted)
+    assert engine.client is not None
+    welcome = engine.client.welcome
+    make_answer = functools.partial(
+        MessagesAnswer,
+        omits_thinking=thinking.is_omitted,
+        cached_block_tokens=welcome.block_size if welcome.enable_prefix_caching else 0,
+    )
     with renamed(_OWN_NAMES):
         prepared = prepare_chat(chat, engine, parts, name, tenant, make_answer, "msg_")
     if prepared.form_field == "response_format":
@@ -381,210 +470,3 @@ def _output_config_of(config: dict[str, Any] | None) -> tuple[Effort | None, dic
     if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
         raise bad_field("output_config.format", "output_config.format must be {type: json_schema, schema: ...}")
     return effort, {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"]}}
-
-
-# --- the answer -------------------------------------------------------------------------------------------------------
-
-
-class ThinkingDetails(msgspec.Struct):
-    thinking_tokens: int
-
-
-class MessagesUsage(msgspec.Struct):
-    input_tokens: int
-    output_tokens: int
-    cache_read_input_tokens: int = 0
-    cache_creation_input_tokens: int = 0
-    output_tokens_details: ThinkingDetails | None = None
-
-
-class MessagesResponse(msgspec.Struct):
-    id: str
-    model: str
-    content: list[dict[str, Any]]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
-    stop_sequence: str | None
-    usage: MessagesUsage
-    type: Literal["message"] = "message"
-    role: Literal["assistant"] = "assistant"
-
-
-class MessagesAnswer:
-    """Writes the response, whole or streamed (a `generation.ResponseText`), of a request with one output."""
-
-    def __init__(
-        self,
-        request: ChatCompletionRequest,
-        answer: Answer,
-        role: str,
-        make_reader: Callable[[], OutputParser] | None,
-        *,
-        omits_thinking: bool = False,
-    ) -> None:
-        self._request, self._answer, self._omits_thinking = request, answer, omits_thinking
-        self._thoughts: list[str] = []
-        self._num_closed = 0  # entries of _thoughts that are in closed blocks
-        self._reader = OutputParser(None, None) if make_reader is None else make_reader()
-        self._streams: Sequence[RequestStream] = ()
-        self._began = False
-        self._num_blocks, self._open = 0, ("", -1)  # of the open block: its kind, and the index of its tool call
-        self._sequence: SequenceState | None = None
-
-    def attach(self, streams: Sequence[RequestStream]) -> None:
-        self._streams = streams
-
-    def whole(self) -> list[bytes]:
-        (stream,) = self._streams
-        (sequence,) = stream.sequences
-        output = sequence.read(delta=False, tokenizer=stream.tokenizer)
-        blocks: list[dict[str, Any]] = []
-        for told in self._read(output.text, ends=True):
-            kind, _ = self._block_of(told)
-            self._thoughts.append(told.reasoning)
-            if kind == "tool_use" and told.name:
-                blocks.append({"type": kind, "id": call_id(told), "name": told.name, "input": told.arguments})
-            elif kind == "tool_use":
-                blocks[-1]["input"] += told.arguments
-            elif blocks and blocks[-1]["type"] == kind:
-                blocks[-1][kind] += told.content or told.reasoning
-            else:
-                blocks.append({"type": kind, kind: told.content or told.reasoning})
-        for block in blocks:
-            if block["type"] == "tool_use":
-                block["input"] = call_input(block["input"])
-            elif block["type"] == "thinking":
-                block["signature"] = self._signature(block["thinking"])
-                block["thinking"] = "" if self._omits_thinking else block["thinking"]
-        reason, sequence_text = self._stop(output.finish_reason, output.stop_reason)
-        usage = self._usage(len(output.token_ids), ends=True)
-        response = MessagesResponse(self._answer.id, self._answer.model, blocks, reason, sequence_text, usage)
-        return [msgspec.json.encode(response)]
-
-    def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
-        self._sequence = sequence
-        output = sequence.read(delta=True, tokenizer=stream.tokenizer)
-        parts = [] if self._began else [self._start()]
-        self._began = True
-        for told in self._read(output.text, ends=output.finish_reason is not None):
-            parts += self._events_of(told)
-        if output.finish_reason is not None:
-            parts += self._close()
-            reason, stop_sequence = self._stop(output.finish_reason, output.stop_reason)
-            parts.append(
-                _event(
-                    "message_delta",
-                    delta={"stop_reason": reason, "stop_sequence": stop_sequence},
-                    usage=self._usage(len(sequence.token_ids), ends=True),
-                )
-            )
-        return b"".join(parts)
-
-    def end(self) -> bytes:
-        return _event("message_stop")
-
-    def failure(self, error: BaseException) -> bytes:
-        return b"event: error\ndata: " + error_body(ApiError.of(error)) + b"\n\n"
-
-    def _read(self, text: str, *, ends: bool) -> list[Event]:
-        events = self._reader.feed(text) + (self._reader.finish() if ends else [])
-        return [each for each in events if each.call <= 0 or self._request.parallel_tool_calls is not False]
-
-    def _start(self) -> bytes:
-        message = MessagesResponse(self._answer.id, self._answer.model, [], None, None, self._usage(0))
-        return _event("message_start", message=message)
-
-    def _block_of(self, told: Event) -> tuple[str, int]:
-        return ("tool_use", told.call) if told.call >= 0 else ("thinking" if told.reasoning else "text", -1)
-
-    def _events_of(self, told: Event) -> list[bytes]:
-        block, parts = self._block_of(told), []
-        if block != self._open:
-            parts = self._close()
-            content: dict[str, Any] = {"type": block[0]}
-            match block[0]:
-                case "tool_use":
-                    content |= {"id": call_id(told), "name": told.name, "input": {}}
-                case "thinking":
-                    content |= {"thinking": "", "signature": ""}
-                case _:
-                    content |= {"text": ""}
-            self._open = block
-            parts.append(_event("content_block_start", index=self._num_blocks, content_block=content))
-        delta: dict[str, Any] = {"type": "text_delta", "text": told.content}
-        if block[0] == "tool_use":
-            delta = {"type": "input_json_delta", "partial_json": told.arguments}
-        elif block[0] == "thinking":
-            delta = {"type": "thinking_delta", "thinking": told.reasoning}
-            self._thoughts.append(told.reasoning)
-            if self._omits_thinking:
-                return parts
-        if told.content or told.reasoning or told.arguments:
-            parts.append(_event("content_block_delta", index=self._num_blocks, delta=delta))
-        return parts
-
-    def _close(self) -> list[bytes]:
-        if not self._open[0]:
-            return []
-        parts = []
-        if self._open[0] == "thinking":
-            signed = self._signature("".join(self._thoughts[self._num_closed :]))
-            self._num_closed = len(self._thoughts)
-            delta = {"type": "signature_delta", "signature": signed}
-            parts.append(_event("content_block_delta", index=self._num_blocks, delta=delta))
-        parts.append(_event("content_block_stop", index=self._num_blocks))
-        self._num_blocks, self._open = self._num_blocks + 1, ("", -1)
-        return parts
-
-    def _stop(
-        self, finish_reason: str | None, stop_reason: int | str | None
-    ) -> tuple[Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"], str | None]:
-        if finish_reason == "length":
-            return "max_tokens", None
-        if self._reader.num_calls and not self._reader.is_cut_by(stop_reason):
-            return "tool_use", None
-        return ("stop_sequence", stop_reason) if isinstance(stop_reason, str) else ("end_turn", None)
-
-    def _signature(self, thinking: str) -> str:
-        """Clients send back only signed thinking blocks. The signature holds the text if the block omits it."""
-        return _SIGNATURE + (as_encrypted(thinking) if self._omits_thinking else "")
-
-    def _usage(self, num_output: int, *, ends: bool = False) -> MessagesUsage:
-        """Anthropic's counts: input_tokens excludes tokens from the prefix cache."""
-        (stream,) = self._streams
-        cached = stream.num_cached_tokens or 0
-        usage = MessagesUsage(len(stream.prompt.token_ids or ()) - cached, num_output, cached)
-        if ends:
-            thinking = num_reasoning_tokens(stream.tokenizer, "".join(self._thoughts), num_output)
-            usage.output_tokens_details = ThinkingDetails(thinking)
-        return usage
-
-
-def call_input(text: str) -> Any:
-    """The arguments of a tool call as JSON; {"": text} if what the model wrote is not JSON."""
-    try:
-        msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        return {"": text}
-    return msgspec.Raw((text or "{}").encode())  # unchanged, so that numbers of any size stay exact
-
-
-def _event(type: str, **fields: Any) -> bytes:
-    return b"event: " + type.encode() + b"\ndata: " + msgspec.json.encode({"type": type, **fields}) + b"\n\n"
-
-
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def error_body(error: ApiError) -> bytes:
-    """An error in Anthropic's format."""
-    kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.body.message}})

@@ -21,7 +21,7 @@ from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import ApiError, bad_field, renamed
 from headrace.frontend.http.exchange import Exchange
-from headrace.frontend.http.messages import call_input
+from headrace.frontend.http.messages_answer import call_input
 from headrace.frontend.http.ollama_requests import (
     OWN_NAMES,
     OWN_NAMES_OF_COMPLETION,

@@ -31,11 +31,10 @@ from headrace.frontend.http.messages import (
     CountTokensRequest,
     CountTokensResponse,
     MessagesRequest,
-    MessagesResponse,
     as_chat,
-    error_body,
     prepare_messages,
 )
+from headrace.frontend.http.messages_answer import MessagesResponse, error_body
 from headrace.frontend.http.metrics import Exposition, Pages
 from headrace.frontend.http.openai.chat import ChatParts, prepare_chat, render
 from headrace.frontend.http.openai.chat_batch import prepare_chat_batch

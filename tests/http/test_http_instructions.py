@@ -23,9 +23,9 @@ SYSTEM = {"role": "system", "content": "S"}
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
-    with serving("--distributed-executor-backend", ECHO, "--chat-template", STRICT) as server:
-        with server.client() as client:
-            yield client
+    arguments = ("--distributed-executor-backend", ECHO, "--chat-template", STRICT)
+    with serving(*arguments) as server, server.client() as client:
+        yield client
 
 
 def test_of_chat_completions(client: httpx.Client) -> None:

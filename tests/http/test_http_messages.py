@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import anthropic
 import httpx
 import msgspec
 import pytest
-from anthropic.types import ErrorResponse, Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent
+from anthropic.types import ErrorResponse, Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent, Usage
 from anthropic.types import message_create_params as plain_params
 from anthropic.types.beta import message_create_params as beta_params
 from http_server import serving
@@ -70,6 +71,11 @@ def parrot(template: str, *more: str) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
+def prompt_tokens(usage: Any) -> int:
+    """Anthropic counts them by where they come from."""
+    return usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
+
+
 def body_of(said: str, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": said + END}]
     return {"model": "null", "messages": messages, "max_tokens": 200, "stop_sequences": [END], **more}
@@ -83,7 +89,7 @@ def test_an_answer_is_a_message_of_blocks(client):
     assert (call.type, call.name, call.input) == ("tool_use", "get_weather", {"city": "Zürich"})
     assert message.stop_reason == "tool_use"
     assert message.id.startswith("msg_")
-    assert message.usage.input_tokens > 10 < message.usage.output_tokens
+    assert prompt_tokens(message.usage) > 10 < message.usage.output_tokens
     plain = client.messages.create(**body_of("hello"))
     assert [block.text for block in plain.content] == ["hello"]
     assert (plain.stop_reason, plain.stop_sequence) == ("stop_sequence", END)
@@ -123,7 +129,7 @@ def test_a_budget_bounds_nothing_where_no_thinking_is_told():
     assert [block.text for block in message.content] == ["<think>a long thought</think>x"]
 
 
-@pytest.mark.parametrize("display", ["summarized", "omitted"])
+@pytest.mark.parametrize("display", ["summarized", "omitted", "updates"])
 def test_thinking_comes_back_whether_the_client_has_seen_it_or_not(display):
     template = TEMPLATE.replace("{{ m.content }}", "({{ m.reasoning_content }}){{ m.content }}")
     thinking: Any = {"type": "adaptive", "display": display}
@@ -180,7 +186,7 @@ def test_conversations_with_tools_reach_the_template(client):
     message = client.messages.create(**asked, max_tokens=200, stop_sequences=[END])
     rendered = '[system:s][user:a][assistant:bget_weather{"city": "x"}][tool:sunny]'
     assert [block.text for block in message.content] == [rendered]
-    assert client.messages.count_tokens(**asked).input_tokens == message.usage.input_tokens
+    assert client.messages.count_tokens(**asked).input_tokens == prompt_tokens(message.usage)
 
 
 def test_a_tool_that_must_be_called_is(client):
@@ -255,6 +261,11 @@ def with_result(content: Any) -> dict[str, Any]:
     }
 
 
+def with_change(kind: str, tool: Any) -> dict[str, Any]:
+    """A body with a change of the tools."""
+    return {"messages": [{"role": "system", "content": [{"type": kind, "tool": tool}]}]}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -280,6 +291,20 @@ def with_result(content: Any) -> dict[str, Any]:
         ({"thinking": {"type": "enabled", "budget_tokens": "many"}}, "thinking.budget_tokens must be an integer"),
         ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens must be an integer"),
         ({"thinking": {"type": "adaptive", "display": "loud"}}, "thinking.display must be"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is required"),
+        ({"messages": [{"role": "system"}]}, "messages[0].content is required"),
+        ({"messages": [{"role": "user", "content": "x", "clear_at": "never"}]}, "messages[0].clear_at is a field of"),
+        ({"messages": [{"role": "system", "content": "x", "clear_at": "soon"}]}, "messages[0].clear_at"),
+        (
+            {"messages": [{"role": "system", "output_config": {"effort": "some"}}]},
+            "messages[0].output_config.effort must be one of",
+        ),
+        (with_change("tool_addition", {"type": "tool_reference"}), "messages[0].content[0].tool must be {type: tool_r"),
+        (with_change("tool_removal", {"type": "tool_definition"}), "messages[0].content[0].tool must be {type: tool_r"),
+        (
+            with_change("tool_addition", {"type": "tool_definition", "definition": {"type": "custom"}}),
+            "messages[0].content[0].tool.definition",
+        ),
         (
             {
                 "thinking": {"type": "enabled", "budget_tokens": 5},
@@ -309,6 +334,150 @@ def test_bad_requests_are_refused_in_the_apis_own_shape(server, changes, words):
         assert answer.json()["type"] == "error"
         assert answer.json()["error"]["type"] == "invalid_request_error"
         assert words in answer.json()["error"]["message"]
+
+
+def error_of(server: Any, **changes: Any) -> dict[str, Any]:
+    with server.client(headers={"x-api-key": "k"}) as client:
+        answer = client.post("/v1/messages", json={**body_of("x"), **changes})
+    assert answer.status_code == 400, answer.text
+    ErrorResponse.model_validate(answer.json())
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+def test_what_does_not_fit_the_context_is_told_in_the_words_that_agents_read(server):
+    """By Claude Code's own patterns: it asks again with fewer tokens, or shortens the conversation."""
+    exceeds = re.compile(
+        r"^input length and `max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+), decrease input "
+    )
+    found = exceeds.search(error_of(server, max_tokens=5000)["message"])
+    assert found is not None
+    num_prompt, num_new, limit = map(int, found.groups())
+    assert (num_new, limit) == (5000, 1024)
+    with server.client(headers={"x-api-key": "k"}) as client:
+        answer = client.post("/v1/messages", json=body_of("x", max_tokens=limit - num_prompt))
+        assert prompt_tokens(Usage.model_validate(answer.json()["usage"])) == num_prompt
+
+    too_long = re.compile(r"^prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+) maximum$")
+    for length in (1100, 2_000, 1_000_000):  # counted, and not even tokenised
+        turns = [{"role": "user", "content": "ab " * length}]
+        found = too_long.search(error_of(server, messages=turns)["message"])
+        assert found is not None
+        actual, most = map(int, found.groups())
+        assert actual > most == 1023
+
+
+def test_a_thread_is_refused_so_that_the_client_sends_the_whole_conversation(server):
+    error = error_of(server, thread={"type": "continue", "previous_message_id": "msg_1"})
+    assert error["details"] == {"error_code": "thread_unsupported_request"}
+    assert "conversations are not kept" in error["message"]
+    with server.client(headers={"x-api-key": "k"}) as client:
+        body = {"messages": body_of("x")["messages"], "thread": {"type": "create"}}
+        counted = client.post("/v1/messages/count_tokens", json=body)
+    assert counted.json()["error"]["details"]["error_code"] == "thread_unsupported_request"
+
+
+def test_tokens_are_counted_by_what_the_cache_had_and_has_now(client):
+    first = client.messages.create(**body_of("a text that nobody has sent before: " + "0123456789 " * 20)).usage
+    again = client.messages.create(**body_of("a text that nobody has sent before: " + "0123456789 " * 20)).usage
+    longer = client.messages.create(**body_of("a text that nobody has sent before: " + "0123456789 " * 30)).usage
+    assert first.cache_creation_input_tokens > 200
+    assert 0 < first.input_tokens <= 16
+    assert first.cache_read_input_tokens < 16
+    whole = first.cache_creation_input_tokens + first.cache_read_input_tokens
+    assert (again.cache_creation_input_tokens, again.cache_read_input_tokens) == (0, whole)
+    assert again.input_tokens == first.input_tokens
+    assert longer.cache_read_input_tokens > 200
+    assert longer.cache_creation_input_tokens > 80
+    with client.messages.stream(**body_of("a text that nobody has sent before: " + "0123456789 " * 20)) as stream:
+        started = next(iter(stream))
+    assert started.message.usage.cache_read_input_tokens == whole
+
+
+def tools_of(*messages: Any, tools: Any = (), **more: Any) -> list[str]:
+    """The names of the tools that the model is shown."""
+    body = {**body_of("x"), "messages": list(messages), "tools": list(tools), **more}
+    return [tool["function"]["name"] for tool in as_chat(msgspec.convert(body, MessagesRequest)).tools or ()]
+
+
+def named(name: str, **more: Any) -> dict[str, Any]:
+    return {**WEATHER, "name": name, **more}
+
+
+def changed(kind: str, name: str) -> dict[str, Any]:
+    return {"role": "system", "content": [{"type": kind, "tool": {"type": "tool_reference", "name": name}}]}
+
+
+ASKED: Any = {"role": "user", "content": "x"}
+FOUND: Any = {
+    "role": "user",
+    "content": [
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "tool_name": "later"}]}
+    ],
+}
+
+
+def test_the_tools_in_force_at_the_end_are_shown():
+    tools = [named("now"), named("later", defer_loading=True)]
+    assert tools_of(ASKED, tools=tools) == ["now"]
+    assert tools_of(ASKED, tools=tools[1:]) == ["later"], "nothing could find it"
+    assert tools_of(FOUND, ASKED, tools=tools) == ["now", "later"]
+    assert tools_of(ASKED, changed("tool_addition", "later"), tools=tools) == ["now", "later"]
+    assert tools_of(ASKED, changed("tool_removal", "now"), tools=tools) == []
+    both = (changed("tool_removal", "now"), ASKED, changed("tool_addition", "now"))
+    assert tools_of(*both, tools=tools) == ["now"]
+    definition: Any = {"type": "tool_definition", "definition": named("new")}
+    new = {"role": "system", "content": [{"type": "tool_addition", "tool": definition}]}
+    assert tools_of(new, ASKED, tools=tools) == ["now", "new"]
+    assert tools_of(new, changed("tool_removal", "new"), tools=tools) == ["now"]
+    assert tools_of(ASKED, tools=tools, tool_choice={"type": "tool", "name": "later"}) == ["now", "later"]
+
+
+@pytest.mark.parametrize(
+    "messages", [[FOUND], [ASKED, changed("tool_addition", "later")], [changed("tool_removal", "x")]]
+)
+def test_a_tool_that_nothing_defines_is_not_resolved(server, messages):
+    error = error_of(server, messages=messages, tools=[named("now")])
+    assert error["details"] == {"error_code": "tool_reference_unresolved"}
+    assert "which is not defined before" in error["message"]
+
+
+def test_a_tool_that_was_found_is_named_in_the_result():
+    chat = as_chat(msgspec.convert({**body_of("x"), "messages": [FOUND], "tools": [named("later")]}, MessagesRequest))
+    assert [(each.role, each.content) for each in chat.messages] == [("tool", "The tool later can be called now.")]
+
+
+def texts_of(*messages: Any, **more: Any) -> list[tuple[str, Any]]:
+    chat = as_chat(msgspec.convert({**body_of("x"), "messages": list(messages), **more}, MessagesRequest))
+    return [(each.role, each.content) for each in chat.messages]
+
+
+def test_a_system_message_for_one_turn_is_left_out_of_later_ones():
+    once = {"role": "system", "content": "s", "clear_at": "next_user_message"}
+    kept = {"role": "system", "content": "t", "clear_at": "never"}
+    assert texts_of(ASKED, once) == [("user", "x"), ("system", "s")]
+    assert texts_of(ASKED, once, kept, ASKED) == [("user", "x"), ("system", "t"), ("user", "x")]
+
+
+def test_the_effort_of_a_system_message_holds_for_its_turn():
+    low: Any = {"role": "system", "output_config": {"effort": "low"}}
+    cases = [([ASKED, low], "low"), ([ASKED, low, FOUND], "low"), ([ASKED, low, ASKED], "high"), ([ASKED], "high")]
+    for messages, effort in cases:
+        body = {**body_of("x"), "messages": messages, "output_config": {"effort": "high"}, "tools": [named("later")]}
+        assert as_chat(msgspec.convert(body, MessagesRequest)).reasoning_effort == effort
+
+
+def test_what_an_agent_tells_anthropics_service_before_its_system_prompt_is_left_out():
+    """It changes at each request: the cached prefix would end there."""
+    hint = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={};"
+    for cch in ("fa690", "36ee5"):
+        line = hint.format(cch)
+        blocks = [{"type": "text", "text": line}, {"type": "text", "text": "You are an agent."}]
+        assert texts_of(ASKED, system=blocks)[0] == ("system", "You are an agent.")
+        assert texts_of(ASKED, system=f"{line}\nYou are an agent.")[0] == ("system", "You are an agent.")
+        assert texts_of(ASKED, system=[{"type": "text", "text": f"{line}\nBe brief."}])[0] == ("system", "Be brief.")
+        assert texts_of(ASKED, system=blocks[:1]) == texts_of(ASKED, system=line) == [("user", "x")]
+    assert texts_of(ASKED, system=f"Send {hint}")[0] == ("system", f"Send {hint}")
 
 
 def test_models_are_told_to_anthropics_clients_in_their_own_types(client):

@@ -106,7 +106,7 @@ class RequestDecoder:
             elif any(each is ANY or _same(value, each) for each in other.values):
                 continue
             elif not other.is_harmless or self._strict:
-                raise bad_field(name, f"{name} is refused: {other.reason}", "unsupported_parameter")
+                raise bad_field(name, f"{name} is refused: {other.reason}", other.code)
             elif other.is_noted:
                 self._note_ignored(name)
         return taken_as

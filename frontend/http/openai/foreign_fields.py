@@ -31,6 +31,8 @@ class Neutral(msgspec.Struct, frozen=True):
     """No answer depends on the field: every value is accepted, unless the server is strict."""
     is_noted: bool = False
     """A harmless field's first value that asks for something is logged."""
+    code: str = "unsupported_parameter"
+    """Of the error that refuses it."""
 
 
 Fields = dict[str, Any]

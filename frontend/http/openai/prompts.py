@@ -9,7 +9,6 @@ import functools
 import re
 import types
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +18,7 @@ from headrace.frontend.api.inputs.prompts import Prompt, packed
 from headrace.frontend.api.parameters.sampling_params import FIELDS, RequestOutputKind, SamplingParams
 from headrace.frontend.api.parameters.structured_outputs import from_body
 from headrace.frontend.api.parameters.token_rules import openai_bias
-from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.errors import ApiError, ContextLengthError, bad_field
 from headrace.frontend.http.openai.requests import UNREAD_IN_MESSAGES, ChatMessage, GenerationRequest, StreamOptions
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.text.chat_template import (
@@ -153,6 +152,7 @@ def _check_text(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) ->
         raise _too_long(
             param,
             max_tokens,
+            -(-len(text) // tokenizer.longest_token),
             f"of {len(text)} characters cannot fit, as no token stands for more than {tokenizer.longest_token}",
         )
     try:
@@ -167,16 +167,16 @@ def _check_text(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) ->
             part = text[start : start + _TOKENIZE_AT_ONCE_CHARACTERS]
             num_tokens += max(0, tokenizer.count_tokens(part) - _PROBE_SLACK_TOKENS)
             if num_tokens > max_tokens:
-                raise _too_long(param, max_tokens, f"resulted in more than {num_tokens} tokens")
+                raise _too_long(param, max_tokens, num_tokens, f"resulted in more than {num_tokens} tokens")
 
 
-def _too_long(param: str, max_tokens: int, what: str) -> ApiError:
-    return ApiError(
-        HTTPStatus.BAD_REQUEST,
+def _too_long(param: str, max_tokens: int, num_prompt: int, what: str) -> ContextLengthError:
+    return ContextLengthError(
         f"This model's maximum context length is {max_tokens} tokens. However, your {param} {what}. Please reduce "
         f"the length of the {param}.",
         param=param,
-        code="context_length_exceeded",
+        num_prompt=num_prompt,
+        limit=max_tokens,
     )
 
 
@@ -191,9 +191,10 @@ def check_length(prompt: Prompt, max_tokens: int | None, welcome: Welcome, param
     if num_prompt < limit and num_prompt + (max_tokens or 0) <= limit:
         return
     text = f"This model's maximum context length is {limit} tokens. However, "
-    if max_tokens and num_prompt < limit:
+    num_new = max_tokens or 0 if num_prompt < limit else 0
+    if num_new:
         text += (
-            f"you requested {num_prompt + max_tokens} tokens ({num_prompt} in the {param}, {max_tokens} in the "
+            f"you requested {num_prompt + num_new} tokens ({num_prompt} in the {param}, {num_new} in the "
             f"completion). Please reduce the length of the {param} or completion."
         )
     else:
@@ -201,7 +202,7 @@ def check_length(prompt: Prompt, max_tokens: int | None, welcome: Welcome, param
             f"your {param} resulted in {num_prompt} tokens, and at least one is needed for the completion. "
             f"Please reduce the length of the {param}."
         )
-    raise ApiError(HTTPStatus.BAD_REQUEST, text, param=param, code="context_length_exceeded")
+    raise ContextLengthError(text, param=param, num_prompt=num_prompt, limit=limit, num_new=num_new)
 
 
 def check_outputs(num_prompts: int, params: SamplingParams) -> None:
