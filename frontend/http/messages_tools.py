@@ -29,9 +29,11 @@ class OfferedTools(Generic[T]):
         self._tools: dict[str, T] = {}
         self._offered: dict[str, bool] = {}
 
-    def declare(self, name: str, tool: T, *, is_offered: bool = True) -> None:
-        self._tools[name] = tool
-        self._offered[name] = is_offered
+    def declare(self, name: str, tool: T, *, is_offered: bool) -> None:
+        """Of the body's `tools`. Raises ApiError for a name that another has."""
+        if name in self._tools:
+            raise bad_field("tools", f"two tools are called {name!r:.100}")
+        self._tools[name], self._offered[name] = tool, is_offered
 
     def refer(self, name: str, where: str) -> None:
         """Of a tool_reference in a tool's result. Raises ApiError."""
@@ -45,7 +47,8 @@ class OfferedTools(Generic[T]):
             case "tool_reference" if isinstance(tool.get("name"), str):
                 self._set(tool["name"], f"{where}.tool", is_offered=is_addition)
             case "tool_definition" if is_addition:
-                self.declare(*self._define(tool.get("definition"), f"{where}.tool.definition"))
+                name, defined = self._define(tool.get("definition"), f"{where}.tool.definition")
+                self._tools[name], self._offered[name] = defined, True
             case _:
                 more = " or {type: tool_definition, definition: ...}" if is_addition else ""
                 raise bad_field(f"{where}.tool", f"{where}.tool must be {{type: tool_reference, name: ...}}{more}")

@@ -229,6 +229,53 @@ def test_the_output_of_a_call_that_nobody_made_is_refused(client):
             client.responses.input_tokens.count(input=[each], model="null")
 
 
+def refer(id: str) -> Any:
+    return {"type": "item_reference", "id": id}
+
+
+def test_a_tool_loop_refers_to_its_stored_items(server, client):
+    """As the AI SDK's default provider does: what the server has stored is not sent again."""
+    said = {"role": "user", "content": [{"type": "input_text", "text": SAID + END}]}
+    first = ask(client, "", input=[said], tools=[WEATHER])
+    thought, message, call = first.output
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    turns: Any = [said, refer(thought.id), refer(message.id), refer(call.id), result, *ASKED]
+    second = ask(client, "", input=turns, tools=[WEATHER])
+    told = f'[user:{SAID}{END}][assistant:(hm)Sure.get_weather{{"city": "Zürich"}}][tool:sunny]'
+    tokens = client.responses.input_tokens.count(model="null", input=turns, tools=[WEATHER])
+    assert second.usage is not None
+    assert tokens.input_tokens == second.usage.input_tokens
+    body, key = {"prompt": told + END, "add_special_tokens": False}, {"authorization": "Bearer k"}
+    assert httpx.post(f"{server.url}/tokenize", json=body, headers=key).json()["count"] == second.usage.input_tokens
+    kept = client.responses.input_items.list(second.id, order="asc").data
+    assert [item.type for item in kept] == [
+        *("message", "reasoning", "message", "function_call", "function_call_output", "message")
+    ]
+    # An item of an input, by its id alone; one that the conversation has already is not told twice.
+    twice = ask(client, "", input=[{"id": kept[0].id}, refer(kept[0].id), *ASKED])
+    assert twice.output_text.startswith("[user:Sure.")
+    assert len(client.responses.input_items.list(twice.id).data) == 2
+    follows = ask(client, "", input=[refer(thought.id), refer(call.id), result, *ASKED], previous_response_id=first.id)
+    assert follows.usage is not None
+    assert follows.usage.input_tokens == second.usage.input_tokens
+
+
+def test_a_reference_to_an_item_that_is_not_stored_is_refused(server, client):
+    unstored = ask(client, "<think>hm</think>yes", store=False).output[0]
+    stored = ask(client, "<think>hm</think>yes")
+    with client_of(server, "other") as other:
+        for asker, id in ((client, unstored.id), (other, stored.output[0].id), (client, "rs_nowhere")):
+            with pytest.raises(openai.NotFoundError, match=f"Item with id '{id}' not found. Items are not persisted"):
+                ask(asker, "", input=[refer(id), *ASKED])
+            with pytest.raises(openai.NotFoundError, match="not found"):
+                asker.responses.input_tokens.count(model="null", input=[refer(id)])
+    client.responses.delete(stored.id)
+    with pytest.raises(openai.NotFoundError, match="not found"):
+        ask(client, "", input=[refer(stored.output[0].id), *ASKED])
+    with pytest.raises(openai.BadRequestError, match=r"input\[0\].id must be a text"):
+        ask(client, "", input=[{"type": "item_reference"}])
+
+
 def test_reasoning_without_an_answer_reaches_the_template(client):
     """tests/entrypoints/openai/responses/test_simple.py of vLLM: an earlier turn that was cut off within it."""
     thought = {"type": "reasoning", "id": "lol", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}

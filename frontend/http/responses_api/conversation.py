@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
 
-from headrace.frontend.http.errors import bad_field
+from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.openai.requests import (
     ChatCompletionRequest,
     ChatMessage,
@@ -53,14 +54,48 @@ _OUTPUTS: Mapping[str, str] = types.MappingProxyType(
     {"function_call_output": "function call output", "custom_tool_call_output": "custom tool call output"}
 )
 """Outputs of calls that the client carries out, and their names in OpenAI's messages."""
+REFERENCE = "item_reference"
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-def stored_form(given: str | Sequence[Any]) -> list[Item]:
-    """The items with ids, and with content as lists of parts. Raises ApiError, which names the item."""
+def referred(given: str | list[Item]) -> list[str]:
+    """The ids of stored items that the input refers to."""
+    if isinstance(given, str):
+        return []
+    return [item["id"] for item in given if _is_reference(item) and isinstance(item.get("id"), str)]
+
+
+def _is_reference(item: Item) -> bool:
+    """The type may be left out: nothing else has an id alone."""
+    return item.get("type") == REFERENCE or [name for name in item if item[name] is not None] == ["id"]
+
+
+def stored_form(given: str | Sequence[Any], known: Mapping[str, Item], earlier: Sequence[Item] = ()) -> list[Item]:
+    """The items with ids, and with content as lists of parts. Raises ApiError, which names the item.
+
+    known: the stored items that the input refers to, by their ids. earlier: the conversation before the input; what it
+    has is not repeated."""
     if isinstance(given, str):
         given = [{"type": "message", "role": "user", "content": given}]
-    return [_stored_item(item, f"input[{index}]") for index, item in enumerate(given)]
+    items: list[Item] = []
+    there = {item["id"] for item in earlier}
+    for index, item in enumerate(given):
+        where = f"input[{index}]"
+        if not _is_reference(item):
+            items.append(_stored_item(item, where))
+        elif (id := _text(item, "id", where)) not in known:
+            raise ApiError(
+                HTTPStatus.NOT_FOUND,
+                f"Item with id {id!r:.200} not found. Items are not persisted when `store` is set to false, and the "
+                "oldest make room for others: send the item itself.",
+                param=where,
+            )
+        elif id in there:
+            continue
+        else:
+            items.append(known[id])
+        there.add(items[-1]["id"])
+    return items
 
 
 def _stored_item(item: Any, where: str) -> Item:
@@ -101,13 +136,11 @@ def _stored_item(item: Any, where: str) -> Item:
     if kind == "mcp_list_tools":  # the server lists the tools again
         known = {"id": item.get("id") or new_id("mcpl"), "server_label": _text(item, "server_label", where)}
         return {"type": kind, **known, "tools": item.get("tools") or []}
-    if kind == "item_reference":
-        raise bad_field(where, f"{where}: items are not kept by their ids; send the item, or use previous_response_id")
     raise bad_field(
         f"{where}.type",
         f"{where}: items of type {str(kind)[:80]!r} are not supported; there are message, function_call, "
-        "function_call_output, custom_tool_call, custom_tool_call_output, reasoning, mcp_call, mcp_approval_request "
-        "and mcp_approval_response",
+        "function_call_output, custom_tool_call, custom_tool_call_output, reasoning, mcp_call, mcp_approval_request, "
+        "mcp_approval_response and item_reference",
     )
 
 

@@ -28,6 +28,7 @@ from headrace.frontend.http.responses_api.conversation import (
     as_chat,
     check_include,
     check_outputs_have_calls,
+    referred,
     size_of,
     stored_form,
     turns_to_drop,
@@ -84,9 +85,8 @@ async def begin(
 
     log: receives its events. deadline_s: when it must have ended (monotonic)."""
     store = parts.store
-    asked = stored_form(request.input)
-    items = [*await history(store, tenant, request.previous_response_id), *asked]
-    check_outputs_have_calls(asked, items)
+    earlier, asked = await conversation(store, tenant, request)
+    items = [*earlier, *asked]
     tools = client_tools(request.tools or (), parts.left_out)
     functions = [tool.function for tool in tools.values()]
     called = await mcp_tools(parts.tool_servers, request, functions)
@@ -168,7 +168,16 @@ def check_request(request: ResponsesRequest, store: ResponseStore) -> None:
         raise bad_field("reasoning.effort", "reasoning.effort must be a text")
 
 
-async def history(store: ResponseStore, tenant: str, previous: str | None) -> list[Item]:
+async def conversation(store: ResponseStore, tenant: str, request: ResponsesRequest) -> tuple[list[Item], list[Item]]:
+    """The items before the request, and its own. Raises ApiError for what is not stored, or is no conversation."""
+    earlier = await _history(store, tenant, request.previous_response_id)
+    ids = referred(request.input)
+    asked = stored_form(request.input, await store.items(tenant, ids) if ids else {}, earlier)
+    check_outputs_have_calls(asked, [*earlier, *asked])
+    return earlier, asked
+
+
+async def _history(store: ResponseStore, tenant: str, previous: str | None) -> list[Item]:
     """The items of the responses before this one, oldest first. Raises ApiError if one is missing or incomplete."""
     if previous is None:
         return []

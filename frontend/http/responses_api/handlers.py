@@ -25,11 +25,9 @@ from headrace.frontend.http.responses_api.conversation import (
     ENCRYPTED,
     as_chat,
     check_include,
-    check_outputs_have_calls,
     size_of,
-    stored_form,
 )
-from headrace.frontend.http.responses_api.create import OWN_NAMES, begin, check_request, history, mcp_tools
+from headrace.frontend.http.responses_api.create import OWN_NAMES, begin, check_request, conversation, mcp_tools
 from headrace.frontend.http.responses_api.items import Item, with_encrypted
 from headrace.frontend.http.responses_api.run import EventLog, Follower, ResponseRun
 from headrace.frontend.http.responses_api.store import IN_PROGRESS, ResponseStore, Stored
@@ -161,9 +159,8 @@ async def input_tokens(state: ServerState, exchange: Exchange) -> None:
     request = await exchange.prepare(lambda body: state.decoder.decode(body, ResponsesRequest))
     state.check_accepting()
     engine = engine_for(state.pool, request.model)
-    asked = stored_form(request.input)
-    items = [*await history(own.store, exchange.tenant, request.previous_response_id), *asked]
-    check_outputs_have_calls(asked, items)
+    earlier, asked = await conversation(own.store, exchange.tenant, request)
+    items = [*earlier, *asked]
     functions = [tool.function for tool in client_tools(request.tools or (), own.left_out).values()]
     called = await mcp_tools(own.tool_servers, request, functions)
     tools = [*functions, *(tool.as_function() for tool in called.values())] or None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -19,13 +19,22 @@ from headrace.frontend.http.shared_database import SharedDatabase
 from headrace.ipc.failure import OptionError
 
 IN_PROGRESS = ("queued", "in_progress")
+_WITH_ITEMS = ("completed", "incomplete")
+"""States in which a response's items can be referred to."""
 MOST_TURNS = 4096
 _TABLES = """
 create table if not exists responses (
     tenant text, id text, status text, previous text, response blob, input blob,
     used real, heard real, size integer, primary key (tenant, id));
 create index if not exists by_use on responses (used, size);
+create table if not exists items (
+    tenant text, id text, response text, primary key (tenant, id)) without rowid;
+create index if not exists items_by_response on items (tenant, response);
+create trigger if not exists forget_items after delete on responses begin
+    delete from items where tenant = old.tenant and response = old.id; end;
 """
+_ITEM_BYTES = 256
+"""About what the table and the index of items take for each."""
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -58,11 +67,11 @@ class ResponseStore:
 
     async def put(self, tenant: str, stored: Stored) -> bool:
         """Updates a response. Returns False and changes nothing if it is not in progress, as after a cancellation."""
-        return await self._database.run(lambda: self._put(tenant, stored, is_new=False))
+        return await self._database.transact(lambda: self._put(tenant, stored, is_new=False))
 
     async def add(self, tenant: str, stored: Stored) -> None:
         """Stores a new response."""
-        await self._database.run(lambda: self._put(tenant, stored, is_new=True))
+        await self._database.transact(lambda: self._put(tenant, stored, is_new=True))
 
     async def get(self, tenant: str, id: str) -> Stored | None:
         return await self._database.run(lambda: self._get(tenant, id))
@@ -79,6 +88,10 @@ class ResponseStore:
         response that is missing or not complete."""
         return await self._database.run(lambda: self._history(tenant, id))
 
+    async def items(self, tenant: str, ids: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Those of the items that stored responses have, as input or output, by their ids."""
+        return await self._database.run(lambda: self._items(tenant, ids))
+
     async def is_wanted(self, tenant: str, id: str) -> bool:
         """Stores a heartbeat for a response of this process. Returns False once it was cancelled or deleted."""
 
@@ -89,7 +102,9 @@ class ResponseStore:
         return await self._database.run(hear)
 
     def _put(self, tenant: str, stored: Stored, *, is_new: bool) -> bool:
-        size, times_s = len(stored.response) + len(stored.input), (time.time(), last_heard.now_s())
+        items = stored.items() if stored.status in _WITH_ITEMS else []
+        size = len(stored.response) + len(stored.input) + _ITEM_BYTES * len(items)
+        times_s = (time.time(), last_heard.now_s())
         values = (stored.status, stored.previous, stored.response, stored.input, *times_s, size, tenant, stored.id)
         if is_new:
             self._database.execute(
@@ -103,8 +118,19 @@ class ResponseStore:
             (*values, *IN_PROGRESS),
         ).rowcount:
             return False
+        rows = [(tenant, item["id"], stored.id) for item in items]
+        self._database.executemany("insert or replace into items (tenant, id, response) values (?, ?, ?)", rows)
         self._make_room()
         return True
+
+    def _items(self, tenant: str, ids: Collection[str]) -> dict[str, dict[str, Any]]:
+        holder = "select response from items where tenant = ? and id = ?"
+        holders = [self._database.execute(holder, (tenant, id)).fetchone() for id in ids]
+        found: dict[str, dict[str, Any]] = {}
+        for response in dict.fromkeys(row[0] for row in holders if row is not None):
+            stored = self._get(tenant, response)
+            found |= {item["id"]: item for item in (stored.items() if stored is not None else ())}
+        return {id: found[id] for id in ids if id in found}
 
     def _make_room(self) -> None:
         (total,) = self._database.execute("select coalesce(sum(size), 0) from responses").fetchone()
