@@ -438,6 +438,8 @@ class Welcome(Message):
     """Grammars apply to the reasoning too, from the first token on."""
     enable_prefix_caching: bool = False
     max_num_batched_tokens: int = 0
+    reads_priority: bool = True
+    """Whether the order of requests depends on their priority."""
     model_version: str = ""
     """Engines with the same version generate the same tokens for the same request. It changes when weights are
     reloaded; the core then sends Welcome again."""

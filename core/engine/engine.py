@@ -190,6 +190,7 @@ class EngineCore:
             grammars_hold_in_reasoning=plan.structured_outputs.enable_in_reasoning,
             enable_prefix_caching=plan.enable_prefix_caching,
             max_num_batched_tokens=plan.max_num_batched_tokens,
+            reads_priority=plan.options.scheduling_policy != "fcfs" or bool(plan.options.scheduler_cls),
             model_version=plan.model_version(plan.model.weights),
         )
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from headrace.core.options import compilation_config
 from headrace.core.options.parsing import default_text, flag, type_text
 from headrace.core.options.values import UNITS_WITH_SUFFIX, OptionSpec, option_specs, range_text
 from headrace.core.options.vllm_options import renamed_options, unsupported_options
@@ -71,6 +72,12 @@ def options_page() -> str:
     harmless = [(f"`{name}`", each.reason) for name, each in unsupported_options().items() if each.is_harmless]
     parts.append("These pass at any value, with a note, for no answer depends on them.\n")
     parts.append(_table(("option", "why it has no effect"), harmless))
+    parts.append(
+        "`compilation_config` (`-cc`) and `optimization_level` (`-O`) set what they have an equivalent for: "
+        "`cudagraph_mode` NONE and level 0 are `enforce_eager`, and `cudagraph_capture_sizes` and "
+        f"`max_cudagraph_capture_size` are the options of those names. Of the rest, {compilation_config.NO_COMPILER}; "
+        "known keys pass with a note, and unknown ones are refused.\n"
+    )
     return "\n".join(parts)
 
 

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import msgspec
 
+from headrace.core.options import compilation_config
 from headrace.core.options.engine_options import Options
 from headrace.core.options.resolve import check_sampling_defaults
 from headrace.core.options.values import OptionKind, OptionSpec, nearest, option_specs, range_text, read_options
@@ -315,6 +316,8 @@ def given_options(args: argparse.Namespace) -> dict[str, str]:
             given[key.replace("-", "_")] = f"{key} in {config}"
     for name, value in (vars(args) | getattr(args, _VLLM_OPTIONS, {})).items():
         given[name] = flag(f"no_{name}" if value is False else name)
+    for name in _set_by_parts(getattr(args, _VLLM_OPTIONS, {})):
+        given.setdefault(name, flag("compilation_config"))
     given = {successor(name) if _is_retired(name) else name: written for name, written in given.items()}
     if getattr(args, "model_argument", None) is not None:
         given["model"] = args.model_argument
@@ -333,6 +336,7 @@ def _read(
         set_here = {
             name if name in names else successor(name) for name in reached if name in names or _is_retired(name)
         }
+        set_here |= _set_by_parts(given) if struct is Options else set()
         options = msgspec.structs.replace(in_file, **{name: getattr(options, name) for name in set_here})
         notes += file_notes
     named = options_from_variables() if struct is Options else {}
@@ -401,6 +405,17 @@ def _read_yaml(path: Path) -> Any:
 
 def _is_retired(name: str) -> bool:
     return name in renamed_options()
+
+
+def _set_by_parts(given: Mapping[str, Any]) -> set[str]:
+    """The options that vLLM's options in `compilation_config.DEFAULTS` set."""
+    plain = {name.replace("-", "_"): value for name, value in given.items()}
+    return {
+        option
+        for name in compilation_config.DEFAULTS
+        if name in plain
+        for option in compilation_config.parts_of(name, plain[name], name).options
+    }
 
 
 def flag(name: str) -> str:
@@ -494,11 +509,12 @@ def _argument(spec: OptionSpec) -> dict[str, Any]:
 def _add_vllm_options(parser: argparse.ArgumentParser) -> None:
     """Adds vLLM's options that Headrace lacks as hidden options, so that their errors name them."""
     short = {name: option.short for name, option in unsupported_options().items() if option.short}
-    for name in (*unsupported_options(), *renamed_options()):
+    short |= compilation_config.SHORT
+    for name in (*unsupported_options(), *renamed_options(), *compilation_config.DEFAULTS):
         if flag(name) in parser._option_string_actions:
             continue
         option = unsupported_options().get(name)
-        is_flag = "=" in renamed_options()[name] if option is None else option.is_flag
+        is_flag = "=" in renamed_options().get(name, "") if option is None else option.is_flag
         names = [*filter(None, [short.get(name)]), flag(name)]
         parser.add_argument(
             *names,

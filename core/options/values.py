@@ -14,12 +14,13 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from headrace.core.options import compilation_config
 from headrace.core.options.engine_options import Options
 from headrace.core.options.option import HIDDEN, Option, Secret
 from headrace.core.options.vllm_options import (
@@ -103,8 +104,8 @@ def read_options(
     notes: list[str] = []
     taken: dict[str, Any] = {}
     given_as: dict[str, str] = {}
-    for given_name, given in values.items():
-        name, value = given_name.replace("-", "_"), given
+    for given_name, name, given in _in_parts(struct, values, spell, problems, notes):
+        value = given
         if name not in specs and struct is Options:
             if name in renamed_options():
                 try:
@@ -130,6 +131,8 @@ def read_options(
             problems.append(f"{spell(name)}={HIDDEN if spec.is_secret else _show(value)}: {error}")
             continue
         if name in taken and spec.kind != "dict":
+            if given_name.replace("-", "_") in compilation_config.DEFAULTS and taken[name] == value:
+                continue
             problems.append(f"{spell(name)} is given twice, as {spell(given_as[name])} and as {spell(given_name)}")
             continue
         given_as[name] = given_name
@@ -137,6 +140,26 @@ def read_options(
     if problems:
         raise OptionError(problems[0] if len(problems) == 1 else _list(problems))
     return struct(**taken), tuple(notes)
+
+
+def _in_parts(
+    struct: type[msgspec.Struct],
+    values: Mapping[str, Any],
+    spell: Callable[[str], str],
+    problems: list[str],
+    notes: list[str],
+) -> Iterator[tuple[str, str, Any]]:
+    """Each given option as its name as given, its name and its value; in place of one of `compilation_config.DEFAULTS`
+    those that it sets, last."""
+    names = {given: given.replace("-", "_") for given in values}
+    in_parts = {given for given, name in names.items() if name in compilation_config.DEFAULTS and struct is Options}
+    yield from ((given, names[given], values[given]) for given in values if given not in in_parts)
+    for given, name in names.items():
+        if given in in_parts:
+            found = compilation_config.parts_of(name, values[given], spell(name))
+            problems += [found.problem] if found.problem else []
+            notes += [found.note] if found.note else []
+            yield from ((given, option, value) for option, value in found.options.items())
 
 
 def plain_options(struct: msgspec.Struct) -> dict[str, Any]:

@@ -5,6 +5,7 @@ does anyway; None always passes. Every other value is refused by name with the r
 option, passes with a note. So a script that sets defaults explicitly runs unchanged, and no option is silently ignored.
 
 The names are rows of vllm_options.toml, which is read when a name is met that is none of Headrace's options.
+compilation_config.py has those of which parts are options here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from headrace.core.options import compilation_config
 
 
 class Unsupported(msgspec.Struct, frozen=True):
@@ -73,7 +76,7 @@ def why_no_value(name: str, value: str) -> str | None:
 
 def is_vllm_option(name: str) -> bool:
     """Whether vLLM has or had an option of this name that Headrace lacks."""
-    return name in unsupported_options() or name in renamed_options()
+    return name in unsupported_options() or name in renamed_options() or name in compilation_config.DEFAULTS
 
 
 def successor(name: str) -> str:

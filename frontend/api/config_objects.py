@@ -43,7 +43,7 @@ class StructuredOutputsConfig(ConfigDict):
 
 
 class CompilationConfig(ConfigDict):
-    """The option compilation_config, which has no effect: there is no compiler to configure."""
+    """The option compilation_config, of which only what sets CUDA graphs has an effect."""
 
 
 class PassConfig(ConfigDict):

@@ -17,6 +17,7 @@ from dataclasses import Field, dataclass, field, fields, make_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from headrace.core.options import compilation_config
 from headrace.core.options.parsing import add_options, options_from_arguments, parse_options
 from headrace.core.options.values import option_specs
 from headrace.core.options.vllm_options import unsupported_options
@@ -71,6 +72,8 @@ class EngineArgs(metaclass=_Defaults):
 
     def __getattr__(self, name: str) -> Any:
         if name not in option_specs():
+            if name in compilation_config.DEFAULTS:
+                return copy(compilation_config.DEFAULTS[name])
             lacking = unsupported_options().get(name)
             if lacking is not None and lacking.passes:  # the value that describes what the engine does anyway
                 return copy(lacking.passes[0])

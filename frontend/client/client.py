@@ -98,6 +98,7 @@ class CoreClient(AsyncControls):
         self.draining = False
         """The core has announced that it accepts no new requests."""
         self._process: EngineProcess | None = None
+        self._has_warned_of_priority = False
         self.last_heard_s = 0.0
         """When the last message arrived (monotonic seconds). While requests run, one arrives about every second."""
         self.last_step_s = 0.0
@@ -179,6 +180,9 @@ class CoreClient(AsyncControls):
             raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
         if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
             raise InvalidRequestError(f"priority must be an integer, and smaller is sooner, not {priority!r}")
+        if priority and not self.welcome.reads_priority and not self._has_warned_of_priority:
+            self._has_warned_of_priority = True
+            logger.warning("a request's priority has no effect: the engine has scheduling_policy=fcfs, not priority")
         tokenized = tokenized_fields(params, self.tokenizer, self.welcome.vocab_size)
         if (thinking := thinking_of(params, prompt, self.tokenizer, self.welcome)) is not None:
             tokenized["thinking"] = thinking

@@ -382,3 +382,14 @@ def test_the_prompt_as_the_template_wrote_it_is_given_on_request(server):
         events = events_of(client.post(path, json={**body, "return_prompt_text": True, "stream": True}))
         assert [each.get("prompt_text") for each in events if "prompt_text" in each] == [whole["prompt_text"]]
         assert "prompt_text" not in client.post(path, json=body).json()
+
+
+def test_a_priority_that_the_engine_does_not_read_is_told_once(caplog):
+    path, body = ROUTES[CompletionRequest]
+    told = "priority has no effect: the engine has scheduling_policy=fcfs"
+    with serving_here() as server, server.client() as client:
+        assert client.post(path, json={**body, "priority": 0}).status_code == 200
+        assert told not in caplog.text
+        for priority in (3, 4):
+            assert client.post(path, json={**body, "priority": priority}).status_code == 200
+    assert caplog.text.count(told) == 1
