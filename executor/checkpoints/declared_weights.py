@@ -7,8 +7,9 @@ matrices as one, transposed, or with interleaved rotary pairs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,8 +21,13 @@ from headrace.executor.checkpoints.weights import Packed, WeightSource, WrappedW
 from headrace.executor.models.arch import ArchSpec, Fused
 from headrace.executor.models.blocks import Weight, size_of
 from headrace.executor.models.sizes import model_weights
+from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
+
+logger = logging.getLogger(__name__)
+ROWS_COMPARED = 4096
+"""Rows of a head that are compared with the embedding at once."""
 
 
 def as_declared(spec: ArchSpec, source: WeightSource) -> WeightSource:
@@ -29,17 +35,58 @@ def as_declared(spec: ArchSpec, source: WeightSource) -> WeightSource:
     Returns the source itself if nothing differs."""
     source = each_expert(spec, source)
     if spec.unit_head:
-        source = UnitRows(source, f"{spec.names.lm_heads[0]}.weight")
+        head, table = f"{spec.names.lm_heads[0]}.weight", _table(spec, source.names())
+        source = UnitRows(source, head, head if head in source.names() else table)
     places = _places(spec, source.names())
     found = DeclaredWeights(source, places) if places else source
     as_loaded = getattr(found, "as_loaded", None)
     return found if as_loaded is None else QuantisedAsLoaded(found, as_loaded, spec)
 
 
+def with_own_head(spec: ArchSpec, source: WeightSource, place: RankPlace) -> ArchSpec:
+    """The spec as its checkpoint has it: where it ties the head to the embedding, and the checkpoint has a head that is
+    no copy of it, the head is used, which is logged. A copy may be rounded to its type. Only the last stage compares
+    them, since the others have no head."""
+    if not spec.tied_head or not place.is_last_stage:
+        return spec
+    if spec.unit_head:  # its rows are not those of the embedding
+        return replace(spec, tied_head=False)
+    head, table = _head(spec, source.names()), _table(spec, source.names())
+    if head is None or _is_copy(source, head, table):
+        return spec
+    logger.warning(
+        "the config ties the head to the embedding, and the checkpoint's %s is no copy of %s: %s is used",
+        *(head, table, head),
+    )
+    return replace(spec, tied_head=False)
+
+
+def _head(spec: ArchSpec, held: frozenset[str]) -> str | None:
+    return next((name for each in spec.names.lm_heads if (name := f"{each}.weight") in held), None)
+
+
+def _table(spec: ArchSpec, held: frozenset[str]) -> str:
+    return f"{spec.names.prefix_in(held)}{spec.names.embedding}.weight"
+
+
+def _is_copy(source: WeightSource, head: str, table: str) -> bool:
+    """Whether all values of two matrices are the same, where the types they are stored in have them."""
+    packed = getattr(source, "packed", None)
+    if source.shape(head) != source.shape(table) or (packed is not None and packed(head) is not None):
+        return False
+    for first in range(0, source.shape(head)[0], ROWS_COMPARED):
+        own, tied = (source.get(name, rows=slice(first, first + ROWS_COMPARED)) for name in (head, table))
+        if not (torch.equal(own, tied.to(own.dtype)) or torch.equal(own.to(tied.dtype), tied)):
+            return False
+    return True
+
+
 def stored_weights(spec: ArchSpec, held: frozenset[str]) -> Iterator[Weight]:
     """The weights that the model reads from a checkpoint with these tensors, under the checkpoint's names."""
     prefix = spec.names.prefix_in(held)
     declared = {weight.name: weight for weight in model_weights(spec, prefix)}
+    if spec.tied_head and (head := _head(spec, held)) is not None:
+        declared[head] = Weight(head, (spec.vocab_size, spec.embedding_width), "head")
     places = _places(spec, held)
     for name, weight in declared.items():
         place = places.get(name)
@@ -62,16 +109,20 @@ class Place:
 
 
 class UnitRows(WrappedWeights):
-    """A `WeightSource` around another that divides each row of one matrix by its L2 norm."""
+    """A `WeightSource` around another in which each row of one matrix is divided by its L2 norm. stored: the name of
+    the matrix in the other."""
 
-    def __init__(self, source: WeightSource, matrix: str) -> None:
-        super().__init__(source)
-        self._matrix = matrix
+    def __init__(self, source: WeightSource, matrix: str, stored: str) -> None:
+        super().__init__(source, given=frozenset({matrix}))
+        self._matrix, self._stored = matrix, stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(self._stored if name == self._matrix else name)
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         if name != self._matrix:
             return self.source.get(name, rows=rows, columns=columns)
-        whole = self.source.get(name, rows=rows)
+        whole = self.source.get(self._stored, rows=rows)
         part = torch.nn.functional.normalize(whole.float()).to(whole.dtype)
         return part if columns is None else part[:, columns]
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.declared_weights import as_declared
+from headrace.executor.checkpoints.declared_weights import as_declared, with_own_head
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.cpu.batch import Draws, StepArrays
 from headrace.executor.cpu.model import CpuModel, read_model
@@ -74,6 +74,7 @@ class CpuDecoder:
     ) -> None:
         if reason := why_not(spec, dtype, place):
             raise ValueError(f"The CPU program cannot be used: {reason}")
+        spec = with_own_head(spec, weights, place)
         weights = as_declared(spec, weights)
         block = inner_block(spec, weights, keep_packed=keep_packed, blocks=blocks)
         spec, weights = padded_for(spec, weights, place, block)

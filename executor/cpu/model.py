@@ -61,12 +61,10 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
             final_norm = weights.norm(Norm.of_stream(spec, names.final_norm, spec.logit_scale), prefix)
         if width != hidden:
             project_out = weights.linear(Linear(((names.project_out, width),), hidden), prefix)
-        if spec.tied_head:
-            assert table is not None
-            head = CpuLinear((table,), (None,))
-        else:
-            head_name = next((n for n in names.lm_heads if f"{n}.weight" in weights), names.lm_heads[0])
-            head = weights.head(Part(head_name, spec.vocab_size, own_tokens), width, bias=spec.head_bias)
+        head_name = next((n for n in names.lm_heads if f"{n}.weight" in weights), names.lm_heads[0])
+        head = weights.head(
+            Part(head_name, spec.vocab_size, own_tokens), width, table if spec.tied_head else None, bias=spec.head_bias
+        )
     weights.check_rest(spec, prefix)
     weights.report_unpacked()
     return CpuModel(

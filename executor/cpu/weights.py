@@ -251,9 +251,9 @@ class CpuWeights(CheckedWeights):
         """A matrix of `columns` for embedding lookups, and for the head if that is tied to it."""
         return self._pack(self._stored(part, columns, None, role), gated=False)
 
-    def head(self, part: Part, in_features: int, *, bias: bool) -> CpuLinear:
-        """The matrix that computes logits."""
-        table = self.table(part, in_features, "head")
+    def head(self, part: Part, in_features: int, tied: PackedLinear | None, *, bias: bool) -> CpuLinear:
+        """The matrix that computes logits: the part, or the `tied` one in its place."""
+        table = self.table(part, in_features, "head") if tied is None else tied
         added = self.vector(f"{part.name}.bias", part.num_rows, take=part.rows) if bias else None
         return CpuLinear((table,), (added,))
 

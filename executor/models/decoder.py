@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace import kernels
-from headrace.executor.checkpoints.declared_weights import as_declared
+from headrace.executor.checkpoints.declared_weights import as_declared, with_own_head
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.cpu.batch import Draws, StepArrays
 from headrace.executor.models.arch import ArchSpec
@@ -52,6 +52,7 @@ class Decoder:
         keep: KeepLayer | None = None,
     ) -> None:
         """keep: called as keep(index, layer) once a layer is read; its result is called in the layer's place."""
+        spec = with_own_head(spec, weights, place)
         spec, weights = padded_for(spec, as_declared(spec, weights), place)
         checked = EagerWeights(weights, dtype, torch.device(device), place, choose, spec.ropes)
         prefix = spec.names.prefix_in(checked)

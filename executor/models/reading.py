@@ -30,10 +30,6 @@ from headrace.ipc.failure import ModelError
 from headrace.kernels.expert_places import ExpertPlaces
 from headrace.kernels.reference.moe import MovableExperts
 
-TIED_ROWS_COMPARED, TIED_DIFFERENCE = 64, 0.3
-"""To check that a head is a copy of the embedding, about so many rows are compared; the norm of their difference may be
-this fraction of the embedding's. A quantised copy stays below it, and for an unrelated matrix it is about 1 or more."""
-
 
 @dataclass(frozen=True)
 class Part:
@@ -182,34 +178,12 @@ class CheckedWeights:
         return torch.stack(first), torch.stack(last)
 
     def check_rest(self, spec: ArchSpec, prefix: str) -> None:
-        """Raises ModelError if the source holds a tensor that was not read and is not ignorable, or if its head is not
-        a copy of the embedding although the config ties them."""
-        if spec.tied_head and self.place.is_last_stage:
-            self._check_tied(spec, prefix)
+        """Raises ModelError if the source holds a tensor that was not read and is not ignorable."""
         ignorable = _not_read(spec, self.place, prefix)
         rest = [n for n in sorted(self._names - self._used) if not any(re.search(p, n) for p in ignorable)]
         if rest:
             shown = ", ".join(rest[:5]) + (f" and {len(rest) - 5} more" if len(rest) > 5 else "")
             raise ModelError(f"the checkpoint holds weights that this architecture has no place for: {shown}")
-
-    def _check_tied(self, spec: ArchSpec, prefix: str) -> None:
-        table = f"{prefix}{spec.names.embedding}.weight"
-        head = next((name for each in spec.names.lm_heads if (name := f"{each}.weight") in self._names), None)
-        if head is None:
-            return
-        rows = range(0, spec.vocab_size, max(1, spec.vocab_size // TIED_ROWS_COMPARED))
-        is_copy = self._source.shape(head) == self._source.shape(table)
-        if is_copy:
-            own, tied = (
-                torch.cat([self._source.get(name, rows=slice(row, row + 1)).float() for row in rows])
-                for name in (head, table)
-            )
-            is_copy = bool((own - tied).norm() <= TIED_DIFFERENCE * tied.norm())
-        if not is_copy:
-            raise ModelError(
-                f"the config ties the head to the embedding, and the checkpoint's {head} is no copy of {table}; "
-                "if the model has a head of its own, set tie_word_embeddings to false by hf_overrides"
-            )
 
     def _check(self, name: str, expected: tuple[int, ...]) -> None:
         if name not in self._names:
@@ -223,8 +197,7 @@ class CheckedWeights:
 def _not_read(spec: ArchSpec, place: RankPlace, prefix: str) -> list[str]:
     """Patterns of tensors that a checkpoint may hold and this rank does not read."""
     names, own = spec.names, place.layers(spec.num_layers)
-    # A tied checkpoint may hold a copy of the embedding as its head; `_check_tied` has compared the two.
-    excused = names.lm_heads if spec.tied_head or not place.is_last_stage else ()
+    excused = names.lm_heads if not place.is_last_stage else ()
     if not place.is_first_stage:
         firsts = (names.embedding, names.positions, names.embedding_norm, names.project_in)
         excused += tuple(prefix + name for name in firsts)
@@ -236,6 +209,8 @@ def _not_read(spec: ArchSpec, place: RankPlace, prefix: str) -> list[str]:
         excused += _stems(stream.declare_end(spec), prefix)
     others = [names.layer(prefix, i) for i in range(spec.num_layers) if i not in own]
     patterns = [rf"^{re.escape(name)}\.(weight|bias)$" for name in excused]
+    if spec.tied_head:  # a checkpoint may hold a copy of the embedding as its head: see `with_own_head`
+        patterns += [rf"^{re.escape(name)}\.weight$" for name in names.lm_heads]
     return [*names.ignorable, *patterns, *(f"^{re.escape(start)}" for start in others)]
 
 

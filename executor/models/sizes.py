@@ -55,8 +55,8 @@ def outer_weights(spec: ArchSpec, prefix: str) -> Iterator[Weight]:
             yield from (replace(weight, name=prefix + weight.name) for weight in declared.weights())
     if spec.final_norm:
         yield from Norm.of_stream(spec, prefix + names.final_norm).weights()
-    if not spec.tied_head:
-        yield from Linear(((names.lm_heads[0], spec.vocab_size),), width, spec.head_bias, "head").weights()
+    head = Linear(((names.lm_heads[0], spec.vocab_size),), width, spec.head_bias, "head")
+    yield from (weight for weight in head.weights() if not spec.tied_head or weight.name.endswith(".bias"))
 
 
 def weight_shapes(spec: ArchSpec) -> dict[str, tuple[int, ...]]:

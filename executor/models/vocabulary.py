@@ -66,10 +66,11 @@ class VocabParallelHead:
     ) -> None:
         self._place = place
         if embedding is not None:
-            dense = embedding.table
+            dense, own = embedding.table, place.vocabulary(shape[0]) if place.tp_size > 1 else None
+            bias_row = weights.stack([(f"{name}.bias", Part(name, shape[0], own))], None, None) if bias else None
             assert isinstance(dense, DenseLinear)  # no head has replaced it yet
             weights.nbytes -= dense.nbytes
-            self.weight = embedding.table = weights.pack("head", dense.weight, None)
+            self.weight = embedding.table = weights.pack("head", dense.weight, bias_row)
         else:
             rows = place.vocabulary(shape[0]) if place.tp_size > 1 else None
             self.weight = weights.linear([Part(name, shape[0], rows)], shape[1], None, bias=bias, role="head")
