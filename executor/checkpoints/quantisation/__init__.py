@@ -22,6 +22,7 @@ from torch import Tensor
 
 from headrace.core.options.quantization_names import RETIRED, check_name
 from headrace.core.options.values import nearest
+from headrace.executor.checkpoints.quantisation._keys import Keys, check_keys
 from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.kernels.grouped import SCALE_DTYPES, GroupedWeight, Kind
@@ -84,6 +85,8 @@ class Format(ABC):
     """The format's rows in docs/quantization.md."""
     made_by: ClassVar[str]
     """Tools that wrote the checkpoints in its tests."""
+    keys: ClassVar[Keys]
+    """What each key of its configs means."""
     marks: ClassVar[tuple[str, ...]]
     """Suffixes of tensors, after the module's name, that only quantised matrices have. One of them suffices to mark a
     matrix as quantised, so that the absence of any other is an error."""
@@ -98,6 +101,11 @@ class Format(ABC):
     def of(cls, config: Config) -> Self:
         """Builds the format from a quantization_config. Raises ModelError for a setting that is missing or not
         supported."""
+
+    @classmethod
+    def is_of_cache(cls, config: Config) -> bool:
+        """Whether a quantization_config is of the KV cache alone, and weights are stored as floats."""
+        return False
 
     def scheme(self, module: str) -> str:
         """Name of the way in which a module's matrix is stored, for messages."""
@@ -183,6 +191,7 @@ def format_of(config: Config, asked: str | None) -> Format | None:
             f"quantization={asked} does not fit this checkpoint, whose weights are stored as {own.names[0]}; "
             "leave it out"
         )
+    check_keys(stored, own.keys, f"the {own.names[0]} config")
     return own.of(stored)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -26,11 +26,16 @@ from headrace.executor.checkpoints.quantisation import (
     expect,
     number,
 )
+from headrace.executor.checkpoints.quantisation._keys import COMMON, OF_TOOLS, READ, SEARCH, Keys, Refused, keys
 from headrace.executor.checkpoints.quantisation.gptq import integers
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
 
 METHOD = "AWQ"
+LAYOUTS = ("gemm", "exllama", "ipex")
+"""Versions whose weights have the GEMM layout; the others are kernels that read it."""
+LLM_AWQ = "llm-awq"
+"""A tool with a layout of its own, which configs name as a backend."""
 OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -40,28 +45,39 @@ class Awq(Format):
     stored = (Stored("4 bits in the GEMM layout, in groups or rows, zero points or none", ("int4",), ("awq",)),)
     made_by = "auto-round 0.16 (benchmarks/quantised_tools.py), as AutoAWQ is not developed any more; a writer in tests"
     marks = ("qweight", "scales", "qzeros")
+    keys: ClassVar[Keys] = {
+        **COMMON,
+        **OF_TOOLS,
+        **keys(READ, "bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "format", "backend"),
+        **keys(READ, "checkpoint_format", "sym"),
+        **keys(SEARCH, "method", "data_type", "desc_act"),
+        "dynamic": Refused("AWQ weights whose settings differ between modules are not supported"),
+    }
     group_size: int
     """Inputs that share a scale; -1: each row has one scale."""
-    zero_point: bool
+    has_zeros: bool
+    """Whether each matrix must have zero points. Without them, and where the config says that there are none and one
+    value stands for all, it is the middle of the codes' range."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
         bits = number(config, ("bits", "w_bit"), METHOD)
         if bits != 4:
             raise ModelError(f"AWQ weights of {bits} bits are not supported; 4 bits are")
-        version = str(config.get("version", "gemm")).lower()
-        if version != "gemm":
-            raise ModelError(f"AWQ weights in the layout {version} are not supported; those in the layout gemm are")
-        return cls(number(config, ("group_size", "q_group_size"), METHOD), bool(config.get("zero_point", True)))
+        named = [config.get(key) for key in ("version", "format", "checkpoint_format")]
+        named += [LLM_AWQ] if config.get("backend") == LLM_AWQ else []
+        for layout in (str(each).lower() for each in named if each):
+            if layout not in LAYOUTS:
+                raise ModelError(f"AWQ weights in the layout {layout} are not supported; those in the layout gemm are")
+        has_zeros = bool(config.get("zero_point", not config.get("sym", False)))
+        return cls(number(config, ("group_size", "q_group_size"), METHOD), has_zeros)
 
     def parts(self, module: str, held: Container[str]) -> Parts:
-        return {part: f"{module}.{part}" for part in (self.marks if self.zero_point else self.marks[:2])}
+        found = {part: f"{module}.{part}" for part in self.marks}
+        return {part: name for part, name in found.items() if part != "qzeros" or self.has_zeros or name in held}
 
     def dtypes(self, module: str) -> Dtypes:
         return {"qweight": WORDS, "qzeros": WORDS, "scales": FLOATS}
-
-    def beside(self, module: str) -> tuple[str, ...]:
-        return () if self.zero_point else ("qzeros",)
 
     def shape(self, module: str, shapes: Shapes) -> tuple[int, int]:
         k, words = shapes["qweight"]
@@ -80,14 +96,14 @@ class Awq(Format):
             f"scales are {list(scales.shape)}, and [{n}, {k}] in groups of {size} needs {[k // size, n]}",
         )
         zeros = None
-        if self.zero_point:
-            qzeros = tensors["qzeros"]
+        if (qzeros := tensors.get("qzeros")) is not None:
             expect(
                 tuple(qzeros.shape) == (k // size, n // 8),
                 module,
                 f"zero points are {list(qzeros.shape)}; {[k // size, n // 8]} is expected",
             )
-            zeros = codes_of_words(qzeros).T.float()
+            found = codes_of_words(qzeros).T
+            zeros = found.float() if self.has_zeros or bool((found != found[0, 0]).any()) else None
         return integers(codes_of_words(tensors["qweight"]).T, 4, zeros, scales.T.contiguous(), size)
 
 

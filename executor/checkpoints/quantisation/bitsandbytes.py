@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from headrace.executor.checkpoints.quantisation import (
     expect,
     lacking,
 )
+from headrace.executor.checkpoints.quantisation._keys import BY_TENSORS, COMMON, OF_INPUTS, OTHERS, READ, Keys, keys
 from headrace.executor.checkpoints.quantisation._scaled import integers_in_bytes
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
@@ -69,6 +70,26 @@ class BitsAndBytes(Format):
     )
     made_by = "bitsandbytes 0.50 (benchmarks/quantised_tools.py), a writer in tests"
     marks = ("SCB", *STATES.values(), *OF_4_BITS.values(), *NESTED.values())
+    keys: ClassVar[Keys] = {
+        **COMMON,
+        **keys(READ, "bnb_4bit_quant_type"),
+        **keys(
+            BY_TENSORS,
+            *(
+                "load_in_8bit",
+                "load_in_4bit",
+                "_load_in_4bit",
+                "_load_in_8bit",
+                "bnb_4bit_use_double_quant",
+                "bnb_4bit_quant_storage",
+            ),
+            *("bnb_4bit_blocksize", "bits", "group_size", "block_size", "compress_statistics", "format"),
+            *("checkpoint_format", "sym", "desc_act", "method", "pack_dtype"),
+        ),
+        **keys(OF_INPUTS, "bnb_4bit_compute_dtype", "llm_int8_threshold", "llm_int8_has_fp16_weight"),
+        **keys(BY_TENSORS, "llm_int8_skip_modules"),
+        **keys(OTHERS, "llm_int8_enable_fp32_cpu_offload"),
+    }
     kind: str
     """int8, nf4 or fp4, by the config; a module's tensors take precedence."""
 

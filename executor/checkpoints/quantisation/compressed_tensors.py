@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -44,6 +44,17 @@ from headrace.executor.checkpoints.quantisation import (
     number,
     patterns,
 )
+from headrace.executor.checkpoints.quantisation._keys import (
+    ANY,
+    BY_TENSORS,
+    COMMON,
+    OF_CACHE,
+    OF_INPUTS,
+    READ,
+    SEARCH,
+    Keys,
+    keys,
+)
 from headrace.executor.checkpoints.quantisation._scaled import (
     floats_of_4_bits,
     floats_of_8_bits,
@@ -64,6 +75,25 @@ GROUPS = {NVFP4: 16, MXFP4: 32, MXFP8: 32}
 """Weights that share a scale, in layouts that fix it."""
 ORDERED = ("group", "dynamic", True)
 """Values of `actorder` with which weight_g_idx gives the group of each input."""
+OFFLINE = ("weight_input", "weight_output")
+"""Where transforms are part of the stored weights; elsewhere the model's activations are transformed."""
+SHOWN_BY_SCALES = "group_size, block_structure and the scales' shapes show it"
+OF_WEIGHTS = {
+    **keys(READ, "num_bits", "type", "symmetric", "group_size", "block_structure", "actorder"),
+    **keys(SHOWN_BY_SCALES, "strategy"),
+    **keys(BY_TENSORS, "scale_dtype", "zp_dtype"),
+    **keys(SEARCH, "observer", "observer_kwargs", "dynamic"),
+}
+OF_GROUP = {
+    **keys(READ, "targets", "format"),
+    "weights": OF_WEIGHTS,
+    "input_activations": {
+        **keys(READ, "num_bits", "type", "symmetric", "dynamic", "strategy"),
+        **keys(OF_INPUTS, "group_size", "block_structure", "actorder", "scale_dtype", "zp_dtype"),
+        **keys(SEARCH, "observer", "observer_kwargs"),
+    },
+    **keys(OF_INPUTS, "output_activations"),
+}
 SPARSE = "2:4 sparse weights are not supported; a checkpoint of the same scheme that is dense is"
 
 
@@ -86,7 +116,7 @@ class Scheme:
 
     @classmethod
     def of(cls, name: str, config: Config, layout: str) -> Scheme:
-        weights = config.get("weights")
+        weights = config.get("weights") if isinstance(config, Mapping) else None
         if not isinstance(weights, Mapping):
             raise ModelError(f"the group {name} of the compressed-tensors config says nothing of weights")
         layout = str(config.get("format") or layout)
@@ -100,9 +130,6 @@ class Scheme:
         if is_float and weights.get("symmetric") is False:
             raise ModelError(f"compressed-tensors' group {name} has floats with zero points, which are not supported")
         targets = patterns(config.get("targets"), f"the targets of the compressed-tensors group {name}")
-        block = weights.get("block_structure")
-        if isinstance(block, str):
-            block = [int(each) for each in block.split("x")]
         size = GROUPS.get(layout, weights.get("group_size"))
         return cls(
             layout=layout,
@@ -110,7 +137,7 @@ class Scheme:
             bits=bits,
             is_float=is_float,
             group_size=size if size and size > 0 else None,
-            block=None if not block else (int(block[0]), int(block[1])),
+            block=_block(weights.get("block_structure")),
             needs_zeros=has_integers and weights.get("symmetric") is False,
             is_ordered=layout == PACKED and weights.get("actorder") in ORDERED,
             inputs=_int8_inputs(config.get("input_activations")),
@@ -177,11 +204,24 @@ class CompressedTensors(Format):
         "weight_g_idx",
         "weight_shape",
     )
+    keys: ClassVar[Keys] = {
+        **COMMON,
+        **keys(READ, "format", "sparsity_config", "transform_config"),
+        "config_groups": {ANY: OF_GROUP},
+        **keys(BY_TENSORS, "quantization_status", "moe_sparsity_config"),
+        **keys(SEARCH, "global_compression_ratio"),
+        **keys(OF_CACHE, "kv_cache_scheme"),
+    }
     schemes: tuple[Scheme, ...]
+
+    @classmethod
+    def is_of_cache(cls, config: Config) -> bool:
+        return not config.get("config_groups") and bool(config.get("kv_cache_scheme"))
 
     @classmethod
     def of(cls, config: Config) -> Self:
         groups = config.get("config_groups")
+        _check_transforms(config.get("transform_config"))
         sparse = config.get("sparsity_config")
         if isinstance(sparse, Mapping) and str(sparse.get("format", "dense")) != "dense":
             raise ModelError(f"compressed-tensors' layout {sparse['format']} is not supported: {SPARSE}")
@@ -300,6 +340,41 @@ class CompressedTensors(Format):
             codes = codes[:, order.long()]
         found = integers(codes, bits, zeros, scales.contiguous(), size, order)
         return replace(found, inputs=scheme.rounding(module, tensors))
+
+
+def _block(given: object) -> tuple[int, int] | None:
+    """Rows and columns of a block, which older versions write as `128x128`. Raises ModelError."""
+    if not given:
+        return None
+    parts = given.split("x") if isinstance(given, str) else given
+    try:
+        rows, columns = (int(each) for each in parts)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        rows = columns = 0
+    if rows < 1 or columns < 1:
+        raise ModelError(
+            f"the compressed-tensors config's block_structure is {given!r}; two whole numbers above 0 are expected"
+        )
+    return rows, columns
+
+
+def _check_transforms(config: object) -> None:
+    """Raises ModelError for transforms of what the model computes."""
+    groups = config.get("config_groups", config) if isinstance(config, Mapping) else config
+    if not groups:
+        return
+    if not isinstance(groups, Mapping):
+        raise ModelError(f"the compressed-tensors config's transform_config is {groups!r:.80}; an object is expected")
+    for name, group in groups.items():
+        applied = group.get("apply") if isinstance(group, Mapping) else None
+        for each in applied if isinstance(applied, list | tuple) else [applied]:
+            location = each.get("location") if isinstance(each, Mapping) else None
+            if location not in OFFLINE:
+                raise ModelError(
+                    f"the compressed-tensors config's transform_config has {name}, which transforms the {location} of "
+                    f"modules while the model computes; only transforms of {' and '.join(OFFLINE)} are supported, "
+                    "which are part of the stored weights"
+                )
 
 
 def _int8_inputs(config: object) -> Mapping[str, bool] | None:

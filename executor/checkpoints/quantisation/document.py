@@ -16,6 +16,10 @@ no option is needed: `headrace serve MODEL`. `--quantization NAME` requires that
 another. `--dtype` sets the type of activations. Weights keep the type they are stored in, except bfloat16 weights
 with `--dtype float32`, since bfloat16 kernels also round activations.
 
+Every key of such a config counts, is known not to matter, or is refused by name: so is one that this version does not
+know, since it may change what the weights mean. `--hf-overrides '{"quantization_config": {"KEY": null}}'` leaves it
+aside. What a config says of rotations or corrections that are computed beside the weights is refused.
+
 `--quantization bitsandbytes` and `experts_int8` quantise float weights while they load, one matrix at a time, into the
 form that such checkpoints have: see [below](#float-weights-quantised-as-they-are-loaded). int8, int4 and fp8 do the
 same with device-specific forms: `docs/options.md`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -24,6 +24,18 @@ from headrace.executor.checkpoints.quantisation import (
     Parts,
     Shapes,
     Stored,
+)
+from headrace.executor.checkpoints.quantisation._keys import (
+    BY_TENSORS,
+    COMMON,
+    OF_CACHE,
+    OF_INPUTS,
+    OF_TOOLS,
+    READ,
+    SEARCH,
+    Keys,
+    Refused,
+    keys,
 )
 from headrace.executor.checkpoints.quantisation._scaled import floats_of_8_bits
 from headrace.ipc.failure import ModelError
@@ -45,6 +57,18 @@ class Fp8(Format):
     )
     made_by = "GPTQModel 7.6 (benchmarks/quantised_tools.py), a writer in tests"
     marks = SCALES
+    keys: ClassVar[Keys] = {
+        **COMMON,
+        **OF_TOOLS,
+        **keys(
+            READ, "weight_block_size", "weight_scale_semantics", "fmt", "format", "checkpoint_format", "expert_dtype"
+        ),
+        **keys(BY_TENSORS, "scale_fmt", "store_dtype", "weight_scale_method", "bits", "group_size", "sym"),
+        **keys(OF_INPUTS, "activation_scale_ub"),
+        **keys(OF_CACHE, "kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method"),
+        **keys(SEARCH, "method", "data_type", "desc_act", "quant_type"),
+        "dynamic": Refused("fp8 weights whose settings differ between modules are not supported"),
+    }
     block: tuple[int, int] | None
     """Rows and columns of a block that shares a scale; None: the matrix or each row has one."""
     divides: bool = False
@@ -53,6 +77,11 @@ class Fp8(Format):
     @classmethod
     def of(cls, config: Config) -> Self:
         block, semantics = config.get("weight_block_size"), config.get("weight_scale_semantics")
+        for key in ("fmt", "format", "checkpoint_format"):
+            if config.get(key) and "e4m3" not in str(config[key]).lower() and str(config[key]).lower() != "fp8":
+                raise ModelError(f"the fp8 config's {key} is {config[key]!r}; e4m3 is known")
+        if config.get("expert_dtype") not in (None, "fp8"):
+            raise ModelError(f"the fp8 config's expert_dtype is {config['expert_dtype']!r}; fp8 is known")
         if semantics not in (None, "inverse"):
             raise ModelError(f"the fp8 config's weight_scale_semantics is {semantics!r}; inverse is known")
         divides = semantics is not None

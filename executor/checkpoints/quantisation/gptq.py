@@ -2,8 +2,11 @@
 
     qweight [k * bits / 32, n] int32, scales [k / group, n], qzeros [k / group, n * bits / 32] int32, g_idx [k] int32
 
-The stored zero point is the zero point minus 1, except in the layouts gptq_v2 and gptq_p. With `desc_act` the inputs
-were quantised in order of their importance, and g_idx gives the group of each.
+The stored zero point is the zero point minus 1, except in the layouts gptq_v2 and gptq_p. GPTQModel subtracts the 1 of
+all codes of 2, 4 and 8 bits from whole words, so that a zero point of 0 borrows from its neighbour. Symmetric weights
+(`sym`) have the middle of the codes' range as their zero point, and tools store either form of it under either layout.
+
+With `desc_act` the inputs were quantised in order of their importance, and g_idx gives the group of each.
 
 In the layout gptq_p, GPTQModel's planar one, 32 codes of b bits take b words. Their bits are divided into planes of 4,
 2 and 1 bits, lowest first, and each plane has its own words.
@@ -15,7 +18,7 @@ import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -35,6 +38,7 @@ from headrace.executor.checkpoints.quantisation import (
     expect,
     number,
 )
+from headrace.executor.checkpoints.quantisation._keys import ANY, COMMON, OF_TOOLS, READ, SEARCH, Keys, Refused, keys
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight, two_in_a_byte
 
@@ -44,6 +48,11 @@ PLANES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 )
 """From the bits of a code to the bits of each of its planes."""
+
+
+LAYOUTS = ("gptq", "gptq_v2", PLANAR)
+IN_WORDS: Mapping[int, int] = MappingProxyType({2: 0x55555555, 4: 0x11111111, 8: 0x01010101})
+"""From the bits of a code to a word that has 1 in each code."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +87,23 @@ class Gptq(Format):
     )
     made_by = "GPTQModel 7.6 and auto-round 0.16 (benchmarks/quantised_tools.py), a writer in tests"
     marks = ("qweight", "scales", "qzeros", "g_idx")
+    keys: ClassVar[Keys] = {
+        **COMMON,
+        **OF_TOOLS,
+        **keys(READ, "bits", "group_size", "sym", "desc_act", "checkpoint_format", "format"),
+        **keys(SEARCH, "method", "data_type"),
+        "dynamic": {ANY: {**OF_TOOLS, **keys(READ, "bits", "group_size", "sym", "desc_act")}},
+        "is_marlin_format": Refused(
+            "the weights lie in the order of one GPU kernel; use the checkpoint they were made of"
+        ),
+    }
     bits: int
     group_size: int
     """Inputs that share a scale; -1: each row has one scale."""
     adds_one: bool
     """Whether 1 is added to each stored zero point."""
+    is_symmetric: bool
+    """Whether the config says so. Then one zero point for all groups, however it is stored, is the middle."""
     is_planar: bool
     is_ordered: bool
     """Whether inputs are in activation order (`desc_act`) with groups, so that g_idx is required."""
@@ -91,18 +112,14 @@ class Gptq(Format):
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        layout = str(config.get("checkpoint_format", "gptq"))
-        if layout not in ("gptq", "gptq_v2", PLANAR, ""):
-            raise ModelError(
-                f"the GPTQ checkpoint is in the layout {layout}, which is one kernel's own; use one in the layout gptq"
-            )
+        is_symmetric = bool(config.get("sym", True))
+        layout = _layout(config, is_symmetric)
         dynamic, is_planar = config.get("dynamic") or {}, layout == PLANAR
         for each in dynamic:
             check_expression(each.removeprefix("+:").removeprefix("-:"), each, "the GPTQ config's dynamic")
         bits, size = number(config, ("bits",), METHOD), number(config, ("group_size",), METHOD, 128)
-        adds_one = layout not in ("gptq_v2", PLANAR) and config.get("quant_method") != "gptq_v2"
         is_ordered = bool(config.get("desc_act", False)) and size > 0
-        return cls(_checked(bits), size, adds_one, is_planar, is_ordered, dynamic)
+        return cls(_checked(bits), size, layout == "gptq", is_symmetric, is_planar, is_ordered, dynamic)
 
     def _of(self, module: str) -> Gptq:
         """The format with the settings of a module."""
@@ -113,7 +130,8 @@ class Gptq(Format):
                 bits = _checked(number(differs, ("bits",), METHOD, self.bits))
                 size = number(differs, ("group_size",), METHOD, self.group_size)
                 is_ordered = bool(differs.get("desc_act", self.is_ordered)) and size > 0
-                return replace(self, bits=bits, group_size=size, is_ordered=is_ordered)
+                is_symmetric = bool(differs.get("sym", self.is_symmetric))
+                return replace(self, bits=bits, group_size=size, is_symmetric=is_symmetric, is_ordered=is_ordered)
         return self
 
     def scheme(self, module: str) -> str:
@@ -139,7 +157,7 @@ class Gptq(Format):
 
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
         own = self._of(module)
-        qweight, scales, qzeros = tensors["qweight"], tensors["scales"], tensors["qzeros"]
+        qweight, scales = tensors["qweight"], tensors["scales"]
         (n, k), size = own.shape(module, {"qweight": tuple(qweight.shape)}), own.group(module, qweight.shape[0])
         size = k if own.group_size <= 0 else size
         expect(k % size == 0, module, f"groups of {size} do not divide {k} inputs")
@@ -150,16 +168,11 @@ class Gptq(Format):
             f"scales are {list(scales.shape)}, and [{n}, {k}] of {own.bits} bits in groups of {size} needs "
             f"{[groups, n]}",
         )
-        expect(
-            tuple(qzeros.shape) == (groups, n * own.bits // 32),
-            module,
-            f"zero points are {list(qzeros.shape)}; {[groups, n * own.bits // 32]} is expected",
-        )
         cut = cut_planes if own.is_planar else cut_bits
         if own.is_planar:
             expect(k % 32 == 0 and n % 32 == 0, module, f"[{n}, {k}] is no whole number of 32 codes either way")
         codes = cut(qweight.T.contiguous(), own.bits, k)  # [n, k]
-        zeros = cut(qzeros, own.bits, n).T.float() + int(own.adds_one)  # [n, groups]
+        zeros = own._zeros(module, tensors["qzeros"], n, groups)
         g_idx = tensors.get("g_idx")
         if own.is_ordered and groups > 1:
             assert g_idx is not None, "it is a part"
@@ -168,6 +181,37 @@ class Gptq(Format):
         if order is not None:
             codes = codes[:, order.long()]
         return integers(codes, own.bits, zeros, scales.T.contiguous(), size, order)
+
+    def _zeros(self, module: str, stored: Tensor, n: int, groups: int) -> Tensor | None:
+        """The zero points [n, groups] float32; None: the middle of the codes' range."""
+        needed = [groups, n * self.bits // 32]
+        expect(list(stored.shape) == needed, module, f"zero points are {list(stored.shape)}; {needed} is expected")
+        codes = (cut_planes if self.is_planar else cut_bits)(stored, self.bits, n).T
+        if self.is_symmetric and bool((codes == codes[0, 0]).all()):
+            return None
+        if self.adds_one and self.bits in IN_WORDS:
+            codes = cut_bits(stored + IN_WORDS[self.bits], self.bits, n).T
+        elif self.adds_one:
+            codes = codes + 1 & (1 << self.bits) - 1
+        return codes.float()
+
+
+def _layout(config: Config, is_symmetric: bool) -> str:
+    """gptq, gptq_v2 or gptq_p, under each of the keys that tools write it to. Raises ModelError for another, and for
+    two that store zero points differently."""
+    given = {key: str(config[key]) for key in ("checkpoint_format", "format") if config.get(key)}
+    if config.get("quant_method") == "gptq_v2":
+        given["quant_method"] = "gptq_v2"
+    if unknown := [name for name in given.values() if name not in LAYOUTS]:
+        raise ModelError(
+            f"the GPTQ checkpoint is in the layout {unknown[0]}, which is one kernel's own; use one in the layout gptq"
+        )
+    named = set(given.values())
+    if PLANAR in named or not is_symmetric:
+        said = ", ".join(f"{key} {name}" for key, name in given.items())
+        if len(named) > 1:
+            raise ModelError(f"the GPTQ config names two layouts: {said}")
+    return PLANAR if PLANAR in named else "gptq_v2" if "gptq_v2" in named else "gptq"
 
 
 def cut_planes(packed: Tensor, bits: int, count: int) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -29,11 +29,32 @@ from headrace.executor.checkpoints.quantisation import (
     expect,
     number,
 )
+from headrace.executor.checkpoints.quantisation._keys import (
+    BY_TENSORS,
+    COMMON,
+    OTHERS,
+    READ,
+    SEARCH,
+    Keys,
+    Refused,
+    keys,
+)
 from headrace.executor.checkpoints.quantisation.gptq import integers
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
 
 BITS = (1, 2, 4, 8)
+OF_WEIGHTS = {
+    **keys(READ, "nbits", "group_size", "axis"),
+    **keys(SEARCH, "optimize", "round_zero"),
+    **keys(BY_TENSORS, "channel_wise", "view_as_float", "bitpack"),
+}
+QUANTISED_SCALES = Refused("scales and zero points that are quantised themselves are not supported")
+OF_LAYER = {
+    "weight_quant_params": OF_WEIGHTS,
+    **keys(QUANTISED_SCALES, "scale_quant_params", "zero_quant_params"),
+    **keys(OTHERS, "offload_meta"),
+}
 SCALARS = (
     "nbits", "group_size", "axis", "packing", "unpack_view_dtype", "view_as_float", "quant_scale", "quant_zero",
     "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise", "optimize",
@@ -54,6 +75,13 @@ class Hqq(Format):
     )
     made_by = "hqq 0.2 (benchmarks/quantised_tools.py), a writer in tests"
     marks = ("W_q", "scale", "zero")
+    keys: ClassVar[Keys] = {
+        **COMMON,
+        **OF_WEIGHTS,
+        **keys(QUANTISED_SCALES, "quant_scale", "quant_zero"),
+        **keys(BY_TENSORS, "skip_modules"),
+        "quant_config": OF_LAYER,
+    }
     bits: int
     group_size: int
 

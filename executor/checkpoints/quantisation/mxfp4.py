@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from headrace.executor.checkpoints.quantisation import (
     Stored,
     expect,
 )
+from headrace.executor.checkpoints.quantisation._keys import COMMON, Keys
 from headrace.executor.checkpoints.quantisation._scaled import floats_of_4_bits, powers_of_two
 from headrace.kernels.grouped import GroupedWeight
 
@@ -44,6 +45,7 @@ class Mxfp4(Format):
     )
     made_by = "a writer in tests, compared with transformers' own reading of it"
     marks = ()  # tensors are those of a stack, not of a module
+    keys: ClassVar[Keys] = COMMON
 
     @classmethod
     def of(cls, config: Config) -> Self:

@@ -15,7 +15,7 @@ import fnmatch
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -37,6 +37,19 @@ from headrace.executor.checkpoints.quantisation import (
     expect,
     patterns,
 )
+from headrace.executor.checkpoints.quantisation._keys import (
+    ANY,
+    BY_TENSORS,
+    COMMON,
+    OF_CACHE,
+    OF_INPUTS,
+    OTHERS,
+    READ,
+    SEARCH,
+    Keys,
+    Refused,
+    keys,
+)
 from headrace.executor.checkpoints.quantisation._scaled import (
     floats_of_4_bits,
     floats_of_8_bits,
@@ -54,6 +67,26 @@ OF_6_BITS = {"fp6_e2m3": 3, "fp6_e3m2": 2}
 WITH_ZEROS = ("int8", *OF_4_BITS)
 KNOWN = ("fp8_e4m3", *WITH_ZEROS, "fp4", *OF_6_BITS)
 IN_ORDER = tuple(range(8))
+OF_WEIGHT = {
+    **keys(READ, "dtype", "group_size", "qscheme", "symmetric", "scale_format"),
+    **keys(BY_TENSORS, "ch_axis", "block_size", "scale_type", "zero_point_type", "mx_element_dtype", "is_dynamic"),
+    **keys(
+        SEARCH,
+        *("round_method", "observer_cls", "scale_calculation_mode", "enable_buffer_reuse", "max_input_numel"),
+    ),
+    **keys(Refused("scales that are quantised themselves are not supported"), "is_scale_quant"),
+}
+OF_LAYER = {
+    "weight": OF_WEIGHT,
+    **keys(OF_INPUTS, "input_tensors", "output_tensors"),
+    **keys(BY_TENSORS, "bias"),
+    **keys(OTHERS, "target_device"),
+}
+ROTATIONS = ("rotation", "quarot")
+ONLINE = ("online_r1_rotation", "online_r1", "r3", "r4")
+"""Keys of these algorithms for rotations of what the model computes; the others are part of the weights."""
+CORRECTED = "svdquant"
+"""An algorithm that adds matrices of low rank to the weights."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +135,22 @@ class Quark(Format):
     )
     made_by = "amd-quark 0.13 (benchmarks/quantised_tools.py), a writer in tests"
     marks = ("weight_scale", "weight_zero_point")
+    keys: ClassVar[Keys] = {
+        **COMMON,
+        "global_quant_config": OF_LAYER,
+        "layer_quant_config": {ANY: OF_LAYER},
+        "layer_type_quant_config": Refused("schemes by type of layer are not supported; those by name are"),
+        "algo_config": READ,
+        "export": {
+            "pack_method": READ,
+            **keys(BY_TENSORS, "weight_format", "weight_merge_groups"),
+            **keys(OF_CACHE, "kv_cache_group", "min_kv_scale"),
+        },
+        **keys(BY_TENSORS, "exclude"),
+        **keys(OF_CACHE, "kv_cache_quant_config", "kv_cache_post_rope"),
+        **keys(OF_INPUTS, "softmax_quant_spec"),
+        **keys(SEARCH, "quant_mode"),
+    }
     everywhere: Scheme
     by_pattern: tuple[tuple[str, Scheme], ...]
     """(pattern of module names, scheme); the first match applies."""
@@ -116,6 +165,7 @@ class Quark(Format):
         patterns(config.get("exclude"), "the Quark config's exclude")
         pairs = tuple((pattern, Scheme.of(own)) for pattern, own in by_pattern.items())
         export = config.get("export")
+        _check_algorithms(config.get("algo_config"))
         method = export.get("pack_method") if isinstance(export, Mapping) else None
         if method not in (None, "reorder", "order"):
             raise ModelError(f"the Quark config's pack_method is {method!r}; reorder and order are known")
@@ -200,6 +250,20 @@ class Quark(Format):
         codes = (codes_of_words(weight, self.outputs) ^ sign).T
         own_zeros = None if zeros is None else (codes_of_words(zeros, self.outputs) ^ sign).T.float()
         return integers(codes, 4, own_zeros, scales.T.contiguous(), size)
+
+
+def _check_algorithms(listed: object) -> None:
+    """Raises ModelError for an algorithm that changes what the model computes besides its weights."""
+    for each in listed if isinstance(listed, list | tuple) else [listed]:
+        name = str(each.get("name", "")).lower() if isinstance(each, Mapping) else ""
+        online = [key for key in ONLINE if isinstance(each, Mapping) and each.get(key)]
+        if name in ROTATIONS and online:
+            raise ModelError(
+                f"the Quark config's algo_config has {name} with {', '.join(online)}: inputs that are rotated while "
+                "the model computes are not supported"
+            )
+        if name == CORRECTED:
+            raise ModelError(f"the Quark config's algo_config has {name}: low-rank corrections are not supported")
 
 
 def _widened(module: str, packed: Tensor, mantissa: int) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -29,10 +29,41 @@ from headrace.executor.checkpoints.quantisation import (
     expect,
     patterns,
 )
+from headrace.executor.checkpoints.quantisation._keys import (
+    BY_TENSORS,
+    COMMON,
+    OF_INPUTS,
+    OTHERS,
+    READ,
+    SEARCH,
+    Keys,
+    check_keys,
+    keys,
+)
 from headrace.executor.checkpoints.quantisation._scaled import floats_of_8_bits, integers_in_bytes
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight, InputRounding
 
+KINDS = (
+    "Int8WeightOnlyConfig",
+    "IntxWeightOnlyConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+    "Float8WeightOnlyConfig",
+    "Float8DynamicActivationFloat8WeightConfig",
+)
+OF_KIND = {
+    **keys(READ, "group_size", "granularity", "weight_granularity", "act_mapping_type"),
+    **keys(
+        BY_TENSORS,
+        *("mapping_type", "weight_mapping_type", "weight_dtype", "scale_dtype", "weight_scale_dtype", "layout"),
+        *("intx_packing_format", "packing_format"),
+    ),
+    **keys(SEARCH, "intx_choose_qparams_algorithm", "reduce_range"),
+    **keys(OF_INPUTS, "activation_dtype", "activation_value_lb", "activation_value_ub"),
+    **keys(OTHERS, "set_inductor_config", "kernel_preference", "mm_config", "alg_id", "weight_only_decode", "version"),
+}
+"""Keys of `_data` in each of these configs."""
 PARTS = {"weight": "_weight_qdata", "scales": "_weight_scale", "zeros": "_weight_zero_point"}
 
 
@@ -60,6 +91,12 @@ class TorchAo(Format):
     )
     made_by = "torchao 0.18 (benchmarks/quantised_tools.py), a writer in tests"
     marks = tuple(PARTS.values())
+    keys: ClassVar[Keys] = {
+        **COMMON,
+        "quant_type": READ,  # the keys inside are checked by `_configs`
+        **keys(BY_TENSORS, "include_input_output_embeddings", "untie_embedding_weights"),
+        **keys(OTHERS, "quant_type_kwargs"),
+    }
     group_sizes: tuple[int | None, ...]
     """Group sizes of all configs in `quant_type`; None: each row has one scale."""
     types: tuple[torch.dtype, ...]
@@ -74,6 +111,10 @@ class TorchAo(Format):
         found = _configs(kinds)
         if not found:
             raise ModelError(f"the torchao config's quant_type is {kinds!r}; one of torchao's own configs is expected")
+        for each in found:
+            if each["_type"] not in KINDS:
+                raise ModelError(f"torchao's {each['_type']} is not supported; {', '.join(KINDS)} are")
+            check_keys(each.get("_data") or {}, OF_KIND, f"torchao's {each['_type']}")
         sizes = tuple(dict.fromkeys(size for each in found for size in _group_sizes(each) or (None,)))
         roundings = {_rounding(each) for each in found}
         types = tuple(dict.fromkeys(dtype for each in found for dtype in _types(each["_type"])))
