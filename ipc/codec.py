@@ -144,7 +144,7 @@ class Codec(Generic[T]):
 
     def _encode_array(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
-            if not hasattr(value, "__array_interface__"):
+            if not hasattr(value, "__array_interface__") or value.ndim == 0:  # a number of numpy's is no array
                 raise TypeError(f"{type(value).__name__} has no wire format")
             value = Tensor.from_numpy(value)
         if value.data.nbytes <= INLINE_BYTES:

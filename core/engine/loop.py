@@ -33,7 +33,15 @@ from headrace.core.engine.outputs import (
     only_finished,
     partial_outputs,
 )
-from headrace.core.engine.sessions import ClientGone, ExecutorFailed, Inbox, InboxMessage, PeersStep, StopOrder
+from headrace.core.engine.sessions import (
+    ClientGone,
+    ExecutorFailed,
+    Inbox,
+    InboxMessage,
+    PeersStep,
+    StopOrder,
+    Undecodable,
+)
 from headrace.core.engine.statistics import Statistics
 from headrace.core.engine.timeline import Stages
 from headrace.core.options.engine_options import Options
@@ -296,6 +304,8 @@ class Loop:
                 self._add(client, message)
             case Abort():
                 self._abort(client, message.slots)
+            case Undecodable():
+                self._refuse(client, message.slot, self._admission.refusal(message.why))
             case ClientGone():
                 self._followers.forget(client)
                 for request in self._requests.pop(client, {}).values():
@@ -334,8 +344,6 @@ class Loop:
             failure: Failure | None = self._admission.shutting_down()
         elif message.slot in live:
             failure = self._admission.refusal(f"slot {message.slot} is in use by a request that has not finished")
-            self._port.send(client, self._admission.protocol_error(failure))  # its Finish is still to come
-            return
         elif self._num_waiting >= self._admission.max_waiting:
             failure = self._admission.queue_full(self._statistics.seconds_per_request() * self._num_waiting)
         elif len(live) >= self._admission.max_of_client:
@@ -347,13 +355,20 @@ class Loop:
             if failure is None and self._checks_sampling:
                 failure = self._refused_by_workers(message)
         if failure is not None:
-            finish = Finish(slot=message.slot, reason=FinishReason.REJECTED, failure=failure)
-            self._port.send(client, only_finished(self._statistics.num_steps, [finish]))
+            self._refuse(client, message.slot, failure)
             return
         request = self._admission.request(client, message)
         live[message.slot] = request
         if not self.gates.hold(request, message):
             self.scheduler.add(request, message.priority)
+
+    def _refuse(self, client: int, slot: int, failure: Failure) -> None:
+        """Answers an AddRequest that is not taken: with its Finish, unless the slot's own is still to come."""
+        if slot in self._requests.get(client, ()):
+            self._port.send(client, self._admission.protocol_error(failure))
+            return
+        finish = Finish(slot=slot, reason=FinishReason.REJECTED, failure=failure)
+        self._port.send(client, only_finished(self._statistics.num_steps, [finish]))
 
     def _refused_by_workers(self, message: AddRequest) -> Failure | None:
         """Asks the workers whether the user's logits processors, which only they load, accept a request's parameters.

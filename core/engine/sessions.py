@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 import msgspec
 
 from headrace.core.engine.gates import GateFailed, GateOpened
-from headrace.ipc.codec import Tensor
+from headrace.ipc.codec import Frame, Tensor
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import (
     SCHEMA_HASH,
@@ -44,6 +44,13 @@ class ClientGone(msgspec.Struct, frozen=True):
     """Not a wire message: the client left, or its process ended."""
 
 
+class Undecodable(msgspec.Struct, frozen=True, kw_only=True):
+    """Not a wire message: an AddRequest that could not be decoded, of which only the slot is known."""
+
+    slot: int
+    why: str
+
+
 class StopOrder(msgspec.Struct, frozen=True):
     """Not a wire message: stop the engine within `deadline_s`; running requests may finish until then."""
 
@@ -60,7 +67,9 @@ class ExecutorFailed(msgspec.Struct, frozen=True):
     failure: Failure
 
 
-InboxMessage = ClientMessage | ClientGone | StopOrder | PeersStep | ExecutorFailed | GateOpened | GateFailed
+InboxMessage = (
+    ClientMessage | ClientGone | Undecodable | StopOrder | PeersStep | ExecutorFailed | GateOpened | GateFailed
+)
 InboxItem = tuple[int, InboxMessage]
 
 
@@ -110,6 +119,17 @@ def _size_bytes(message: InboxMessage) -> int:
             size_bytes -= 7 * len(form.text)  # a text takes one byte of memory per encoded byte
     return size_bytes
 
+
+class _Beginning(msgspec.Struct, array_like=True):
+    """The first fields of a message. What follows them is skipped, whatever it is."""
+
+    kind: str
+    number: int
+    """A call or a slot."""
+
+
+_BEGINNING = msgspec.msgpack.Decoder(_Beginning)
+_CALLS = frozenset(kind.__name__ for kind in (FetchTokenizer, GetStats, ResetPrefixCache, Control))
 
 FAR_BEHIND = 64
 """Messages in the inbox above which the loop counts as behind: more than it handles in a turn."""
@@ -174,6 +194,25 @@ class Sessions:
     def port_failed(self, failure: Failure) -> None:
         """The port can no longer receive messages, which ends the engine."""
         self._inbox.put((0, ExecutorFailed(failure)))
+
+    def undecodable(self, client: int, header: Frame, why: str) -> CoreMessage | None:
+        """Takes a client's message that could not be decoded, as a value has another type than its field. Returns the
+        answer if the loop need not give it.
+
+        What waits for an answer to the message gets it, if the message's beginning names that: a call gets a Reply, a
+        request its Finish.
+        """
+        try:
+            beginning = _BEGINNING.decode(header)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return self.refuse(why)
+        if beginning.kind in _CALLS:
+            return Reply(call=beginning.number, failure=self._failure(why))
+        if beginning.kind == AddRequest.__name__:
+            news = Undecodable(slot=beginning.number, why=why)
+            if self._inbox.offer(client, news):
+                return None
+        return self.refuse(why)
 
     def refuse(self, why: str) -> Refused:
         return Refused(failure=self._failure(why), schema_hash=SCHEMA_HASH, version=self.welcome.version)

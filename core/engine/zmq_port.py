@@ -253,7 +253,7 @@ class ZmqPort(TellsAll):
                         raise CodecError(f"a message of more than {MOST_FRAMES} frames")
                     self._receive(sender, [frame.buffer for frame in frames])
                 except CodecError as error:
-                    self._refuse(sender, str(error))
+                    self._take_undecodable(sender, frames[0].buffer if frames else b"", str(error))
                 except Exception as error:  # no message of one client may end the engine of the others
                     logger.exception("a message could not be taken")
                     self._let_go(sender, f"a message of this client could not be taken: {type(error).__name__}")
@@ -306,13 +306,26 @@ class ZmqPort(TellsAll):
             self._forget(client)
             self._sessions.gone(client)
 
+    def _take_undecodable(self, identity: bytes, header: Frame, why: str) -> None:
+        client = self._client_of.get(identity)
+        if client is None or len(header) > MOST_HEADER_BYTES:
+            self._refuse(identity, why)
+            return
+        self._note_refusal(why)
+        answer = self._sessions.undecodable(client, header, why)
+        if answer is not None:
+            self._send(client, self._codec.encode(answer))
+
     def _refuse(self, identity: bytes, why: str) -> None:
+        self._note_refusal(why)
+        self._send_to(identity, self._codec.encode(self._sessions.refuse(why)))
+
+    def _note_refusal(self, why: str) -> None:
         self._num_refused += 1
         now_s = time.monotonic()
         if now_s >= self._next_refusal_log_s:  # a client that sends only invalid messages must not fill the log
             self._next_refusal_log_s = now_s + REFUSAL_LOG_EVERY_S
             logger.warning("refused a message (the %dth): %s", self._num_refused, why)
-        self._send_to(identity, self._codec.encode(self._sessions.refuse(why)))
 
     def _send_dismissals(self) -> None:
         why = "this client did not read its answers; its requests were ended, and it is served no more"

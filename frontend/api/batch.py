@@ -3,135 +3,249 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import collections
+import contextlib
+import heapq
+import logging
+import numbers
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from headrace.frontend.api.inputs.prompts import Prompt, check_request
+from headrace.frontend.api.inputs.prompts import Prompt, check_request, checked_priority
 from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.client.client import RequestClient
 from headrace.frontend.client.request import RequestStream
-from headrace.ipc.failure import HeadraceError, InvalidRequestError, RequestFailedError
+from headrace.ipc.failure import HeadraceError, InvalidRequestError, QueueFullError, RequestFailedError
 
+logger = logging.getLogger(__name__)
 MAX_IN_FLIGHT = 8192
 """Most requests of one batch that the core has at a time: enough to keep any engine busy, and below the bound of its
 waiting queue."""
+QUEUE_PATIENCE_S = 60.0
+"""How long a batch waits for room in a queue that others have filled, once it has had some of its requests answered."""
+_LONGEST_RETRY_S = 5.0
+
+OnEnded = Callable[[RequestStream], None]
+"""Called in the client's loop with each request that has ended well. Must not raise."""
 
 
-async def run_batch(
+def run_batch(
     client: RequestClient,
     prompts: Sequence[Prompt],
     sampling_params: Any,
     priority: Any,
     ids: Iterator[int],
-    use_tqdm: bool | Callable[..., Any],
-) -> list[RequestOutput]:
-    """The final outputs of tokenised prompts, in order. The other arguments are those of `LLM.generate`.
+    on_ended: OnEnded = lambda stream: None,
+) -> Coroutine[Any, Any, list[RequestOutput]]:
+    """Await it for the final outputs of tokenised prompts, in order. The other arguments are those of `LLM.generate`.
 
     Raises InvalidRequestError before anything is submitted. The first error of a request is raised at once. On an error
-    or a cancellation, the remaining requests are aborted.
+    or a cancellation, the remaining requests are aborted. If the engine takes fewer requests at a time than there are,
+    the others follow in turn.
     """
-    defaults = _defaults(client)
-    params = params_for(sampling_params, defaults, len(prompts), RequestOutputKind.FINAL_ONLY)
+    return _Batch(client, _requests(client, prompts, sampling_params, priority, ids), on_ended).run()
+
+
+_Request = tuple[str, Prompt, SamplingParams, int, int]
+"""Request id, prompt, sampling parameters, priority, and the most tokens that it can generate."""
+
+
+def _requests(
+    client: RequestClient, prompts: Sequence[Prompt], sampling_params: Any, priority: Any, ids: Iterator[int]
+) -> list[_Request]:
+    """The checked requests of a batch. Raises InvalidRequestError."""
+    params = params_for(sampling_params, _defaults(client), len(prompts), RequestOutputKind.FINAL_ONLY)
     priorities = priorities_for(priority, len(prompts))
     limits = [_check(client, index, prompts, params) for index in range(len(prompts))]
-    if not prompts:
-        return []
-    room = asyncio.Semaphore(MAX_IN_FLIGHT)
-    all_ended = asyncio.get_running_loop().create_future()
-    num_left = len(prompts)
+    return [
+        (str(next(ids)), prompt, each, rank, limit)
+        for prompt, each, rank, limit in zip(prompts, params, priorities, limits, strict=True)
+    ]
 
-    def ended(stream: RequestStream) -> None:
-        nonlocal num_left
-        num_left -= 1
-        room.release()
-        if stream.error is None:
-            bar.add(stream)
-        if not all_ended.done():
-            if stream.error is not None:
-                all_ended.set_exception(_naming(streams.index(stream), len(prompts), stream.error))
-            elif num_left == 0:
-                all_ended.set_result(None)
 
-    streams: list[RequestStream] = []
-    with ProgressBar(len(prompts), use_tqdm) as bar:
+class _Batch:
+    """Requests that run together. One that finds the queue full is sent again when another has ended."""
+
+    def __init__(self, client: RequestClient, requests: Sequence[_Request], on_ended: OnEnded) -> None:
+        self._client, self._requests, self._on_ended = client, requests, on_ended
+        self._waiting = list(range(len(requests)))  # a heap: the first of those that are to be sent (again)
+        self._running: dict[RequestStream, int] = {}
+        self._ended: list[RequestStream | None] = [None] * len(requests)
+        self._num_ended = 0
+        self._most_running = MAX_IN_FLIGHT
+        """How many may run, as far as known: lowered to what the engine took, and raised again one by one."""
+        self._retry_at_s: float | None = None
+        """When to try again if none runs, because others fill the queue."""
+        self._patience_ends_s: float | None = None
+        self._error: HeadraceError | None = None
+        self._news = asyncio.Event()
+
+    async def run(self) -> list[RequestOutput]:
         try:
-            for prompt, each, rank, limit in zip(prompts, params, priorities, limits, strict=True):
-                await room.acquire()
-                if all_ended.done():
-                    break
-                stream = client.submit(str(next(ids)), prompt, each, rank, max_tokens=limit)
-                stream.on_done = ended
-                streams.append(stream)
-            await all_ended
-            return [await stream.final() for stream in streams]
+            while self._num_ended < len(self._requests):
+                while self._may_send():
+                    index = heapq.heappop(self._waiting)
+                    request_id, prompt, params, priority, most_tokens = self._requests[index]
+                    try:
+                        stream = self._client.submit(request_id, prompt, params, priority, max_tokens=most_tokens)
+                    except QueueFullError as error:
+                        self._refused(index, error)
+                        break
+                    stream.on_done = self._on_done
+                    self._running[stream] = index
+                if self._error is not None:
+                    raise self._error
+                await self._wait()
+            return [await stream.final() for stream in self._ended if stream is not None]
         finally:
-            for stream in streams:
+            for stream in self._running:
                 stream.on_done = None
-                client.abort_stream(stream)
+                self._client.abort_stream(stream)
+
+    def _may_send(self) -> bool:
+        if self._retry_at_s is not None:
+            if not self._running and time.monotonic() < self._retry_at_s:
+                return False
+            self._retry_at_s = None
+        return bool(self._waiting) and len(self._running) < self._most_running and self._error is None
+
+    async def _wait(self) -> None:
+        """Waits until a request has ended, or until it is time to try again."""
+        timeout_s = None if self._retry_at_s is None else max(0.0, self._retry_at_s - time.monotonic())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+        self._news.clear()
+
+    def _on_done(self, stream: RequestStream) -> None:
+        index = self._running.pop(stream)
+        self._news.set()
+        if isinstance(stream.error, QueueFullError):
+            self._refused(index, stream.error)
+        elif stream.error is not None:
+            self._error = self._error or _naming(index, len(self._requests), stream.error)
+        else:
+            self._ended[index] = stream
+            self._num_ended += 1
+            self._most_running = min(MAX_IN_FLIGHT, self._most_running + 1)
+            self._patience_ends_s = None
+            self._on_ended(stream)
+
+    def _refused(self, index: int, error: QueueFullError) -> None:
+        """The queue is full: as many requests as run now fit into it. If none runs, others fill it."""
+        heapq.heappush(self._waiting, index)
+        self._most_running = max(1, len(self._running))
+        if self._running:
+            return
+        now_s = time.monotonic()
+        if self._patience_ends_s is None:
+            self._patience_ends_s = now_s + QUEUE_PATIENCE_S
+        retry_after_s = error.failure.retry_after_s if error.failure is not None else 1.0
+        self._retry_at_s = now_s + min(retry_after_s, _LONGEST_RETRY_S)
+        if not self._num_ended or self._retry_at_s > self._patience_ends_s:
+            self._error = self._error or error
 
 
 async def enqueue_batch(
     client: RequestClient, prompts: Sequence[Prompt], sampling_params: Any, priority: Any, ids: Iterator[int]
 ) -> list[RequestStream]:
-    """Submits tokenised prompts as `run_batch` does, without waiting for their outputs."""
-    defaults = _defaults(client)
-    params = params_for(sampling_params, defaults, len(prompts), RequestOutputKind.FINAL_ONLY)
-    priorities = priorities_for(priority, len(prompts))
-    limits = [_check(client, index, prompts, params) for index in range(len(prompts))]
-    return [
-        client.submit(str(next(ids)), prompt, each, rank, max_tokens=limit)
-        for prompt, each, rank, limit in zip(prompts, params, priorities, limits, strict=True)
-    ]
+    """Submits tokenised prompts as `run_batch` does, without waiting for their outputs. On an error none runs."""
+    streams: list[RequestStream] = []
+    try:
+        for request_id, prompt, params, rank, max_tokens in _requests(client, prompts, sampling_params, priority, ids):
+            streams.append(client.submit(request_id, prompt, params, rank, max_tokens=max_tokens))
+    except BaseException:
+        for stream in streams:
+            client.abort_stream(stream)
+        raise
+    return streams
 
 
 async def finish_batch(
-    client: RequestClient, streams: Sequence[RequestStream], use_tqdm: bool | Callable[..., Any]
+    client: RequestClient, streams: Sequence[RequestStream], on_ended: OnEnded = lambda stream: None
 ) -> list[RequestOutput]:
     """The final outputs of submitted requests, in order. Raises the first error, and aborts the other requests."""
     outputs = []
-    with ProgressBar(len(streams), use_tqdm) as bar:
-        try:
-            for stream in streams:
-                outputs.append(await stream.final())
-                bar.add(stream)
-        finally:
-            for stream in streams:
-                client.abort_stream(stream)
+    try:
+        for stream in streams:
+            outputs.append(await stream.final())
+            on_ended(stream)
+    finally:
+        for stream in streams:
+            client.abort_stream(stream)
     return outputs
 
 
 class ProgressBar:
-    """Shows how many requests have finished, and output tokens per second."""
+    """Shows how many requests have finished, and output tokens per second.
+
+    The client's loop only counts (`add`). The bar, which may be the user's and may write to a terminal that is slow or
+    gone, belongs to the thread that waits: it calls `show` now and then, and enters and leaves the context.
+    """
 
     def __init__(self, total: int, shown: bool | Callable[..., Any]) -> None:
         self._total, self._shown = total, shown
+        self._bar: Any = None
+        self._began_s = time.time()
         self._num_tokens = 0
+        self._ended: collections.deque[int] = collections.deque()  # tokens of requests that `show` has not counted
 
     def __enter__(self) -> ProgressBar:
-        self._bar: Any = None
-        if self._shown:
-            from tqdm import tqdm
-
-            make = self._shown if callable(self._shown) else tqdm
-            self._bar = make(total=self._total, desc="Processed prompts", unit="prompt", dynamic_ncols=True)
+        """Raises the error of a user's function that should make the bar, unless it is one of output."""
+        if callable(self._shown):
+            with contextlib.suppress(OSError):
+                self._bar = self._shown(**self._given)
+            self._shown = False
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.show()
         if self._bar is not None:
-            self._bar.close()
+            self._guarded(self._bar.close)
+
+    def add(self, stream: RequestStream) -> None:
+        """Counts a request that has ended. Thread-safe."""
+        self._ended.append(stream.metrics.num_generation_tokens)
+
+    def show(self) -> None:
+        """Shows what was counted."""
+        if self._shown and self._bar is None and self._total:
+            self._guarded(self._make)
+        count = 0
+        while self._ended:
+            self._num_tokens += self._ended.popleft()
+            count += 1
+        if count and self._bar is not None:
+            rate = self._num_tokens / max(1e-9, time.time() - self._began_s)
+            self._guarded(self._bar.set_postfix_str, f"{rate:.1f} output tok/s", refresh=False)
+            self.update(count)
 
     def update(self, count: int) -> None:
         if self._bar is not None:
-            self._bar.update(count)
+            self._guarded(self._bar.update, count)
 
-    def add(self, stream: RequestStream) -> None:
-        if self._bar is None:
-            return
-        self._num_tokens += stream.metrics.num_generation_tokens
-        elapsed_s = self._bar.format_dict["elapsed"] or 1e-9
-        self._bar.set_postfix_str(f"{self._num_tokens / elapsed_s:.1f} output tok/s", refresh=False)
-        self._bar.update()
+    @property
+    def _given(self) -> dict[str, Any]:
+        return {"total": self._total, "desc": "Processed prompts", "unit": "prompt", "dynamic_ncols": True}
+
+    def _make(self) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(**self._given)
+        self._bar.start_t = self._began_s
+
+    def _guarded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """A bar that fails, as when nobody reads standard error any more, is given up; the requests go on."""
+        try:
+            call(*args, **kwargs)
+        except Exception as error:
+            logger.warning("the progress bar is given up: %s: %s", type(error).__name__, error)
+            with contextlib.suppress(Exception):
+                self._bar.disable = True  # so that it writes nothing when it is collected
+            self._bar, self._shown = None, False
 
 
 def _defaults(client: RequestClient) -> SamplingParams:
@@ -176,11 +290,11 @@ def params_for(given: Any, default: SamplingParams, count: int, kind: RequestOut
 def priorities_for(given: Any, count: int) -> list[int]:
     if given is None:
         return [0] * count
-    if isinstance(given, int):
-        return [given] * count
+    if isinstance(given, numbers.Integral):
+        return [checked_priority(given)] * count
     if not isinstance(given, Sequence) or len(given) != count:
         raise InvalidRequestError(f"priority must be an integer, or a list with one for each of the {count} prompts")
-    return list(given)
+    return list(map(checked_priority, given))
 
 
 def _copy(params: SamplingParams, kind: RequestOutputKind) -> SamplingParams:

@@ -99,7 +99,7 @@ async def beam_search(
         # All beams of a search have the same length, so the first one tells whether max_model_len is reached.
         growing = [each for each in searches if each.beams and len(each.beams[0].tokens) < welcome.max_model_len]
         asked = [Prompt(token_ids=beam.tokens, cache_salt=each.salt) for each in growing for beam in each.beams]
-        outputs = iter(await run_batch(client, asked, step, None, ids, False))
+        outputs = iter(await run_batch(client, asked, step, None, ids))
         for each in growing:
             each.extend([next(outputs).outputs[0].logprobs or [] for _ in each.beams])
     tokenizer = client.tokenizer

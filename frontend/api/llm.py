@@ -167,8 +167,9 @@ class LLM(Controls, NamesWhatIsMissing):
         self._check_usable()
         check_arguments("generate", {"lora_request": lora_request, **others})
         parsed = self._tokenized(parse_prompts(prompts), tokenization_of(tokenization_kwargs))
-        ids = self._request_ids
-        return self._background.run(run_batch(self._client, parsed, sampling_params, priority, ids, use_tqdm))
+        with ProgressBar(len(parsed), use_tqdm) as bar:
+            batch = run_batch(self._client, parsed, sampling_params, priority, self._request_ids, bar.add)
+            return self._background.run(batch, bar.show)
 
     def chat(
         self,
@@ -192,8 +193,9 @@ class LLM(Controls, NamesWhatIsMissing):
         self._check_usable()
         check_arguments("chat", {"lora_request": lora_request})
         prompts, readers = self._conversations(messages, template_options)
-        ids = self._request_ids
-        outputs = self._background.run(run_batch(self._client, prompts, sampling_params, priority, ids, use_tqdm))
+        with ProgressBar(len(prompts), use_tqdm) as bar:
+            batch = run_batch(self._client, prompts, sampling_params, priority, self._request_ids, bar.add)
+            outputs = self._background.run(batch, bar.show)
         for reader, output in zip(readers, outputs, strict=True):
             reader.read(output)
         return outputs
@@ -269,9 +271,10 @@ class LLM(Controls, NamesWhatIsMissing):
         self._check_usable()
         if output_type not in (None, RequestOutput):
             raise InvalidRequestError(f"output_type is {output_type!r}: requests give RequestOutput")
-        enqueued, self._enqueued = self._enqueued, []
-        streams = [stream for stream, _ in enqueued]
-        outputs = self._background.run(finish_batch(self._client, streams, use_tqdm))
+        with ProgressBar(len(self._enqueued), use_tqdm) as bar:
+            enqueued, self._enqueued = self._enqueued, []
+            streams = [stream for stream, _ in enqueued]
+            outputs = self._background.run(finish_batch(self._client, streams, bar.add), bar.show)
         for (_, reader), output in zip(enqueued, outputs, strict=True):
             if reader is not None:
                 reader.read(output)
@@ -425,6 +428,10 @@ class LLM(Controls, NamesWhatIsMissing):
         for prompt in prompts:
             how.apply(prompt, self._client.welcome)
         return prompts
+
+    def check_may_wait(self) -> None:
+        """Raises HeadraceError in the client's own thread, which calls what users register and must not wait."""
+        self._background.check_may_wait()
 
     def _check_usable(self) -> None:
         if os.getpid() != self._process_id:

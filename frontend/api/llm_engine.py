@@ -180,6 +180,7 @@ class LLMEngine:
         Raises the error that ended a request, once; the other requests go on.
         """
         outputs: list[RequestOutput] = []
+        self._llm.check_may_wait()
         while self._running and (not outputs or not self._news.empty()):
             running, item = self._failed or take(self._news)
             self._failed = None

@@ -223,7 +223,7 @@ class StatLoggers:
         for each in tuple(self.loggers):
             try:
                 getattr(each, method)(*arguments)
-            except Exception:
+            except BaseException:  # SystemExit too, as this is not the user's thread
                 logger.exception("%s.%s failed; it is told nothing any more", type(each).__name__, method)
                 self.loggers.remove(each)
 

@@ -41,6 +41,7 @@ class SyncStream:
         if self._ended:
             raise StopIteration
         try:
+            self._pump.check_may_wait()
             item = take(self._outputs)
         except BaseException:  # such as KeyboardInterrupt
             self.close()
@@ -83,6 +84,10 @@ class Pump:
     def start(self, request: tuple[str, Prompt, SamplingParams, int]) -> None:
         """Submits the request. Raises as `RequestClient.submit` does."""
         self._background.run(self._start(request))
+
+    def check_may_wait(self) -> None:
+        """Raises HeadraceError in the client's own thread, which must not wait for outputs."""
+        self._background.check_may_wait()
 
     def taken(self) -> None:
         """Reports that the other thread has taken an output. Thread-safe."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from headrace.frontend.client.event_loop import new_event_loop
+from headrace.ipc.failure import HeadraceError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CANCEL_WAIT_S = 5.0
@@ -26,13 +29,23 @@ class BackgroundLoop:
 
     def __init__(self, name: str) -> None:
         self.loop = new_event_loop()
+        self._is_stopping = False
         # A daemon thread: a user's script that ends without closing must not hang.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] = lambda: None) -> T:
         """Returns the coroutine's result. If the waiting thread is interrupted (Ctrl-C), the coroutine is cancelled,
-        and the interruption is raised once it has cleaned up."""
+        and the interruption is raised once it has cleaned up.
+
+        meanwhile: called in the waiting thread about four times a second; its error ends the wait as an interruption
+        does. Raises HeadraceError in the loop's own thread, which cannot wait for itself.
+        """
+        try:
+            self.check_may_wait()
+        except HeadraceError:
+            coroutine.close()
+            raise
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[asyncio.Task[T]] = []
 
@@ -54,7 +67,7 @@ class BackgroundLoop:
             raise
         try:
             while not concurrent.futures.wait([result], _LOOKS_FOR_SIGNALS_S).done:
-                pass
+                meanwhile()
             return result.result()
         except BaseException:
             if not result.done():
@@ -67,6 +80,14 @@ class BackgroundLoop:
         """Whether the caller runs in the loop's own thread, which must not wait for the loop."""
         return threading.current_thread() is self._thread
 
+    def check_may_wait(self) -> None:
+        """Raises HeadraceError in the loop's own thread: it would wait for ever, and every other request with it."""
+        if self.is_current_thread:
+            raise HeadraceError(
+                "this call waits for the client, and was made from a callback that runs on the client's own thread, "
+                "such as a stat logger's: make it from another thread"
+            )
+
     def call_soon(self, callback: Callable[..., Any], *args: Any) -> None:
         """Calls `callback` in the loop's thread; does nothing once the loop is stopped."""
         with contextlib.suppress(RuntimeError):
@@ -74,6 +95,7 @@ class BackgroundLoop:
 
     def stop(self) -> None:
         """Stops the loop and its thread. May be called again."""
+        self._is_stopping = True
         self.call_soon(self.loop.stop)
         self._thread.join(_STOP_WAIT_S)
         if not self._thread.is_alive() and not self.loop.is_closed():
@@ -81,7 +103,11 @@ class BackgroundLoop:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        while not self._is_stopping:
+            try:
+                self.loop.run_forever()
+            except BaseException:  # such as SystemExit in a user's callback, which asyncio raises here
+                logger.exception("a callback tried to end the client's thread, on which other requests depend")
 
 
 def take(items: queue.SimpleQueue[T]) -> T:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
 from headrace import __version__
-from headrace.frontend.api.inputs.prompts import Prompt, check_request
+from headrace.frontend.api.inputs.prompts import Prompt, check_request, checked_name, checked_priority
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.api.parameters.thinking import thinking_of
 from headrace.frontend.api.parameters.token_rules import tokenized_fields
@@ -169,6 +169,7 @@ class CoreClient(AsyncControls):
         Raises InvalidRequestError and QueueFullError before anything is sent, and EngineDeadError.
         """
         self.check_alive()
+        request_id, priority = checked_name(request_id), checked_priority(priority)
         if self._transport.is_full:
             why = "the engine-core reads nothing, and more waits to be sent to it than this client keeps"
             raise QueueFullError.from_failure(
@@ -178,8 +179,6 @@ class CoreClient(AsyncControls):
             max_tokens = check_request(prompt, params, self.welcome)
         if request_id in self.requests:
             raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
-        if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
-            raise InvalidRequestError(f"priority must be an integer, and smaller is sooner, not {priority!r}")
         if priority and not self.welcome.reads_priority and not self._has_warned_of_priority:
             self._has_warned_of_priority = True
             logger.warning("a request's priority has no effect: the engine has scheduling_policy=fcfs, not priority")

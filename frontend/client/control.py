@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
+import typing
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -100,6 +102,17 @@ def wake_command(tags: Sequence[str] | None) -> WakeUp:
     return WakeUp(tags=tuple(asked))
 
 
+def _plain(command: Commands) -> Commands:
+    """The command with values of exactly the types that its fields have. Raises InvalidRequestError."""
+    values = {}
+    for name, hint in typing.get_type_hints(type(command)).items():
+        try:
+            values[name] = msgspec.convert(getattr(command, name), hint)
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"{type(command).__name__}.{name}: {error}") from None
+    return type(command)(**values)
+
+
 class AsyncControls:
     """Commands and queries that a running engine accepts besides requests.
 
@@ -114,8 +127,11 @@ class AsyncControls:
         raise NotImplementedError
 
     async def control(self, command: Commands, timeout_s: float | None = QUICK_S) -> Any:
-        """Sends a command and returns the result that the command's docstring in ipc/control.py names."""
-        return await self.call(Control, timeout_s, command=command)
+        """Sends a command and returns the result that the command's docstring in ipc/control.py names.
+
+        Raises InvalidRequestError for a command with a value of a wrong type, which the engine could not decode.
+        """
+        return await self.call(Control, timeout_s, command=_plain(command))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Drops all cached blocks that no request uses, and returns True.
@@ -180,13 +196,15 @@ class AsyncControls:
         """Whether generation is paused, or a pause was requested."""
         return (await self.get_stats()).paused
 
-    async def reload_weights(self, weights_path: str | None = None) -> None:
+    async def reload_weights(self, weights_path: str | os.PathLike[str] | None = None) -> None:
         """Loads the weights again: the model's own, or those of another checkpoint with the same config.
 
         Running requests continue with the new ones; the prefix cache is cleared. Raises HeadraceError, and keeps the
         old weights, if the checkpoint is missing, of another shape, or does not fit beside the old weights.
         """
-        await self.control(ReloadWeights(path=weights_path or ""), None)
+        if not isinstance(weights_path, str | os.PathLike | None):
+            raise InvalidRequestError(f"weights_path must be the path of a checkpoint, not {weights_path!r:.100}")
+        await self.control(ReloadWeights(path=str(os.fsdecode(weights_path or ""))), None)
 
     async def start_profile(
         self,

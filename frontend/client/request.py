@@ -9,6 +9,7 @@ reading, so a slow reader gets fewer and larger pieces. Only stop strings requir
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ from headrace.ipc.messages import Finish, LogprobRows
 
 if TYPE_CHECKING:
     from headrace.frontend.client.request_table import RequestTable
+
+logger = logging.getLogger(__name__)
 
 LogprobRow = tuple[list[int], list[float], int]
 """Token ids (the position's own token first), their log-probabilities, and the rank of the own token."""
@@ -197,7 +200,8 @@ class RequestStream:
         """Also called at its end, to count all requests of a client (RequestTable.on_counted, RequestCounts)."""
         self.on_step: Callable[[RequestStream, float], None] | None = None
         """Called after each step with outputs of the request, with the time (monotonic seconds), whatever the output
-        kind: for readers that must not wait for a task switch. It reads `sequences`, and must not raise."""
+        kind: for readers that must not wait for a task switch. It reads `sequences`. An error that it raises ends the
+        request."""
         self.touched = False
         """Whether the current step has outputs of this request."""
         self.max_tokens = self.priority = 0  # as they were sent
@@ -341,8 +345,12 @@ class RequestStream:
 
     def _report_done(self) -> None:
         for told in (self.on_gone, self.on_done, *self.on_counted):
-            if told is not None:
+            if told is None:
+                continue
+            try:
                 told(self)
+            except Exception:  # the others must know too
+                logger.exception("request %s: its end could not be told to a listener", self.request_id)
 
     def _read(self) -> RequestOutput:
         self._news = False

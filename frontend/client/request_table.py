@@ -80,7 +80,10 @@ class RequestTable:
         tokenizer: Tokenizer | None,
         tokenized: Mapping[str, Any] = NOTHING,
     ) -> RequestStream:
-        """Sends the request, in one slot per output (`n`). The caller has checked the arguments."""
+        """Sends the request, in one slot per output (`n`). The caller has checked the arguments.
+
+        Raises InvalidRequestError for a value that no message can hold; nothing of the request is left then.
+        """
         stream = RequestStream(request_id, prompt, params, tokenizer, self._next_slot)
         stream.max_tokens, stream.priority = max_tokens, priority
         stream.interval = params.stream_interval or self.stream_interval
@@ -89,7 +92,12 @@ class RequestTable:
         try:
             for message in self._register(stream):
                 self._send(message)
-        except (MemoryError, InvalidRequestError):
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            self._drop(stream)
+            if isinstance(error, InvalidRequestError):
+                raise
+            raise InvalidRequestError(f"the request cannot be sent: {error}") from error
+        except BaseException:
             self._drop(stream)
             raise
         return stream
@@ -101,9 +109,10 @@ class RequestTable:
         try:
             for message in self._register(stream):
                 self._send(message)
-        except MemoryError as error:
+        except Exception as error:
             self._drop(stream)
-            stream.fail(RequestFailedError(f"no memory to move the request to another engine: {error}"))
+            why = "no memory to move" if isinstance(error, MemoryError) else "it was not possible to move"
+            stream.fail(RequestFailedError(f"{why} the request to another engine: {error}"))
 
     def release(self, stream: RequestStream) -> None:
         """Removes a request without ending it, and aborts it in the core."""
@@ -144,11 +153,14 @@ class RequestTable:
         if stream.done:
             return
         self._drop(stream)
-        for sequence in stream.sequences:
-            if sequence.finish_reason is None:
-                sequence.finish("abort", None)
-        stream.num_unfinished = 0
-        stream.notify(time.monotonic())
+        try:
+            for sequence in stream.sequences:
+                if sequence.finish_reason is None:
+                    sequence.finish("abort", None)
+            stream.num_unfinished = 0
+            stream.notify(time.monotonic())
+        except BaseException as error:
+            self._fail(stream, error)
 
     def fail_all(self, failure: Failure, error: type[HeadraceError]) -> None:
         """Ends every request with this error; nothing is sent to the core."""
@@ -156,7 +168,10 @@ class RequestTable:
             stream.fail(error.from_failure(failure))
 
     def on_step(self, step: StepOutputs) -> None:
-        """Distributes one step's outputs to all requests. The loop over tokens is the hot path of a frontend."""
+        """Distributes one step's outputs to all requests. The loop over tokens is the hot path of a frontend.
+
+        An error in the work for one request, such as its detokeniser's, ends that request alone.
+        """
         sequences = self._sequences
         slots, token_ids = step.slots.tolist(), step.token_ids.tolist()
         touched: list[RequestStream] = []
@@ -174,23 +189,44 @@ class RequestTable:
             if not stream.touched:
                 stream.touched = True
                 touched.append(stream)
-            if sequence.looks_for_stop and position not in silent and sequence.find_stop():
-                self._finish(sequence, *sequence.found_stop())
-                self._send(Abort(slots=(slot,)))
+            if sequence.looks_for_stop and position not in silent:
+                self._look_for_stop(sequence)
         for finish in step.finished:
             sequence = sequences.get(finish.slot)
             if sequence is not None:
                 if not sequence.stream.touched:
                     sequence.stream.touched = True
                     touched.append(sequence.stream)
-                self._on_finish(sequence, finish)
+                try:
+                    self._on_finish(sequence, finish)
+                except BaseException as error:
+                    self._fail(sequence.stream, error)
             self._aborted.pop(finish.slot, None)
         now_s = time.monotonic()
         for stream in touched:
             try:
                 stream.notify(now_s)
-            except Exception:  # raised by a listener: the other requests must still get their outputs
-                logger.exception("request %s: what a step brought could not be told", stream.request_id)
+            except BaseException as error:  # raised by a listener, which has not got what the step brought
+                self._fail(stream, error)
+
+    def _look_for_stop(self, sequence: SequenceState) -> None:
+        """Ends the output if its newest token completes a stop string or a repetition."""
+        try:
+            if not sequence.find_stop():
+                return
+            self._finish(sequence, *sequence.found_stop())
+        except BaseException as error:
+            self._fail(sequence.stream, error)
+        self._send(Abort(slots=(sequence.slot,)))
+
+    def _fail(self, stream: RequestStream, error: BaseException) -> None:
+        """Ends one request with an error that was raised here in the work for it. Call from its handler: interrupts of
+        the program are raised again. (A panic in a library written in Rust is a BaseException.)"""
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise error
+        logger.error("request %s: its output could not be made or passed on", stream.request_id, exc_info=error)
+        self._drop(stream)
+        stream.fail(RequestFailedError.from_failure(Failure.of(error, process="client", phase="read")))
 
     def _take_details(self, step: StepOutputs, slots: list[int]) -> None:
         for admitted in step.admitted:

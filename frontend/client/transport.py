@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import logging
 import os
 import time
 import warnings
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import zmq
 
 from headrace.ipc.codec import Codec, CodecError, Frame
@@ -36,6 +38,8 @@ from headrace.ipc.transport.sockets import (
     send_whole,
 )
 
+logger = logging.getLogger(__name__)
+
 OnMessage = Callable[[Any], None]
 """Called with each incoming message: from a core, a CoreMessage."""
 OnClosed = Callable[[Failure], None]
@@ -43,7 +47,7 @@ OnClosed = Callable[[Failure], None]
 CONNECTION_LOST = "ConnectionLost"
 """A Failure's type: the connection was lost, and nothing more is known."""
 MESSAGE_LOST = "MessageLost"
-"""A Failure's type: this side could not send or receive a message, so the session cannot continue."""
+"""A Failure's type: this side could not send, receive or handle a message, so the session cannot continue."""
 _MESSAGES_PER_TURN, _TURN_S = 64, 0.004
 """Limits, in messages and seconds, of receiving before the loop's other work gets its turn."""
 MOST_UNSENT_BYTES = 256_000_000
@@ -115,14 +119,22 @@ class MemoryTransport:
                 self._loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
+        assert self._loop is not None, "called in it"
         while self._inbox and self._on_message is not None and self._on_closed is not None:
             item = self._inbox.popleft()
             if isinstance(item, Failure):
                 on_closed = self._on_closed
                 self.close()
                 on_closed(item)
-            else:
+                return
+            try:
                 self._on_message(item)
+            except (KeyboardInterrupt, SystemExit):
+                self._loop.call_soon(self._drain)  # whoever catches it may let the loop go on
+                raise
+            except BaseException as error:
+                self._inbox.clear()
+                self._inbox.append(_not_handled(item, error))
 
 
 class ZmqTransport:
@@ -247,8 +259,6 @@ class ZmqTransport:
                 return
             try:
                 message = self._codec.decode(self._socket.recv_multipart(zmq.NOBLOCK))
-                self._has_spoken = True
-                self._on_message(message)
             except zmq.Again:
                 self._flush()
                 return
@@ -262,6 +272,15 @@ class ZmqTransport:
                 if not self._has_spoken:
                     what = f"what listens at {self.address} is no {self._listener} of this version"
                 self._end(f"{what}: {error}", "CodecError")
+                return
+            self._has_spoken = True
+            try:
+                self._on_message(message)
+            except (KeyboardInterrupt, SystemExit):
+                self._look_again()  # whoever catches it may let the loop go on
+                raise
+            except BaseException as error:  # what the message brought is lost, and no request may wait for it
+                self._end_with(_not_handled(message, error))
                 return
             if time.monotonic() > end_s:
                 break
@@ -314,10 +333,21 @@ class ZmqTransport:
             return False
 
     def _end(self, message: str, kind: str, hint: str = "") -> None:
+        self._end_with(Failure(message=message, type=kind, phase="connection", hint=hint))
+
+    def _end_with(self, failure: Failure) -> None:
         if self._context is not None:
             self._connected = False
             self.close()
-            self._on_closed(Failure(message=message, type=kind, phase="connection", hint=hint))
+            self._on_closed(failure)
+
+
+def _not_handled(message: Any, error: BaseException) -> Failure:
+    """The failure of a session of which a message could not be handled; logs it, as it is a fault of this program."""
+    logger.error("a message could not be handled, which ends the session", exc_info=error)
+    cause = Failure.of(error, process="client", phase="receive")
+    what = f"this client failed at a {type(message).__name__} message, and ends the session: {cause.type}: "
+    return msgspec.structs.replace(cause, message=what + cause.message, type=MESSAGE_LOST)
 
 
 def _in_memory(frames: list[Frame]) -> list[zmq.Frame]:

@@ -22,7 +22,7 @@ import random
 import time
 from collections.abc import Callable, KeysView, Sequence
 
-from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.api.inputs.prompts import Prompt, checked_name, checked_priority
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.request import RequestStream
@@ -287,6 +287,9 @@ class EnginePool:
 
         Raises what CoreClient.submit raises; QueueFullError if all are full; EngineDeadError if none accepts it.
         """
+        request_id, priority = checked_name(request_id), checked_priority(priority)
+        if max_tokens is None:
+            params.verify()  # the router counts on them
         if request_id in self._streams:
             raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
         if affinity.rank is not None and affinity.rank not in (ranks := [engine.index for engine in self.engines]):
@@ -302,7 +305,7 @@ class EnginePool:
             tokens=b"" if is_one else array.array("i", token_ids).tobytes(),
             cache_salt=prompt.cache_salt,
             num_outputs=params.n,
-            priority=priority if isinstance(priority, int) else 0,
+            priority=priority,
             affinity=affinity,
         )
         if self._timer is None:

@@ -17,18 +17,21 @@ from typing import Any
 import psutil
 import pytest
 from source_tree import PYTHONPATH
-from wire_client import WireClient
+from wire_client import WireClient, request_message
 
 from headrace.core.options.engine_options import Options
 from headrace.core.process.supervisor import Child, start_engine
+from headrace.ipc.control import PauseGeneration, ReloadWeights
 from headrace.ipc.failure import EngineStartError, Failure
 from headrace.ipc.messages import (
     Abort,
+    Control,
     Draining,
     EngineFailed,
     FinishReason,
     Hello,
     Refused,
+    Reply,
     StepOutputs,
     Welcome,
 )
@@ -131,7 +134,6 @@ def test_a_waiting_request_of_a_killed_client_is_freed_too():
         ([b""], "it was cut short"),
         ([b"\x00"], "not a message of this version"),
         ([b"garbage" * 100], "not a message of this version"),
-        ([b"\x93\xaaAddRequest\x01\x02"], "not a message of this version"),
         ([os.urandom(5000), os.urandom(10)], "not a message of this version"),
         ([b"\x91\xa8NoSuchMessage"], "not a message of this version"),
     ],
@@ -142,6 +144,55 @@ def test_garbage_is_refused_and_the_session_goes_on(shared_engine, frames, said)
         assert said in client.receive(Refused).failure.message
         client.add(1, [5], max_tokens=2)
         assert client.finish(1).reason == FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"priority": True},
+        {"priority": 2.5},
+        {"request_id": 5},
+        {"request_id": None},
+        {"cache_salt": b"x"},
+        {"task": "generate"},
+        {"num_resumed_tokens": "none"},
+        {"prompt_token_ids": [5]},
+    ],
+    ids=str,
+)
+def test_a_request_that_cannot_be_decoded_gets_its_finish(shared_engine, wrong):
+    with WireClient(shared_engine) as client:
+        client.send(request_message(1, **wrong))
+        finish = client.finish(1)
+        assert finish.reason == FinishReason.REJECTED
+        assert "not a message of this version" in finish.failure.message
+        client.add(1, [5], max_tokens=2)
+        assert client.finish(1).reason == FinishReason.LENGTH
+
+
+def test_a_request_that_cannot_be_decoded_leaves_the_one_in_its_slot_alone(shared_engine):
+    with WireClient(shared_engine) as client:
+        client.add(1, [5], max_tokens=200, ignore_eos=True)
+        client.send(request_message(1, priority="high"))
+        assert "not a message of this version" in client.receive(Refused).failure.message
+        assert client.finish(1).reason == FinishReason.LENGTH
+        assert sum(len(m.slots) for m in client.heard if isinstance(m, StepOutputs)) == 200
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Control(call=3, command=ReloadWeights(path=5)),
+        Control(call=3, command=PauseGeneration(mode="gently")),
+        Control(call=3, command=5),
+    ],
+    ids=str,
+)
+def test_a_call_that_cannot_be_decoded_gets_its_reply(shared_engine, message):
+    with WireClient(shared_engine) as client:
+        client.send(message)
+        assert "not a message of this version" in client.receive(Reply, lambda reply: reply.call == 3).failure.message
+        assert client.stats().num_running == 0
 
 
 def test_bytes_that_are_not_even_zeromq_disturb_nobody(shared_engine):

@@ -113,7 +113,7 @@ def test_a_listener_that_fails_loses_nothing_of_the_other_requests(caplog: pytes
             table.on_step(message)
     assert [stream.done for stream in streams] == [True, True]
     assert [each.token_ids for stream in streams for each in stream.sequences] == [[77] * 5] * 2
-    assert "request first: what a step brought could not be told" in caplog.text
+    assert "request first: its end could not be told to a listener" in caplog.text
     assert "nobody counts this" in caplog.text
 
 

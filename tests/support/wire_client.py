@@ -28,6 +28,17 @@ from headrace.ipc.transport.sockets import new_dealer
 M = TypeVar("M")
 
 
+def request_message(slot: int, **fields: Any) -> AddRequest:
+    """A short request, with these fields of the message."""
+    given: dict[str, Any] = {
+        "request_id": f"r{slot}",
+        "prompt_token_ids": Tensor.of("int32", [5]),
+        "task": Generate(sampling=Sampling(max_tokens=8)),
+        **fields,
+    }
+    return AddRequest(slot=slot, **given)
+
+
 class WireClient:
     """A blocking client with a deadline on every receive."""
 
@@ -45,14 +56,8 @@ class WireClient:
         self.socket.send_multipart(self._codec.encode(message))
 
     def add(self, slot: int, prompt: list[int], **sampling: Any) -> None:
-        self.send(
-            AddRequest(
-                slot=slot,
-                request_id=f"r{slot}",
-                prompt_token_ids=Tensor.of("int32", prompt),
-                task=Generate(sampling=Sampling(**{"max_tokens": 8, **sampling})),
-            )
-        )
+        task = Generate(sampling=Sampling(**{"max_tokens": 8, **sampling}))
+        self.send(request_message(slot, prompt_token_ids=Tensor.of("int32", prompt), task=task))
 
     def receive(self, kind: type[M], where: Callable[[M], bool] = lambda message: True, timeout_s: float = 10.0) -> M:
         """Waits for the next message of this kind that `where` accepts. All received messages are kept in `heard`."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 
+from headrace.frontend.api.parameters.sampling_fields import plain_integer
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.api.parameters.token_rules import check_token_rules
 from headrace.frontend.text.formats.declaration import ReasoningFormat
@@ -106,7 +107,7 @@ def parse_prompt(prompt: Any) -> Prompt:
         raise InvalidRequestError(f"'prompt_token_ids' must be a list of integers, not {type(token_ids).__name__}")
     if not isinstance(salt, str | None):
         raise InvalidRequestError(f"'cache_salt' must be a string, not {type(salt).__name__}")
-    return Prompt(text=text, token_ids=None if token_ids is None else _plain_ids(token_ids), cache_salt=salt or "")
+    return Prompt(text=text, token_ids=None if token_ids is None else _plain_ids(token_ids), cache_salt=str(salt or ""))
 
 
 class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -211,6 +212,21 @@ def check_request(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> i
             "SamplingParams.stop needs a tokenizer, and this engine runs without one: use stop_token_ids"
         )
     return room
+
+
+def checked_name(request_id: Any) -> str:
+    """A request id as messages hold it. Raises InvalidRequestError."""
+    if not isinstance(request_id, str):
+        raise InvalidRequestError(f"request_id must be a string, not {request_id!r:.100}")
+    return str(request_id)  # of a subclass, such as numpy's
+
+
+def checked_priority(priority: Any) -> int:
+    """A priority as messages hold it. Raises InvalidRequestError."""
+    plain = plain_integer(priority)
+    if plain is None or not -(2**63) <= plain < 2**63:
+        raise InvalidRequestError(f"priority must be an integer, and smaller is sooner, not {priority!r:.100}")
+    return plain
 
 
 def _is_list(value: Any) -> bool:

@@ -68,8 +68,8 @@ def declared_fields(cls: type) -> Mapping[str, Declared]:
     return types.MappingProxyType(found)
 
 
-Check = Callable[[Any], None]
-"""Raises InvalidRequestError for an invalid value."""
+Check = Callable[[Any], Any]
+"""Raises InvalidRequestError for an invalid value. Returns the value, as Python's own type if it is one of numpy's."""
 
 
 def check_of(declared: Declared) -> Check | None:
@@ -85,6 +85,13 @@ def check_of(declared: Declared) -> Check | None:
     if declared.optional:
         return lambda value: None if value is None else check(value)
     return check
+
+
+def plain_integer(value: Any) -> int | None:
+    """The value as a Python integer, if it is an integer of any type (such as numpy's) and no bool; else None."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        return None
+    return int(value)
 
 
 def sent_fields(fields: Mapping[str, Declared]) -> list[tuple[str, Any, Callable[[Any], Any]]]:
@@ -177,19 +184,22 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
 
 
 def _check_bool(name: str) -> Check:
-    def check(value: Any) -> None:
+    def check(value: Any) -> bool:
         if not isinstance(value, bool):
             raise bad(name, value, "must be True or False")
+        return value
 
     return check
 
 
 def _check_integer(name: str, allowed: Range) -> Check:
-    def check(value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    def check(value: Any) -> int:
+        plain = plain_integer(value)
+        if plain is None:
             raise bad(name, value, f"must be an integer of at least {allowed.low}")
-        if int(value) not in allowed:
-            raise bad(name, value, f"must be {allowed.words()}", allowed.passed_bound(int(value)))
+        if plain not in allowed:
+            raise bad(name, value, f"must be {allowed.words()}", allowed.passed_bound(plain))
+        return plain
 
     return check
 
@@ -199,7 +209,7 @@ def _check_number(name: str, allowed: Range) -> Check:
     if allowed.high == FLOAT32:
         allowed = msgspec.structs.replace(allowed, high=sys.float_info.max)
 
-    def check(value: Any) -> None:
+    def check(value: Any) -> int | float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise bad(name, value, f"must be a number, {allowed.words()}")
         try:
@@ -209,5 +219,6 @@ def _check_number(name: str, allowed: Range) -> Check:
         if number not in allowed:
             more = "" if math.isfinite(number) else ", and finite"
             raise bad(name, value, f"must be {allowed.words()}{more}", allowed.passed_bound(number))
+        return value if isinstance(value, int) else number
 
     return check

@@ -17,6 +17,7 @@ from headrace.frontend.api.parameters.sampling_fields import (
     bad,
     check_of,
     declared_fields,
+    plain_integer,
     sent_fields,
     verify_extra_args,
 )
@@ -243,7 +244,7 @@ class SamplingParams:
         """Turns the checked stop, stop_token_ids and bad_words into lists without duplicates, which scripts may
         extend."""
         self.stop = list(dict.fromkeys(self.stop_strings))
-        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or ()))
+        self.stop_token_ids = list(dict.fromkeys(map(int, self.stop_token_ids or ())))
         self.bad_words = list(dict.fromkeys(self.bad_words or ()))
 
     @classmethod
@@ -273,6 +274,8 @@ class SamplingParams:
         tokenizer: object = None,
     ) -> None:
         """Raises InvalidRequestError for the first invalid field. With model_config, checks the model's limits too.
+
+        Replaces numbers of other types, such as numpy's, by Python's own, which messages can hold.
 
         The other arguments are vLLM's and unused: the engine makes those checks when it receives the request.
         """
@@ -310,8 +313,8 @@ class SamplingParams:
     def _verify_values(self) -> None:
         for name, default, check in _CHECKS:
             value = getattr(self, name)
-            if value is not default:
-                check(value)
+            if value is not default and (plain := check(value)) is not value:
+                setattr(self, name, plain)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise bad("output_kind", self.output_kind, "must be a RequestOutputKind")
         if not self.spaces_between_special_tokens and not self.skip_special_tokens:
@@ -356,7 +359,7 @@ class SamplingParams:
             if not isinstance(self.stop_token_ids, list | tuple):
                 raise bad("stop_token_ids", self.stop_token_ids, "must be a list of token ids")
             for token_id in self.stop_token_ids:
-                if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < 2**31:
+                if plain_integer(token_id) is None or not 0 <= token_id < 2**31:
                     raise bad(
                         "stop_token_ids", self.stop_token_ids, f"must contain token ids, which {token_id!r} is not"
                     )
