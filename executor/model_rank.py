@@ -131,12 +131,20 @@ class ModelRank(Rank):
             kv_elements_per_token=kv_elements,
             kv_rows_per_token=0 if self._cache_scales else kv_rows,
             cache_groups=groups,
-            eos_token_ids=tuple(each for each in checkpoint.eos_token_ids if each < spec.vocab_size),
+            eos_token_ids=self._ends(checkpoint, spec),
             generation_defaults=dict(checkpoint.generation_config),
             prompt_logprobs_cost=prompt_logprobs_cost(spec),
             checks_sampling=looks_at_params(self._processor_classes),
             why_no_prefix_caching=_why_no_prefix_caching(spec),
         )
+
+    def _ends(self, checkpoint: Checkpoint, spec: ArchSpec) -> tuple[int, ...]:
+        """The tokens that end an answer: the tokenizer's own eos, then those of the configs, as in vLLM."""
+        from headrace.executor.checkpoints.tokenizer import end_of_tokenizer
+
+        own = end_of_tokenizer(checkpoint, self._options)
+        ends = (*(() if own is None else (own,)), *checkpoint.eos_token_ids)
+        return tuple(each for each in dict.fromkeys(ends) if each < spec.vocab_size)
 
     def tokenizer(self) -> TokenizerBundle | None:
         if self._options.skip_tokenizer_init:

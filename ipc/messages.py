@@ -319,6 +319,8 @@ class TokenizerBundle(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     """By name; the standard one is `default`. Empty for a base model."""
     special_tokens: dict[str, str] = {}
     """bos_token, eos_token, unk_token, pad_token, ... as chat templates refer to them."""
+    split_special_tokens: bool = False
+    """Whether special tokens in a text are read as text."""
 
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

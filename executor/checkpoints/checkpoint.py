@@ -416,6 +416,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """`read_json`, or {} where the file is missing."""
+    return read_json(path) if path.is_file() else {}
+
+
 def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The config with fields replaced; nested configs (text_config and the like) are merged field by field."""
     changed = dict(config)
@@ -436,9 +441,7 @@ def _read_generation_config(folder: Path | None, options: Options) -> dict[str, 
                 "and vllm sets no defaults"
             )
         folder = named
-    if folder is None or not (folder / "generation_config.json").is_file():
-        return {}
-    return read_json(folder / "generation_config.json")
+    return {} if folder is None else read_optional_json(folder / "generation_config.json")
 
 
 def _check_default(name: str, value: Any, what: str) -> None:

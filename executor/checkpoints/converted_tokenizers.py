@@ -23,7 +23,7 @@ from headrace.ipc.messages import TokenizerBundle
 
 logger = logging.getLogger(__name__)
 
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 """Part of every key: increment it when conversion of the same files should give another bundle."""
 WITHOUT = "--tokenizer names another one, and --skip-tokenizer-init runs without"
 """Hint for errors about a tokenizer that is missing or cannot be converted."""

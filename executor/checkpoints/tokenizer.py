@@ -7,26 +7,39 @@ the same model does not import it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints import mistral
-from headrace.executor.checkpoints.checkpoint import MISTRAL_PARAMS, Checkpoint, read_json
+from headrace.executor.checkpoints.checkpoint import MISTRAL_PARAMS, Checkpoint, read_optional_json
 from headrace.executor.checkpoints.converted_tokenizers import WITHOUT, cached_bundle, is_installed
+from headrace.executor.checkpoints.folder_templates import folder_templates
+from headrace.executor.checkpoints.folder_tokens import completed, folder_tokens
 from headrace.executor.checkpoints.gguf.header import GGUFHeader
 from headrace.executor.checkpoints.gguf.tokenizer import gguf_bundle
 from headrace.executor.checkpoints.hub import HubChoice, locate
-from headrace.executor.checkpoints.mistral.sentencepiece_model import check_readable
+from headrace.executor.checkpoints.prefix_flags import with_prefix_flags
 from headrace.executor.checkpoints.remote_code import with_code
+from headrace.executor.checkpoints.sentencepiece_files import (
+    SentencePieceModel,
+    check_pieces,
+    parse,
+    read_model,
+    reads_ids_of,
+)
+from headrace.executor.checkpoints.text_ends import add_ends
 from headrace.executor.checkpoints.tiktoken_files import TiktokenKind, tiktoken_json, tiktoken_kind
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
 
 # Files that transformers can convert if there is no tokenizer.json.
 SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
+SENTENCEPIECE_FILES = SLOW_FILES[:3]
 SLOW_PATTERNS = ("*.tiktoken",)
 OF_MISTRAL = "tekken.json or tokenizer.model.v1 to v7"
 
@@ -59,7 +72,56 @@ def load_bundle(checkpoint: Checkpoint, options: Options) -> TokenizerBundle | N
         return _without_mode(file)
     if (kind := tiktoken_kind(path, _config(path))) is not None:
         return _of_tiktoken(path, kind)
-    return _slow(with_code(path, options), options.trust_remote_code)
+    return _slow(with_code(path, options), options)
+
+
+def end_of_tokenizer(checkpoint: Checkpoint, options: Options) -> int | None:
+    """The id of the eos token of the tokenizer that `load_bundle` returns, which ends an answer whatever the model's
+    config says: fine-tunes often name their end of turn in the tokenizer alone. None if it has none.
+
+    Of a tokenizer.json only the list of added tokens is decoded. Raises ModelError and OptionError as `load_bundle`.
+    """
+    if options.skip_tokenizer_init:
+        return None
+    folder = checkpoint.path
+    if not options.tokenizer and options.tokenizer_mode != "mistral" and (folder / "tokenizer.json").is_file():
+        text = folder_tokens(folder, _config(folder)).roles.get("eos_token")
+        if text is None:
+            return None
+        for token in _added_tokens(folder / "tokenizer.json"):
+            if token.content == text:
+                return token.id
+    bundle = load_bundle(checkpoint, options)
+    assert bundle is not None
+    return token_id_of(bundle, "eos_token")
+
+
+def token_id_of(bundle: TokenizerBundle, role: str) -> int | None:
+    """The id of the special token with this role; None if the tokenizer has none."""
+    from tokenizers import Tokenizer
+
+    text = bundle.special_tokens.get(role)
+    if text is None:
+        return None
+    found: int | None = Tokenizer.from_buffer(bundle.tokenizer_json).token_to_id(text)
+    return found
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+def _added_tokens(path: Path) -> list[_AddedToken]:
+    """The added tokens of a tokenizer.json; empty if it cannot be decoded, of which reading it as a whole will tell."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_TokenizerFile).added_tokens
+    except (OSError, msgspec.MsgspecError):
+        return []
 
 
 def _gguf(header: GGUFHeader) -> TokenizerBundle:
@@ -73,59 +135,51 @@ def _library_versions() -> str:
 
 
 def _fast(folder: Path) -> TokenizerBundle:
-    """A folder's tokenizer.json with the tokens that the files beside it add, as transformers reads them."""
-    path = folder / "tokenizer.json"
-    config = _config(folder)
-    special = _special_tokens(folder, config)
-    data = path.read_bytes()
+    """A folder's tokenizer.json with the tokens that the files beside it add, as transformers reads them.
+
+    Its post-processor alone decides which special tokens surround a text: add_bos_token is ignored, as in
+    transformers 5.
+    """
+    path, config = folder / "tokenizer.json", _config(folder)
+    tokens = folder_tokens(folder, config)
     try:
-        data = _completed(data, config, special)
+        data = completed(with_prefix_flags(path.read_bytes(), config), tokens)
+    except ModelError:
+        raise
     except Exception as error:  # the library raises plain Exception for every fault
         raise ModelError(f"{path} cannot be read by tokenizers {metadata.version('tokenizers')}: {error}") from error
-    return TokenizerBundle(tokenizer_json=data, chat_templates=_chat_templates(folder, config), special_tokens=special)
+    return _bundle(folder, config, data, tokens.roles)
 
 
-def _completed(data: bytes, config: Mapping[str, Any], special: Mapping[str, str]) -> bytes:
-    """The tokenizer.json with the tokens of tokenizer_config.json that it lacks, as in transformers 5.
-
-    Its post-processor alone decides which special tokens surround a text; add_bos_token is ignored.
-    """
-    from tokenizers import AddedToken, Tokenizer
-
-    tokenizer = Tokenizer.from_buffer(data)
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    listed = config.get("added_tokens_decoder") or {}
-    entries = [listed[key] for key in sorted(listed, key=int)] if isinstance(listed, Mapping) else []
-    fields = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-    missing = [
-        AddedToken(**{name: entry[name] for name in fields if name in entry})
-        for entry in entries
-        if entry["content"] not in known
-    ]
-    known |= {token.content for token in missing}
-    missing += [AddedToken(text, special=True) for text in dict.fromkeys(special.values()) if text not in known]
-    tokenizer.add_tokens(missing)
-    return tokenizer.to_str().encode() if missing else data
+def _bundle(folder: Path, config: Mapping[str, Any], data: bytes, roles: Mapping[str, str]) -> TokenizerBundle:
+    return TokenizerBundle(
+        tokenizer_json=data,
+        chat_templates=folder_templates(folder, config),
+        special_tokens=dict(roles),
+        split_special_tokens=bool(config.get("split_special_tokens")),
+    )
 
 
 def _of_tiktoken(folder: Path, kind: TiktokenKind) -> TokenizerBundle:
     """Converts a tokenizer in tiktoken's file format, with its chat templates and special tokens."""
     config = _config(folder)
-    digest = hashlib.sha256(f"{_library_versions()} {kind}".encode())
-    for file in (folder / kind.file, *sorted(folder.glob("*.json")), *sorted(folder.rglob("*.jinja"))):
+
+    def convert() -> TokenizerBundle:
+        tokens = folder_tokens(folder, config)
+        return _bundle(folder, config, completed(tiktoken_json(folder, kind, config), tokens), tokens.roles)
+
+    return cached_bundle(f"tiktoken {_library_versions()} {kind} {_digest(folder, [folder / kind.file])}", convert)
+
+
+def _digest(folder: Path, files: Sequence[Path]) -> str:
+    """SHA-256, in hexadecimal, of these files and of those beside them that a conversion may read."""
+    beside = (*folder.glob("*.json"), *folder.glob("*.txt"), *folder.rglob("*.jinja"))
+    digest = hashlib.sha256()
+    for file in sorted({*files, *beside}):
         if not file.name.endswith(".index.json"):
             digest.update(file.name.encode())
             digest.update(hashlib.sha256(file.read_bytes()).digest())
-
-    def convert() -> TokenizerBundle:
-        data = tiktoken_json(folder, kind, config)
-        return TokenizerBundle(
-            tokenizer_json=data,
-            chat_templates=_chat_templates(folder, config),
-            special_tokens=_special_tokens(folder, config),
-        )
-
-    return cached_bundle(f"tiktoken {digest.hexdigest()}", convert)
+    return digest.hexdigest()
 
 
 def _of_mistral(folder: Path) -> TokenizerBundle:
@@ -151,75 +205,69 @@ def _only_mistrals(folder: Path) -> Path | None:
 def _without_mode(file: Path) -> TokenizerBundle:
     """Mistral's tokenizer without tokenizer_mode=mistral: with the folder's chat templates or, if it has none, with
     that of the library, if it is installed."""
-    templates = _chat_templates(file.parent, _config(file.parent))
+    templates = folder_templates(file.parent, _config(file.parent))
     return mistral.mistral_bundle(file, templates, made=not templates and is_installed(mistral.LIBRARY))
 
 
-def _slow(folder: Path, trust_remote_code: bool) -> TokenizerBundle:
-    """A tokenizer in an older file format, converted by transformers. Raises ModelError if there is none."""
+def _slow(folder: Path, options: Options) -> TokenizerBundle:
+    """A tokenizer in an older file format, converted. Raises ModelError if there is none."""
     files = [folder / name for name in SLOW_FILES if (folder / name).is_file()]
     files += [file for pattern in SLOW_PATTERNS for file in sorted(folder.glob(pattern))]
     if not files:
         looked_for = ", ".join(("tokenizer.json", *SLOW_FILES, *SLOW_PATTERNS, mistral.TEKKEN, "tokenizer.model.v*"))
         raise ModelError(f"{folder} holds no tokenizer: none of {looked_for} is there", hint=WITHOUT)
-    digest = hashlib.sha256(f"{_library_versions()} {trust_remote_code}".encode())
-    beside = (*folder.glob("*.json"), *folder.glob("*.txt"), *folder.glob("*.jinja"))
-    for file in sorted({*files, *beside}):
-        if not file.name.endswith(".index.json"):
-            digest.update(file.name.encode())
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return cached_bundle(f"folder {digest.hexdigest()}", lambda: _convert(folder, trust_remote_code))
+    config = _config(folder)
+    trusted = options.trust_remote_code
+
+    def convert() -> TokenizerBundle:
+        if files[0].name in SENTENCEPIECE_FILES and (model := parse(files[0])) is not None:
+            if reads_ids_of(config):
+                return _of_sentencepiece(folder, config, read_model(files[0], model))
+            return _by_transformers(folder, config, trusted, model)
+        return _by_transformers(folder, config, trusted, None)
+
+    return cached_bundle(f"folder {_library_versions()} {trusted} {_digest(folder, files)}", convert)
 
 
-def _convert(folder: Path, trust_remote_code: bool) -> TokenizerBundle:
-    if models := sorted(folder.glob("*.model")):
-        check_readable(models[0])
+def _of_sentencepiece(folder: Path, config: Mapping[str, Any], model: SentencePieceModel) -> TokenizerBundle:
+    tokens = folder_tokens(folder, config)
+    roles = {**model.special_tokens, **tokens.roles}
+    tokenizer = model.tokenizer(config, {token.token_id: token.text for token in tokens.listed if token.token_id})
+    data = completed(tokenizer.to_str().encode(), tokens)
+    return _bundle(folder, config, _with_ends(data, config, roles), roles)
+
+
+def _with_ends(data: bytes, config: Mapping[str, Any], roles: Mapping[str, str]) -> bytes:
+    """Without a tokenizer.json, add_bos_token and add_eos_token say what surrounds a text: nothing without them."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_buffer(data)
+    bos, eos = (roles.get(f"{end}_token") if config.get(f"add_{end}_token") else None for end in ("bos", "eos"))
+    add_ends(tokenizer, bos, eos)
+    text: str = tokenizer.to_str()
+    return text.encode()
+
+
+def _by_transformers(folder: Path, config: Mapping[str, Any], trusts: bool, model: Any) -> TokenizerBundle:
+    """model: the folder's SentencePiece model, if it has one, with which the conversion is compared."""
     from transformers import AutoTokenizer
 
     try:
-        converted = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        converted = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trusts)
         backend = converted.backend_tokenizer
     except Exception as error:  # whatever a missing library, an unknown class or a damaged file leads to
         raise ModelError(f"the tokenizer in {folder} cannot be converted: {error}", hint=WITHOUT) from error
     special = {name: str(text) for name, text in converted.special_tokens_map.items() if isinstance(text, str)}
-    return TokenizerBundle(
-        tokenizer_json=backend.to_str().encode(),
-        chat_templates=_chat_templates(folder, _config(folder)),
-        special_tokens=special,
-    )
+    if model is not None:
+        check_pieces(model, backend, folder)
+    return _bundle(folder, config, backend.to_str().encode(), special)
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    return _read_json(folder / "tokenizer_config.json")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} where the file is missing. Raises ModelError for anything else."""
-    return read_json(path) if path.is_file() else {}
-
-
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by role (bos_token, ...), from tokenizer_config.json, else from special_tokens_map.json."""
-    merged = _read_json(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
-    found = {}
-    for name, value in merged.items():
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
-
-
-def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name. Those in files of their own take precedence over the config's chat_template, which is one
-    template or a list of named ones."""
-    held = config.get("chat_template")
-    found: dict[str, Any] = {"default": held}
-    if isinstance(held, list):
-        found = {str(each.get("name")): each.get("template") for each in held if isinstance(each, Mapping)}
-    legacy = _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(legacy, str):
-        found["default"] = legacy
-    files = {"default": folder / "chat_template.jinja"}
-    files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    found |= {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
-    return {name: text for name, text in found.items() if isinstance(text, str)}
+    """The content of tokenizer_config.json. Raises ModelError for what it asks for that is not supported."""
+    path = folder / "tokenizer_config.json"
+    config = read_optional_json(path)
+    others = config.get("fast_tokenizer_files") or ["tokenizer.json"]
+    if list(others) != ["tokenizer.json"]:
+        raise ModelError(f"{path}: fast_tokenizer_files names {others!r:.80}; only tokenizer.json is read")
+    return config

@@ -41,6 +41,7 @@ class Tokenizer(TransformersNames):
         # Files often carry truncation and padding settings of a training run; prompts must not be cut or padded.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = bundle.split_special_tokens
         self._bundle = bundle
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)

@@ -12,13 +12,12 @@ import numpy as np
 
 from headrace.executor.checkpoints.gguf.architecture import Fields, GGUFArchitecture
 from headrace.executor.checkpoints.gguf.dense import DENSE
-from headrace.executor.checkpoints.gguf.header import GGUFHeader, StringArray
+from headrace.executor.checkpoints.gguf.header import GGUFHeader
 from headrace.executor.checkpoints.gguf.mixtures import MIXTRAL, MIXTURES, mixture
+from headrace.executor.checkpoints.gguf.special_tokens import end_token_ids
 from headrace.ipc.failure import ModelError
 
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType({**DENSE, **MIXTURES})
-# End-of-turn tokens, for files whose metadata has only the token that ends a document.
-END_OF_TURN = (b"<|eot_id|>", b"<|im_end|>", b"<end_of_turn>", b"<|end|>")
 SAMPLING_KEYS = MappingProxyType(
     {
         "temp": "temperature",
@@ -181,13 +180,8 @@ def _token_ids(header: GGUFHeader) -> dict[str, Any]:
     for key, name in (("bos_token_id", "bos_token_id"), ("padding_token_id", "pad_token_id")):
         if isinstance(metadata.get(f"tokenizer.ggml.{key}"), int):
             found[name] = metadata[f"tokenizer.ggml.{key}"]
-    ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if ends[1] is None and isinstance(tokens, StringArray):
-        ends += [index for index, token in enumerate(tokens.raw()) if token in END_OF_TURN]
-    unique = list(dict.fromkeys(end for end in ends if isinstance(end, int)))
-    if unique:
-        found["eos_token_id"] = unique[0] if len(unique) == 1 else unique
+    if ends := end_token_ids(header):
+        found["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     return found
 
 

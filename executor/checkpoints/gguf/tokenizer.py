@@ -1,8 +1,7 @@
-"""Converts the tokenizer in a GGUF file's metadata to a `TokenizerBundle`.
+"""Converts the tokenizer in a GGUF file's metadata to a `TokenizerBundle`, which gives the ids of llama.cpp.
 
-A byte-level BPE whose pre-tokenizer is in `SPLITS` is built with the `tokenizers` library alone, in a few hundred
-milliseconds. Others (mostly SentencePiece vocabularies, whose merges must be derived from scores) are converted by
-transformers.
+SentencePiece vocabularies and byte-level BPEs whose pre-tokenizer is in `SPLITS` are built with the `tokenizers`
+library alone, in a few hundred milliseconds. Others are converted by transformers.
 """
 
 from __future__ import annotations
@@ -14,21 +13,25 @@ from typing import Any
 
 from headrace.executor.checkpoints.converted_tokenizers import WITHOUT
 from headrace.executor.checkpoints.gguf.header import GGUFHeader, StringArray
+from headrace.executor.checkpoints.gguf.special_tokens import CONTROL, KEY, NORMAL, USER_DEFINED, special_token_id
+from headrace.executor.checkpoints.sentencepiece_tokenizers import Pieces, sentencepiece_tokenizer
+from headrace.executor.checkpoints.text_ends import add_ends
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import TokenizerBundle
 
-KEY = "tokenizer.ggml."
-CONTROL, USER_DEFINED = 3, 4
 UNNAMED = "default"
 """The pre-tokenizer of older files, which do not name one: GPT-2's."""
 SPECIAL_TOKENS = MappingProxyType(
     {
-        "bos_token": "bos_token_id",
-        "eos_token": "eos_token_id",
-        "unk_token": "unknown_token_id",
-        "pad_token": "padding_token_id",
+        "bos_token": "bos",
+        "eos_token": "eos",
+        "unk_token": "unknown",
+        "pad_token": "padding",
+        "sep_token": "seperator",  # spelt so in the format
+        "mask_token": "mask",
     }
 )
+"""The format's names of special tokens, by role."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,9 @@ def gguf_bundle(header: GGUFHeader) -> TokenizerBundle:
     texts = list(tokens)
     special = _special_tokens(metadata, texts)
     split = SPLITS.get(str(metadata.get(f"{KEY}pre"))) if kind == "gpt2" else None
-    if split is not None and isinstance(metadata.get(f"{KEY}merges"), StringArray):
+    if kind in ("llama", "t5"):
+        json_text = _sentencepiece(header, texts, special)
+    elif split is not None and isinstance(metadata.get(f"{KEY}merges"), StringArray):
         json_text = _byte_level(header, texts, split, special)
     else:
         json_text = _by_transformers(header)
@@ -120,8 +125,8 @@ def gguf_bundle(header: GGUFHeader) -> TokenizerBundle:
 
 
 def _special_tokens(metadata: Mapping[str, Any], texts: list[str]) -> dict[str, str]:
-    ids = {name: metadata.get(KEY + key) for name, key in SPECIAL_TOKENS.items()}
-    return {name: texts[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(texts)}
+    ids = {name: special_token_id(metadata, role, len(texts)) for name, role in SPECIAL_TOKENS.items()}
+    return {name: texts[token_id] for name, token_id in ids.items() if token_id is not None}
 
 
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -132,6 +137,47 @@ def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 def _names_one(key: str) -> bool:
     return key.startswith("tokenizer.chat_template.")
+
+
+def _sentencepiece(header: GGUFHeader, texts: list[str], special: Mapping[str, str]) -> str:
+    """The tokenizer.json of a SentencePiece vocabulary: llama's is merged by its scores, t5's is a unigram model.
+
+    Raises ModelError if the vocabulary is not sound.
+    """
+    metadata, is_unigram = header.metadata, header.metadata[f"{KEY}model"] == "t5"
+    types, scores = (metadata.get(f"{KEY}{name}") for name in ("token_type", "scores"))
+    charsmap = metadata.get(f"{KEY}precompiled_charsmap") if is_unigram else None
+    for name, values in (("token_type", types), ("scores", scores)):
+        if values is not None and len(values) < len(texts):
+            raise ModelError(f"{header.path}: {KEY}{name} has {len(values)} entries for {len(texts)} tokens")
+    tokenizer = sentencepiece_tokenizer(
+        header.path,
+        Pieces(
+            texts=texts,
+            scores=[0.0] * len(texts) if scores is None else scores.tolist()[: len(texts)],
+            types=[NORMAL] * len(texts) if types is None else types.tolist()[: len(texts)],
+            is_unigram=is_unigram,
+            byte_fallback=not is_unigram,
+            prefix="always" if metadata.get(f"{KEY}add_space_prefix", not is_unigram) else "never",
+            removes_extra_spaces=is_unigram and bool(metadata.get(f"{KEY}remove_extra_whitespaces", False)),
+            charsmap=b"" if charsmap is None else charsmap.tobytes(),
+            user_defined_first=True,
+        ),
+    )
+    _put_ends(tokenizer, metadata, special, adds_bos=not is_unigram, adds_eos=is_unigram)
+    json_text: str = tokenizer.to_str()
+    return json_text
+
+
+def _put_ends(
+    tokenizer: Any, metadata: Mapping[str, Any], special: Mapping[str, str], *, adds_bos: bool, adds_eos: bool = False
+) -> None:
+    """Puts bos and eos around texts if the file says so or, where it does not say, by these defaults."""
+    asked = {
+        "bos_token": metadata.get(f"{KEY}add_bos_token", adds_bos),
+        "eos_token": metadata.get(f"{KEY}add_eos_token", adds_eos),
+    }
+    add_ends(tokenizer, *(special.get(role) if is_put else None for role, is_put in asked.items()))
 
 
 def _byte_level(header: GGUFHeader, texts: list[str], split: Split, special: Mapping[str, str]) -> str:
@@ -146,36 +192,20 @@ def _byte_level(header: GGUFHeader, texts: list[str], split: Split, special: Map
     except Exception as error:  # the library raises plain Exception for every fault
         raise ModelError(f"the tokenizer in {header.path} is not sound: {error}") from error
     tokenizer = Tokenizer(model)
-    prefix = bool(metadata.get(f"{KEY}add_space_prefix", False))
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.single_digits else []
     steps += [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in split.before]
     if split.regex is not None:
         steps.append(pre_tokenizers.Split(Regex(split.regex), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=split.regex is None))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.regex is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     types = metadata.get(f"{KEY}token_type")
     for text, token_type in zip(texts, [] if types is None else types.tolist(), strict=False):
         if token_type in (CONTROL, USER_DEFINED):
             tokenizer.add_tokens([AddedToken(text, normalized=False, special=token_type == CONTROL)])
-    adds_bos = bool(metadata.get(f"{KEY}add_bos_token", split.adds_bos))
-    adds_eos = bool(metadata.get(f"{KEY}add_eos_token", False))
-    _add_ends(tokenizer, special.get("bos_token") if adds_bos else None, special.get("eos_token") if adds_eos else None)
+    _put_ends(tokenizer, metadata, special, adds_bos=split.adds_bos)
     json_text: str = tokenizer.to_str()
     return json_text
-
-
-def _add_ends(tokenizer: Any, bos: str | None, eos: str | None) -> None:
-    """Sets the post-processor to put these tokens around a text, and no others. They must be in the vocabulary."""
-    from tokenizers import processors
-
-    ends = [text for text in (bos, eos) if text is not None]
-    first, last = ([text] if text is not None else [] for text in (bos, eos))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*first, "$A", *last],
-        pair=[*first, "$A", *last, *(f"{text}:1" for text in first), "$B:1", *(f"{text}:1" for text in last)],
-        special_tokens=[(text, tokenizer.token_to_id(text)) for text in dict.fromkeys(ends)],
-    )
 
 
 def _by_transformers(header: GGUFHeader) -> str:
