@@ -112,14 +112,16 @@ MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
     {
         "deepseek2": GGUFArchitecture("DeepseekV2ForCausalLM", "deepseek_v2", is_mixture=True, extra=_deepseek2),
         "dots1": GGUFArchitecture("Dots1ForCausalLM", "dots1", is_mixture=True, extra=query_biases),
-        "ernie4_5-moe": GGUFArchitecture("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", is_mixture=True, extra=_ernie),
+        "ernie4_5-moe": GGUFArchitecture(
+            "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", is_mixture=True, extra=_ernie, renormalised=True
+        ),
         "glm4moe": GGUFArchitecture("Glm4MoeForCausalLM", "glm4_moe", is_mixture=True, extra=_glm4, renormalised=True),
-        "gpt-oss": GGUFArchitecture("GptOssForCausalLM", "gpt_oss", is_mixture=True, extra=_gpt_oss),
+        "gpt-oss": GGUFArchitecture("GptOssForCausalLM", "gpt_oss", is_mixture=True, extra=_gpt_oss, renormalised=True),
         "granitemoe": GGUFArchitecture(
             "GraniteMoeForCausalLM", "granitemoe", permuted=True, is_mixture=True, extra=granite, renormalised=True
         ),
         "llama4": GGUFArchitecture("Llama4ForCausalLM", "llama4_text", is_mixture=True, extra=_llama4),
-        "minimax-m2": GGUFArchitecture("MiniMaxM2ForCausalLM", "minimax_m2", is_mixture=True),
+        "minimax-m2": GGUFArchitecture("MiniMaxM2ForCausalLM", "minimax_m2", is_mixture=True, renormalised=True),
         "olmoe": GGUFArchitecture("OlmoeForCausalLM", "olmoe", is_mixture=True),
         "phimoe": GGUFArchitecture("PhimoeForCausalLM", "phimoe", is_mixture=True, extra=_phimoe),
         "qwen2moe": GGUFArchitecture("Qwen2MoeForCausalLM", "qwen2_moe", is_mixture=True, extra=_qwen2),

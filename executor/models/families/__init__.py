@@ -9,17 +9,19 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.config import Config
+from headrace.executor.models.families._unread import check_unread
 from headrace.executor.models.registry import class_of_plugin, registered_model
 from headrace.ipc.failure import HeadraceError, ModelError
 from headrace.ipc.plugins import load_plugins
 from headrace.ipc.process.log import printable
 
-Config = Mapping[str, Any]
+__all__ = ["Config"]
 
 
 class UnknownArchitectureError(ModelError):
@@ -37,6 +39,10 @@ class Family:
     build: Callable[[Config], ArchSpec]
     """Builds the spec from a config, which has `architectures`. The spec may use blocks that the family defines. Raises
     ModelError, naming the field that is missing or wrong, and NotNativeError for what the blocks do not support."""
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    """Keys of its configs that change no result, besides those of `_unread.IGNORED`: from the name to the reason."""
+    assumes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys that `build` does not read, with the values that the family computes with; others are refused."""
 
 
 @functools.cache
@@ -67,7 +73,7 @@ def family_of_plugin(architecture: str) -> Family:
     raise UnknownArchitectureError(f"the architecture {shown} is not supported{failed}; known are {known}")
 
 
-def spec_from_config(config: Config) -> ArchSpec:
+def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
     """The spec of the model that a Hugging Face `config.json` describes.
 
     Raises ModelError if the architecture is unknown (listing the known ones), a field is missing or of the wrong type,
@@ -78,7 +84,10 @@ def spec_from_config(config: Config) -> ArchSpec:
         raise ModelError(f'the config has no "architectures"; one of {", ".join(families())} is expected')
     family = _family(named[0])
     try:
-        return family.build(config)
+        read = Config(config)
+        spec = family.build(read)
+        check_unread(read, family, refuses=family in families().values())
+        return spec
     except HeadraceError:
         raise
     except Exception as error:  # whatever a package's own family does

@@ -106,7 +106,7 @@ def _shown(config: Config, key: str) -> str:
 
 def _spelt(config: Config, key: str) -> str:
     """The field's name in the config file, for error messages; both possible names if the file has neither."""
-    own = config.own.get(key) if isinstance(config, Renamed) else None
+    own = config.own_names.get(key)
     if own is None or (config.get(own) is None and config.get(key) is not None):
         return key
     return own if config.get(own) is not None else f"{own} (or {key})"
@@ -117,27 +117,21 @@ def rope(config: Config, head_dim: int, default_theta: float, layer_type: str | 
 
     Reads `rope_parameters` (transformers 5) as well as `rope_theta` and `rope_scaling` (before). Raises ModelError.
     """
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    given = rope_section(config)
     if layer_type is not None and layer_type in given:
-        given = given[layer_type] or {}
-    if not isinstance(given, dict):
-        raise ModelError(f"the config's rope parameters must be a mapping, got {given!r}")
-    theta = number(given, "rope_theta", number(config, "rope_theta", default_theta))
-    partial = number(given, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
-    rotary_dim = int(head_dim * partial)
-    named = given.get("rope_type") or given.get("type") or "default"
-    if named not in ROPE_KINDS:
-        raise ModelError(f"rope scaling of type {named!r} is not supported; known are {', '.join(ROPE_KINDS)}")
-    kind = ROPE_KINDS[named]
+        given = given.section(layer_type)
+    theta = _of_rope(config, given, "rope_theta", default_theta)
+    rotary_dim = int(head_dim * _of_rope(config, given, "partial_rotary_factor", 1.0))
+    kind = _rope_kind(given)
     if kind == "default":
         return RopeSpec(theta, rotary_dim)
     if kind == "linear":
-        return RopeSpec(theta, rotary_dim, kind, factor=positive(given, "factor"))
+        return RopeSpec(theta, rotary_dim, kind, factor=_factor(given))
     max_positions = integer(config, "max_position_embeddings")
     if kind == "longrope":
         return _longrope(config, given, theta, rotary_dim)
     if kind == "dynamic":
-        return RopeSpec(theta, rotary_dim, kind, positive(given, "factor"), original_max_positions=max_positions)
+        return RopeSpec(theta, rotary_dim, kind, _factor(given), original_max_positions=max_positions)
     original = integer(config, "original_max_position_embeddings", -1)
     if original < 0:
         original = integer(given, "original_max_position_embeddings", max_positions)
@@ -146,12 +140,12 @@ def rope(config: Config, head_dim: int, default_theta: float, layer_type: str | 
             theta,
             rotary_dim,
             kind,
-            positive(given, "factor"),
+            _factor(given),
             original,
             low_freq_factor=number(given, "low_freq_factor"),
             high_freq_factor=number(given, "high_freq_factor"),
         )
-    factor = positive(given, "factor", max_positions / max(original, 1))
+    factor = _factor(given, max_positions / max(original, 1) if original != max_positions else None)
     return RopeSpec(
         theta,
         rotary_dim,
@@ -165,7 +159,41 @@ def rope(config: Config, head_dim: int, default_theta: float, layer_type: str | 
     )
 
 
-def _longrope(config: Config, given: dict[str, Any], theta: float, rotary_dim: int) -> RopeSpec:
+def rope_section(config: Config) -> Config:
+    """The config's rotary parameters; `rope_scaling` takes precedence over `rope_parameters`."""
+    return config.section("rope_scaling") or config.section("rope_parameters")
+
+
+def _of_rope(config: Config, given: Config, key: str, default: float) -> float:
+    """A rotary parameter that stands in the section or beside it. Raises ModelError if the two differ."""
+    if given.get(key) is None:
+        return number(config, key, default)
+    value = number(given, key)
+    if config.stores(key) and number(config, key) != value:
+        raise ModelError(f"the config's {key} is {config[key]!r}, and {value} as a rope parameter; it is one field")
+    return value
+
+
+def _rope_kind(given: Config) -> RopeKind:
+    named = [given[key] for key in ("rope_type", "type") if given.get(key) is not None] or ["default"]
+    for each in named:
+        if not isinstance(each, str) or each not in ROPE_KINDS:
+            raise ModelError(f"rope scaling of type {each!r:.80} is not supported; known are {', '.join(ROPE_KINDS)}")
+    kinds = [ROPE_KINDS[each] for each in named]
+    if kinds[0] != kinds[-1]:
+        raise ModelError(f"the config's rope_type is {named[0]!r} and its type {named[-1]!r}; it is one field")
+    return kinds[0]
+
+
+def _factor(given: Config, default: float | None = None) -> float:
+    """The factor by which contexts are extended. Raises ModelError."""
+    factor = positive(given, "factor", default)
+    if factor > LARGEST:
+        raise ModelError(f"the config's rope factor is {factor!r}; at most {LARGEST:,} can be computed with")
+    return factor
+
+
+def _longrope(config: Config, given: Config, theta: float, rotary_dim: int) -> RopeSpec:
     """LongRoPE (Ding et al. 2024): each frequency has its own divisor, and another one for long contexts."""
     max_positions = integer(config, "max_position_embeddings")
     original = integer(given, "original_max_position_embeddings", -1)
@@ -177,7 +205,7 @@ def _longrope(config: Config, given: dict[str, Any], theta: float, rotary_dim: i
             raise ModelError(f"the rope parameter {key} must be a list of numbers, got {factors!r}")
     assert isinstance(short, list)
     assert isinstance(long, list)
-    factor = positive(given, "factor", max_positions / max(original, 1))
+    factor = _factor(given, max_positions / max(original, 1))
     attention_factor = optional_number(given, "attention_factor")
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -193,9 +221,10 @@ def _longrope(config: Config, given: dict[str, Any], theta: float, rotary_dim: i
     )
 
 
-def _yarn_attention_factor(given: dict[str, Any], factor: float) -> float:
+def _yarn_attention_factor(given: Config, factor: float) -> float:
     """YaRN's temperature (Peng et al. 2023, eq. 22), or the quotient of two if the config has mscale and
     mscale_all_dim."""
+    scale, scale_all = optional_number(given, "mscale"), optional_number(given, "mscale_all_dim")
     named = optional_number(given, "attention_factor")
     if named is not None:
         return named
@@ -203,18 +232,24 @@ def _yarn_attention_factor(given: dict[str, Any], factor: float) -> float:
     def magnitude(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    scale, scale_all = optional_number(given, "mscale"), optional_number(given, "mscale_all_dim")
     return magnitude(scale) / magnitude(scale_all) if scale and scale_all else magnitude(1.0)
 
 
 def scaled_context(config: Config, rotary: RopeSpec, default: int) -> int:
-    """The longest context, in tokens, that the rope scaling supports."""
+    """The longest context, in tokens, that the rope scaling supports. Raises ModelError if it is too long."""
     max_positions = integer(config, "max_position_embeddings", default)
     if rotary.kind in ("linear", "dynamic"):
-        return int(max_positions * rotary.factor)
-    if rotary.kind == "yarn":
-        return int(rotary.original_max_positions * rotary.factor)
-    return max_positions
+        longest = max_positions * rotary.factor
+    elif rotary.kind == "yarn":
+        longest = rotary.original_max_positions * rotary.factor
+    else:
+        return max_positions
+    if longest > LARGEST:
+        raise ModelError(
+            f"the config's rope factor {rotary.factor:g} makes a context of {longest:.3g} tokens; at most {LARGEST:,} "
+            "can be computed with"
+        )
+    return int(longest)
 
 
 def layer_types(config: Config, num_layers: int, default: Sequence[str]) -> list[str]:
@@ -229,20 +264,17 @@ def layer_types(config: Config, num_layers: int, default: Sequence[str]) -> list
     return types[:num_layers]
 
 
-class Renamed(dict[str, Any]):
-    """A config whose fields can also be read under their common names."""
-
-    def __init__(self, fields: Config, own: Mapping[str, str]) -> None:
-        """own: from a common name to the name in the config file."""
-        super().__init__(fields)
-        self.own = own
-
-
-def renamed(config: Config, **names: str) -> Renamed:
-    """The config with aliases of fields: common_name=own_name."""
-    return Renamed(
-        dict(config) | {common: config[own] for common, own in names.items() if config.get(own) is not None}, names
-    )
+def text_part(config: Config) -> Config:
+    """The config of a multimodal checkpoint's language model; the config itself if it is that. Raises ModelError if
+    the two parts differ in what both say."""
+    text = config.section("text_config")
+    if not text:
+        return config
+    tied = [flag(each, "tie_word_embeddings", False) for each in (config, text) if each.stores("tie_word_embeddings")]
+    if tied and tied[0] != tied[-1]:
+        raise ModelError("the config and its text_config differ in tie_word_embeddings; it is one field")
+    beside = {"tie_word_embeddings": tied[0]} if tied else {}
+    return beside | text | {"architectures": config["architectures"]}
 
 
 def biases(config: Config, key: str, default: bool) -> dict[str, bool]:
@@ -258,6 +290,17 @@ def layer_norm(config: Config, key: str = "layer_norm_eps", *, default: float = 
 def plain(config: Config, inner: int, key: str, default: str, *, bias: bool = True) -> Dense:
     """An FFN without a gate; `key` names its activation."""
     return Dense(inner, activation(config, key, default), gated=False, bias=bias)
+
+
+def rotated_layers(config: Config, default: Sequence[bool]) -> list[bool]:
+    """Whether each layer has rotary positions: the config's `no_rope_layers`, which has 1 for those that have, else
+    the default. Raises ModelError."""
+    found = config.get("no_rope_layers") or list(default)
+    if not isinstance(found, list) or len(found) < len(default):
+        raise ModelError(f"the config's no_rope_layers must list all {len(default)} layers, got {found!r}")
+    if not all(isinstance(each, int) and each in (0, 1) for each in found):
+        raise ModelError(f"the config's no_rope_layers must have 0 or 1 for each layer, got {found!r}")
+    return [bool(each) for each in found[: len(default)]]
 
 
 class Positions(NamedTuple):
@@ -290,10 +333,16 @@ def head_dim_of(config: Config, default: int | None = None) -> int:
     return integer(config, "head_dim", default)
 
 
+def used_window(config: Config) -> int | None:
+    """The sliding window, if the config's `use_sliding_window` says that it is used."""
+    window = 4096 if "sliding_window" not in config else optional_integer(config, "sliding_window")
+    return window if flag(config, "use_sliding_window", False) else None
+
+
 def qwen_positions(config: Config, rotary: RopeSpec) -> list[Positions]:
     """Qwen 2 and 3: if `use_sliding_window`, layers from `max_window_layers` on have sliding windows."""
     num_layers = integer(config, "num_hidden_layers")
-    window = integer(config, "sliding_window", 4096) if flag(config, "use_sliding_window", False) else None
+    window = used_window(config)
     first = integer(config, "max_window_layers", 28)
     default = ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)]
     return by_type(layer_types(config, num_layers, default), rotary, window)
@@ -303,7 +352,7 @@ def qwen_moe_positions(config: Config, rotary: RopeSpec) -> list[Positions]:
     """Qwen 2 with experts: if `use_sliding_window`, every other one of the first `max_window_layers` layers has a
     sliding window."""
     num_layers = integer(config, "num_hidden_layers")
-    window = integer(config, "sliding_window", 4096) if flag(config, "use_sliding_window", False) else None
+    window = used_window(config)
     first = integer(config, "max_window_layers", 28)
     default = [
         "sliding_attention" if window and i % 2 == 0 and i < first else "full_attention" for i in range(num_layers)

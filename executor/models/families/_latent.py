@@ -18,6 +18,7 @@ from headrace.executor.models.families._config import (
     optional_integer,
     optional_number,
     rope,
+    rope_section,
     scaled_context,
 )
 
@@ -60,7 +61,7 @@ def latent_like(config: Config, ffn: Callable[[int], Ffn], **overrides: Any) -> 
 
 def _temperature(config: Config, factor: float) -> float:
     """YaRN's temperature (Peng et al. 2023, eq. 22), a factor of both queries and keys; 1 without scaling."""
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    given = rope_section(config)
     if (given.get("rope_type") or given.get("type") or "default") == "default":
         return 1.0
     scale = optional_number(given, "mscale_all_dim")

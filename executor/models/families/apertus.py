@@ -74,4 +74,4 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("ApertusForCausalLM",), build)
+FAMILY = Family(("ApertusForCausalLM",), build, assumes={"post_norm": (False,), "qk_norm": (True,)})

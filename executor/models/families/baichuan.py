@@ -16,7 +16,7 @@ def build(config: Config) -> ArchSpec:
         positions, alibi = [Positions(None)] * integer(config, "num_hidden_layers"), alibi_slopes(num_heads)
     projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return llama_like(
-        {"max_position_embeddings": config.get("model_max_length"), **config},
+        config.renamed(max_position_embeddings="model_max_length"),
         positions=positions,
         attention={"num_kv_heads": num_heads, "alibi": alibi},
         default_context=4096,

@@ -13,7 +13,6 @@ from headrace.executor.models.families._config import (
     integer,
     layer_norm,
     llama_like,
-    renamed,
 )
 from headrace.executor.models.families.falcon import NAMES
 
@@ -21,11 +20,11 @@ from headrace.executor.models.families.falcon import NAMES
 def build(config: Config) -> ArchSpec:
     if flag(config, "apply_residual_connection_post_layernorm", False):
         raise NotNativeError("the config's apply_residual_connection_post_layernorm is true, which is not supported")
-    config = renamed(config, num_attention_heads="n_head", num_hidden_layers="n_layer", hidden_size="n_embed")
+    config = config.renamed(num_attention_heads="n_head", num_hidden_layers="n_layer", hidden_size="n_embed")
     num_heads, head_dim = integer(config, "num_attention_heads"), head_dim_of(config)
     parts = tuple((name, head_dim) for name in (NAMES.query, NAMES.key, NAMES.value))
     return llama_like(
-        dict(config) | {"num_key_value_heads": num_heads},
+        config | {"num_key_value_heads": num_heads},
         positions=[Positions(None)] * integer(config, "num_hidden_layers"),
         attention={"bias": True, "output_bias": True, "alibi": alibi_slopes(num_heads)},
         ffn=Dense(4 * integer(config, "hidden_size"), "gelu_tanh", gated=False, bias=True),
@@ -37,4 +36,14 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("BloomForCausalLM",), build)
+FAMILY = Family(
+    ("BloomForCausalLM",),
+    build,
+    ignored={
+        "bias_dropout_fusion": "a kernel of the original code",
+        "offset_alibi": "of the original code's layout: its slopes are the same",
+        "skip_bias_add": "a kernel of the original code",
+        "skip_bias_add_qkv": "a kernel of the original code",
+        "n_inner": "the inner size is always four times the hidden size",
+    },
+)

@@ -40,4 +40,19 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("Cohere2ForCausalLM",), build)
+FAMILY = Family(
+    ("Cohere2ForCausalLM",),
+    build,
+    ignored={
+        "use_embedding_sharing": "tie_word_embeddings says it",
+        "layer_switch": "sliding_window_pattern says it",
+        "use_parallel_embedding": "a layout of training over devices",
+    },
+    assumes={
+        "position_embedding_type": ("rope_gptj",),
+        "order_of_interleaved_layers": ("local_attn_first",),
+        "use_gated_activation": (True,),
+        "use_parallel_block": (True,),
+        "use_qk_norm": (False,),
+    },
+)

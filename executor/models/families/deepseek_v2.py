@@ -26,4 +26,4 @@ def build(config: Config) -> ArchSpec:
     return deepseek(config, routing, correction=False)
 
 
-FAMILY = Family(("DeepseekV2ForCausalLM",), build)
+FAMILY = Family(("DeepseekV2ForCausalLM",), build, assumes={"mlp_bias": (False,)})

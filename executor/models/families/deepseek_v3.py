@@ -10,4 +10,8 @@ def build(config: Config) -> ArchSpec:
     return deepseek(config, corrected_routing(config), correction=True)
 
 
-FAMILY = Family(("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"), build)
+FAMILY = Family(
+    ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
+    build,
+    assumes={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid", "noaux_tc")},
+)

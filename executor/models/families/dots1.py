@@ -31,4 +31,6 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("Dots1ForCausalLM",), build)
+FAMILY = Family(
+    ("Dots1ForCausalLM",), build, assumes={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid", "noaux_tc")}
+)

@@ -42,4 +42,12 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("Ernie4_5_MoeForCausalLM",), build)
+FAMILY = Family(
+    ("Ernie4_5_MoeForCausalLM",),
+    build,
+    ignored={
+        "moe_norm_min": "the weights of the best of a softmax are never so small",
+        "moe_gate": "the original code's name of its routing",
+    },
+    assumes={"norm_topk_prob": (True,)},
+)

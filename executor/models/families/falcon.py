@@ -13,7 +13,6 @@ from headrace.executor.models.families._config import (
     layer_norm,
     llama_like,
     plain,
-    renamed,
 )
 
 NAMES = WeightNames(
@@ -31,7 +30,7 @@ NAMES = WeightNames(
 
 
 def build(config: Config) -> ArchSpec:
-    config = renamed(config, num_attention_heads="n_head", num_hidden_layers="n_layer")
+    config = config.renamed(num_attention_heads="n_head", num_hidden_layers="n_layer")
     num_heads, head_dim = integer(config, "num_attention_heads"), head_dim_of(config)
     is_new = flag(config, "new_decoder_architecture", False)
     if is_new:
@@ -53,7 +52,7 @@ def build(config: Config) -> ArchSpec:
         positions = [Positions(None)] * integer(config, "num_hidden_layers")
     inner = integer(config, "ffn_hidden_size", 4 * integer(config, "hidden_size"))
     return llama_like(
-        dict(config) | {"num_key_value_heads": groups},
+        config | {"num_key_value_heads": groups},
         positions=positions,
         attention={"bias": bias, "output_bias": bias, "alibi": alibi},
         ffn=plain(config, inner, "activation", "gelu", bias=bias),
@@ -65,4 +64,13 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("FalconForCausalLM",), build)
+FAMILY = Family(
+    ("FalconForCausalLM",),
+    build,
+    ignored={
+        "multi_query": "of the old decoder architecture",
+        "parallel_attn": "of the old decoder architecture",
+        "num_ln_in_parallel_attn": "of the new decoder architecture",
+    },
+    assumes={"apply_residual_connection_post_layernorm": (False,)},
+)

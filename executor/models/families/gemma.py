@@ -6,6 +6,11 @@ from headrace.executor.models.families._config import biases, dense, head_dim_of
 
 
 def build(config: Config) -> ArchSpec:
+    named = config.get("hidden_activation") or config.get("hidden_act")
+    if named == "gelu":  # the published files' name of the approximation, which they were trained with
+        config = config | {"hidden_activation": "gelu_pytorch_tanh"}
+    elif named is not None:
+        config = config | {"hidden_activation": named}
     return llama_like(
         config,
         head_dim=head_dim_of(config, 256),

@@ -15,6 +15,8 @@ from headrace.executor.models.families._config import (
     number,
     optional_number,
     rope,
+    rope_section,
+    text_part,
 )
 from headrace.ipc.failure import ModelError
 
@@ -39,16 +41,15 @@ NAMES = WeightNames(
 
 
 def build(config: Config) -> ArchSpec:
-    text = config.get("text_config") or config
-    text = {"architectures": config["architectures"]} | DEFAULTS | {k: v for k, v in text.items() if v is not None}
+    text = DEFAULTS | text_part(config)
     if flag(text, "use_bidirectional_attention", False):
         raise ModelError("a Gemma 3 with bidirectional attention embeds text; it does not generate")
     num_layers, head_dim = integer(text, "num_hidden_layers"), integer(text, "head_dim")
-    pattern = integer(text, "sliding_window_pattern", 6)
+    pattern = integer(text, "sliding_window_pattern", integer(text, "_sliding_window_pattern", 6))
     default = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
     full = Positions(rope(text, head_dim, GLOBAL_THETA, "full_attention"))
     # The fields before transformers 5 scale the full layers only, and have a separate base for sliding layers.
-    local = text if "sliding_attention" in (text.get("rope_parameters") or {}) else {}
+    local = text if "sliding_attention" in rope_section(text) else Config({})
     theta = number(text, "rope_local_base_freq", LOCAL_THETA)
     sliding = Positions(rope(local, head_dim, theta, "sliding_attention"), integer(text, "sliding_window", 4096))
     types = layer_types(text, num_layers, default)

@@ -27,6 +27,8 @@ from headrace.executor.models.families._config import (
     number,
     optional_number,
     rope,
+    rope_section,
+    text_part,
 )
 from headrace.ipc.failure import ModelError
 
@@ -145,13 +147,12 @@ class OutstandingDense(Dense):
 
 
 def build(config: Config) -> ArchSpec:
-    text = config.get("text_config") or config
-    text = DEFAULTS | {k: v for k, v in text.items() if v is not None} | {"architectures": config["architectures"]}
+    text = DEFAULTS | text_part(config)
     num_layers, head_dim = integer(text, "num_hidden_layers"), integer(text, "head_dim")
     default = ["sliding_attention" if (i + 1) % 5 else "full_attention" for i in range(num_layers)]
     types = layer_types(text, num_layers, default)
     full = Positions(rope(text, head_dim, GLOBAL_THETA, "full_attention"))
-    local = text if "sliding_attention" in (text.get("rope_parameters") or {}) else {}
+    local = text if "sliding_attention" in rope_section(text) else Config({})
     theta = number(text, "rope_local_base_freq", LOCAL_THETA)
     sliding = Positions(rope(local, head_dim, theta, "sliding_attention"), integer(text, "sliding_window"))
     kind, bias = activation(text, "hidden_activation", "gelu_pytorch_tanh"), flag(text, "attention_bias", False)

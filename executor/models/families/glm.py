@@ -17,7 +17,7 @@ def glm_like(config: Config, **overrides: Any) -> ArchSpec:
     """GLM 4's projections. overrides: fields of ArchSpec."""
     inner = integer(config, "intermediate_size")
     return llama_like(
-        {"partial_rotary_factor": 0.5, **config},
+        {"partial_rotary_factor": 0.5} | config,
         head_dim=head_dim_of(config),
         attention={"bias": flag(config, "attention_bias", False)},
         interleaved=True,

@@ -12,7 +12,7 @@ from headrace.executor.models.families._config import (
 
 
 def build(config: Config) -> ArchSpec:
-    config = {"partial_rotary_factor": 0.5, **config}
+    config = {"partial_rotary_factor": 0.5} | config
     return llama_like(
         config,
         attention={
@@ -25,4 +25,6 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("Glm4MoeForCausalLM",), build)
+FAMILY = Family(
+    ("Glm4MoeForCausalLM",), build, assumes={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid", "noaux_tc")}
+)

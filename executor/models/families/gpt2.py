@@ -6,7 +6,7 @@ not transposed.
 
 from headrace.executor.models.arch import ArchSpec, Fused, WeightNames
 from headrace.executor.models.families import Config, Family, NotNativeError
-from headrace.executor.models.families._config import Positions, flag, integer, layer_norm, llama_like, plain, renamed
+from headrace.executor.models.families._config import Positions, flag, integer, layer_norm, llama_like, plain
 
 NAMES = WeightNames(
     prefixes=("transformer.", ""),
@@ -35,7 +35,7 @@ COMMON_NAMES = {
 def build(config: Config) -> ArchSpec:
     if flag(config, "scale_attn_by_inverse_layer_idx", False) or not flag(config, "scale_attn_weights", True):
         raise NotNativeError("GPT-2 is supported with attention scaled by the heads' size alone")
-    config = renamed(config, **COMMON_NAMES)
+    config = config.renamed(**COMMON_NAMES)
     hidden = integer(config, "hidden_size")
     inner = integer(config, "n_inner", 4 * hidden)
     return llama_like(

@@ -12,7 +12,6 @@ from headrace.executor.models.families._config import (
     layer_norm,
     llama_like,
     plain,
-    renamed,
 )
 from headrace.executor.models.families.gpt2 import COMMON_NAMES
 
@@ -20,7 +19,7 @@ NAMES = replace(gpt2.NAMES, output="attn.c_proj", up="mlp.c_fc", down="mlp.c_pro
 
 
 def build(config: Config) -> ArchSpec:
-    config = renamed(config, **COMMON_NAMES)
+    config = config.renamed(**COMMON_NAMES)
     hidden, num_heads, head_dim = (
         integer(config, "hidden_size"),
         integer(config, "num_attention_heads"),
@@ -30,7 +29,7 @@ def build(config: Config) -> ArchSpec:
     queries = num_heads * head_dim if is_shared else head_dim
     parts = ((NAMES.query, queries), (NAMES.key, head_dim), (NAMES.value, head_dim))
     return llama_like(
-        dict(config) | {"num_key_value_heads": 1 if is_shared else num_heads},
+        config | {"num_key_value_heads": 1 if is_shared else num_heads},
         positions=[Positions(None)] * integer(config, "num_hidden_layers"),
         attention={"bias": True, "output_bias": True},
         ffn=plain(config, integer(config, "n_inner", 4 * hidden), "activation_function", "gelu_pytorch_tanh"),

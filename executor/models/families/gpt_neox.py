@@ -9,9 +9,7 @@ from headrace.executor.models.families._config import (
     integer,
     layer_norm,
     llama_like,
-    number,
     plain,
-    renamed,
 )
 
 NAMES = WeightNames(
@@ -30,8 +28,8 @@ NAMES = WeightNames(
 
 
 def build(config: Config) -> ArchSpec:
-    config = renamed(config, rope_theta="rotary_emb_base")
-    config["partial_rotary_factor"] = number(config, "partial_rotary_factor", number(config, "rotary_pct", 0.25))
+    config = config.renamed(rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct")
+    config = {"partial_rotary_factor": 0.25} | config
     num_heads, head_dim = integer(config, "num_attention_heads"), head_dim_of(config)
     parts = tuple((name, head_dim) for name in (NAMES.query, NAMES.key, NAMES.value))
     return llama_like(

@@ -54,4 +54,4 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("GptOssForCausalLM",), build)
+FAMILY = Family(("GptOssForCausalLM",), build, assumes={"norm_topk_prob": (True,), "hidden_act": ("silu",)})

@@ -2,7 +2,7 @@
 
 from headrace.executor.models.arch import ArchSpec, WeightNames
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import integer, layer_norm, llama_like, plain, renamed
+from headrace.executor.models.families._config import integer, layer_norm, llama_like, plain
 
 NAMES = WeightNames(
     prefixes=("transformer.", ""),
@@ -22,15 +22,14 @@ NAMES = WeightNames(
 
 
 def build(config: Config) -> ArchSpec:
-    config = renamed(
-        config,
+    config = config.renamed(
         hidden_size="n_embd",
         num_attention_heads="n_head",
         num_hidden_layers="n_layer",
         max_position_embeddings="n_positions",
     )
     hidden, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
-    config["partial_rotary_factor"] = integer(config, "rotary_dim", 64) * num_heads / hidden
+    config = config | {"partial_rotary_factor": integer(config, "rotary_dim", 64) * num_heads / hidden}
     return llama_like(
         config,
         attention={"num_kv_heads": num_heads},
@@ -43,4 +42,4 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("GPTJForCausalLM",), build)
+FAMILY = Family(("GPTJForCausalLM",), build, assumes={"rotary": (True,)})

@@ -21,4 +21,4 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("GraniteMoeForCausalLM",), build)
+FAMILY = Family(("GraniteMoeForCausalLM",), build, assumes={"norm_topk_prob": (True,)})

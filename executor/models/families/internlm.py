@@ -9,4 +9,8 @@ def build(config: Config) -> ArchSpec:
     return llama_like(config, attention=biases(config, "bias", True))
 
 
-FAMILY = Family(("InternLMForCausalLM",), build)
+FAMILY = Family(
+    ("InternLMForCausalLM",),
+    build,
+    ignored={"rotary": "its dynamic scaling changes nothing within the trained length, to which contexts are limited"},
+)

@@ -26,6 +26,8 @@ from headrace.executor.models.families._config import (
     llama_like,
     number,
     rope,
+    rotated_layers,
+    text_part,
 )
 from headrace.ipc.failure import ModelError
 
@@ -95,7 +97,7 @@ def _scaled(x: Any, logits: Any) -> Any:
 
 
 def build(config: Config) -> ArchSpec:
-    text: dict[str, Any] = {**(config.get("text_config") or config), "architectures": config["architectures"]}
+    text = text_part(config)
     num_layers, head_dim = integer(text, "num_hidden_layers"), head_dim_of(text)
     if integer(text, "num_experts_per_tok", 1) != 1:
         raise NotNativeError("a Llama 4 with more than one expert of a token is not supported")
@@ -115,6 +117,7 @@ def build(config: Config) -> ArchSpec:
     norm: Literal["head", "no"] = "head" if flag(text, "use_qk_norm", True) else "no"
     chunk_size = integer(text, "attention_chunk_size", 8192)
     growth = (integer(text, "floor_scale", 8192), number(text, "attn_scale", 0.1))
+    grows = flag(text, "attn_temperature_tuning", True)
     rotates = _rotates(text, num_layers)
     mixers = [
         LongAttention(**fields, rope=rotary, qk_norm=norm, chunk_size=chunk_size if chunked else None)
@@ -123,7 +126,7 @@ def build(config: Config) -> ArchSpec:
             **fields,
             rope=None,
             chunk_size=chunk_size if chunked else None,
-            query_growth=growth if flag(text, "attn_temperature_tuning", True) else None,
+            query_growth=growth if grows else None,
         )
         for turns, chunked in zip(rotates, _chunked(text, rotates), strict=True)
     ]
@@ -146,10 +149,7 @@ def _chunked(config: Config, rotates: Sequence[bool]) -> list[bool]:
 def _rotates(config: Config, num_layers: int) -> list[bool]:
     """Whether each layer has rotary positions."""
     interval = integer(config, "no_rope_layer_interval", 4)
-    found = config.get("no_rope_layers") or [(index + 1) % max(1, interval) != 0 for index in range(num_layers)]
-    if not isinstance(found, list) or len(found) < num_layers:
-        raise ModelError(f"the config's no_rope_layers must list all {num_layers} layers, got {found!r}")
-    return [bool(each) for each in found[:num_layers]]
+    return rotated_layers(config, [(index + 1) % max(1, interval) != 0 for index in range(num_layers)])
 
 
 def _ffns(config: Config, num_layers: int) -> Callable[[int], Ffn]:
@@ -160,9 +160,9 @@ def _ffns(config: Config, num_layers: int) -> Callable[[int], Ffn]:
     step = max(1, integer(config, "interleave_moe_layer_step", 1))
     mixed = config.get("moe_layers")
     mixed = range(step - 1, num_layers, step) if mixed is None else mixed
-    if not isinstance(mixed, list | range):
-        raise ModelError(f"the config's moe_layers must be a list of layers, got {mixed!r}")
-    if len(mixed) == num_layers:
+    if not isinstance(mixed, list | range) or not set(mixed) <= set(range(num_layers)):
+        raise ModelError(f"the config's moe_layers must be a list of layers from 0 to {num_layers - 1}, got {mixed!r}")
+    if len(set(mixed)) == num_layers:
         return lambda _: mixture
     dense = Dense(integer(config, "intermediate_size_mlp"), kind)
     return lambda index: mixture if index in mixed else dense

@@ -12,4 +12,4 @@ def build(config: Config) -> ArchSpec:
     return llama_like(config, **multipliers(config))
 
 
-FAMILY = Family(("MiniCPMForCausalLM",), build)
+FAMILY = Family(("MiniCPMForCausalLM",), build, ignored={"mup_denominator": "of its draft model"})

@@ -22,7 +22,7 @@ def multipliers(config: Config) -> dict[str, Any]:
 
 def build(config: Config) -> ArchSpec:
     ffn = dense(config, bias=flag(config, "mlp_bias", False))
-    return latent_like({"rope_interleave": False, **config}, lambda _: ffn, **multipliers(config))
+    return latent_like({"rope_interleave": False} | config, lambda _: ffn, **multipliers(config))
 
 
 FAMILY = Family(("MiniCPM3ForCausalLM",), build)

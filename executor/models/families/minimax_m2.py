@@ -6,13 +6,17 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Routing
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import activation, head_dim_of, integer, llama_like
+from headrace.executor.models.families._config import activation, head_dim_of, integer, llama_like, rope
 from headrace.executor.models.families.mixtral import NAMES
+from headrace.ipc.failure import ModelError
 
 
 def build(config: Config) -> ArchSpec:
     if config.get("rotary_dim") is not None:
-        config = {**config, "partial_rotary_factor": integer(config, "rotary_dim") / head_dim_of(config)}
+        rotated = integer(config, "rotary_dim")
+        config = config | {"partial_rotary_factor": rotated / head_dim_of(config)}
+        if (found := rope(config, head_dim_of(config), 10000.0).rotary_dim) != rotated:
+            raise ModelError(f"the config's rotary_dim is {rotated}, and its rope parameters rotate {found} dimensions")
     mixture = Experts(
         integer(config, "num_local_experts"),
         Routing(integer(config, "num_experts_per_tok"), "sigmoid", renormalise=True),
@@ -32,4 +36,23 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("MiniMaxM2ForCausalLM",), build)
+FAMILY = Family(
+    ("MiniMaxM2ForCausalLM",),
+    build,
+    ignored={
+        "layernorm_full_attention_alpha": "of its predecessor",
+        "layernorm_full_attention_beta": "of its predecessor",
+        "layernorm_linear_attention_alpha": "of its predecessor",
+        "layernorm_linear_attention_beta": "of its predecessor",
+        "layernorm_mlp_alpha": "of its predecessor",
+        "layernorm_mlp_beta": "of its predecessor",
+        "shared_moe_mode": "it has no shared expert",
+    },
+    assumes={
+        "norm_topk_prob": (True,),
+        "scoring_func": ("sigmoid",),
+        "use_qk_norm": (True,),
+        "use_routing_bias": (True,),
+        "qk_norm_type": ("per_layer",),
+    },
+)

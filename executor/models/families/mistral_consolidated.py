@@ -2,7 +2,6 @@
 other names and rotation. `checkpoints/checkpoint.py` gives the config of such a folder this architecture."""
 
 from dataclasses import replace
-from typing import Any
 
 from headrace.executor.models.arch import ArchSpec, WeightNames
 from headrace.executor.models.families import Config, Family
@@ -13,7 +12,6 @@ from headrace.executor.models.families._config import (
     integer,
     llama_like,
     optional_integer,
-    renamed,
     rope,
 )
 from headrace.ipc.failure import ModelError
@@ -47,6 +45,7 @@ OWN_NAMES = {
     "intermediate_size": "hidden_dim",
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tied_embeddings",
+    "max_position_embeddings": "max_seq_len",
 }
 NOT_SUPPORTED = ("quantization", "yarn", "llama_4_scaling", "kv_lora_rank", "ada_rms_norm_t_cond")
 
@@ -55,13 +54,10 @@ def build(config: Config) -> ArchSpec:
     for name in NOT_SUPPORTED:
         if config.get(name):
             raise ModelError(f"the {name} of this params.json is not supported: use the model's Hugging Face files")
-    config = renamed({"max_position_embeddings": config.get("max_seq_len"), **config}, **OWN_NAMES)
+    config = config.renamed(**OWN_NAMES)
     head_dim, ffn = head_dim_of(config), None
-    if mixture := config.get("moe"):
-        if not isinstance(mixture, dict):
-            raise ModelError(f"the config's moe must be a mapping, got {mixture!r}")
-        chosen: dict[str, Any] = {**config, **mixture}
-        ffn = experts(chosen, integer(config, "intermediate_size"), renormalise=True)
+    if mixture := config.section("moe"):
+        ffn = experts(mixture, integer(config, "intermediate_size"), renormalise=True)
     rotary = replace(rope(config, head_dim, 10000.0), interleaved=True)
     layer = Positions(rotary, optional_integer(config, "sliding_window"))
     return llama_like(

@@ -34,4 +34,4 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("MixtralForCausalLM",), build)
+FAMILY = Family(("MixtralForCausalLM",), build, assumes={"norm_topk_prob": (True,)})

@@ -12,7 +12,6 @@ from headrace.executor.models.families._config import (
     llama_like,
     number,
     optional_number,
-    renamed,
 )
 
 NAMES = WeightNames(
@@ -38,7 +37,7 @@ def build(config: Config) -> ArchSpec:
         "num_hidden_layers": "n_layers",
         "max_position_embeddings": "max_seq_len",
     }
-    config, attention = renamed(config, **own), config.get("attn_config") or {}
+    config, attention = config.renamed(**own), config.section("attn_config")
     if not flag(attention, "alibi", True) or flag(attention, "qk_ln", False):
         raise NotNativeError("the config's attn_config is without alibi or with qk_ln, which are not supported")
     if (steepest := number(attention, "alibi_bias_max", 8)) != 8:
@@ -47,10 +46,11 @@ def build(config: Config) -> ArchSpec:
         raise NotNativeError("the config's attn_config clips queries, keys and values, which is not supported")
     if (kind := attention.get("attn_type") or "multihead_attention") != "multihead_attention":
         raise NotNativeError(f"the config's attn_type is {kind!r}; only multihead_attention is supported")
+    config.section("ffn_config")  # of which `assumes` has what is supported
     hidden, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     scale = optional_number(attention, "softmax_scale") or (hidden / max(1, num_heads)) ** -0.5
     return llama_like(
-        dict(config) | {"num_key_value_heads": num_heads},
+        config | {"num_key_value_heads": num_heads},
         positions=[Positions(None)] * integer(config, "num_hidden_layers"),
         attention={"scale": scale, "alibi": alibi_slopes(num_heads)},
         ffn=Dense(int(number(config, "expansion_ratio", 4) * hidden), "gelu", gated=False),
@@ -61,4 +61,18 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("MptForCausalLM", "MPTForCausalLM"), build)
+FAMILY = Family(
+    ("MptForCausalLM", "MPTForCausalLM"),
+    build,
+    ignored={
+        "learned_pos_emb": "with ALiBi there is no table of positions",
+        "attn_uses_sequence_id": "several sequences in one row, in training",
+        "fc_type": "a kernel of the original code",
+    },
+    assumes={
+        "ffn_type": ("mptmlp",),
+        "no_bias": (True,),
+        "norm_type": ("low_precision_layernorm", "layernorm"),
+        "prefix_lm": (False,),
+    },
+)

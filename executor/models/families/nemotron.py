@@ -8,7 +8,7 @@ from headrace.executor.models.families._config import biases, flag, integer, lay
 def build(config: Config) -> ArchSpec:
     bias = flag(config, "mlp_bias", False)
     return llama_like(
-        {"partial_rotary_factor": 0.5, **config},
+        {"partial_rotary_factor": 0.5} | config,
         attention=biases(config, "attention_bias", False),
         ffn=plain(config, integer(config, "intermediate_size"), "hidden_act", "relu2", bias=bias),
         default_context=4096,

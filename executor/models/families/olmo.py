@@ -13,4 +13,13 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("OlmoForCausalLM",), build)
+FAMILY = Family(
+    ("OlmoForCausalLM",),
+    build,
+    assumes={
+        "layer_norm_eps": (1e-05,),
+        "layer_norm_epsilon": (1e-05,),
+        "norm_epsilon": (1e-05,),
+        "norm_eps": (1e-05,),
+    },
+)

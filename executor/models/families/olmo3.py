@@ -11,6 +11,7 @@ from headrace.executor.models.families._config import (
     llama_like,
     optional_integer,
     rope,
+    rope_section,
     scaled_context,
 )
 
@@ -19,9 +20,8 @@ def build(config: Config) -> ArchSpec:
     num_layers, head_dim = integer(config, "num_hidden_layers"), head_dim_of(config)
     default = ["full_attention" if (index + 1) % 4 == 0 else "sliding_attention" for index in range(num_layers)]
     full = Positions(rope(config, head_dim, 10000.0, "full_attention"))
-    given = config.get("rope_parameters")
     # The fields before transformers 5 scale the full layers only.
-    local = config if isinstance(given, dict) and "sliding_attention" in given else without_scaling(config)
+    local = config if "sliding_attention" in rope_section(config) else without_scaling(config)
     sliding = Positions(
         rope(local, head_dim, 10000.0, "sliding_attention"), optional_integer(config, "sliding_window") or 4096
     )
@@ -38,7 +38,7 @@ def build(config: Config) -> ArchSpec:
 
 
 def without_scaling(config: Config) -> Config:
-    return dict(config) | {"rope_scaling": None, "rope_parameters": None}
+    return config | {"rope_scaling": None, "rope_parameters": None}
 
 
 FAMILY = Family(("Olmo3ForCausalLM",), build)

@@ -17,7 +17,7 @@ def build(config: Config) -> ArchSpec:
     if flag(config, "qk_layernorm", False):
         raise NotNativeError("the config's qk_layernorm is true, and layer norms of queries and keys are not supported")
     return llama_like(
-        {"partial_rotary_factor": 0.5, **config},
+        {"partial_rotary_factor": 0.5} | config,
         attention={"bias": True, "output_bias": True},
         ffn=plain(config, integer(config, "intermediate_size"), "hidden_act", "gelu_new"),
         norm=layer_norm(config),

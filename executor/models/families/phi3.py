@@ -30,4 +30,4 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("Phi3ForCausalLM",), build)
+FAMILY = Family(("Phi3ForCausalLM",), build, assumes={"interpolate_factor": (1,), "full_attn_mod": (1,)})

@@ -1,8 +1,8 @@
 """Phi 3.5 MoE: Mixtral's shape with layer norms, biases and LongRoPE, and two experts weighted by SparseMixer."""
 
-from typing import Any
+from dataclasses import replace
 
-from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.arch import ArchSpec, RopeSpec
 from headrace.executor.models.blocks import Routing
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.families import Config, Family, NotNativeError
@@ -18,6 +18,7 @@ from headrace.executor.models.families._config import (
     number,
     optional_integer,
     rope,
+    rope_section,
 )
 from headrace.executor.models.families.mixtral import NAMES
 
@@ -33,7 +34,8 @@ def build(config: Config) -> ArchSpec:
         activation(config, "hidden_act", "silu"),
     )
     head_dim = head_dim_of(config)
-    layer = Positions(rope(_with_attention_factor(config), head_dim, 1e6), optional_integer(config, "sliding_window"))
+    rotary = _with_own_magnitude(config, rope(config, head_dim, 1e6))
+    layer = Positions(rotary, optional_integer(config, "sliding_window"))
     return llama_like(
         config,
         positions=[layer] * integer(config, "num_hidden_layers"),
@@ -47,17 +49,16 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-def _with_attention_factor(config: Config) -> Config:
-    """The config with LongRoPE's attention_factor set from short_mscale and long_mscale, if it has them. Raises
+def _with_own_magnitude(config: Config, rotary: RopeSpec) -> RopeSpec:
+    """The rotation with the attention factor that short_mscale and long_mscale give, if the config has them. Raises
     NotNativeError if they differ."""
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    given: Any = config.get(key)
-    if not isinstance(given, dict) or given.get("short_mscale") is None:
-        return config
+    given = rope_section(config)
+    if given.get("short_mscale") is None:
+        return rotary
     scale = number(given, "short_mscale")
     if number(given, "long_mscale", scale) != scale:
         raise NotNativeError("the config's short_mscale and long_mscale differ, which is not supported")
-    return {**config, key: {**given, "attention_factor": scale}}
+    return replace(rotary, attention_factor=scale)
 
 
 FAMILY = Family(("PhiMoEForCausalLM", "PhimoeForCausalLM"), build)

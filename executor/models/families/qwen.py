@@ -7,7 +7,7 @@ change nothing; neither is implemented.
 from headrace.executor.models.arch import ArchSpec, Fused, WeightNames
 from headrace.executor.models.blocks.dense import Dense
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import flag, integer, llama_like, renamed
+from headrace.executor.models.families._config import flag, integer, llama_like
 
 NAMES = WeightNames(
     prefixes=("transformer.",),
@@ -30,7 +30,7 @@ NAMES = WeightNames(
 def build(config: Config) -> ArchSpec:
     num_heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
     own = {"rope_theta": "rotary_emb_base", "rms_norm_eps": "layer_norm_epsilon", "head_dim": "kv_channels"}
-    config = renamed(config, max_position_embeddings="seq_length", partial_rotary_factor="rotary_pct", **own)
+    config = config.renamed(max_position_embeddings="seq_length", partial_rotary_factor="rotary_pct", **own)
     inner = num_heads * integer(config, "head_dim", hidden // max(1, num_heads))
     return llama_like(
         config,
@@ -42,4 +42,11 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("QWenLMHeadModel",), build)
+FAMILY = Family(
+    ("QWenLMHeadModel",),
+    build,
+    ignored={
+        "use_dynamic_ntk": "contexts are limited to the trained length, within which it changes nothing",
+        "use_logn_attn": "contexts are limited to the trained length, within which it changes nothing",
+    },
+)

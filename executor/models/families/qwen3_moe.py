@@ -11,14 +11,14 @@ from headrace.executor.models.families._config import (
     llama_like,
     rope,
     sparse_layers,
+    used_window,
 )
 
 
 def build(config: Config) -> ArchSpec:
     head_dim = head_dim_of(config)
     bias = flag(config, "attention_bias", False)
-    window = integer(config, "sliding_window", 4096) if flag(config, "use_sliding_window", False) else None
-    layer = Positions(rope(config, head_dim, 10000.0), window)
+    layer = Positions(rope(config, head_dim, 10000.0), used_window(config))
     mixture = experts(
         config,
         integer(config, "moe_intermediate_size", 768),

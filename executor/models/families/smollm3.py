@@ -11,8 +11,9 @@ from headrace.executor.models.families._config import (
     layer_types,
     llama_like,
     rope,
+    rotated_layers,
+    used_window,
 )
-from headrace.ipc.failure import ModelError
 
 
 def build(config: Config) -> ArchSpec:
@@ -20,12 +21,8 @@ def build(config: Config) -> ArchSpec:
     head_dim = head_dim_of(config)
     rotary = rope(config, head_dim, 2_000_000.0)
     interval = integer(config, "no_rope_layer_interval", 4)
-    has_rope = config.get("no_rope_layers")
-    if has_rope is None:
-        has_rope = [(i + 1) % interval != 0 for i in range(num_layers)]
-    if not isinstance(has_rope, list) or len(has_rope) < num_layers:
-        raise ModelError(f"the config's no_rope_layers must list all {num_layers} layers, got {has_rope!r}")
-    window = integer(config, "sliding_window", 0) if flag(config, "use_sliding_window", False) else 0
+    has_rope = rotated_layers(config, [(i + 1) % max(1, interval) != 0 for i in range(num_layers)])
+    window = used_window(config)
     default = ["sliding_attention" if window and not rotates else "full_attention" for rotates in has_rope]
     positions = [
         Positions(rotary if rotates else None, window if window and kind == "sliding_attention" else None)

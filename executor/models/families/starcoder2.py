@@ -35,4 +35,9 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("Starcoder2ForCausalLM",), build)
+FAMILY = Family(
+    ("Starcoder2ForCausalLM",),
+    build,
+    ignored={"activation_function": "hidden_act is what the model's code reads"},
+    assumes={"mlp_type": ("default",), "norm_type": ("layer_norm",)},
+)

@@ -1,0 +1,177 @@
+"""What becomes of a config's keys that a family does not read: they are known not to matter, or refused by name.
+
+read by the family ------------------------------------------------> it computes with them
+null, or in Family.ignored or IGNORED -----------------------------> they change nothing, for the reason given there
+equal to a key read under another name (ALIASES) ------------------> they say what is known
+in Family.assumes or ASSUMED, with one of the values there --------> the family computes so anyway
+in those with another value, or in COMPUTED and not off -----------> refused
+none of these: a name that no family knows ------------------------> a warning names them
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from headrace.ipc.failure import ModelError
+from headrace.ipc.process.log import printable
+
+if TYPE_CHECKING:
+    from headrace.executor.models.config import Config
+    from headrace.executor.models.families import Family
+
+logger = logging.getLogger(__name__)
+
+_REASONS: Mapping[str, str] = {
+    "training alone": """
+        activation_dropout altup_coef_clip attention_dropout attention_probs_dropout_prob attn_dropout_prob attn_pdrop
+        aux_loss_alpha classifier_dropout dropout emb_dropout_prob emb_pdrop embd_pdrop embedding_dropout
+        embedding_fraction gradient_checkpointing hidden_dropout hidden_dropout_prob init_config init_device init_method
+        init_std initializer_factor initializer_range input_jitter_noise layerdrop moe_capacity moe_dropout_prob
+        moe_use_aux_free output_router_logits resid_pdrop residual_dropout router_aux_loss_coef router_jitter_noise
+        router_z_loss_coef seq_aux summary_activation summary_first_dropout summary_hidden_size summary_last_dropout
+        summary_proj_to_labels summary_type summary_use_proj use_cache z_loss_weight""",
+    "layout of training over devices": "ep_size model_parallel pretraining_tp tensor_parallel",
+    "what the file is, and which program wrote it": """
+        _commit_hash _name_or_path architectures auto_map dtype finetuning_task id2label is_llama_config label2id
+        model_type name_or_path
+        num_labels problem_type quantization_config_source task task_specific_params tokenizer_class tokenizer_name
+        torch_dtype transformers_version transformers.js_config unsloth_fixed unsloth_version""",
+    "tokens: read with the tokenizer and where generation ends": """
+        begin_suppress_tokens bos_token_id bos_token decoder_start_token_id eos_token eos_token_id end_token_id
+        forced_bos_token_id forced_eos_token_id mask_token_id pad_token pad_token_id prefix sep_token_id suppress_tokens
+        unk_token_id bad_words_ids""",
+    "defaults of generation, which generation_config.json gives": """
+        diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+        length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups num_beams
+        num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate temperature
+        top_k top_p typical_p""",
+    "how transformers' code runs and what it returns": """
+        _attn_implementation _attn_implementation_autoset _experts_implementation _flash_attn_2_enabled
+        _from_model_config attn_implementation cache_implementation chunk_size_feed_forward
+        cross_attention_hidden_size for_llm_compressor inference_runner is_decoder max_batch_size onnx_safe
+        output_attentions output_hidden_states pad_key_length pre_allocate_kv_cache return_dict tf_legacy_loss
+        tie_encoder_decoder torchscript use_bfloat16 use_cache_kernel use_cache_quantization use_flash_attn
+        use_return_dict validate_runner_input verbose""",
+    "precision and kernels of the original code": """
+        attention_softmax_in_fp32 attn_impl bf16 bias_dropout_fusion fp16 fp32 masked_softmax_fusion
+        reorder_and_upcast_attn scale_attention_softmax_in_fp32 slow_but_exact softmax_in_fp32""",
+    "read by executor/checkpoints/quantisation": "compression_config quantization_config",
+    "further layers, for multi-token prediction, which are not run": """
+        mtp_transformer_layers num_mtp_modules num_nextn_predict_layers use_mtp""",
+    "other media than text, which are not served": """
+        audio_config audio_token_id audio_token_index boa_token_id boi_token_id boi_token_index eoa_token_id
+        eoa_token_index eoi_token_id eoi_token_index image_grid_pinpoints image_seq_length image_seq_len
+        image_break_token_id image_end_token_id image_token_id image_token_index multimodal_projector_bias
+        mm_tokens_per_image projector_hidden_act projector_patch_to_query_dict spatial_merge_size
+        use_image_newline_parameter
+        video_token_id video_token_index vision_config vision_end_token_id vision_feature_layer
+        vision_feature_select_strategy vision_soft_tokens_per_image audio_soft_tokens_per_image
+        vision_aspect_ratio vision_start_token_id vision_token_id visual downsample_ratio adapter_layer_norm_eps
+        alignment_intermediate_size use_image_token""",
+    "sizes: the shapes of weights are checked": """
+        d_ff ff_factor head_dim initial_context_length intermediate_size intermediate_size_mlp mlp_intermediate_size
+        moe_intermediate_size n_ctx n_head_kv num_key_value_heads num_kv_heads qk_head_dim shared_intermediate_size""",
+    "the trained context before scaling, which the scaled rotations alone need": """
+        original_max_position_embeddings""",
+    "layers with windows, which are computed where the family has windows": "max_window_layers",
+}
+IGNORED: Mapping[str, str] = MappingProxyType(
+    {name: reason for reason, names in _REASONS.items() for name in names.split()}
+)
+"""Keys that change no result, with the reason."""
+ASSUMED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "add_cross_attention": (False,),
+        "causal": (True,),
+        "is_causal": (True,),
+        "is_encoder_decoder": (False,),
+        "factor": (1, 1.0),
+        "n_group": (1,),
+        "partial_rotary_factor": (1, 1.0),
+        "routed_scaling_factor": (1.0,),
+        "topk_group": (1,),
+        "rotary_pct": (1, 1.0),
+        "scale_attn_weights": (True,),
+    }
+)
+"""Keys with the values that all families compute with if they do not read them."""
+_COMPUTED = """
+    _remove_final_layer_norm activation activation_function activation_sparsity_pattern ada_rms_norm_t_cond alibi
+    altup_active_idx altup_correct_scale altup_num_inputs apply_residual_connection_post_layernorm attention_bias
+    attention_chunk_size attention_factor attention_multiplier attention_out_bias attn_config attn_factor
+    attn_logit_softcapping attn_scale attn_temperature_tuning beta_fast beta_slow bias clip_qkv decoder_sparse_step
+    dim_model_base do_layer_norm_before embedding_multiplier enable_bias expansion_ratio extrapolation_factor
+    ffn_config ffn_dim ffn_hidden_size final_logit_softcapping first_k_dense_replace floor_scale hidden_act
+    hidden_activation high_freq_factor interleave_moe_layer_step kv_channels kv_lora_rank laurel_rank
+    layer_norm_elementwise_affine layer_norm_eps layer_norm_epsilon layer_types llama_4_scaling lm_head_bias
+    logit_scale logits_scaling long_factor long_mscale low_freq_factor max_position_embeddings mlp_bias
+    mlp_layer_types mlp_only_layers moe moe_k moe_layer_end_index moe_layer_freq moe_layer_interval
+    moe_layer_start_index moe_layers moe_num_experts moe_num_shared_experts mscale mscale_all_dim multi_query n_embd
+    n_embed n_group n_head n_inner n_layer n_positions n_routed_experts n_shared_experts new_decoder_architecture
+    no_bias no_rope_layer_interval no_rope_layers norm_eps norm_epsilon norm_topk_prob num_experts
+    num_experts_per_tok num_kv_shared_layers num_ln_in_parallel_attn num_local_experts
+    original_max_position_embeddings parallel_attn partial_rotary_factor position_embedding_type prefix_lm
+    q_lora_rank qk_layernorm qk_ln qk_nope_head_dim qk_norm qk_rope_head_dim qkv_bias quantization
+    query_pre_attn_scalar residual_multiplier rms_norm_eps rope_interleave rope_local_base_freq rope_parameters
+    rope_scaling rope_theta rotary rotary_dim rotary_emb_base routed_scaling_factor scale_attn_by_inverse_layer_idx
+    scale_depth scale_emb scale_embedding scoring_func seq_length shared_expert_intermediate_size short_factor
+    short_mscale sliding_window sliding_window_pattern softmax_scale sparse_config swiglu_alpha swiglu_limit
+    text_config tie_word_embeddings tied_embeddings topk_group topk_method truncate type use_alibi use_bias
+    use_biases use_bidirectional_attention use_parallel_residual use_post_norm use_qk_norm use_qkv_bias
+    use_sliding_window v_head_dim vocab_size vocab_size_per_layer_input word_embed_proj_dim yarn
+"""
+COMPUTED = frozenset(_COMPUTED.split())
+"""Keys with which some family computes: where another does not read one, its value must be none of effect."""
+ALIASES: tuple[tuple[str, ...], ...] = (
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    ("num_experts_per_tok", "moe_k", "experts_per_token", "moe_topk", "num_experts_per_token"),
+    ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"),
+    ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps", "rms_norm_eps"),
+    ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length"),
+    ("hidden_size", "n_embd", "n_embed", "d_model", "dim"),
+    ("num_attention_heads", "n_head", "n_heads"),
+    ("num_hidden_layers", "n_layer", "n_layers"),
+    ("hidden_act", "hidden_activation", "activation_function", "activation"),
+    ("first_k_dense_replace", "moe_layer_start_index"),
+)
+"""Names of one field."""
+
+
+def check_unread(config: Config, family: Family, refuses: bool) -> None:
+    """Call when the family has read the config. Raises ModelError, naming the keys, if this says something that the
+    family does not compute; warns instead if not `refuses`, of another package's family that reads what it likes."""
+    refused, unknown = [], []
+    for path, name, value in config.unread():
+        if value is None or name in family.ignored or name in IGNORED or _has_been_read(config, path, name, value):
+            continue
+        known = family.assumes.get(name, ASSUMED.get(name))
+        if known is not None:
+            if value not in known:
+                refused.append(f"{path} is {value!r:.80} where {' or '.join(map(repr, known))} is computed")
+        elif name not in COMPUTED and not any(name in names for names in ALIASES):
+            unknown.append(path)
+        elif value is not False and value != 0 and value not in ([], {}, ""):
+            refused.append(f"{path} is {value!r:.80}")
+    if refused and not refuses:
+        logger.warning("nothing reads these keys of the config: %s", printable("; ".join(refused)))
+    elif refused:
+        raise ModelError(
+            f"the config has keys that this {config['architectures'][0]} does not compute with: "
+            + printable("; ".join(refused)),
+            hint='a key that does not matter can be set to null: hf_overrides={"KEY": null}',
+        )
+    if unknown:
+        logger.warning("the config's keys %s are not known, and nothing reads them", printable(", ".join(unknown)))
+
+
+def _has_been_read(config: Config, path: str, name: str, value: Any) -> bool:
+    """Whether a field of the same section has been read that has this value under another name."""
+    return any(value == each for names in ALIASES if name in names for each in _values(config, path, names))
+
+
+def _values(config: Config, path: str, names: tuple[str, ...]) -> Iterator[Any]:
+    section = config.section_at(path.split(".")[:-1])
+    return (section.stored(each) for each in names if section.has_read(each))

@@ -1,0 +1,239 @@
+"""Nothing that a config says is ignored: each key is changed, and the model changes, it is refused, or it is known not
+to matter."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, ClassVar
+
+import published_models
+import pytest
+import tiny_families
+import tiny_mixtures
+import tiny_models
+import transformers
+
+from headrace.executor.models.config import Config
+from headrace.executor.models.families import families, spec_from_config
+from headrace.executor.models.families._unread import ALIASES, ASSUMED, COMPUTED, IGNORED
+from headrace.ipc.failure import HeadraceError, ModelError
+
+TABLES = (tiny_models.TINY_MODELS, tiny_families.FAMILIES, tiny_mixtures.FAMILIES)
+LISTS = {
+    "layer_types": {"sliding_window_pattern", "_sliding_window_pattern", "use_sliding_window", "sliding_window"},
+    "no_rope_layers": {"no_rope_layer_interval"},
+    "moe_layers": {"interleave_moe_layer_step"},
+}
+"""Keys that list the layers, and those from which a config without them derives these."""
+OF_NO_EFFECT = {
+    "llama_yarn": {"max_position_embeddings"},  # the context is YaRN's original one times its factor
+    "deepseek_v3_moe": {"max_position_embeddings"},
+    "deepseek_v2_moe": {"max_position_embeddings"},
+    "gpt_oss": {"max_position_embeddings"},
+    "falcon_alibi": {"rope_theta"},  # there is no rotation
+    "baichuan_13b": {"rope_theta"},
+    "baichuan_2": {"rope_theta"},
+    "ernie4_5_moe": {"moe_layer_end_index"},  # there is no layer beyond
+    "qwen2": {"use_sliding_window", "sliding_window"},  # each is of effect with the other alone
+    "qwen3": {"use_sliding_window", "sliding_window"},
+    "qwen2_moe": {"use_sliding_window", "sliding_window"},
+    "qwen2_moe_some_dense": {"use_sliding_window", "sliding_window"},
+    "qwen3_moe": {"use_sliding_window", "sliding_window"},
+    "qwen3_moe_some_dense": {"use_sliding_window", "sliding_window"},
+    "smollm3": {"use_sliding_window", "sliding_window"},
+    "exaone4_full": {"sliding_window_pattern"},  # there is no window
+}
+"""Keys that the family reads and that change nothing in one of these configs."""
+
+
+DEEPSEEK = {
+    "aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1, "scoring_func": "sigmoid", "seq_aux": True,
+    "topk_method": "noaux_tc", "pretraining_tp": 1,
+}  # fmt: skip
+GPT2 = {
+    "n_ctx": 128, "gradient_checkpointing": False, "summary_type": "cls_index", "scale_attn_weights": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "tokenizer_class": "G",
+}  # fmt: skip
+PUBLISHED_KEYS: Mapping[str, dict[str, Any]] = {
+    "apertus": {"post_norm": False, "qk_norm": True},
+    "bloom": {
+        "attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "masked_softmax_fusion": True, "n_inner": None,
+        "offset_alibi": 100, "skip_bias_add": True, "skip_bias_add_qkv": False, "unk_token_id": 0,
+    },
+    "cohere2": {
+        "cache_implementation": "hybrid", "layer_switch": 4, "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "use_embedding_sharing": True, "use_qk_norm": False,
+        "use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": True,
+    },
+    "deepseek_v3_moe": DEEPSEEK,
+    "dots1": DEEPSEEK | {"scoring_func": "noaux_tc"},
+    "falcon": {"apply_residual_connection_post_layernorm": False, "ff_factor": 4},
+    "gpt2": GPT2,
+    "gpt_bigcode": GPT2 | {
+        "inference_runner": 0, "max_batch_size": None, "max_sequence_length": None, "pad_key_length": True,
+        "pre_allocate_kv_cache": False, "validate_runner_input": True,
+    },
+    "gpt_oss": {"experts_per_token": 3, "initial_context_length": 4096},
+    "gptj": GPT2 | {"rotary": True},
+    "kimi_k2": DEEPSEEK,
+    "minimax_m2": {
+        "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0,
+        "mlp_intermediate_size": 64, "mtp_transformer_layers": 1, "num_mtp_modules": 3, "qk_norm_type": "per_layer",
+        "scoring_func": "sigmoid", "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "use_mtp": True,
+        "use_qk_norm": True, "use_routing_bias": True,
+    },
+    "mpt": {"fc_type": "torch", "ffn_config": {"ffn_type": "mptmlp"}, "init_config": {"name": "kaiming_normal_"}},
+    "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
+    "qwen": {
+        "attn_dropout_prob": 0.0, "bf16": True, "emb_dropout_prob": 0.0, "fp16": False, "fp32": False, "kv_channels": 8,
+        "onnx_safe": None, "scale_attn_weights": True, "softmax_in_fp32": False, "use_cache_kernel": False,
+        "use_cache_quantization": False, "use_flash_attn": "auto",
+    },
+    "starcoder2": {
+        "activation_function": "gelu", "attention_softmax_in_fp32": True, "layer_norm_epsilon": 1e-5,
+        "mlp_type": "default", "norm_type": "layer_norm", "scale_attention_softmax_in_fp32": True,
+        "scale_attn_weights": True,
+    },
+}  # fmt: skip
+"""Keys that published files of these models have besides the fields of transformers' config class."""
+
+
+@cache
+def configs() -> Mapping[str, dict[str, Any]]:
+    """All fields of each tiny model's config, as transformers saves it, and the published layouts' own."""
+    found: dict[str, dict[str, Any]] = {}
+    for table in TABLES:
+        for name, tiny in table.items():
+            made = getattr(transformers, tiny.config_class)(**(tiny_models.COMMON | tiny.config))
+            found[name] = made.to_dict() | {"architectures": [tiny.model_class]}
+    found |= {name: published_models.config_of(name) for name in published_models.PUBLISHED}
+    return {name: config | PUBLISHED_KEYS.get(name, {}) for name, config in found.items()}
+
+
+NAMES = [*(name for table in TABLES for name in table), *published_models.PUBLISHED]
+
+
+def others(value: Any) -> list[Any]:
+    """Values of the same type as `value` that mean something else; of null, values of several types."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, 2 * value + 4, 2 if value == 1 else 1]
+    if isinstance(value, float):
+        return [1.5 * value + 0.25]
+    if isinstance(value, str):
+        return [value + "_other"]
+    if isinstance(value, list) and value:
+        return [[*value[:-1], each] for each in others(value[-1])]
+    return [True, 3, 0.5, "other"] if value is None else []
+
+
+def changes(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """(key, its value, the fields with another value of it) for every key, also those of objects within."""
+    for key, value in fields.items():
+        if isinstance(value, dict) and key not in IGNORED:
+            for inner, old, changed in changes(value):
+                yield inner, old, {**fields, key: changed}
+        for each in others(value):
+            yield key, value, {**fields, key: each}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_key_changes_the_model_or_is_refused_or_is_known_not_to_matter(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = configs()[name]
+    spec_from_config(config)
+    assert "nothing reads them" not in caplog.text
+    caplog.set_level(logging.ERROR)
+    _walk(name, config)
+    if (
+        not name.startswith("gemma3n") and LISTS.keys() & config.keys()
+    ):  # the lengths of other lists of that one are those of layers
+        older = {key: value for key, value in config.items() if key not in LISTS}
+        _walk(name, older | {"num_hidden_layers": 8})
+
+
+def _walk(name: str, config: Mapping[str, Any]) -> None:
+    spec, family = spec_from_config(config), families()[config["architectures"][0]]
+    known = IGNORED.keys() | family.ignored.keys() | OF_NO_EFFECT.get(name, set())
+    known |= {each for key, derived in LISTS.items() if config.get(key) is not None for each in derived}
+    silent: dict[str, list[bool]] = {}
+    for key, value, changed in changes(config):
+        try:
+            same = spec_from_config(changed) == spec
+        except HeadraceError:
+            same = False
+        silent.setdefault(key, []).append(same)
+        assert value is not None or not same or key in known, f"{key} is null, and {changed.get(key)} changes nothing"
+    ignored = {key for key, same in silent.items() if all(same)} - known
+    assert not ignored
+
+
+def test_every_reason_says_why_a_key_does_not_matter() -> None:
+    assert all(IGNORED.values())
+    assert all(reason for family in families().values() for reason in family.ignored.values())
+    assert not IGNORED.keys() & ASSUMED.keys()
+
+
+class _Asked(Config):
+    """Notes the keys that it is asked for, also those that it lacks."""
+
+    asked: ClassVar[set[str]] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        _Asked.asked.add(key)
+        return super().__getitem__(key)
+
+
+def test_what_one_family_reads_is_refused_where_another_does_not() -> None:
+    for config in configs().values():
+        families()[config["architectures"][0]].build(_Asked(config))
+    common = {name for names in ALIASES for name in names}
+    assert _Asked.asked - COMPUTED - IGNORED.keys() - ASSUMED.keys() - common <= {"max_window_layers"}
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clip_qkv": 8.0}, "does not compute with: clip_qkv is 8.0"),
+        (
+            {"attn_logit_softcapping": 50.0, "sliding_window": 128},
+            "attn_logit_softcapping is 50.0; sliding_window is 128",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 16}}, "rope_scaling.beta_fast is 16"),
+        ({"is_causal": False}, "is_causal is False where True is computed"),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}, "rope_theta is 500000.0, and 10000.0"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},
+            "rope_type is 'linear' and its type",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor must be a number, got nothing"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 1e300}}, "rope factor is 1e\\+300; at most"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e8}}, "rope factor 1e\\+08 makes a context of 5.12e\\+10"),
+    ],
+)
+def test_what_a_family_does_not_compute_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        spec_from_config(LLAMA | changes)
+
+
+def test_two_names_of_one_field_must_agree() -> None:
+    gpt2 = {"architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 320}
+    assert spec_from_config(gpt2 | {"hidden_size": 64}) == spec_from_config(gpt2)
+    with pytest.raises(ModelError, match="n_embd is 64 and its hidden_size 32"):
+        spec_from_config(gpt2 | {"hidden_size": 32})
+    assert spec_from_config(LLAMA | {"n_layers": 2}) == spec_from_config(LLAMA)
+
+
+def test_a_key_that_nobody_knows_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    spec_from_config(LLAMA | {"my_note": "x", "rope_scaling": {"rope_type": "default", "of_mine": 3}})
+    assert "keys my_note, rope_scaling.of_mine are not known" in caplog.text
