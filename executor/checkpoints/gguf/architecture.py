@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,19 +32,57 @@ class GGUFArchitecture:
     extra: Extra | None = None
     renormalised: bool = False
     """Whether the chosen experts' weights are scaled to a sum of 1, if the file does not say."""
+    gating: tuple[int, ...] = (0, 1)
+    """Values of `expert_gating_func` that the family computes: 0 not said, 1 softmax, 2 sigmoid, 3 softmax of the
+    chosen experts."""
+
+
+UNUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "vocab_size": "the embedding's shape has it",
+        "tensor_data_layout": "the name of a layout that is known by the architecture",
+        "pooling_type": "of embeddings, which are not served",
+        "rope.scaling.finetuned": "how the scaling came about",
+    }
+)
+"""Keys that change no result, with the reason."""
+OFF: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "attention.causal": (True,),
+        "decoder_start_token_id": (),
+        "rope.scaling.attn_factor": (1.0,),
+        "rope.scaling.yarn_attn_factor": (1.0,),
+        "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
+        "rope.scaling.yarn_beta_fast": (32.0,),
+        "rope.scaling.yarn_beta_slow": (1.0,),
+        "expert_gating_func": (0, 1),
+        "expert_weights_scale": (0.0, 1.0),
+        "expert_group_count": (0, 1),
+        "expert_group_used_count": (0, 1),
+        "embedding_scale": (0.0, 1.0),
+        "residual_scale": (0.0, 1.0),
+        "logit_scale": (0.0, 1.0),
+    }
+)
+"""Values of keys that an architecture does not read with which they change nothing; of others it is 0 or false."""
 
 
 class Fields:
-    """Typed access to the metadata keys of a file's architecture. A key is given without the architecture's prefix."""
+    """Typed access to the metadata keys of a file's architecture. A key is given without the architecture's prefix.
+
+    Records which keys are read: `check_unread` refuses what is left.
+    """
 
     def __init__(self, header: GGUFHeader) -> None:
         self.header = header
         self.prefix = str(header.metadata.get("general.architecture", ""))
+        self._read: set[str] = set()
 
     def get(self, key: str, kinds: tuple[type, ...], default: Any = None) -> Any:
         """The key's value. Raises ModelError if it is missing and there is no default, or of none of the `kinds`."""
         name = f"{self.prefix}.{key}"
-        value = self.header.metadata.get(name, default)
+        value = self._stored(key)
+        value = default if value is None else value
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()  # one value per layer, all equal
         if value is None:
@@ -54,8 +93,12 @@ class Fields:
             raise ModelError(f"{self.header.path}: the metadata key {name} is {shown}; a single {expected} is expected")
         return value
 
+    def _stored(self, key: str) -> Any:
+        self._read.add(key)
+        return self.header.metadata.get(f"{self.prefix}.{key}")
+
     def has(self, key: str) -> bool:
-        return f"{self.prefix}.{key}" in self.header.metadata
+        return self._stored(key) is not None
 
     def integer(self, key: str, default: int | None = None) -> int:
         value: int = self.get(key, (int,), default)
@@ -63,14 +106,14 @@ class Fields:
 
     def integers(self, key: str, default: int | None = None) -> int | list[int]:
         """One integer for all layers, or a list with one per layer. Raises ModelError."""
-        values = self.header.metadata.get(f"{self.prefix}.{key}")
+        values = self._stored(key)
         if isinstance(values, np.ndarray) and values.dtype.kind in "iu" and len(set(values.tolist())) > 1:
             return [int(each) for each in values]
         return self.integer(key, default)
 
     def floats(self, key: str) -> list[float] | None:
         """One number per layer; None if the key is missing or no array of floats."""
-        values = self.header.metadata.get(f"{self.prefix}.{key}")
+        values = self._stored(key)
         if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
             return None
         return [float(each) for each in values]
@@ -96,9 +139,36 @@ class Fields:
         """Whether any layer has this tensor; the first layers may be of another kind than the rest."""
         return any(name.endswith(f".{tensor}") for name in self.header.tensors)
 
-    def sliding_layers(self) -> list[str] | None:
-        """`layer_types`, if the file tells for each layer whether it has a sliding window; else None."""
-        pattern = self.header.metadata.get(f"{self.prefix}.attention.sliding_window_pattern")
-        if not isinstance(pattern, np.ndarray):
-            return None
-        return ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    def sliding_layers(self, num_layers: int) -> dict[str, list[str]]:
+        """`layer_types`, if the file tells which layers have a sliding window; else nothing. It lists the layers, or
+        has a number n: the last of each n has none (0: all have one)."""
+        pattern = self._stored("attention.sliding_window_pattern")
+        if pattern is None:
+            return {}
+        if isinstance(pattern, np.ndarray):
+            slides = [bool(each) for each in pattern]
+        else:
+            period = self.integer("attention.sliding_window_pattern")
+            slides = [period < 1 or index % period < period - 1 for index in range(num_layers)]
+        return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides]}
+
+    def expect(self, key: str, *values: Any) -> None:
+        """Reads a key for which the architecture computes with these values alone. Raises ModelError for others."""
+        found = self._stored(key)
+        if isinstance(found, np.ndarray):
+            found = found.tolist()
+        for each in found if isinstance(found, list) else [found]:
+            if each is not None and each not in values:
+                allowed = " or ".join(map(str, values)) or "nothing"
+                raise ModelError(f"{self._named(key)} is {found!r:.80}, and {allowed} is computed")
+
+    def _named(self, key: str) -> str:
+        return f"{self.header.path}: the metadata key {self.prefix}.{key}"
+
+    def check_unread(self) -> None:
+        """Call when the architecture has read its keys. Raises ModelError, naming them, for keys that it does not
+        compute with, unless their values are of no effect."""
+        keys = {key.removeprefix(f"{self.prefix}."): key for key in self.header.metadata}
+        for key in [key for key, whole in keys.items() if key != whole and key not in self._read]:
+            if key not in UNUSED:
+                self.expect(key, *OFF.get(key, (0, False)))

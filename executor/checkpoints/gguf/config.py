@@ -57,6 +57,9 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     num_heads, hidden_size = fields.integer("attention.head_count"), fields.integer("embedding_length")
     if num_heads < 1:
         raise ModelError(f"{header.path}: {fields.prefix}.attention.head_count is {num_heads}; at least 1 is expected")
+    num_layers = fields.integer("block_count") - fields.integer("nextn_predict_layers", 0)
+    if num_layers < 1:
+        raise ModelError(f"{header.path}: {num_layers} layers ({fields.prefix}.block_count less nextn_predict_layers)")
     rotary_dim = fields.integer("rope.dimension_count", 0)
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     if head_dim < 1:
@@ -70,7 +73,7 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": fields.integers("feed_forward_length", 0 if architecture.is_mixture else None),
-        "num_hidden_layers": fields.integer("block_count") - fields.integer("nextn_predict_layers", 0),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": fields.integer("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
@@ -87,7 +90,28 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         config |= mixture(fields, config, architecture)
     if architecture.extra is not None:
         config |= architecture.extra(fields, config)
+    _expect_common(fields, config)
+    fields.check_unread()
     return config | _token_ids(header)
+
+
+def _expect_common(fields: Fields, config: Mapping[str, Any]) -> None:
+    """Checks keys whose values must be those of others that are computed with."""
+    head_dim = config["head_dim"]
+    rotary_dim = fields.integer("rope.dimension_count", head_dim)
+    fields.expect("attention.key_length_swa", head_dim)
+    fields.expect("attention.value_length_swa", head_dim)
+    if "kv_lora_rank" in config:
+        value_dim, is_compressed = config["v_head_dim"], fields.has("attention.value_length_mla")
+        fields.expect("attention.value_length_mla", value_dim)
+        fields.expect("attention.key_length_mla", config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+        fields.expect("attention.value_length", config["kv_lora_rank"] if is_compressed else value_dim)
+    else:
+        fields.expect("attention.value_length", head_dim)
+    fields.expect("rope.dimension_count_swa", rotary_dim)
+    if "rope_local_base_freq" not in config:
+        fields.expect("rope.freq_base_swa", config["rope_theta"])
+    fields.expect("embedding_length_out", config["hidden_size"])
 
 
 def _eps(fields: Fields) -> dict[str, float]:
@@ -99,30 +123,51 @@ def _eps(fields: Fields) -> dict[str, float]:
 
 
 def _rope_scaling(fields: Fields, config: dict[str, Any]) -> dict[str, Any] | None:
+    """As llama.cpp scales: a factor without a type is linear, `none` scales nothing, and factors of each frequency
+    (tensors) come besides."""
+    kind, factor = fields.get("rope.scaling.type", (str,), "linear"), fields.number("rope.scaling.factor", 0.0)
+    old = fields.number("rope.scale_linear", 0.0)
+    factor = 1.0 if kind == "none" else factor or old or 1.0
+    magnitude = fields.number("rope.scaling.attn_factor", 1.0)
     factors = fields.header.tensors.get("rope_freqs.weight")
+    if LONG_FACTORS in fields.header.tensors or SHORT_FACTORS in fields.header.tensors:
+        if kind not in ("none", "linear", "longrope"):
+            fields.expect("rope.scaling.type", "longrope")
+        return _longrope(fields, config, factor)
+    if kind == "yarn" and factor != 1.0 and factors is None:
+        return _yarn(fields, factor, magnitude)
+    fields.expect("rope.scaling.attn_factor", 1.0)
+    if kind not in ("none", "linear", "longrope", "yarn"):
+        raise ModelError(
+            f"{fields.header.path}: the metadata key {fields.prefix}.rope.scaling.type is {kind!r:.80}; none, linear, "
+            "yarn and longrope are supported"
+        )
     if factors is not None:
-        return _llama3_scaling(fields.header, factors.data.reshape(-1).view("<f4"), config)
-    if LONG_FACTORS in fields.header.tensors:
-        return _longrope(fields, config)
-    kind = fields.get("rope.scaling.type", (str,), "none")
-    if kind == "none":
-        return None
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
+        return _scaled_by_frequency(fields, factors.data.reshape(-1).view("<f4"), factor, config)
+    return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+
+
+def _yarn(fields: Fields, factor: float, magnitude: float) -> dict[str, Any]:
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     if fields.has("rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
     for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
         if fields.has(f"rope.scaling.{key}"):
             scaling[name] = fields.number(f"rope.scaling.{key}")
+    if magnitude != 1.0:  # a further factor of cos and sin, besides YaRN's own
+        scaling["attention_factor"] = magnitude * (1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0)
     return scaling
 
 
-def _longrope(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of LongRoPE, whose factors are tensors of the file. Raises ModelError if one of the two is missing."""
+def _longrope(fields: Fields, config: dict[str, Any], factor: float) -> dict[str, Any]:
+    """Parameters of LongRoPE, whose factors are tensors of the file; `factor` divides all frequencies besides. Raises
+    ModelError if one of the two is missing."""
     tensors = fields.header.tensors
-    if SHORT_FACTORS not in tensors:
-        raise ModelError(f"{fields.header.path} has a tensor {LONG_FACTORS} and no {SHORT_FACTORS}")
+    for name, other in ((SHORT_FACTORS, LONG_FACTORS), (LONG_FACTORS, SHORT_FACTORS)):
+        if name not in tensors:
+            raise ModelError(f"{fields.header.path} has a tensor {other} and no {name}")
     short, long = (
-        [float(str(each)) for each in tensors[name].data.reshape(-1).view("<f4")]
+        [float(str(each)) * factor for each in tensors[name].data.reshape(-1).view("<f4")]
         for name in (SHORT_FACTORS, LONG_FACTORS)
     )
     original = fields.integer("rope.scaling.original_context_length", config["max_position_embeddings"])
@@ -137,14 +182,33 @@ def _longrope(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _llama3_scaling(header: GGUFHeader, factors: np.ndarray, config: dict[str, Any]) -> dict[str, Any] | None:
+def _scaled_by_frequency(
+    fields: Fields, factors: np.ndarray, factor: float, config: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Divisors of each frequency, as Llama 3's parameters if they follow its rule, else as they are. None if they
+    scale nothing. factors: [rotary dimensions / 2] float32. factor: divides all besides."""
+    if factor == 1.0:
+        if (factors == 1.0).all():
+            return None
+        if (found := _llama3_scaling(factors, config)) is not None:
+            return found
+    divisors = [float(str(each)) * factor for each in factors]
+    return {
+        "rope_type": "longrope",
+        "short_factor": divisors,
+        "long_factor": divisors,
+        "original_max_position_embeddings": config["max_position_embeddings"],
+        "attention_factor": 1.0,
+    }
+
+
+def _llama3_scaling(factors: np.ndarray, config: dict[str, Any]) -> dict[str, Any] | None:
     """Reconstructs Llama 3's rope scaling parameters from the factors that the converter computed from them. None if
-    the factors scale nothing.
+    the factors do not follow this rule.
 
     factors: [rotary dimensions / 2] float32, the divisor of each frequency: 1 for short wavelengths, `factor` for long
     ones, and 1 / ((1 - s) / factor + s) between, where s is linear in the frequency. They determine the original
-    context and the two thresholds only up to a common factor, so the lower threshold is set to Llama's 1. Raises
-    ModelError if the factors do not follow this rule.
+    context and the two thresholds only up to a common factor, so the lower threshold is set to Llama's 1.
     """
     factor = float(factors.max())
     if factor <= 1.0:
@@ -168,9 +232,7 @@ def _llama3_scaling(header: GGUFHeader, factors: np.ndarray, config: dict[str, A
                 "high_freq_factor": high,
                 "original_max_position_embeddings": int(context),
             }
-    raise ModelError(
-        f"{header.path}: the factors in rope_freqs.weight do not follow Llama 3's rule, the only one supported"
-    )
+    return None
 
 
 def _token_ids(header: GGUFHeader) -> dict[str, Any]:

@@ -8,12 +8,19 @@ from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from headrace.executor.checkpoints.gguf.architecture import Fields, GGUFArchitecture
+from headrace.ipc.failure import ModelError
 
 Config = Mapping[str, Any]
 GEMMA_27B_LAYERS = MappingProxyType({"gemma2": 46, "gemma3_text": 62})
+GEMMA2_DEFAULTS = (4096, 50.0, 30.0)
+"""The sliding window and the soft caps of scores and logits of Gemma 2 files that do not have them."""
 BAICHUAN_13B_LAYERS = 40
-# Parameters of MiniCPM 3 that files do not have; llama.cpp's code has them as constants.
+ALIBI_BIAS = 8.0
+"""llama.cpp's constant for architectures whose files have no `attention.max_alibi_bias`."""
+# Parameters that MiniCPM 3's files do not have, nor MiniCPM's older ones; llama.cpp's code has them as constants.
 MINICPM3 = MappingProxyType({"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256})
 
 
@@ -21,7 +28,8 @@ def biases(fields: Fields, config: Config) -> dict[str, Any]:
     """Which projections have biases, in the fields of Llama's config."""
     return {
         "hidden_act": "silu",
-        "attention_bias": fields.holds("blk.0.attn_output.bias"),
+        "attention_bias": fields.holds("blk.0.attn_q.bias"),
+        "attention_out_bias": fields.holds("blk.0.attn_output.bias"),
         "mlp_bias": fields.holds("blk.0.ffn_down.bias"),
     }
 
@@ -31,13 +39,13 @@ def query_biases(fields: Fields, config: Config) -> dict[str, Any]:
 
 
 def granite(fields: Fields, config: Config) -> dict[str, Any]:
-    keys = {
-        "attention_multiplier": "attention.scale",
-        "embedding_multiplier": "embedding_scale",
-        "residual_multiplier": "residual_scale",
-        "logits_scaling": "logit_scale",
+    fields.expect("rope.scaling.finetuned", True)  # by false, llama.cpp leaves out the rotation of this architecture
+    return biases(fields, config) | {
+        "attention_multiplier": fields.number("attention.scale", 0.0) or config["head_dim"] ** -0.5,
+        "embedding_multiplier": fields.number("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": fields.number("residual_scale", 0.0) or 1.0,
+        "logits_scaling": fields.number("logit_scale"),
     }
-    return biases(fields, config) | {name: fields.number(key) for name, key in keys.items()}
 
 
 def window(fields: Fields, config: Config) -> dict[str, Any]:
@@ -59,8 +67,12 @@ def _command_r(fields: Fields, config: Config) -> dict[str, Any]:
     return {"logit_scale": fields.number("logit_scale"), "use_qk_norm": fields.holds("blk.0.attn_q_norm.weight")}
 
 
+def layers_with_windows(fields: Fields, config: Config) -> dict[str, Any]:
+    return window(fields, config) | fields.sliding_layers(config["num_hidden_layers"])
+
+
 def _cohere2(fields: Fields, config: Config) -> dict[str, Any]:
-    return window(fields, config) | {"logit_scale": fields.number("logit_scale")}
+    return layers_with_windows(fields, config) | {"logit_scale": fields.number("logit_scale")}
 
 
 def _seed_oss(fields: Fields, config: Config) -> dict[str, Any]:
@@ -81,17 +93,17 @@ def _clipped(fields: Fields, config: Config) -> dict[str, Any]:
 
 def _olmo2(fields: Fields, config: Config) -> dict[str, Any]:
     """OLMo 3 files have OLMo 2's architecture name, and a sliding window."""
-    if not fields.has("attention.sliding_window"):
+    found = layers_with_windows(fields, config)
+    if found["sliding_window"] is None:
         return {}
-    found = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "layer_types": fields.sliding_layers()}
-    return found | window(fields, config)
+    return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"} | found
 
 
 def _exaone4(fields: Fields, config: Config) -> dict[str, Any]:
-    found = window(fields, config)
+    found = layers_with_windows(fields, config)
     if found["sliding_window"] is None:
         return found | {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
-    return found | {"layer_types": fields.sliding_layers()}
+    return found
 
 
 def _gemma(fields: Fields, config: Config) -> dict[str, Any]:
@@ -106,15 +118,16 @@ def _gemma(fields: Fields, config: Config) -> dict[str, Any]:
     if config["model_type"] == "gemma3_text":
         found["rope_local_base_freq"] = fields.number("rope.freq_base_swa", 10000.0)
         found["rope_theta"] = fields.number("rope.freq_base", 1_000_000.0)
-    if fields.has("attn_logit_softcapping"):
-        found["attn_logit_softcapping"] = fields.number("attn_logit_softcapping")
-    size = fields.integer("attention.sliding_window", 0)
+    is_second = config["model_type"] == "gemma2"
+    window, *caps = GEMMA2_DEFAULTS if is_second else (0, 0.0, 0.0)
+    for key, default in zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True):
+        found[key] = fields.number(key, default) or None
+    found |= fields.sliding_layers(layers)
+    size = fields.integer("attention.sliding_window", window)
     if size:
         found["sliding_window"] = size
     else:
         found["layer_types"] = ["full_attention"] * layers
-    if fields.has("final_logit_softcapping"):
-        found["final_logit_softcapping"] = fields.number("final_logit_softcapping")
     return found
 
 
@@ -132,12 +145,21 @@ def _gemma3n(fields: Fields, config: Config) -> dict[str, Any]:
         "num_kv_shared_layers": fields.integer("attention.shared_kv_layers"),
         # The file's deviations are float32, so seven digits of the fraction are significant.
         "activation_sparsity_pattern": [round(NormalDist().cdf(each), 7) for each in least],
-        "layer_types": fields.sliding_layers(),
+        **fields.sliding_layers(config["num_hidden_layers"]),
         "sliding_window": fields.integer("attention.sliding_window"),
         "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
         "rope_theta": fields.number("rope.freq_base", 1_000_000.0),
         "rope_local_base_freq": fields.number("rope.freq_base_swa", 10_000.0),
     }
+
+
+def _apertus(fields: Fields, config: Config) -> dict[str, Any]:
+    """The activation's slopes are read as weights; its other two parameters are the same in every model."""
+    for name, value in (("xielu.beta", 0.5), ("xielu.eps", -1e-6)):
+        found = np.asarray(fields.header.metadata.get(name, value), np.float64)
+        if not np.allclose(found, value, rtol=1e-3):
+            raise ModelError(f"{fields.header.path}: the metadata key {name} is {found.tolist()}; {value} is computed")
+    return query_biases(fields, config)
 
 
 def _gpt2(fields: Fields, config: Config) -> dict[str, Any]:
@@ -177,8 +199,14 @@ def _mpt(fields: Fields, config: Config) -> dict[str, Any]:
     }
 
 
+def _bloom(fields: Fields, config: Config) -> dict[str, Any]:
+    fields.expect("attention.max_alibi_bias", ALIBI_BIAS)
+    return {}
+
+
 def _baichuan(fields: Fields, config: Config) -> dict[str, Any]:
     """Only the 13B has ALiBi. `rope.dimension_count` does not tell, since its files have it too."""
+    fields.expect("attention.max_alibi_bias", ALIBI_BIAS)
     is_13b = config["num_hidden_layers"] == BAICHUAN_13B_LAYERS
     return {"architectures": ["BaichuanForCausalLM" if is_13b else "BaiChuanForCausalLM"]}
 
@@ -188,10 +216,11 @@ def _internlm2(fields: Fields, config: Config) -> dict[str, Any]:
 
 
 def _minicpm(fields: Fields, config: Config) -> dict[str, Any]:
-    return {
-        "scale_emb": fields.number("embedding_scale"),
-        "scale_depth": fields.number("residual_scale") * math.sqrt(config["num_hidden_layers"]),
-        "logits_scaling": fields.number("logit_scale"),
+    depth, default = math.sqrt(config["num_hidden_layers"]), MINICPM3
+    return biases(fields, config) | {
+        "scale_emb": fields.number("embedding_scale", default["scale_emb"]),
+        "scale_depth": fields.number("residual_scale", default["scale_depth"] / depth) * depth,
+        "logits_scaling": fields.number("logit_scale", config["hidden_size"] / default["dim_model_base"]),
     }
 
 
@@ -214,10 +243,10 @@ def _minicpm3(fields: Fields, config: Config) -> dict[str, Any]:
 
 DENSE: Mapping[str, GGUFArchitecture] = MappingProxyType(
     {
-        "apertus": GGUFArchitecture("ApertusForCausalLM", "apertus", extra=query_biases),
+        "apertus": GGUFArchitecture("ApertusForCausalLM", "apertus", extra=_apertus),
         "arcee": GGUFArchitecture("ArceeForCausalLM", "arcee", permuted=True, extra=_squared_relu),
         "baichuan": GGUFArchitecture("BaichuanForCausalLM", "baichuan", permuted=True, extra=_baichuan),
-        "bloom": GGUFArchitecture("BloomForCausalLM", "bloom"),
+        "bloom": GGUFArchitecture("BloomForCausalLM", "bloom", extra=_bloom),
         "cohere2": GGUFArchitecture("Cohere2ForCausalLM", "cohere2", extra=_cohere2),
         "command-r": GGUFArchitecture("CohereForCausalLM", "cohere", extra=_command_r),
         "ernie4_5": GGUFArchitecture("Ernie4_5ForCausalLM", "ernie4_5"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from headrace.executor.checkpoints.gguf.architecture import Fields, GGUFArchitecture
-from headrace.executor.checkpoints.gguf.dense import Config, granite, query_biases, window
+from headrace.executor.checkpoints.gguf.dense import Config, granite, layers_with_windows, query_biases, window
+from headrace.executor.models.families._config import longrope_attention_factor
 
 SIGMOID = 2
 """Value of `expert_gating_func`."""
@@ -15,13 +17,16 @@ DEEPSEEK_GROUPS = MappingProxyType({160: (8, 3), 256: (8, 4)})
 """(groups of experts, groups chosen) of DeepSeek V2 and V3 by their number of experts, for older files, which lack
 them."""
 PHIMOE_ATTENTION_FACTOR = 1.243163121016122
-"""LongRoPE's attention factor of the published model. Files have Phi 3's default instead."""
+"""LongRoPE's attention factor of the published model. Files have LongRoPE's default instead."""
+LLAMA4_CHUNK = 8192
+"""Llama 4's chunk size, which llama.cpp's code has as a constant."""
 MAVERICK_EXPERTS = 128
 """A Llama 4 with this number of experts does not norm queries and keys, which files do not tell."""
 
 
 def mixture(fields: Fields, config: Config, architecture: GGUFArchitecture) -> dict[str, Any]:
     """Config fields that all mixtures have, under the names that several families use."""
+    fields.expect("expert_gating_func", *architecture.gating)
     count, chosen = fields.integer("expert_count"), fields.integer("expert_used_count")
     return {
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), count),
@@ -45,7 +50,7 @@ def _qwen2(fields: Fields, config: Config) -> dict[str, Any]:
 def _gpt_oss(fields: Fields, config: Config) -> dict[str, Any]:
     scaling = config.get("rope_scaling")
     rope = {} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}
-    return query_biases(fields, config) | window(fields, config) | rope
+    return query_biases(fields, config) | layers_with_windows(fields, config) | rope
 
 
 def _deepseek2(fields: Fields, config: Config) -> dict[str, Any]:
@@ -68,6 +73,8 @@ def _deepseek2(fields: Fields, config: Config) -> dict[str, Any]:
         groups, chosen = DEEPSEEK_GROUPS.get(fields.integer("expert_count"), (1, 1))
         found |= {"n_group": groups, "topk_group": chosen}
     is_grouped = found.get("n_group", fields.integer("expert_group_count", 1)) > 1
+    if fields.any_layer_holds("exp_probs_b.bias"):
+        fields.expect("expert_gating_func", 0, SIGMOID)
     if fields.integer("expert_gating_func", 0) == SIGMOID or fields.any_layer_holds("exp_probs_b.bias"):
         return found | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     return found | {"topk_method": "group_limited_greedy" if is_grouped else "greedy"}
@@ -93,35 +100,62 @@ def _ernie(fields: Fields, config: Config) -> dict[str, Any]:
 
 
 def _llama4(fields: Fields, config: Config) -> dict[str, Any]:
-    return query_biases(fields, config) | {
-        "intermediate_size": fields.integer("expert_feed_forward_length"),
-        "intermediate_size_mlp": config["intermediate_size"],
-        "interleave_moe_layer_step": fields.integer("interleave_moe_layer_step"),
-        "use_qk_norm": fields.integer("expert_count") != MAVERICK_EXPERTS,
-    }
+    window = fields.integer("attention.sliding_window", LLAMA4_CHUNK)  # 0: no layer has chunks, and all rotate
+    if window != LLAMA4_CHUNK:
+        fields.expect("attention.sliding_window", 0)
+    layers = config["num_hidden_layers"]
+    plain = {} if window else {"no_rope_layers": [1] * layers, "layer_types": ["full_attention"] * layers}
+    return (
+        query_biases(fields, config)
+        | plain
+        | {
+            "intermediate_size": fields.integer("expert_feed_forward_length"),
+            "intermediate_size_mlp": config["intermediate_size"],
+            "interleave_moe_layer_step": fields.integer("interleave_moe_layer_step"),
+            "use_qk_norm": fields.integer("expert_count") != MAVERICK_EXPERTS,
+        }
+    )
 
 
 def _phimoe(fields: Fields, config: Config) -> dict[str, Any]:
     scaling = config.get("rope_scaling")
-    rope = {} if scaling is None else {"rope_scaling": {**scaling, "attention_factor": PHIMOE_ATTENTION_FACTOR}}
+    rope = {}
+    if scaling is not None and scaling["rope_type"] == "longrope":
+        original = scaling["original_max_position_embeddings"]
+        default = longrope_attention_factor(config["max_position_embeddings"] / original, original)
+        written = scaling.get("attention_factor", default)
+        own = PHIMOE_ATTENTION_FACTOR if math.isclose(written, default, rel_tol=1e-4) else written
+        rope = {"rope_scaling": {**scaling, "attention_factor": own}}
     head = {"lm_head_bias": fields.holds("output.bias")}
     return query_biases(fields, config) | window(fields, config) | head | rope
 
 
 MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
     {
-        "deepseek2": GGUFArchitecture("DeepseekV2ForCausalLM", "deepseek_v2", is_mixture=True, extra=_deepseek2),
-        "dots1": GGUFArchitecture("Dots1ForCausalLM", "dots1", is_mixture=True, extra=query_biases),
+        "deepseek2": GGUFArchitecture(
+            "DeepseekV2ForCausalLM", "deepseek_v2", is_mixture=True, extra=_deepseek2, gating=(0, 1, SIGMOID)
+        ),
+        "dots1": GGUFArchitecture(
+            "Dots1ForCausalLM", "dots1", is_mixture=True, extra=query_biases, gating=(0, SIGMOID)
+        ),
         "ernie4_5-moe": GGUFArchitecture(
             "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", is_mixture=True, extra=_ernie, renormalised=True
         ),
-        "glm4moe": GGUFArchitecture("Glm4MoeForCausalLM", "glm4_moe", is_mixture=True, extra=_glm4, renormalised=True),
-        "gpt-oss": GGUFArchitecture("GptOssForCausalLM", "gpt_oss", is_mixture=True, extra=_gpt_oss, renormalised=True),
+        "glm4moe": GGUFArchitecture(
+            "Glm4MoeForCausalLM", "glm4_moe", is_mixture=True, extra=_glm4, renormalised=True, gating=(0, SIGMOID)
+        ),
+        "gpt-oss": GGUFArchitecture(
+            "GptOssForCausalLM", "gpt_oss", is_mixture=True, extra=_gpt_oss, renormalised=True, gating=(0, 1, 3)
+        ),
         "granitemoe": GGUFArchitecture(
             "GraniteMoeForCausalLM", "granitemoe", permuted=True, is_mixture=True, extra=granite, renormalised=True
         ),
-        "llama4": GGUFArchitecture("Llama4ForCausalLM", "llama4_text", is_mixture=True, extra=_llama4),
-        "minimax-m2": GGUFArchitecture("MiniMaxM2ForCausalLM", "minimax_m2", is_mixture=True, renormalised=True),
+        "llama4": GGUFArchitecture(
+            "Llama4ForCausalLM", "llama4_text", is_mixture=True, extra=_llama4, gating=(0, SIGMOID)
+        ),
+        "minimax-m2": GGUFArchitecture(
+            "MiniMaxM2ForCausalLM", "minimax_m2", is_mixture=True, renormalised=True, gating=(0, SIGMOID)
+        ),
         "olmoe": GGUFArchitecture("OlmoeForCausalLM", "olmoe", is_mixture=True),
         "phimoe": GGUFArchitecture("PhimoeForCausalLM", "phimoe", is_mixture=True, extra=_phimoe),
         "qwen2moe": GGUFArchitecture("Qwen2MoeForCausalLM", "qwen2_moe", is_mixture=True, extra=_qwen2),

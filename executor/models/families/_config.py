@@ -208,7 +208,7 @@ def _longrope(config: Config, given: Config, theta: float, rotary_dim: int) -> R
     factor = _factor(given, max_positions / max(original, 1))
     attention_factor = optional_number(given, "attention_factor")
     if attention_factor is None:
-        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        attention_factor = longrope_attention_factor(factor, original)
     return RopeSpec(
         theta,
         rotary_dim,
@@ -219,6 +219,13 @@ def _longrope(config: Config, given: Config, theta: float, rotary_dim: int) -> R
         divisors=tuple(map(float, short)),
         long_divisors=tuple(map(float, long)),
     )
+
+
+def longrope_attention_factor(factor: float, original: int) -> float:
+    """LongRoPE's default factor of cos and sin. original: the context before scaling, in tokens."""
+    if original < 2:
+        raise ModelError(f"longrope needs the original context's length, got {original}")
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _yarn_attention_factor(given: Config, factor: float) -> float:
@@ -278,9 +285,10 @@ def text_part(config: Config) -> Config:
 
 
 def biases(config: Config, key: str, default: bool) -> dict[str, bool]:
-    """The bias fields of `Attention`, for a family whose projections all have biases or none does."""
+    """The bias fields of `Attention`, for a family whose projections all have biases or none does; `attention_out_bias`
+    says otherwise of the output's, as GGUF files can have it."""
     bias = flag(config, key, default)
-    return {"bias": bias, "output_bias": bias}
+    return {"bias": bias, "output_bias": flag(config, "attention_out_bias", bias)}
 
 
 def layer_norm(config: Config, key: str = "layer_norm_eps", *, default: float = 1e-5, **fields: Any) -> NormSpec:

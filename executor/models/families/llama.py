@@ -2,13 +2,12 @@
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import dense, flag, llama_like
+from headrace.executor.models.families._config import biases, dense, flag, llama_like
 
 
 def build(config: Config) -> ArchSpec:
-    bias = flag(config, "attention_bias", False)
     ffn = dense(config, bias=flag(config, "mlp_bias", False))
-    return llama_like(config, attention={"bias": bias, "output_bias": bias}, ffn=ffn)
+    return llama_like(config, attention=biases(config, "attention_bias", False), ffn=ffn)
 
 
 FAMILY = Family(("LlamaForCausalLM",), build)

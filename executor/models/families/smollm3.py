@@ -4,6 +4,7 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import (
     Positions,
+    biases,
     dense,
     flag,
     head_dim_of,
@@ -28,14 +29,13 @@ def build(config: Config) -> ArchSpec:
         Positions(rotary if rotates else None, window if window and kind == "sliding_attention" else None)
         for rotates, kind in zip(has_rope, layer_types(config, num_layers, default), strict=False)
     ]
-    bias = flag(config, "attention_bias", False)
     return llama_like(
         config,
         positions=positions,
         head_dim=head_dim,
         default_context=32768,
         tied_head=True,
-        attention={"bias": bias, "output_bias": bias},
+        attention=biases(config, "attention_bias", False),
         ffn=dense(config, bias=flag(config, "mlp_bias", False)),
     )
 

@@ -1,0 +1,247 @@
+"""Nothing that a GGUF file says of its architecture is ignored: each metadata key is changed, and each that the format
+has is added; the model changes, the key is refused, or it is known not to matter."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from gguf_cases import CASES
+from model_driver import Driver
+from tiny_gguf import convert, save_gguf, saved_state
+from torch import Tensor
+
+from headrace import kernels
+from headrace.executor.checkpoints.gguf.architecture import UNUSED
+from headrace.executor.checkpoints.gguf.config import config_from_gguf
+from headrace.executor.checkpoints.gguf.file import GGUFFile
+from headrace.executor.checkpoints.gguf.header import GGUFHeader
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.models.rotary import inverse_frequencies
+from headrace.ipc.failure import HeadraceError, ModelError
+
+SIZES = {"feed_forward_length", "expert_feed_forward_length", "attention.head_count_kv"}
+"""Where the family derives them from others; the shapes of weights are checked."""
+ROTATION = {"rope.freq_base", "rope.freq_base_swa", "rope.dimension_count", "rope.dimension_count_swa"}
+UNSCALED = {"context_length", "rope.scale_linear"}
+"""With YaRN: its context is the original one times the factor, which has a newer key."""
+OF_NO_EFFECT: dict[str, set[str]] = {
+    "gpt2": ROTATION,
+    "starcoder": ROTATION,
+    "bloom": ROTATION,
+    "mpt": ROTATION,
+    "baichuan, 13B": ROTATION,
+    "deepseek2": {"attention.key_length"},  # of the compressed key; the heads' stand in another
+    "deepseek2, version 2": UNSCALED,
+    "deepseek2, version 3": UNSCALED,
+    "gpt-oss": UNSCALED,
+    "llama, yarn": UNSCALED,
+    "llama, linear scaling": {"rope.scale_linear"},
+    "exaone4, full": {"attention.sliding_window_pattern"},  # there is no window
+    "olmo2": {"attention.sliding_window_pattern"},
+}
+
+
+def keys_of_the_format() -> list[str]:
+    """All metadata keys of architectures, without the prefix, as the gguf package lists them."""
+    groups = [each for _, each in inspect.getmembers(gguf.Keys, inspect.isclass)]
+    named = {value for group in groups for value in vars(group).values() if isinstance(value, str)}
+    found = {name.removeprefix("{arch}.") for name in named if name.startswith("{arch}.")}
+    return [*sorted(name for name in found if "{" not in name), "rope.scale_linear"]
+
+
+FLOATS = (
+    "scale",
+    "softcapping",
+    "base",
+    "epsilon",
+    "factor",
+    "multiplier",
+    "beta",
+    "bias",
+    "clamp",
+    "alpha",
+    "clamp_kqv",
+)
+FLAGS = ("causal", "weights_norm", "parallel_residual", "finetuned", "swin_norm")
+
+
+def others(key: str, value: Any) -> list[Any]:
+    if value is None and key == "rope.scaling.type":
+        return ["yarn", "longrope", "other"]
+    if value is None and key.endswith(FLAGS):
+        return [True, False]
+    if value is None:
+        return [0.37, 3.5] if key.endswith(FLOATS) or "_beta_" in key else [3, 7]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, str):
+        return [value + "_other"]
+    if isinstance(value, np.ndarray):
+        changed = value.copy()
+        changed[-1] = not changed[-1] if value.dtype == bool else changed[-1] + 1
+        return [changed]
+    return [value + 1, 2 * value + 4] if isinstance(value, int) else [value * 1.5 + 0.25]
+
+
+def changes(header: GGUFHeader, prefix: str) -> Iterator[tuple[str, Any]]:
+    for key in keys_of_the_format():
+        for value in others(key, header.metadata.get(f"{prefix}.{key}")):
+            yield key, value
+
+
+def spec_of(header: GGUFHeader) -> ArchSpec:
+    return spec_from_config(config_from_gguf(header))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_changed_key_changes_the_model_or_is_refused_or_is_known_not_to_matter(name: str, tmp_path: Path) -> None:
+    header = GGUFFile(CASES[name].make().save(tmp_path / "model.gguf")).header
+    prefix, spec, stored = header.metadata["general.architecture"], spec_of(header), dict(header.metadata)
+    known = UNUSED.keys() | SIZES | OF_NO_EFFECT.get(name.partition(",")[0], set()) | OF_NO_EFFECT.get(name, set())
+    silent: dict[str, list[bool]] = {}
+    for key, value in changes(header, prefix):
+        header.metadata = stored | {f"{prefix}.{key}": value}
+        try:
+            same = spec_of(header) == spec
+        except HeadraceError:
+            same = False
+        silent.setdefault(key, []).append(same)
+    ignored = {key for key, same in silent.items() if all(same)} - known
+    assert not ignored
+
+
+def altered(
+    path: Path, keys: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None, name: str = "llama"
+) -> Path:
+    """A copy of a tiny model's GGUF file with more metadata of its architecture, and more tensors."""
+    source = GGUFHeader(save_gguf(tiny_models.build(name), path.with_suffix(".plain")))
+    writer = gguf.GGUFWriter(path, source.metadata["general.architecture"])
+    prefix = source.metadata["general.architecture"]
+    for key, value in {**source.metadata, **{f"{prefix}.{key}": value for key, value in keys.items()}}.items():
+        if key == "general.architecture":
+            continue
+        add: Any = writer.add_string if isinstance(value, str) else writer.add_float32
+        add = writer.add_uint32 if isinstance(value, int) else add
+        add(key, value)
+    for record in source.tensors.values():
+        writer.add_tensor(record.name, record.data.reshape(-1).view("<f4").reshape(record.shape))
+    for key, tensor in (tensors or {}).items():
+        writer.add_tensor(key, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def frequencies(path: Path) -> Tensor:
+    spec = spec_from_config(GGUFFile(path).config).for_context(None)
+    (rope,) = spec.ropes
+    return inverse_frequencies(rope)
+
+
+@pytest.mark.parametrize(
+    ("keys", "divisor"),
+    [
+        ({"rope.scaling.factor": 4.0}, 4.0),
+        ({"rope.scale_linear": 4.0}, 4.0),
+        ({"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, 4.0),
+        ({"rope.scaling.factor": 0.0, "rope.scale_linear": 2.0}, 2.0),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, 1.0),
+        ({"rope.scaling.type": "linear"}, 1.0),
+        ({"rope.scaling.type": "yarn"}, 1.0),
+    ],
+)
+def test_a_rope_factor_scales_as_llama_cpp_reads_it(keys: dict[str, Any], divisor: float, tmp_path: Path) -> None:
+    found = frequencies(altered(tmp_path / "model.gguf", keys))
+    torch.testing.assert_close(found, frequencies(altered(tmp_path / "plain.gguf", {})) / divisor)
+
+
+def test_divisors_of_frequencies_that_follow_no_rule_are_applied_as_they_are(tmp_path: Path) -> None:
+    plain = frequencies(altered(tmp_path / "plain.gguf", {}))
+    divisors = torch.linspace(1.0, 3.0, len(plain))
+    scaled = altered(tmp_path / "scaled.gguf", {}, {"rope_freqs.weight": divisors})
+    torch.testing.assert_close(frequencies(scaled), plain / divisors)
+    both = altered(tmp_path / "both.gguf", {"rope.scaling.factor": 2.0}, {"rope_freqs.weight": divisors})
+    torch.testing.assert_close(frequencies(both), plain / divisors / 2.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rope.scaling.type": "spiral"}, "llama.rope.scaling.type is 'spiral'; none, linear, yarn and longrope"),
+        ({"rope.scaling.attn_factor": 1.5}, "llama.rope.scaling.attn_factor is 1.5, and 1.0 is computed"),
+        ({"attention.sliding_window": 16}, "llama.attention.sliding_window is 16, and 0 or False"),
+        ({"attention.scale": 0.5}, "llama.attention.scale is 0.5"),
+        ({"attention.value_length": 8}, "llama.attention.value_length is 8, and 16 is computed"),
+        ({"made_up": 3}, "llama.made_up is 3"),
+    ],
+)
+def test_a_key_that_the_architecture_does_not_compute_with_is_refused(
+    keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        _ = GGUFFile(altered(tmp_path / "model.gguf", keys)).config
+
+
+def test_a_yarn_files_attention_factor_multiplies_its_own(tmp_path: Path) -> None:
+    keys = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
+    own, more = (
+        spec_from_config(GGUFFile(altered(tmp_path / f"{len(each)}.gguf", keys | each)).config).ropes[0]
+        for each in ({}, {"rope.scaling.attn_factor": 0.5})
+    )
+    assert more.attention_factor == pytest.approx(0.5 * own.attention_factor)
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q.scale", "blk.1.layer_output_scale.weight", "rope_factors_short.weight"])
+def test_a_tensor_that_nothing_reads_is_named(name: str, tmp_path: Path) -> None:
+    file = GGUFFile(altered(tmp_path / "model.gguf", {}, {name: torch.ones(4)}))
+    with pytest.raises(ModelError, match=name.replace(".", "\\.")):
+        Decoder(spec_from_config(file.config), file.weights(), torch.float32, choose=kernels.choose_reference)
+
+
+def test_a_llama_with_biases_of_queries_keys_and_values_alone_computes_them(tmp_path: Path) -> None:
+    """As converters write models with Llama's shape and Qwen's biases."""
+    model = tiny_models.build("qwen2")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for each in ("q_proj", "k_proj", "v_proj"):
+                getattr(layer.self_attn, each).bias.normal_(std=0.5)
+    config = model.config.to_dict()
+    path = convert("LlamaForCausalLM", config, saved_state(model), tmp_path / "model.gguf")
+    file = GGUFFile(path)
+    decoder = Decoder(spec_from_config(file.config), file.weights(), torch.float32, choose=kernels.choose_reference)
+    prompt = [5, 9, 200, 31, 7]
+    answers, logits = Driver(decoder).greedy([prompt], 3, 16, 40)
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt + answers[0][:-1]])).logits[0, len(prompt) - 1 :]
+    torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_gemma_2_files_without_caps_and_window_have_those_of_llama_cpp(tmp_path: Path) -> None:
+    header = GGUFHeader(save_gguf(tiny_models.build("gemma2"), tmp_path / "model.gguf"))
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window"):
+        del header.metadata[f"gemma2.{key}"]
+    config = config_from_gguf(header)
+    assert (config["sliding_window"], config["attn_logit_softcapping"], config["final_logit_softcapping"]) == (
+        4096, 50.0, 30.0,
+    )  # fmt: skip
+
+
+def test_a_period_of_sliding_layers_is_read_as_a_list_of_them_is(tmp_path: Path) -> None:
+    header = GGUFHeader(save_gguf(tiny_models.build("gemma3"), tmp_path / "model.gguf"))
+    header.metadata["gemma3.attention.sliding_window_pattern"] = 2
+    by_period = config_from_gguf(header)["layer_types"]
+    header.metadata["gemma3.attention.sliding_window_pattern"] = np.array([True, False] * 2)
+    assert by_period == config_from_gguf(header)["layer_types"]
+    assert by_period.count("full_attention") == 2
