@@ -83,11 +83,14 @@ PROCESSORS = (
     *("AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality", "RequestLogitsProcessor"),
 )
 OWN_PROCESSORS = ("LogitBiasLogitsProcessor", "MinPLogitsProcessor", "MinTokensLogitsProcessor")
+DATASETS = ("BenchmarkDataset", "CustomDataset", "RandomDataset", "SampleRequest", "ShareGPTDataset", "SonnetDataset")
 GROUPS = ("cleanup_dist_env_and_memory", "destroy_distributed_environment", "destroy_model_parallel")
 NETWORK = ("get_ip", "get_open_port")
 
 MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
     {
+        "benchmarks": (),
+        "benchmarks.datasets": DATASETS,
         "beam_search": ("BeamSearchOutput", "BeamSearchSequence"),
         "config": CONFIGS,
         **{f"config.{name}": names for name, names in CONFIG_MODULES.items()},
@@ -99,10 +102,12 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
         "engine.llm_engine": ("EngineArgs", "LLMEngine"),
         "engine.protocol": ("EngineClient", "StreamingInput"),
         "entrypoints": (),
+        "entrypoints.chat_utils": ("resolve_hf_chat_template",),
         "entrypoints.llm": ("LLM",),
         "entrypoints.openai": (),
         "entrypoints.openai.api_server": ("build_app", "init_app_state", "run_server"),
         "entrypoints.openai.run_batch": (),
+        "envs": (),
         "exceptions": EXCEPTIONS,
         "inputs": PROMPTS,
         "inputs.data": PROMPTS,
@@ -111,7 +116,10 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
         "lora": (),
         "lora.request": ("LoRARequest",),
         "outputs": (*OUTPUTS, "Logprob", "RequestMetrics"),
+        "platforms": ("current_platform",),
         "pooling_params": ("LateChunkingParams", "LateInteractionParams", "PoolingParams"),
+        "renderers": (),
+        "renderers.hf": ("resolve_chat_template",),
         "sampling_params": (*SAMPLING, "GuidedDecodingParams"),
         "sequence": ("Logprob", "RequestMetrics"),
         "tokenizers": TOKENIZERS,
@@ -125,6 +133,7 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
         "utils.argparse_utils": ("FlexibleArgumentParser",),
         "utils.network_utils": NETWORK,
         "utils.system_utils": ("set_ulimit",),
+        "utils.torch_utils": ("set_random_seed",),
         "v1": (),
         "v1.engine": ("FinishReason", "PauseMode"),
         "v1.engine.async_llm": ("AsyncEngineArgs", "AsyncLLM"),
@@ -193,10 +202,12 @@ HOMES: Mapping[str, str] = types.MappingProxyType(
         "cached_get_tokenizer": "frontend.api.helpers:get_tokenizer",
         "SamplingType": "frontend.api.parameters.sampling_params:SamplingType",
         "process_dict_updates": "executor.sampling.logits_processors:process_dict_updates",
+        "current_platform": "frontend.api.platform:current_platform",
+        "resolve_hf_chat_template": "frontend.api.helpers:resolve_chat_template",
         "utils.Counter": "frontend.api.helpers:Counter",
         **{name: f"frontend.api.helpers:{name}" for name in (
             *GROUPS, *NETWORK, "cached_tokenizer_from_config", "get_tokenizer", "hf_api", "init_logger",
-            "is_usage_stats_enabled", "random_uuid", "set_ulimit",
+            "is_usage_stats_enabled", "random_uuid", "resolve_chat_template", "set_random_seed", "set_ulimit",
         )},
         **{name: f"frontend.api.config_objects:{name}" for name in (*COMPILATION, *CONFIG_DICTS)},
         **{name: f"frontend.api.stat_loggers:{name}" for name in (
@@ -212,6 +223,10 @@ HOMES: Mapping[str, str] = types.MappingProxyType(
 """`module:name` of names that `headrace` itself does not export. A name with two meanings is keyed by module too."""
 
 
+ANSWERED: Mapping[str, str] = types.MappingProxyType({"envs": "core.options.vllm_environment:variable"})
+"""Modules whose constants are asked of a function, `module:name`, each time they are read."""
+
+
 class VllmModule(types.ModuleType):
     """The module of one row of the table."""
 
@@ -219,7 +234,9 @@ class VllmModule(types.ModuleType):
         row = self.__name__.removeprefix("headrace.")
         if f"{row}.{name}" in MODULES:
             return importlib.import_module(f"{self.__name__}.{name}")
-        value = vars(self)[name] = find(row, name)
+        value = find(row, name)
+        if row not in ANSWERED:
+            vars(self)[name] = value
         return value
 
     def __dir__(self) -> Iterable[str]:
@@ -231,6 +248,10 @@ def find(row: str, name: str) -> object:
     import headrace
     from headrace.frontend.api.unsupported import PACKAGE, no_attribute, reason_of, refused_class
 
+    if (answers := ANSWERED.get(row)) is not None and name.isupper():
+        module, _, attribute = answers.partition(":")
+        answer: object = getattr(importlib.import_module(f"headrace.{module}"), attribute)(name)
+        return answer
     home = HOMES.get(f"{row}.{name}") or HOMES.get(name)
     if name in MODULES[row] and home is not None:
         module, _, attribute = home.partition(":")
@@ -272,6 +293,11 @@ def tell_why_not(package: str, row: str) -> None:
         raise ModuleNotFoundError(f"Headrace has no '{package}.{row}': {reason}{meant}")
 
 
+def is_replaced() -> bool:
+    """Whether `vllm` is Headrace in this process (headrace/as_vllm.py)."""
+    return type(sys.modules.get("vllm")).__name__ == "VllmPackage"
+
+
 class VllmModules:
     """Finds and loads the modules of the table. All are packages, as others may be below them."""
 
@@ -280,7 +306,7 @@ class VllmModules:
     ) -> importlib.machinery.ModuleSpec | None:
         prefix, _, row = fullname.partition(".")
         if prefix not in ("headrace", "vllm") or not (row in MODULES or row in PROGRAMS):
-            if prefix == "headrace" or (prefix == "vllm" and sys.modules.get("vllm") is sys.modules.get("headrace")):
+            if prefix == "headrace" or (prefix == "vllm" and is_replaced()):
                 tell_why_not(prefix, row)
             return None
         is_package = row in MODULES

@@ -45,6 +45,26 @@ INSTEAD: Mapping[str, str] = types.MappingProxyType(
 )
 
 
+_FLAGS = ("VLLM_SERVER_DEV_MODE", "VLLM_USE_MODELSCOPE", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK")
+_TRUE = ("1", "true", "yes", "on")
+
+
+def variable(name: str) -> Any:
+    """The value of one of vLLM's variables, for a script that reads `vllm.envs`: typed as there, or the default.
+
+    Raises AttributeError, with what to use instead, for one that does nothing here.
+    """
+    text = os.environ.get(name)
+    if name in _FLAGS:
+        return (text or "").lower() in _TRUE
+    if name == "VLLM_LOG_STATS_INTERVAL":
+        return float(text or 10)
+    if name in _DEFAULTS:
+        return _DEFAULTS[name] if text is None else text
+    instead = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
+    raise AttributeError(f"headrace.envs has no {name!r}: this variable of vLLM's does nothing here{instead}")
+
+
 def take_vllm_variables(environment: MutableMapping[str, str]) -> str:
     """Sets Headrace's variables from vLLM's where they are not set. Returns a warning that names vLLM's variables
     without effect, or ""."""
@@ -57,6 +77,23 @@ def take_vllm_variables(environment: MutableMapping[str, str]) -> str:
         return ""
     named = ", ".join(f"{name} (use {INSTEAD[name]})" if name in INSTEAD else name for name in others)
     return f"these variables of vLLM's do nothing here: {named}"
+
+
+_DEFAULTS: Mapping[str, Any] = types.MappingProxyType(
+    {
+        "VLLM_API_KEY": None,
+        "VLLM_CACHE_ROOT": os.path.join("~", ".cache", "headrace"),
+        "VLLM_CONFIGURE_LOGGING": True,
+        "VLLM_CPU_KVCACHE_SPACE": None,
+        "VLLM_HOST_IP": "",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_USAGE_SOURCE": "",
+        "VLLM_USE_V1": True,
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+)
+"""What a variable of vLLM's that does something here, or asks for what happens anyway, is where it is not set."""
 
 
 def options_from_variables(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import gc
 import inspect
 import logging
 import os
+import random
 import resource
 import socket
 import typing
 import uuid
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
 
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, ModelError, OptionError
@@ -100,6 +102,43 @@ def get_ip() -> str:
             return "127.0.0.1"
         address: str = probe.getsockname()[0]
         return address
+
+
+def set_random_seed(seed: int | None) -> None:
+    """Seeds the generators of this process: Python's, and numpy's and torch's where they are installed. None does
+    nothing.
+
+    Sampling does not depend on them: SamplingParams and the option seed have seeds of their own.
+    """
+    if seed is None:
+        return
+    random.seed(seed)
+    with contextlib.suppress(ImportError):
+        import numpy as np
+
+        np.random.seed(seed % 2**32)
+    with contextlib.suppress(ImportError):
+        import torch
+
+        torch.manual_seed(seed)
+
+
+def resolve_chat_template(
+    tokenizer: Any, chat_template: str | None, tools: Sequence[Any] | None, **others: Any
+) -> str | None:
+    """The template that renders a conversation: `chat_template` itself, or else the tokenizer's; None if it has none.
+
+    others: model_config or trust_remote_code, by vLLM's version; neither decides anything here.
+    """
+    if unknown := others.keys() - {"model_config", "trust_remote_code"}:
+        raise TypeError(f"resolve_chat_template: unknown arguments {', '.join(sorted(unknown))}")
+    if chat_template is not None:
+        return chat_template
+    try:
+        found: str = tokenizer.get_chat_template(None, tools=tools)
+    except (AttributeError, ValueError):  # a tokenizer without templates, or one of several is to be named
+        return None
+    return found
 
 
 def init_logger(name: str) -> logging.Logger:

@@ -129,7 +129,7 @@ ABSENT_MODULES: Mapping[str, str] = types.MappingProxyType(
         "entrypoints.openai": "the server is a program, `headrace serve`, whose types OpenAI's own package has",
         "entrypoints.pooling": ONLY_GENERATION,
         "entrypoints": _INSIDE,
-        "envs": "read os.environ; docs/server.md lists the variables of the environment that have an effect",
+        "envs": "docs/server.md lists the variables of the environment that have an effect",
         "collect_env": "`headrace collect-env` prints what it collects",
         "exceptions": "all errors are HeadraceError or derive from it, and `headrace` has their names",
         "inputs": "a prompt is a text, token ids, {'prompt': ...} or {'prompt_token_ids': [...]}; images and "
@@ -184,6 +184,10 @@ def reason_of(name: str) -> str | None:
 
 
 PACKAGE = {
+    **dict.fromkeys(
+        ("BenchmarkDataset", "CustomDataset", "RandomDataset", "SampleRequest", "ShareGPTDataset", "SonnetDataset"),
+        "`headrace bench` measures, and `headrace bench serve --help` lists its data sets",
+    ),
     **dict.fromkeys(("KVTransferConfig", "WeightTransferConfig"), "engines exchange neither cache nor weights yet"),
     "PoolerConfig": ONLY_GENERATION,
     **dict.fromkeys(

@@ -225,7 +225,9 @@ class RequestStream:
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = self.tokenizer.detokenizer(
-                skip_special_tokens=self.params.skip_special_tokens, prompt_token_ids=self.prompt.token_ids or ()
+                skip_special_tokens=self.params.skip_special_tokens,
+                spaces_between_special_tokens=self.params.spaces_between_special_tokens,
+                prompt_token_ids=self.prompt.token_ids or (),
             )
         return SequenceState(self, slot, index, detokenizer)
 

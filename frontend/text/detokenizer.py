@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -66,13 +67,18 @@ class WindowDetokenizer:
     and joins runs of byte tokens. At first the context is the end of the prompt, which the output continues.
     """
 
-    __slots__ = ("_given_text", "_num_given", "_skipped", "_tokenizer", "_window")
+    __slots__ = ("_given_text", "_joined", "_num_given", "_skipped", "_tokenizer", "_window")
 
     def __init__(
-        self, tokenizer: DecodesTokens, skipped_ids: Collection[int] = (), prompt_token_ids: Sequence[int] = ()
+        self,
+        tokenizer: DecodesTokens,
+        skipped_ids: Collection[int] = (),
+        prompt_token_ids: Sequence[int] = (),
+        joined: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """skipped_ids: tokens left out of the text, such as the special tokens."""
-        self._tokenizer, self._skipped = tokenizer, skipped_ids
+        """skipped_ids: tokens left out of the text, such as the special tokens. joined: the texts of tokens between
+        which no space stands, whatever the tokenizer decodes there."""
+        self._tokenizer, self._skipped, self._joined = tokenizer, skipped_ids, joined
         self._window: list[int] = []
         for length in _CONTEXT_TOKENS if prompt_token_ids else ():
             context = [each for each in prompt_token_ids[-length:] if each not in skipped_ids]
@@ -91,8 +97,11 @@ class WindowDetokenizer:
     def _add(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
+        follows = self._window[-1] if len(self._window) == self._num_given and self._window else None
         self._window.append(token_id)
         text = self._decode(self._window)
+        if token_id in self._joined and follows in self._joined:
+            text = self._given_text + self._joined[token_id]
         incomplete = len(text) <= len(self._given_text) or text.endswith(REPLACEMENT)
         if incomplete and len(self._window) - self._num_given < _MAX_HELD_TOKENS:
             return ""

@@ -44,6 +44,7 @@ class Tokenizer(TransformersNames):
         self._tokenizer.encode_special_tokens = bundle.split_special_tokens
         self._bundle = bundle
         added = self._tokenizer.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_bytes: dict[bool, Mapping[int, bytes]] | None = None
         if _is_byte_level(self._tokenizer):
@@ -140,11 +141,22 @@ class Tokenizer(TransformersNames):
         byte = _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "")
         return bytes.fromhex(byte.group(1)) if byte is not None else self.decode_token(token_id).encode()
 
-    def detokenizer(self, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
-        """An incremental detokenizer for one output, which continues `prompt_token_ids`."""
+    def detokenizer(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> Detokenizer:
+        """An incremental detokenizer for one output, which continues `prompt_token_ids`.
+
+        spaces_between_special_tokens: False leaves out the spaces that a decoder of words puts between added tokens.
+        """
         if self._token_bytes is not None:
             return ByteDetokenizer(self._token_bytes[skip_special_tokens])
-        return WindowDetokenizer(self, self.special_ids if skip_special_tokens else (), prompt_token_ids)
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        joined = {} if spaces_between_special_tokens else self._added
+        return WindowDetokenizer(self, skipped, prompt_token_ids, joined)
 
     def tokenize(self, text: str) -> list[str]:
         """A text's tokens as the vocabulary spells them, without added special tokens."""

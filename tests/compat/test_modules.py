@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import os
+import random
 import re
 import resource
 import socket
@@ -12,9 +14,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import pytest
+import torch
 
 import headrace
 from headrace.core.options.document import KEYWORDS_FILE, keywords_module
@@ -83,7 +86,7 @@ def test_config_and_type_names_are_where_vllm_defines_them() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("platforms", "describe_engine"),
+        ("platforms.cuda", "describe_engine"),
         ("multimodal.utils", "text alone"),
         ("distributed.kv_transfer.kv_connector.v1", "keeps its cache to itself"),
         ("distributed.device_communicators", "tensor_parallel_size"),
@@ -112,7 +115,6 @@ def test_a_misspelt_name_is_told_the_nearest() -> None:
     with pytest.raises(ImportError, match=r"'headrace\.engine\.arg_utils\.EngineArg': .*Did you mean EngineArgs\?$"):
         exec("from headrace.engine.arg_utils import EngineArg")
     assert not hasattr(headrace.config, "WatchdogConfig"), "a script may ask"
-    assert not hasattr(headrace, "envs")
 
 
 # tests/samplers/test_beam_search.py, tests/v1/engine/test_output_processor.py
@@ -194,8 +196,10 @@ def test_the_port_and_address_of_helpers_can_be_listened_at() -> None:
         listening.bind((get_ip(), get_open_port()))
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False)
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    given = {**os.environ, **environment}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_a_clone_that_is_not_installed_names_what_it_lacks() -> None:
@@ -222,22 +226,25 @@ try:
 except ValueError as error:
     print(error)
 try:
-    from vllm.platforms import current_platform
+    from vllm.platforms.cuda import CudaPlatform
 except ModuleNotFoundError as error:
     print(error)
-import importlib.metadata, headrace.as_vllm
+import importlib.metadata, importlib.util, headrace.as_vllm
 # as lm-eval asks before it uses vLLM
 version = importlib.metadata.version("vllm")
 assert tuple(map(int, version.split("."))) >= (0, 8, 3) and version == headrace.as_vllm.VLLM_VERSION
 assert importlib.metadata.distribution("vllm").metadata["Name"] == "vllm"
 assert importlib.metadata.version("msgspec")
+assert vllm.__version__ == version and vllm.version.__version__ == version and vllm.__version_tuple__ >= (0, 8, 3)
+assert importlib.metadata.packages_distributions()["vllm"] == ["vllm"]
+assert importlib.util.find_spec("vllm").name == "vllm" and importlib.util.find_spec("vllm.lora.request")
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, BatchUpdate
 assert AdapterLogitsProcessor.__module__.startswith("headrace")
 """
     done = run("-c", script)
     assert done.returncode == 0, done.stderr
     assert "LoRA adapters are not supported yet" in done.stdout
-    assert "Headrace has no 'vllm.platforms': a script holds no device" in done.stdout
+    assert "Headrace has no 'vllm.platforms.cuda': a script holds no device" in done.stdout
 
 
 def test_a_script_is_run_with_its_arguments_and_folder(tmp_path: Path) -> None:
@@ -249,8 +256,84 @@ def test_a_script_is_run_with_its_arguments_and_folder(tmp_path: Path) -> None:
     done = run("-m", "headrace.as_vllm", str(script), "--flag")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"[{str(script)!r}, '--flag'] beside headrace.frontend.api.llm\n"
-    told = run("-m", "headrace.as_vllm")
-    assert (told.returncode, told.stderr) == (1, "usage: python -m headrace.as_vllm SCRIPT [ARGUMENTS]\n")
+    assert run("-m", "headrace.as_vllm").stderr.startswith("usage: python -m headrace.as_vllm SCRIPT [ARGUMENTS]")
+
+
+def test_a_module_is_run_with_its_arguments(tmp_path: Path) -> None:
+    package = tmp_path / "tool"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("import sys, vllm; print(sys.argv[1:], __package__, vllm.LLM.__module__)")
+    done = run("-m", "headrace.as_vllm", "-m", "tool", "--flag", "x", PYTHONPATH=str(tmp_path))
+    assert done.stdout == "['--flag', 'x'] tool headrace.frontend.api.llm\n", done.stderr
+    assert run("-m", "headrace.as_vllm", "-m").returncode == 1
+
+
+STARTS_PROCESSES = """
+import multiprocessing, subprocess, sys
+import vllm
+
+def name(of, queue):
+    queue.put(f"{of} {vllm.LLM.__module__}")
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver", "fork"):
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        process = context.Process(target=name, args=(method, queue))
+        process.start()
+        print(queue.get(timeout=120))
+        process.join()
+    program = "from vllm.sampling_params import SamplingParams; print('program', SamplingParams.__module__)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+"""
+
+
+def test_processes_that_a_script_starts_have_vllm_too(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STARTS_PROCESSES)
+    done = run("-u", "-m", "headrace.as_vllm", str(script))
+    assert done.returncode == 0, done.stderr
+    llm, params = "headrace.frontend.api.llm", "headrace.frontend.api.parameters.sampling_params"
+    assert done.stdout.splitlines() == [f"spawn {llm}", f"forkserver {llm}", f"fork {llm}", f"program {params}"]
+
+
+def test_the_platform_and_vllms_variables_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace import envs
+    from headrace.platforms import current_platform
+    from headrace.utils.torch_utils import set_random_seed
+
+    assert current_platform.device_type in ("cpu", "cuda")
+    assert current_platform.is_cpu() != current_platform.is_cuda_alike()
+    assert current_platform.get_device_name()
+    monkeypatch.delenv("VLLM_HOST_IP", raising=False)
+    assert (envs.VLLM_USE_V1, envs.VLLM_HOST_IP) == (True, "")
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.2")
+    assert envs.VLLM_HOST_IP == "127.0.0.2"
+    with pytest.raises(AttributeError, match="this variable of vLLM's does nothing here"):
+        _ = envs.VLLM_ATTENTION_BACKEND
+    drawn = []
+    for _ in range(2):
+        set_random_seed(7)
+        drawn.append((random.random(), torch.rand(1).item()))
+    assert drawn[0] == drawn[1]
+
+
+def test_a_chat_template_is_resolved_as_evaluation_harnesses_ask_for_it() -> None:
+    from headrace.renderers.hf import resolve_chat_template
+
+    class Templates:
+        def get_chat_template(self, chat_template: str | None, tools: Any = None) -> str:
+            if tools == []:
+                raise ValueError("no template")
+            return "with tools" if tools else "its own"
+
+    assert resolve_chat_template(Templates(), "given", None, model_config=None) == "given"
+    assert resolve_chat_template(Templates(), None, None, model_config=None) == "its own"
+    assert resolve_chat_template(Templates(), None, [{}], trust_remote_code=True) == "with tools"
+    assert resolve_chat_template(Templates(), chat_template=None, tools=[]) is None
+    with pytest.raises(TypeError, match="unknown arguments template"):
+        resolve_chat_template(Templates(), None, None, template="x")
 
 
 def test_the_api_server_starts_as_a_module() -> None:

@@ -43,8 +43,6 @@ def test_parameters_have_vllms_names_and_makers() -> None:
 def test_values_that_ask_for_nothing_are_taken() -> None:
     assert SamplingParams(thinking_token_budget=-1).thinking_token_budget is None
     assert not SamplingParams(spaces_between_special_tokens=False).spaces_between_special_tokens
-    with pytest.raises(InvalidRequestError, match="spaces_between_special_tokens = False: is not supported without"):
-        SamplingParams(spaces_between_special_tokens=False, skip_special_tokens=False)
 
 
 def test_parameters_tell_how_they_sample() -> None:

@@ -6,6 +6,7 @@ import functools
 from itertools import pairwise
 
 import pytest
+import tokenizers
 from fake_tokenizers import bundle_of, byte_level_tokenizer, sentencepiece_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -182,3 +183,14 @@ def test_a_tokens_bytes_are_its_part_of_the_text_also_inside_a_character(kind: s
     parts = [tokenizer.token_bytes(each) for each in token_ids]
     assert b"".join(parts).strip().decode() == "🦀"
     assert any(REPLACEMENT in part.decode(errors="replace") for part in parts), "each token is a whole character"
+
+
+@pytest.mark.parametrize(("spaces", "expected"), [(True, "a <x> <y> b"), (False, "a <x><y> b")])
+def test_spaces_between_special_tokens_are_left_out_where_asked(spaces: bool, expected: str) -> None:
+    """As transformers' slow tokenizers do it. A tokenizer of whole words decodes with a space between any two."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.add_special_tokens(["<x>", "<y>"])
+    detokenizer = Tokenizer(bundle_of(words)).detokenizer(
+        skip_special_tokens=False, spaces_between_special_tokens=spaces
+    )
+    assert "".join([detokenizer.extend([0, 2]), detokenizer.extend([3]), detokenizer.extend([1])]) == expected

@@ -185,11 +185,6 @@ def check_error(response: httpx.Response, status: int, param: str | None, said: 
         ({"prompt": [5], "priority": 2**63}, "priority", "priority"),
         ({"prompt": [5], "cache_salt": ""}, "cache_salt", "empty"),
         ({"prompt": [5], "request_id": "a b"}, "request_id", "printable"),
-        (
-            {"prompt": [5], "spaces_between_special_tokens": False, "skip_special_tokens": False},
-            "spaces_between_special_tokens",
-            "skip_special_tokens=True",
-        ),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )

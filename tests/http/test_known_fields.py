@@ -223,7 +223,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "parallel_tool_calls": "the null model calls no tools",
     "max_tool_calls": "the null model calls no tools",
     "skip_special_tokens": "the null model writes no special tokens",
-    "spaces_between_special_tokens": "only its default has an effect",
+    "spaces_between_special_tokens": "the test's tokenizer puts no spaces between them",
     "echo": "in a chat, there is no message of the assistant's to begin with",
     "add_special_tokens": "the test's tokenizer adds none",
     "stream_interval": "a whole answer has one piece",

@@ -209,7 +209,7 @@ class SamplingParams:
     detokenize: Annotated[bool, Field("False leaves the output's text empty", in_body=False)] = True
     skip_special_tokens: Annotated[bool, Field("Leave special tokens out of the text")] = True
     spaces_between_special_tokens: Annotated[
-        bool, Field("False needs skip_special_tokens=True, with which no text depends on it")
+        bool, Field("Keep the spaces that some tokenizers put between special tokens that the text shows")
     ] = True
     include_stop_str_in_output: Annotated[bool, Field("Keep the stop string, or the stop token's text")] = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -317,8 +317,6 @@ class SamplingParams:
                 setattr(self, name, plain)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise bad("output_kind", self.output_kind, "must be a RequestOutputKind")
-        if not self.spaces_between_special_tokens and not self.skip_special_tokens:
-            raise bad("spaces_between_special_tokens", False, "is not supported without skip_special_tokens=True")
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputsParams):
                 raise bad("structured_outputs", self.structured_outputs, "must be a StructuredOutputsParams")
