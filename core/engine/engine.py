@@ -108,6 +108,10 @@ class EngineCore:
             executor.allocate(facts.num_blocks, facts.max_model_len)
             phases("tokenizer")
             bundle = tokenizer.result()
+        backends = _grammar_backends(plan, bundle)
+        if self._options.data_parallel_size > 1:
+            phases("grammars")
+            backends.load()
         phases("")
         self.startup_s, of_ranks = phases.seconds, executor.ranks_startup_s
         facts = self.facts = msgspec.structs.replace(facts, startup_s=self.startup_s, ranks_startup_s=of_ranks)
@@ -119,10 +123,8 @@ class EngineCore:
         for warning in facts.warnings:
             logger.warning("%s", warning)
         self._loop = Loop(plan, facts, executor, self.port, self._inbox)
-        tokenizer_json = bytes(bundle.tokenizer_json) if bundle is not None else b""
-        vocabulary = Vocabulary(tokenizer_json, plan.model.vocab_size, plan.model.eos_token_ids)
         is_backend_named = bool(self._options.structured_outputs_config.get("backend"))
-        self._loop.follow_grammars(Backends(plan.structured_outputs, vocabulary), prepares=is_backend_named)
+        self._loop.follow_grammars(backends, prepares=is_backend_named)
         executor.watch(lambda failure: self._inbox.put((0, ExecutorFailed(failure))))
         executor.on_call(lambda: self._inbox.put((0, PeersStep())))
         self.welcome = self._welcome(plan, facts, bundle)
@@ -200,6 +202,12 @@ class EngineCore:
         self.welcome = msgspec.structs.replace(self.welcome, model_version=self.plan.model_version(weights))
         self._sessions.welcome = self.welcome
         self.port.send_all(self.welcome)
+
+
+def _grammar_backends(plan: Plan, bundle: TokenizerBundle | None) -> Backends:
+    tokenizer_json = bytes(bundle.tokenizer_json) if bundle is not None else b""
+    vocabulary = Vocabulary(tokenizer_json, plan.model.vocab_size, plan.model.eos_token_ids)
+    return Backends(plan.structured_outputs, vocabulary)
 
 
 def load_executor(options: Options) -> Executor:

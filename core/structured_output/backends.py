@@ -82,6 +82,13 @@ class Backends:
         with contextlib.suppress(HeadraceError):  # the first request gets the error
             self.compile(StructuredOutput(kind="regex", text="a"))
 
+    def load(self) -> None:
+        """Loads the first library here. That takes a second or more of the interpreter's time, in which nothing else of
+        this process runs: so it is done before the engine serves where others may take its silence for a loss."""
+        if self._vocabulary.tokenizer_json:
+            with contextlib.suppress(HeadraceError):  # the first request gets the error
+                self._backend(self._options.backends[0])
+
     def fill(self, places: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
         places, openers = split(places, masks)
         made = list(self._made.values())

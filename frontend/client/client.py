@@ -16,7 +16,7 @@ from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.api.parameters.thinking import thinking_of
 from headrace.frontend.api.parameters.token_rules import tokenized_fields
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
-from headrace.frontend.client.engine_process import EngineProcess, listener_of
+from headrace.frontend.client.engine_process import EngineProcess, is_local, listener_of
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.client.request_table import RequestTable
 from headrace.frontend.client.transport import CONNECTION_LOST, Transport, ZmqTransport
@@ -103,6 +103,8 @@ class CoreClient(AsyncControls):
         """When the last message arrived (monotonic seconds). While requests run, one arrives about every second."""
         self.last_step_s = 0.0
         """When the last StepOutputs arrived (monotonic seconds)."""
+        self.last_worked_s = 0.0
+        """When `look_at_process` last found the core's process at work (monotonic seconds)."""
         self.load: Load | None = None
         """The core's last Load, which it sends while it runs requests of this client."""
         self.tokenizer: Tokenizer | None = None
@@ -197,6 +199,12 @@ class CoreClient(AsyncControls):
         if self.request_counts is not None:
             self.request_counts.follow(stream)
         return stream
+
+    def look_at_process(self) -> None:
+        """Updates `last_worked_s`, if the core runs on this host. Call a few times a second while the core is silent;
+        the first call only remembers how much processor time was used."""
+        if self._process is not None and is_local(self._transport.address) and self._process.has_worked():
+            self.last_worked_s = time.monotonic()
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """Ends these requests with finish_reason `abort`; ids that are not running are ignored."""

@@ -46,6 +46,11 @@ def listener_of(address: str) -> int | None:
     return None
 
 
+def is_local(address: str) -> bool:
+    """Whether what listens at the address runs on this host, so that its pid is one of this host's."""
+    return address.startswith(("ipc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:"))
+
+
 class EngineProcess:
     """One engine process, observed from the time of the connection on."""
 
@@ -53,6 +58,7 @@ class EngineProcess:
         self.pid, self._started = pid, started
         self._log = _log_of(pid)
         self._oom_kills = oom_kill_count()
+        self._used_ticks: int | None = None
 
     @classmethod
     def find(cls, pid: int) -> EngineProcess | None:
@@ -72,6 +78,16 @@ class EngineProcess:
         status = status_of(self.pid)
         # A pid may be reused; and a zombie has ended, but its parent has not waited for it yet.
         return status is None or status.started != self._started or status.state in "ZX"
+
+    def has_worked(self) -> bool:
+        """Whether it has used processor time since the last call, waits for a processor, or for its memory or files:
+        on a busy host an engine may say nothing for seconds and still be well. A stopped or blocked one does neither.
+        """
+        status = status_of(self.pid)
+        if status is None or status.started != self._started:
+            return False
+        before, self._used_ticks = self._used_ticks, status.used_ticks
+        return status.state in "RD" or (before is not None and status.used_ticks > before)
 
     def explain_soon(self, lost: Failure, tell: Callable[[Failure], None]) -> None:
         """Calls `tell` with the explanation, in the running asyncio loop, once the process has ended or hangs."""

@@ -18,6 +18,12 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How often a request may move after losing its engine, without a token in between; 0: never."""
     suspect_after_s: float = 2.0
     """An engine with requests that is silent for this long (it reports each second) is suspected: its requests move."""
+    working_suspect_factor: float = 30.0
+    """How many times longer one of this host may be silent whose process uses processor time, or waits for a
+    processor: others compete with it, or a library computes in it."""
+    again_suspect_factor: float = 4.0
+    """How many times longer the next engine may be silent before a request moves once more: each such move that brought
+    no token makes it likelier that engines are busy and not lost, and is paid with computing its prompt again."""
     stalled_after_s: float = 20.0
     """The same for one that reports, but generates no token for requests in decode."""
     slow_factor: float = 10.0
@@ -95,6 +101,7 @@ class RoutedRequest:
         "_arrival",
         "_deaths",
         "_moves",
+        "_suspicions",
         "cache_salt",
         "expected_cached_tokens",
         "keys",
@@ -136,7 +143,7 @@ class RoutedRequest:
         self.member: Member | None = None
         self.version: str | None = None  # model version of the engine that began it, on which it must continue
         self.num_migrations = 0
-        self._moves, self._deaths = Losses(), Losses()
+        self._moves, self._deaths, self._suspicions = Losses(), Losses(), Losses()
         self.placed_s = 0.0
         self.tokens_seen = 0  # num_tokens at the last tick
         self.seen_s: float | None = None  # time of its last new tokens; None before the first, infinite after a move
@@ -164,6 +171,14 @@ class RoutedRequest:
     def is_suspect(self) -> bool:
         """Whether it may be what kills engines. Two suspects are never assigned to the same engine."""
         return self.deaths_without_token >= 2
+
+    @property
+    def suspicions_without_token(self) -> int:
+        """How often it was moved off an engine that was only suspected, since its last token."""
+        return self._suspicions.in_a_row(self.work.num_tokens)
+
+    def note_suspicion(self) -> None:
+        self._suspicions.note(self.work.num_tokens)
 
     def note_move(self) -> None:
         self.num_migrations += 1

@@ -83,6 +83,7 @@ class Member:
         "stalled_share",
         "token_s",
         "wait_s",
+        "worked_s",
     )  # fmt: skip
 
     def __init__(self, facts: EngineFacts, number: int, now_s: float) -> None:
@@ -98,6 +99,8 @@ class Member:
         """Until when that report is valid."""
         self.heard_s = self.busy_since_s = self.progress_s = now_s
         self.full_until_s = 0.0
+        self.worked_s = -math.inf
+        """When its process was last found at work, if it runs on this host."""
         self.is_draining = self.is_paused = self.is_gone = False
         self.ailment_ = ""
         self.ailing_since_s = 0.0
@@ -137,6 +140,10 @@ class Member:
     def num_active(self) -> int:
         """Outputs that run or wait on the engine, as far as known."""
         return self.num_outputs + self.requests_elsewhere
+
+    def silent_s(self, now_s: float) -> float:
+        """How long it has said nothing although it has requests."""
+        return now_s - max(self.heard_s, self.busy_since_s)
 
     def note_load(self, num_requests: int, until_s: float) -> None:
         """The engine has this many requests, including those of this frontend."""

@@ -66,6 +66,8 @@ SILENT_AFTER_S = 5.0
 """An engine with requests that sends nothing for this long is reported as silent by health checks."""
 STATS_TIMEOUT_S = 2.0
 TICK_S = 0.25
+LOOKS_AFTER_S = 2 * TICK_S
+"""How long an engine with requests may be silent before its process is looked at, if it runs on this host."""
 _ERRORS: dict[str, type[HeadraceError]] = {
     QueueFullError.__name__: QueueFullError,
     EngineAsleepError.__name__: EngineAsleepError,
@@ -114,10 +116,12 @@ class Engine:
 
     @property
     def is_silent(self) -> bool:
-        """It has requests of this process and sends nothing: it may be dead, or stopped and continue later."""
+        """It has requests of this process, sends nothing and does not work: it may be dead, or stopped and continue
+        later."""
         if self.client is None or not len(self.client.requests):
             return False
-        return time.monotonic() - max(self.client.last_heard_s, self.busy_since_s) > SILENT_AFTER_S
+        signs_s = (self.client.last_heard_s, self.client.last_worked_s, self.busy_since_s)
+        return time.monotonic() - max(signs_s) > SILENT_AFTER_S
 
     def note_work(self) -> None:
         """Call before each submission."""
@@ -408,6 +412,9 @@ class EnginePool:
             engine = self._by_name[member.facts.name]
             if engine.client is not None:
                 self.router.heard(engine.name, engine.client.last_heard_s)
+                if member.requests and member.silent_s(now_s) > LOOKS_AFTER_S:
+                    engine.client.look_at_process()
+                    self.router.worked(engine.name, engine.client.last_worked_s)
         decisions = self.router.tick(now_s)
         for member in watched:
             engine = self._by_name[member.facts.name]

@@ -195,6 +195,12 @@ class Router:
         if member is not None:
             member.heard_s = max(member.heard_s, now_s)
 
+    def worked(self, name: str, worked_s: float) -> None:
+        """The engine's process, on this host, was found at work at this time."""
+        member = self.members.get(name)
+        if member is not None:
+            member.worked_s = max(member.worked_s, worked_s)
+
     def load(self, name: str, num_running: int, num_waiting: int, now_s: float, *, is_paused: bool = False) -> None:
         """The engine reports the number of its requests, of all its clients."""
         member = self.members.get(name)
@@ -336,7 +342,7 @@ class Router:
         """Why the engine should get no requests now; "" if it may."""
         options = self.options
         if member.requests:
-            if now_s - max(member.heard_s, member.busy_since_s) > options.suspect_after_s:
+            if member.silent_s(now_s) > self._suspect_after_s(member, now_s):
                 return "silent"
             if not member.is_paused and now_s - max(member.progress_s, member.busy_since_s) > options.stalled_after_s:
                 return "stalled"
@@ -353,6 +359,11 @@ class Router:
             member.ailing_since_s = now_s
             return "slow"
         return ""
+
+    def _suspect_after_s(self, member: Member, now_s: float) -> float:
+        options = self.options
+        is_working = now_s - member.worked_s <= options.suspect_after_s
+        return options.suspect_after_s * (options.working_suspect_factor if is_working else 1.0)
 
     # --- choice -------------------------------------------------------------------------------------------------
 
@@ -511,7 +522,10 @@ class Router:
         """Moves requests off a live engine. Those without another engine, or without migrations left, stay."""
         decisions: list[Decision] = []
         planned = reason == "drained"
+        evidence = member.silent_s(now_s) / self.options.suspect_after_s if reason == "silent" else math.inf
         for request in list(member.requests):
+            if evidence <= self.options.again_suspect_factor**request.suspicions_without_token:
+                continue
             if not self.options.max_migrations or (
                 not planned and request.moves_without_token >= self.options.max_migrations
             ):
@@ -529,6 +543,7 @@ class Router:
                 break
             if not planned:
                 request.note_move()
+                request.note_suspicion()
             self._board(request, target, now_s)
             self.migrations[reason] += 1
             decisions.append(Move(request, member, target, reason))

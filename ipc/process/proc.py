@@ -12,13 +12,15 @@ class Status(NamedTuple):
     """The letter of proc(5): R running, S sleeping, T stopped, Z ended but not yet waited for by its parent."""
     started: int
     """Start time in clock ticks since boot: a process with the same pid and a later start is another process."""
+    used_ticks: int
+    """Processor time of all its threads, in clock ticks."""
 
 
 def status_of(pid: int) -> Status | None:
     """None if there is no such process, or no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-        return Status(fields[0], int(fields[19]))
+        return Status(fields[0], int(fields[19]), int(fields[11]) + int(fields[12]))
     except (OSError, IndexError, ValueError):
         return None
 

@@ -451,6 +451,56 @@ def test_a_silent_engine_is_suspected_and_used_again_once_it_speaks() -> None:
     assert "engine 0" in place(router, request(), request(), now_s=3.0)
 
 
+def test_an_engine_whose_process_works_may_be_silent_for_longer() -> None:
+    router = make(2)
+    asked = request(affinity=Affinity(rank=0))
+    place(router, asked)
+    moves: list[tuple[float, Decision]] = []
+    for tick in range(400):
+        now_s = 0.25 * tick
+        router.heard("engine 1", now_s)
+        router.worked("engine 0", now_s)
+        moves += ((now_s, each) for each in router.tick(now_s))
+    ((moved_s, move),) = moves
+    assert isinstance(move, Move)
+    assert move.reason == "silent"
+    assert 60.0 < moved_s < 61.0, "it may be in an endless loop"
+
+
+def test_an_engine_whose_process_has_worked_before_and_does_no_more_is_suspected() -> None:
+    router = make(2)
+    place(router, request(affinity=Affinity(rank=0)))
+    moved_s = []
+    for tick in range(80):
+        now_s = 0.25 * tick
+        router.heard("engine 1", now_s)
+        if now_s <= 10.0:
+            router.worked("engine 0", now_s)
+        moved_s += [now_s] * len(router.tick(now_s))
+    assert moved_s == [12.25]
+
+
+def test_each_move_for_silence_that_brings_no_token_needs_more_evidence_than_the_one_before() -> None:
+    """All engines say nothing now and then: their host is busy, or this process is."""
+    router = make(6, max_migrations=9)
+    asked = request(affinity=Affinity(rank=0))
+    place(router, asked)
+    moved_s: list[float] = []
+    for tick in range(800):
+        now_s = 0.25 * tick
+        for name in router.members:
+            if asked.member is None or name != asked.member.facts.name:
+                router.heard(name, now_s)
+        moved_s += [now_s] * len(router.tick(now_s))
+    waits_s = [after - before for before, after in zip([0.0, *moved_s], moved_s, strict=False)]
+    assert [round(each) for each in waits_s] == [2, 8, 32, 128]
+    asked.work.num_tokens = 1  # type: ignore[misc]
+    moved_again_s = []
+    for tick in range(800, 820):
+        moved_again_s += [0.25 * tick] * len(router.tick(0.25 * tick))
+    assert moved_again_s, "a token ends the row of moves"
+
+
 def test_new_requests_wait_at_a_silent_engine_where_there_is_no_other() -> None:
     router = make(1)
     place(router, asked := request())

@@ -130,6 +130,18 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             minimum=0,
         ),
     ] = 3
+    heartbeat_timeout: Annotated[
+        float,
+        Option(
+            ENGINES,
+            "How long an engine with requests may say nothing, which otherwise reports each second, before its "
+            "requests go on at another engine. One of this host whose process is at work gets 30 times as long, and a "
+            "request that has moved for this reason and brought no token moves again after 4 times as long",
+            "seconds",
+            minimum=0.1,
+            maximum=3600,
+        ),
+    ] = 2.0
     progress_timeout: Annotated[
         float,
         Option(
@@ -380,7 +392,7 @@ def with_environment(options: ServeOptions, environment: Mapping[str, str]) -> S
 
 _WITHOUT_HTTP = ("log_level",)
 _ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^/?#\s]+")
-_OF_ROUTER = ("max_migrations", "progress_timeout")
+_OF_ROUTER = ("max_migrations", "heartbeat_timeout", "progress_timeout")
 
 
 def _given_of_http(options: ServeOptions) -> list[str]:

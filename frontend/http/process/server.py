@@ -192,7 +192,9 @@ class HttpServer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         sys.setswitchinterval(_SWITCH_S)
         discovery = Discovery(coordinators, peer_timeout_s) if coordinators else None
-        router_options = RouterOptions(max_migrations=self._options.max_migrations)
+        router_options = RouterOptions(
+            max_migrations=self._options.max_migrations, suspect_after_s=self._options.heartbeat_timeout
+        )
         pool = EnginePool(sources, router_options, discovery=discovery)
         pool.on_death, pool.on_return = self.on_engine_end, self.on_engine_return
         state = ServerState(self._options, pool, self._pages, keys=self._keys, template=self._template)

@@ -1,0 +1,97 @@
+"""An engine that works is not lost because it says nothing for a while: its requests stay where they are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from busy_executor import BUSY
+from http_server import wait_until
+from null_with_tokenizer import BACKEND
+from source_tree import PYTHONPATH
+
+from headrace import LLM, SamplingParams
+from headrace.frontend.client import engine_process
+from headrace.frontend.client.engine_process import EngineProcess
+from headrace.frontend.fleet.client import FleetClient
+from headrace.sampling_params import StructuredOutputsParams
+
+SPIN = "print('begun', flush=True)\nwhile True: pass"
+LONG = SamplingParams(max_tokens=300, ignore_eos=True, seed=1)
+
+
+@contextmanager
+def fleet(backend: str, count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LLM, FleetClient]]:
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    slow = {"step_delay_s": 0.02}
+    with LLM("null", data_parallel_size=count, distributed_executor_backend=backend, hf_overrides=slow) as llm:
+        assert isinstance(llm._client, FleetClient)
+        yield llm, llm._client
+
+
+@contextmanager
+def process(code: str, count: int = 1) -> Iterator[list[subprocess.Popen[bytes]]]:
+    started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(count)]
+    try:
+        for each in started:
+            assert each.stdout is not None
+            assert each.stdout.readline() == b"begun\n"
+        yield started
+    finally:
+        for each in started:
+            each.kill()
+            each.communicate()
+
+
+@pytest.mark.parametrize(
+    ("code", "prepare", "works"),
+    [
+        (SPIN, lambda pid: None, True),
+        ("import time; print('begun', flush=True); time.sleep(600)", lambda pid: None, False),
+        (SPIN, lambda pid: os.kill(pid, signal.SIGSTOP), False),
+    ],
+    ids=["busy", "asleep", "stopped"],
+)
+def test_a_process_works_if_it_uses_processor_time(
+    code: str, prepare: Callable[[int], None], works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "_PROGRAMS", (b"python",))
+    with process(code) as (child,):
+        prepare(child.pid)
+        found = EngineProcess.find(child.pid)
+        assert found is not None
+        if works:
+            wait_until(found.has_worked, 30, "processor time to be used")
+            return
+        wait_until(lambda: not found.has_worked(), 30, "the process to halt")
+        looks: list[bool] = []
+        wait_until(lambda: looks.append(found.has_worked()) or len(looks) == 5, 30, "five looks")
+        assert not any(looks)
+    assert not found.has_worked(), "it has ended"
+
+
+@pytest.mark.system
+def test_an_engine_that_computes_in_one_call_keeps_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fleet(BUSY, 2, monkeypatch) as (llm, client):
+        outputs = llm.generate(["a", "b"], LONG, use_tqdm=False)
+        assert all(output.finished for output in outputs)
+        assert dict(client.pool.router.migrations) == {}
+
+
+@pytest.mark.system
+def test_requests_stay_at_their_engines_on_a_host_with_ten_times_more_to_run_than_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    form = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer"}}})
+    formed = SamplingParams(max_tokens=8, structured_outputs=form)
+    cores = len(os.sched_getaffinity(0))
+    with fleet(BACKEND, 3, monkeypatch) as (llm, client), process(SPIN, 10 * cores):
+        for params in (formed, LONG, formed, LONG):
+            outputs = llm.generate([f"prompt {n}" for n in range(12)], params, use_tqdm=False)
+            assert all(output.finished for output in outputs)
+        assert dict(client.pool.router.migrations) == {}
