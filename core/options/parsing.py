@@ -96,6 +96,13 @@ class OptionParser(argparse.ArgumentParser):
             self._fail("; ".join(self._explain(argument) for argument in flags or unknown), " ".join(commands))
         return parsed
 
+    def load_config_file(self, file_path: str) -> list[str]:
+        """The arguments that stand for a YAML file: `max-model-len: 64` is `--max-model-len 64`.
+
+        Raises OptionError for a file that is none.
+        """
+        return _arguments_of_file(self, Path(file_path))
+
     def format_help(self) -> str:
         """The help without folded groups (see add_options), which one line names instead."""
         folded: list[str] = getattr(self, _FOLDED, [])
@@ -148,11 +155,15 @@ class OptionParser(argparse.ArgumentParser):
 
     def _normalise(self, arguments: list[str]) -> list[str]:
         result: list[str] = []
+        nested: dict[str, tuple[int, dict[str, Any]]] = {}
+        """By option: what its dotted forms say together, and where in the result that goes."""
         rest = list(reversed(arguments))
+        after: list[str] = []
         while rest:
             argument = rest.pop()
             if argument == "--":
-                return [*result, argument, *reversed(rest)]
+                after = [argument, *reversed(rest)]
+                break
             name, equals, value = argument.partition("=")
             _, dot, path = name.partition(".")
             base = _base(argument)
@@ -165,16 +176,21 @@ class OptionParser(argparse.ArgumentParser):
             )
             if is_flag and not equals and rest and rest[-1].lower() in ("true", "false"):  # vLLM's older form
                 equals, value = "=", rest.pop()
-            if dot and (isinstance(action, _MergeJson) or (isinstance(action, _StoreVllmOption) and not is_flag)):
+            if dot and action is not None and not is_flag and action.nargs != 0:
                 if not equals and not rest:
                     self.error(f"{argument}: a value must follow")
                 text = value if equals else rest.pop()
-                result.append(f"{base}={json.dumps(_nest(path.split('.'), text))}")
+                index, before = nested.get(base, (len(result), {}))
+                if base not in nested:
+                    result.append("")
+                nested[base] = index, _merge(before, _nest(path.split("."), text))
             elif equals and is_flag:
                 result.append(self._flag(base, value))
             else:
                 result.append(base + dot + path + equals + value)
-        return result
+        for base, (index, value_of_parts) in nested.items():
+            result[index] = f"{base}={json.dumps(value_of_parts)}"
+        return result + after
 
     def _flag(self, name: str, value: str) -> str:
         """`--flag=false`, which argparse does not support, as `--no-flag`."""
@@ -267,6 +283,72 @@ def add_options(
             _add_vllm_options(parser)
 
 
+def fill_namespaces(parser: argparse.ArgumentParser) -> None:
+    """Makes the namespaces of a parser with `add_options` hold every option, as vLLM's parsers do: as it is typed, with
+    the given value, else that of `--config FILE`, else the default.
+
+    The file may also hold what others added to the parser. An option that is wrong ends the program as argparse does.
+    """
+    inner = parser.parse_known_args
+
+    def parse_known_args(
+        args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        try:
+            arguments = _with_config_files(parser, list(sys.argv[1:] if args is None else args))
+            found, unknown = inner(arguments, namespace)
+            options = options_from_arguments(found)
+        except OptionError as error:
+            parser.error(str(error))
+        vars(found).pop(_VLLM_OPTIONS, None)  # `options` has what they stand for
+        for name in option_specs():
+            setattr(found, name, getattr(options, name))
+        found.model = found.model or None  # the demo model
+        found.config = None
+        return found, unknown
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign,assignment]
+
+
+def _with_config_files(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:
+    """The arguments with those of `--config FILE` before them in its stead, so that the command line wins."""
+    from_files: list[str] = []
+    rest: list[str] = []
+    pending = iter(arguments)
+    for argument in pending:
+        if argument == "--":
+            rest += [argument, *pending]
+        elif argument == "--config" or argument.startswith("--config="):
+            path = argument.partition("=")[2] or next(pending, "")
+            if not path:
+                parser.error("--config: a file must follow")
+            from_files += _arguments_of_file(parser, Path(path))
+        else:
+            rest.append(argument)
+    return from_files + rest
+
+
+def _arguments_of_file(parser: argparse.ArgumentParser, path: Path) -> list[str]:
+    result: list[str] = []
+    for key, value in _read_mapping(path).items():
+        name = flag(key.replace("-", "_"))
+        action = parser._option_string_actions.get(name) or parser._option_string_actions.get(f"--{key}")
+        name = name if name in parser._option_string_actions else f"--{key}"
+        if isinstance(value, bool):
+            opposite = "--no-" + name.removeprefix("--")
+            if value:
+                result.append(name)
+            elif isinstance(action, argparse.BooleanOptionalAction) or opposite in parser._option_string_actions:
+                result.append(opposite)
+        elif isinstance(value, list):
+            is_repeated = isinstance(action, argparse._AppendAction)
+            texts = [each if isinstance(each, str) else json.dumps(each) for each in value]
+            result += [part for text in texts for part in (name, text)] if is_repeated else [name, *texts]
+        elif value is not None:
+            result.append(f"{name}={value if isinstance(value, str) else json.dumps(value)}")
+    return result
+
+
 def options_from_arguments(args: argparse.Namespace) -> Options:
     """Reads the options from the namespace of a parser with `add_options`. Prints notes about retired names to stderr.
 
@@ -350,18 +432,11 @@ def read_config(path: Path, struct: type[T], structs: Sequence[type[msgspec.Stru
 
     Raises OptionError that names the file.
     """
-    try:
-        content = _read_yaml(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"the config file {path} cannot be read: {error}") from None
-    except ValueError as error:
-        raise OptionError(f"in the config file {path}: {error}") from None
-    if not isinstance(content, dict | None) or not all(isinstance(key, str) for key in content or ()):
-        raise OptionError(f"the config file {path} must map option names to values, such as 'max-model-len: 4096'")
+    content = _read_mapping(path)
     names = option_specs(struct).keys()
     others = {name for other in structs if other is not struct for name in option_specs(other)} - names
     own = {}
-    for key, value in (content or {}).items():
+    for key, value in content.items():
         name = key.replace("-", "_")
         is_of_engine = struct is not Options and Options in structs and name not in names and is_vllm_option(name)
         if name not in others and not is_of_engine:
@@ -370,6 +445,19 @@ def read_config(path: Path, struct: type[T], structs: Sequence[type[msgspec.Stru
         return read_options(struct, own, also_known=others)
     except OptionError as error:
         raise OptionError(f"in the config file {path}: {error}") from None
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """What a YAML file of options holds. Raises OptionError that names the file."""
+    try:
+        content = _read_yaml(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"the config file {path} cannot be read: {error}") from None
+    except ValueError as error:
+        raise OptionError(f"in the config file {path}: {error}") from None
+    if not isinstance(content, dict | None) or not all(isinstance(key, str) for key in content or ()):
+        raise OptionError(f"the config file {path} must map option names to values, such as 'max-model-len: 4096'")
+    return content or {}
 
 
 def _read_yaml(path: Path) -> Any:
@@ -575,8 +663,16 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
+class _Appended(list[Any]):
+    """Entries that join those of a list before them."""
+
+
 def _nest(path: list[str], text: str) -> dict[str, Any]:
+    """{"a": {"b": value}} for a.b, and {"a": [value, ...]} for `a+`, whose text may be several values with commas."""
     value = _json_or_text(text)
+    if path[-1].endswith("+"):
+        path = [*path[:-1], path[-1].removesuffix("+")]
+        value = _Appended(map(_json_or_text, text.split(",")))
     for key in reversed(path):
         value = {key: value}
     return cast(dict[str, Any], value)
@@ -585,6 +681,9 @@ def _nest(path: list[str], text: str) -> dict[str, Any]:
 def _merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     merged = dict(old)
     for key, value in new.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            value = _merge(merged[key], value)
+        elif isinstance(value, _Appended) and isinstance(merged.get(key), list):
+            value = _Appended(merged[key] + value)
+        merged[key] = value
     return merged

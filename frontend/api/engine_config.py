@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from headrace.core.options.engine_options import Options
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.api.unsupported import CONFIG_FIELDS, DECISIONS, no_attribute
 from headrace.ipc.messages import Welcome
@@ -23,17 +26,18 @@ class ModelConfig(Explained, frozen=True, kw_only=True):
 
     model: str
     served_model_name: str
-    max_model_len: int
+    max_model_len: int | None
+    """None before an engine has decided it, unless the model's config.json is at hand."""
     dtype: str
-    """As the option dtype is written: bfloat16, for example."""
+    """As the option dtype is written: bfloat16, for example; auto before an engine has decided."""
     max_logprobs: int
-    vocab_size: int
+    vocab_size: int | None
     generation_defaults: dict[str, Any]
     skip_tokenizer_init: bool
     runner_type: str = "generate"
     is_multimodal_model: bool = False
 
-    def get_vocab_size(self) -> int:
+    def get_vocab_size(self) -> int | None:
         return self.vocab_size
 
     def get_diff_sampling_param(self) -> dict[str, float | int | list[int]]:
@@ -46,14 +50,15 @@ class ModelConfig(Explained, frozen=True, kw_only=True):
 
 class CacheConfig(Explained, frozen=True, kw_only=True):
     block_size: int
-    num_gpu_blocks: int
+    num_gpu_blocks: int | None
+    """None before an engine has decided it."""
     enable_prefix_caching: bool
 
 
 class SchedulerConfig(Explained, frozen=True, kw_only=True):
     max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
+    max_num_batched_tokens: int | None
+    max_model_len: int | None
 
 
 class EngineConfig(Explained, frozen=True, kw_only=True):
@@ -62,6 +67,49 @@ class EngineConfig(Explained, frozen=True, kw_only=True):
     model_config: ModelConfig
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
+
+
+def asked_config(options: Options) -> EngineConfig:
+    """What the options ask for, before an engine has started.
+
+    The context length and the vocabulary are those of config.json where the model is a local folder; what only an
+    engine decides is None, or auto.
+    """
+    stored = _stored_config(options.model)
+    asked_len = options.max_model_len if isinstance(options.max_model_len, int) and options.max_model_len > 0 else None
+    max_model_len = asked_len or stored.get("max_position_embeddings")
+    return EngineConfig(
+        model_config=ModelConfig(
+            model=options.model,
+            served_model_name=(options.served_model_name or (options.model,))[0],
+            max_model_len=max_model_len,
+            dtype=options.dtype,
+            max_logprobs=options.max_logprobs,
+            vocab_size=stored.get("vocab_size"),
+            generation_defaults=dict(options.override_generation_config),
+            skip_tokenizer_init=options.skip_tokenizer_init,
+        ),
+        cache_config=CacheConfig(
+            block_size=options.block_size,
+            num_gpu_blocks=options.num_gpu_blocks_override,
+            enable_prefix_caching=options.enable_prefix_caching,
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=max_model_len,
+        ),
+    )
+
+
+def _stored_config(model: str) -> dict[str, int]:
+    """The numbers of a local folder's config.json, of its text part where it has one."""
+    try:
+        stored = json.loads((Path(model).expanduser() / "config.json").read_bytes())
+        text = stored.get("text_config") or stored
+        return {name: value for name, value in text.items() if isinstance(value, int)}
+    except (OSError, ValueError, AttributeError):
+        return {}
 
 
 def engine_config(welcome: Welcome) -> EngineConfig:

@@ -18,11 +18,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from headrace.core.options import compilation_config
-from headrace.core.options.parsing import add_options, options_from_arguments, parse_options
+from headrace.core.options.parsing import add_options, fill_namespaces, options_from_arguments, parse_options
 from headrace.core.options.values import option_specs
 from headrace.core.options.vllm_options import unsupported_options
 from headrace.frontend.api.async_llm import AsyncLLM
-from headrace.frontend.api.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, engine_config
+from headrace.frontend.api.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    asked_config,
+    engine_config,
+)
 from headrace.frontend.api.inputs.prompts import tokenization_of
 from headrace.frontend.api.llm import LLM
 from headrace.frontend.api.outputs import RequestOutput
@@ -94,12 +101,20 @@ class EngineArgs(metaclass=_Defaults):
 
     @staticmethod
     def add_cli_args(parser: P, async_args_only: bool = False) -> P:
-        """Adds every option and `--config FILE` to the parser. With async_args_only adds nothing: AsyncLLM has no
-        options of its own."""
+        """Adds every option and `--config FILE` to the parser, whose namespaces then hold all of them, typed and with
+        their defaults. With async_args_only adds nothing: AsyncLLM has no options of its own."""
         if async_args_only:
             return parser
         add_options(parser)
+        fill_namespaces(parser)
         return parser
+
+    def create_engine_config(self, usage_context: Any = None, headless: bool = False) -> EngineConfig:
+        """The options in the form of vLLM's VllmConfig; see `asked_config`. A running engine's is `vllm_config`."""
+        return asked_config(parse_options(**vars(self)))
+
+    def create_model_config(self) -> ModelConfig:
+        return self.create_engine_config().model_config
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:

@@ -123,7 +123,7 @@ def test_config_objects_tell_what_they_lack(llm: LLM) -> None:
         (engine, "model_executor", "a program of its own"),
         (llm, "set_tokenizer", "the option tokenizer"),
         (llm, "get_decoding_config", "describe_engine"),
-        (EngineArgs(), "create_model_config", "describe_engine"),
+        (EngineArgs(), "create_speculative_config", "describe_engine"),
     ):
         with pytest.raises(AttributeError, match=f"has no '{name}': .*{said}"):
             getattr(owner, name)

@@ -305,7 +305,7 @@ def test_dotted_keys_go_with_short_names_and_with_options_that_only_vllm_has(
     speculation = from_command_line("-sc.method", "ngram", "-sc.num_speculative_tokens=3").speculative_config
     assert speculation == {"method": "ngram", "num_speculative_tokens": 3}
     assert from_command_line("--limit-mm-per-prompt.image", "0", "--limit-mm-per-prompt.video=0") == Options()
-    with pytest.raises(OptionError, match=r"limit-mm-per-prompt=\{'image': 1, 'video': 0\} is refused"):
+    with pytest.raises(OptionError, match=r'limit-mm-per-prompt=\{"image": 1, "video": 0\} is refused'):
         from_command_line("--limit-mm-per-prompt.image", "1", "--limit-mm-per-prompt.video=0")
     assert from_command_line("-cc.mode", "3") == Options()
     assert "has no effect: there is no compiler" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import parse_options
 from headrace.frontend.api.sync_stream import MOST_UNREAD
 from headrace.ipc.messages import Abort
+from headrace.utils.argparse_utils import FlexibleArgumentParser
 
 __all__ = ["core", "llm"]  # fixtures
 pytestmark = pytest.mark.usefixtures("private_cache")
@@ -95,7 +97,7 @@ def test_engine_args_are_the_options_of_an_llm() -> None:
 def test_what_a_parser_of_engine_args_found_is_the_keywords_of_an_llm(tmp_path: Path) -> None:
     """vLLM's examples: `LLM(**vars(parser.parse_args()))`."""
     parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
-    assert vars(parser.parse_args([])) == {}
+    assert parse_options(**vars(parser.parse_args([]))) == parse_options()
     found = vars(parser.parse_args(["--model", "some/model", "--seed", "7", "--swap-space", "4", "-dp", "1"]))
     assert parse_options(**found) == parse_options(model="some/model", seed=7)
     file = tmp_path / "engine.yaml"
@@ -115,9 +117,78 @@ def test_engine_args_are_a_dataclass_to_those_who_ask() -> None:
     assert dataclasses.replace(args, seed=5).seed == 5  # type: ignore[type-var]
 
 
-def test_engine_args_name_what_they_lack() -> None:
-    with pytest.raises(AttributeError, match="EngineArgs has no 'create_engine_config': what the engine decided is in"):
-        EngineArgs().create_engine_config()
+@pytest.mark.parametrize("kind", [argparse.ArgumentParser, FlexibleArgumentParser])
+def test_a_namespace_has_every_option_typed_with_its_default(kind: type[argparse.ArgumentParser]) -> None:
+    parser = EngineArgs.add_cli_args(kind())
+    parser.add_argument("--mine", type=int, default=3)
+    found = parser.parse_args(
+        ["--max-num-seqs", "4", "--hf-overrides", '{"rope_theta": 1}', "--no-enable-prefix-caching"]
+    )
+    assert (found.max_num_seqs, found.block_size, found.model, found.mine) == (4, 16, None, 3)
+    assert (found.tensor_parallel_size, found.enforce_eager, found.hf_overrides) == (1, False, {"rope_theta": 1})
+    assert vars(found).keys() == {*Options.__struct_fields__, "mine", "config"}
+    found.seed = 5  # a script may set what it likes
+    assert vars(EngineArgs.from_cli_args(found)) == {
+        "max_num_seqs": 4,
+        "hf_overrides": {"rope_theta": 1},
+        "enable_prefix_caching": False,
+        "seed": 5,
+    }
+
+
+@pytest.mark.parametrize("kind", [argparse.ArgumentParser, FlexibleArgumentParser])
+def test_a_config_file_fills_a_namespace_with_a_scripts_own_options_too(
+    kind: type[argparse.ArgumentParser], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = EngineArgs.add_cli_args(kind())
+    parser.add_argument("--num-prompts", type=int, default=1)
+    parser.add_argument("--names", nargs="+", default=[])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True)
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "max-num-seqs: 8\nblock_size: 32\nnum-prompts: 7\nnames: [a, b]\nquick: true\ncache: false\n"
+        "hf-overrides: {rope_theta: 2}\nenable-prefix-caching: false\n"
+    )
+    found = parser.parse_args(["--config", str(file), "--block-size", "16", "--num-prompts", "9"])
+    assert (found.max_num_seqs, found.block_size, found.enable_prefix_caching) == (8, 16, False)
+    assert (found.num_prompts, found.names, found.quick, found.cache) == (9, ["a", "b"], True, False)
+    assert found.hf_overrides == {"rope_theta": 2}
+    for wrong, said in (
+        ("max-num-seqs: many", "max-num-seqs"),
+        ("max-nmu-seqs: 3", "max-nmu-seqs"),
+        ("[1]", "must map"),
+    ):
+        file.write_text(wrong)
+        with pytest.raises(SystemExit):
+            parser.parse_args([f"--config={file}"])
+        assert said in capsys.readouterr().err
+
+
+def test_a_parser_reads_a_config_file_as_arguments_and_dotted_options(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("port: 123\ntensor-parallel-size: 4\nenforce-eager: true\n")
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    assert parser.load_config_file(str(file)) == ["--port=123", "--tensor-parallel-size=4", "--enforce-eager"]
+    parser.add_argument("--mine", type=json.loads)
+    dotted = ["--hf-overrides.rope.rope_theta", "5", "--hf_overrides.x+", "1", "--hf-overrides.x+=2,b", "--mine.a.b=1"]
+    found = parser.parse_args([*dotted, "--mine.a.c", "x"])
+    assert found.hf_overrides == {"rope": {"rope_theta": 5}, "x": [1, 2, "b"]}
+    assert found.mine == {"a": {"b": 1, "c": "x"}}
+
+
+def test_engine_args_make_configs_of_what_they_ask_for(tmp_path: Path) -> None:
+    asked = EngineArgs(model="some/model", max_num_seqs=4, max_model_len=64).create_engine_config()
+    assert (asked.model_config.model, asked.model_config.max_model_len, asked.model_config.dtype) == (
+        "some/model",
+        64,
+        "auto",
+    )
+    assert (asked.cache_config.block_size, asked.cache_config.num_gpu_blocks) == (16, None)
+    assert asked.scheduler_config.max_num_seqs == 4
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 512, "vocab_size": 99}')
+    stored = EngineArgs(model=str(tmp_path)).create_model_config()
+    assert (stored.max_model_len, stored.get_vocab_size()) == (512, 99)
 
 
 def test_outputs_that_nobody_takes_do_not_pile_up_and_the_last_one_is_whole(llm: LLM) -> None:
