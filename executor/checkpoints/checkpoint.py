@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from headrace.executor.checkpoints.weights import OnRead, WeightSource
     from headrace.executor.models.arch import ArchSpec
 
+logger = logging.getLogger(__name__)
 Format = Literal["safetensors", "pt", "gguf", "mistral", "sharded_state", "tensorizer", "dummy"]
 
 SAFETENSORS_INDEX, TORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
@@ -35,6 +37,11 @@ SHARDED_STATE = "model-rank-*-part-0.safetensors"
 MISTRAL_PARAMS, MISTRAL_FILES = "params.json", "consolidated*.safetensors"
 MISTRAL_END = 2
 """The end-of-sequence token id of all of Mistral's tokenizers, which params.json does not give."""
+FLOAT_TYPES = {
+    **{name: name for name in ("float32", "float16", "bfloat16")},
+    **{"float": "float32", "float64": "float32", "double": "float32", "half": "float16"},
+}
+"""From a config's `dtype` to the type in which the weights are computed."""
 # Beginnings of the names of files beside the weights that hold none of the model's weights.
 NOT_WEIGHTS = ("adapter_model", "consolidated", "optimizer", "scheduler", "scaler", "training_args", "rng_state")
 # generation_config.json's names -> SamplingParams'.
@@ -210,7 +217,7 @@ def _names_demo_model(options: Options) -> bool:
 
 def config_at_hand(options: Options) -> dict[str, Any] | None:
     """The config of the model that the options name, `hf_overrides` applied, if it is on this machine. Opens no weights
-    and imports no torch. None if it is not here, or has no `architectures`. Raises ModelError if it cannot be read.
+    and imports no torch. None if it is not here, or names no model. Raises ModelError if it cannot be read.
     """
     options = agreeing_formats(options)
     path = demo_model.demo_model_path() if _names_demo_model(options) else Path(options.model).expanduser()
@@ -233,7 +240,7 @@ def config_at_hand(options: Options) -> dict[str, Any] | None:
     if file is None or not file.is_file():
         return None
     config = _overridden(_read_config(file), options.hf_overrides)
-    return config if "architectures" in config else None
+    return config if config.get("architectures") or config.get("model_type") else None
 
 
 def _cached_config_file(options: Options, choice: HubChoice) -> Path | None:
@@ -432,7 +439,8 @@ def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[st
 
 
 def _read_generation_config(folder: Path | None, options: Options) -> dict[str, Any]:
-    """Content of generation_config.json; {} if there is none. The options may name another folder than the model's."""
+    """Content of generation_config.json; {} if there is none, or if the model's own cannot be read. The options may
+    name another folder than the model's."""
     if options.generation_config not in ("auto", "vllm"):
         named = Path(options.generation_config).expanduser()
         if not (named / "generation_config.json").is_file():
@@ -440,8 +448,14 @@ def _read_generation_config(folder: Path | None, options: Options) -> dict[str, 
                 f"generation_config names {named}, where there is no generation_config.json; auto is the model's own, "
                 "and vllm sets no defaults"
             )
-        folder = named
-    return {} if folder is None else read_optional_json(folder / "generation_config.json")
+        return read_json(named / "generation_config.json")
+    if folder is None:
+        return {}
+    try:
+        return read_optional_json(folder / "generation_config.json")
+    except ModelError as error:  # as peers, which serve the model without its defaults
+        logger.warning("%s; the model is served without its defaults", error)
+        return {}
 
 
 def _check_default(name: str, value: Any, what: str) -> None:
@@ -467,12 +481,12 @@ def _sampling_defaults(generation: Mapping[str, Any], options: Options, file: Pa
 
 
 def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The end-of-sequence ids of the generation config, else the config, else its text_config. Raises ModelError for
-    values that are not token ids."""
+    """The end-of-sequence ids of the generation config, else the config, else its text_config. -1 stands for none.
+    Raises ModelError for values that are not token ids."""
     text = config.get("text_config")
     sources = [generation, config, text if isinstance(text, Mapping) else {}]
     found = next((each["eos_token_id"] for each in sources if each.get("eos_token_id") is not None), ())
-    ids = found if isinstance(found, list | tuple) else (found,)
+    ids = [each for each in (found if isinstance(found, list | tuple) else (found,)) if each != -1]
     if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 2**31 for each in ids):
         raise ModelError(f"eos_token_id is {found!r:.80}; a token id or a list of them is expected")
     return tuple(dict.fromkeys(ids))
@@ -483,8 +497,9 @@ def _dtype_name(config: Mapping[str, Any], folder: Path, found: Format, tensoriz
     text = config.get("text_config")
     for each in (config, text if isinstance(text, Mapping) else {}):
         named = each.get("dtype") or each.get("torch_dtype")
-        if isinstance(named, str):
-            return named.removeprefix("torch.")
+        is_packed = str(named).startswith("float8") and bool(config.get("quantization_config"))
+        if named not in (None, "", "auto") and not is_packed:
+            return _float_type(named)
     if found == "dummy":
         return "float32"
     if config.get("quantization_config"):
@@ -496,6 +511,17 @@ def _dtype_name(config: Mapping[str, Any], folder: Path, found: Format, tensoriz
     held = tensorized.weights() if tensorized is not None else _folder_weights(folder, found)
     name: str = held.dtype_name()
     return name
+
+
+def _float_type(named: Any) -> str:
+    """The name of a config's dtype. Raises ModelError if it is no type of floats."""
+    plain = named.removeprefix("torch.") if isinstance(named, str) else ""
+    if plain not in FLOAT_TYPES:
+        raise ModelError(
+            f"the config's dtype is {named!r:.80}; {', '.join(sorted(FLOAT_TYPES))} are known",
+            hint='hf_overrides={"dtype": null} takes the type in which the weights are stored',
+        )
+    return FLOAT_TYPES[plain]
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -534,7 +560,7 @@ def _folder_weights(folder: Path, found: Format, strategy: Strategy = "lazy", pl
             raise ModelError(
                 f"{folder} lacks {', '.join(missing)}, which {index_path.name} lists; fetch the model again"
             )
-    return TorchWeights(files) if found == "pt" else SafetensorsWeights(files, weight_map, strategy, place)
+    return TorchWeights(files, weight_map) if found == "pt" else SafetensorsWeights(files, weight_map, strategy, place)
 
 
 def _dummy(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | None) -> WeightSource:

@@ -51,12 +51,12 @@ class SafetensorsWeights:
         strategy: Strategy = "lazy",
         place: RankPlace = SINGLE,
     ) -> None:
-        """weight_map: from a tensor's name to its file's, as in an index; without it, no two files may have a tensor of
-        one name."""
+        """weight_map: from a tensor's name to its file's, as in an index. No two files may have a tensor of one name
+        that it does not have."""
         self._file_of: dict[str, SafetensorsFile] = {}
         for file in open_sound_files(files, strategy):
             for name in file.names:
-                if weight_map is not None and weight_map.get(name) != file.path.name:
+                if weight_map is not None and weight_map.get(name, file.path.name) != file.path.name:
                     continue
                 if name in self._file_of:
                     raise ModelError(

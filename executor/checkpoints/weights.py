@@ -90,11 +90,12 @@ class TorchWeights(HeldWeights):
     """Tensors of one or more files that torch.save wrote, memory-mapped where their format allows it.
 
     A pickle can call any function, so only plain tensors are loaded (torch's weights_only). Raises ModelError for a
-    pickle that needs more, for a file that is truncated or of another format, and for a weight in two files.
+    pickle that needs more, for a file that is truncated or of another format, and for a weight in two files if the
+    index (from names to files) chooses neither.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        found: dict[str, Tensor] = {}
+    def __init__(self, files: Sequence[Path], weight_map: Mapping[str, str] | None = None) -> None:
+        found, chosen = dict[str, Tensor](), weight_map or {}
         for file in files:
             loaded = _load_torch(file)
             held = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
@@ -102,6 +103,7 @@ class TorchWeights(HeldWeights):
                 raise ModelError(
                     f"{file} holds no tensors by name, only {', '.join(map(str, list(loaded)[:5])) or 'nothing'}"
                 )
+            held = {name: value for name, value in held.items() if chosen.get(name, file.name) == file.name}
             if twice := found.keys() & held.keys():
                 raise ModelError(f"{file} and another file beside it both hold the weight {min(twice)}")
             found |= held

@@ -36,7 +36,8 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
 
     Raises ModelError, naming the architecture and what was tried, if none can compute the model.
     """
-    named = checkpoint.config.get("architectures") or ["none"]
+    named = checkpoint.config.get("architectures") or ()
+    shown = named[0] if named else checkpoint.config.get("model_type")
     reason: ModelError
     if options.model_impl != "transformers":
         try:
@@ -50,15 +51,15 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
     try:
         config = _config_of(checkpoint, options)
         spec = foreign_spec(config, options.trust_remote_code)
-        if named[0] != spec.architecture:
+        if named and spec.architecture not in named:
             raise ForeignError(f"what transformers has for model type {config.model_type} is {spec.architecture}")
     except ForeignError as error:
-        said = f"transformers cannot compute {printable(f'{named[0]:.100}')} here: {error}"
+        said = f"transformers cannot compute {printable(f'{shown!s:.100}')} here: {error}"
         if options.model_impl != "transformers":
             said = f"{str(reason).partition('; known are')[0]}, and {said}"
         raise ModelError(said, hint=HOW_TO_ADD) from error
     if options.pipeline_parallel_size > 1:
-        raise ModelError(f"pipeline_parallel_size does not apply to {named[0]}: transformers computes it on one rank")
+        raise ModelError(f"pipeline_parallel_size does not apply to {shown}: transformers computes it on one rank")
     why = "model_impl=transformers asks for it" if options.model_impl == "transformers" else str(reason)
     logger.warning(
         "%s is computed by transformers' code with the paged cache and attention of this engine (%s): several times "

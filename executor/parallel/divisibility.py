@@ -21,9 +21,10 @@ from headrace.ipc.failure import OptionError
 def check_world(options: Options) -> None:
     """Raises ModelError or OptionError, with the numbers, where the ranks cannot share the model.
 
-    Does not check for a user's own `worker_cls`, which may divide a model in any way.
+    Does not check for a user's own `worker_cls`, which may divide a model in any way, nor for transformers' code, which
+    runs on one rank.
     """
-    if options.worker_cls != "auto":
+    if options.worker_cls != "auto" or options.model_impl == "transformers":
         return
     config: Mapping[str, Any] | None = config_at_hand(options)
     if config is None:

@@ -12,6 +12,7 @@ import torch
 import transformers
 from every_family import QUANTISED, TABLES
 from gguf_cases import CASES
+from multimodal_models import config_of as multimodal_config
 from published_models import PUBLISHED
 from published_models import config_of as published_config
 from tiny_families import FOREIGN, foreign
@@ -32,6 +33,7 @@ from headrace.kernels.triton.versions import VERSIONS
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs/models.md"
 MOST_TOKENS = 64
+LANGUAGE_MODEL = "LlavaForConditionalGeneration"
 MARK = "<!-- what follows is written by tests/models/models_document.py: make docs -->\n"
 
 
@@ -55,6 +57,7 @@ def native_rows() -> Iterator[Row]:
             tested.setdefault(tiny.model_class, (tests, partial(config_of, tiny)))
     for name, published in PUBLISHED.items():
         tested.setdefault(published.architecture, ("test_published_layouts", partial(published_config, name)))
+    tested[LANGUAGE_MODEL] = ("test_odd_checkpoints", partial(multimodal_config, "llava with llama"))
     for architecture in sorted(known, key=str.lower):
         twin = next((name for name in tested if known.get(name) is known[architecture]), None)
         assert twin is not None, f"no test runs a model of {architecture}"

@@ -15,6 +15,7 @@ from typing import Any
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.config import Config
+from headrace.executor.models.families._model_types import MODEL_TYPES
 from headrace.executor.models.families._unread import check_unread
 from headrace.executor.models.registry import class_of_plugin, registered_model
 from headrace.ipc.failure import HeadraceError, ModelError
@@ -79,12 +80,10 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
     Raises ModelError if the architecture is unknown (listing the known ones), a field is missing or of the wrong type,
     or the numbers are inconsistent.
     """
-    named = config.get("architectures")
-    if not isinstance(named, list | tuple) or not named or not isinstance(named[0], str):
-        raise ModelError(f'the config has no "architectures"; one of {", ".join(families())} is expected')
-    family = _family(named[0])
+    named = named_architecture(config)
+    family = _family(named)
     try:
-        read = Config(config)
+        read = Config({**config, "architectures": [named]})
         spec = family.build(read)
         check_unread(read, family, refuses=family in families().values())
         return spec
@@ -92,9 +91,39 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
         raise
     except Exception as error:  # whatever a package's own family does
         raise ModelError(
-            f"the family of {named[0]} ({getattr(family.build, '__module__', 'unknown')}) cannot read the config: "
+            f"the family of {named} ({getattr(family.build, '__module__', 'unknown')}) cannot read the config: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def named_architecture(config: Mapping[str, Any]) -> str:
+    """The first of the config's `architectures` that a family has, else the first; without any, that of its model_type.
+
+    Raises ModelError if the config has neither, and UnknownArchitectureError for a model_type that no family has.
+    """
+    named = config.get("architectures")
+    listed = [each for each in named if isinstance(each, str)] if isinstance(named, list | tuple) else []
+    if listed:
+        return next(filter(_is_known, listed), listed[0]) if len(listed) > 1 else listed[0]
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise ModelError(f'the config has no "architectures"; one of {", ".join(families())} is expected')
+    if kind not in MODEL_TYPES:
+        shown = printable(f"{kind:.100}")
+        raise UnknownArchitectureError(
+            f'the config has no "architectures", and its model_type is {shown}; known are {", ".join(MODEL_TYPES)}'
+        )
+    return MODEL_TYPES[kind]
+
+
+def _is_known(architecture: str) -> bool:
+    try:
+        _family(architecture)
+    except UnknownArchitectureError:
+        return False
+    except NotNativeError:
+        return True
+    return True
 
 
 def _family(architecture: str) -> Family:

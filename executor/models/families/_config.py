@@ -272,16 +272,14 @@ def layer_types(config: Config, num_layers: int, default: Sequence[str]) -> list
 
 
 def text_part(config: Config) -> Config:
-    """The config of a multimodal checkpoint's language model; the config itself if it is that. Raises ModelError if
-    the two parts differ in what both say."""
+    """The config of a multimodal checkpoint's language model; the config itself if it is that. Whether the head is tied
+    is said outside of the section, as transformers reads it, or inside."""
     text = config.section("text_config")
     if not text:
         return config
-    tied = [flag(each, "tie_word_embeddings", False) for each in (config, text) if each.stores("tie_word_embeddings")]
-    if tied and tied[0] != tied[-1]:
-        raise ModelError("the config and its text_config differ in tie_word_embeddings; it is one field")
-    beside = {"tie_word_embeddings": tied[0]} if tied else {}
-    return beside | text | {"architectures": config["architectures"]}
+    outside = {key: config[key] for key in ("tie_word_embeddings",) if config.stores(key)}
+    flag(text, "tie_word_embeddings", False)  # checked, and so read, also where it does not decide
+    return text | outside | {"architectures": config["architectures"]}
 
 
 def biases(config: Config, key: str, default: bool) -> dict[str, bool]:

@@ -1,0 +1,92 @@
+"""The language models of multimodal checkpoints, each of another family. Media are refused: the towers that read them
+are not loaded. Gemma 3, Gemma 3n and Llama 4 read such checkpoints of theirs by themselves.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.families import Config, Family, named_architecture, spec_from_config
+from headrace.ipc.failure import ModelError
+
+ARCHITECTURES = (
+    *("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration", "Idefics3ForConditionalGeneration"),
+    *("InternVLChatModel", "InternVLForConditionalGeneration", "LlavaForConditionalGeneration"),
+    *("LlavaNextForConditionalGeneration", "LlavaNextVideoForConditionalGeneration"),
+    *("LlavaOnevisionForConditionalGeneration", "Mistral3ForConditionalGeneration"),
+    *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
+    *("SmolVLMForConditionalGeneration", "VipLlavaForConditionalGeneration", "VoxtralForConditionalGeneration"),
+)
+QWEN = {
+    "Qwen2VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+}
+"""Those whose language model has a name of its own, and whose older configs have its fields among the others."""
+SECTIONS = ("text_config", "llm_config")
+OTHER_MEDIA = (
+    r"(^|\.)(vision|audio|image)_(tower|model|encoder)\.",
+    r"^(model\.)?visual\.",
+    r"^(model\.)?(multi_modal_projector|connector|image_newline|mlp1)(\.|$)",
+)
+# What transformers' classes fill in, since many configs leave it out.
+_LLAMA = {"vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": _LLAMA | {"intermediate_size": 11_008, "max_position_embeddings": 2048},
+    "mistral": _LLAMA
+    | {"intermediate_size": 14_336, "max_position_embeddings": 131_072, "num_key_value_heads": 8}
+    | {"sliding_window": 4096},
+    "qwen2": _LLAMA | {"vocab_size": 151_936, "intermediate_size": 22_016, "max_position_embeddings": 32_768},
+}
+_OF_IMAGES = (
+    *("dynamic_image_size", "force_image_size", "ignore_index", "max_dynamic_patch", "min_dynamic_patch", "pad2square"),
+    *("ps_version", "scale_factor", "select_layer", "use_thumbnail"),
+)
+_SAID_OF_TEXT = ("hidden_size", "max_position_embeddings", "vocab_size")
+IGNORED: Mapping[str, str] = {
+    **dict.fromkeys(_OF_IMAGES, "of images"),
+    **dict.fromkeys(("use_backbone_lora", "use_llm_lora", "template"), "of its training"),
+    **dict.fromkeys(_SAID_OF_TEXT, "the language model's own section has it"),
+}
+
+
+def build(config: Config) -> ArchSpec:
+    outer = config["architectures"][0]
+    section = next((key for key in SECTIONS if config.get(key)), None)
+    if section is None and outer not in QWEN:
+        raise ModelError(f"the config of this {outer} has no text_config, which describes its language model")
+    text = dict(config) if section is None else dict(config.section(section))
+    if section is not None and config.stores("tie_word_embeddings"):  # which transformers reads, not the section's
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    kind = text.get("model_type") or "llama"
+    text = {**DEFAULTS.get(kind, {}), **text}
+    text["architectures"] = [QWEN.get(outer) or named_architecture(text | {"model_type": kind})]
+    spec = spec_from_config(_with_plain_positions(text))
+    names = spec.names
+    inner = tuple(f"language_model.{prefix}" for prefix in names.prefixes)
+    heads = tuple(f"language_model.{head}" for head in names.lm_heads)
+    return replace(
+        spec,
+        architecture=outer,
+        names=replace(
+            names,
+            prefixes=(*inner, "model.language_model.", "model.text_model.", *names.prefixes),
+            lm_heads=(*names.lm_heads, *heads),
+            ignorable=(*names.ignorable, *OTHER_MEDIA),
+        ),
+    )
+
+
+def _with_plain_positions(text: dict[str, Any]) -> dict[str, Any]:
+    """The config without what rotates the parts of a head by an image's time, height and width: these are equal for
+    text, which is rotated as by one position."""
+    for key in ("rope_scaling", "rope_parameters"):
+        given = text.get(key)
+        if isinstance(given, Mapping) and given.get("mrope_section"):
+            kept = {name: value for name, value in given.items() if not name.startswith("mrope_")}
+            text = {**text, key: {name: value for name, value in kept.items() if value != "mrope"}}
+    return text
+
+
+FAMILY = Family(ARCHITECTURES, build, ignored=IGNORED)

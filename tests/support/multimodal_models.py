@@ -1,0 +1,74 @@
+"""Tiny random multimodal models, of whose checkpoints the language model is served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+
+TEXT = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1,
+    "pad_token_id": None,
+}  # fmt: skip
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "out_hidden_size": 64}
+SECTIONS = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+
+
+def llava(kind: str, name: str) -> Callable[[], Any]:
+    def make() -> Any:
+        text = getattr(transformers, f"{kind}Config")(**TEXT)
+        tower = transformers.PixtralVisionConfig if name == "Mistral3" else transformers.CLIPVisionConfig
+        vision = tower(**VISION, image_size=28, patch_size=14)
+        config = getattr(transformers, f"{name}Config")(vision_config=vision, text_config=text)
+        return getattr(transformers, f"{name}ForConditionalGeneration")(config)
+
+    return make
+
+
+def qwen(name: str) -> Callable[[], Any]:
+    def make() -> Any:
+        rope = {key: value for key, value in SECTIONS.items() if name != "Qwen3VL" or key != "type"}
+        text = TEXT | {"rope_parameters": rope, "head_dim": 16, "tie_word_embeddings": False}
+        config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=QWEN_VISION)
+        return getattr(transformers, f"{name}ForConditionalGeneration")(config)
+
+    return make
+
+
+def other(name: str, kind: str = "Llama", vision_class: str = "", **vision: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        text = getattr(transformers, f"{kind}Config")(**TEXT)
+        found = getattr(transformers, vision_class or f"{name}VisionConfig")(**VISION, **vision)
+        part = "audio_config" if name == "Voxtral" else "vision_config"
+        config = getattr(transformers, f"{name}Config")(text_config=text, **{part: found})
+        return getattr(transformers, f"{name}ForConditionalGeneration")(config)
+
+    return make
+
+
+SIGLIP = {"vision_class": "SiglipVisionConfig", "image_size": 28, "patch_size": 14}
+MULTIMODAL: dict[str, Callable[[], Any]] = {
+    "llava with llama": llava("Llama", "Llava"),
+    "llava with mistral": llava("Mistral", "LlavaNext"),
+    "llava with qwen": llava("Qwen2", "LlavaOnevision"),
+    "mistral 3": llava("Mistral", "Mistral3"),
+    "vip llava": other("VipLlava", vision_class="CLIPVisionConfig", image_size=28, patch_size=14),
+    "aya vision": other("AyaVision", "Cohere2", **SIGLIP),
+    "cohere 2 vision": other("Cohere2Vision", "Cohere2", **SIGLIP),
+    "idefics 3": other("Idefics3", image_size=28, patch_size=14),
+    "smol vlm": other("SmolVLM", image_size=28, patch_size=14),
+    "intern vl": other("InternVL", "Qwen2", image_size=[28, 28], patch_size=[14, 14]),
+    "voxtral": other("Voxtral", vision_class="VoxtralEncoderConfig", num_mel_bins=16, max_source_positions=16),
+    "qwen 2": qwen("Qwen2VL"),
+    "qwen 2.5": qwen("Qwen2_5_VL"),
+    "qwen 3": qwen("Qwen3VL"),
+}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    model = MULTIMODAL[name]()
+    config: dict[str, Any] = model.config.to_dict()
+    return config | {"architectures": [type(model).__name__]}
