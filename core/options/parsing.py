@@ -248,12 +248,13 @@ def add_options(
     *,
     positional_model: bool = False,
     folded: bool = False,
+    only_group: str | None = None,
 ) -> None:
     """Adds every declared option to the parser, in groups, and `--config FILE`. `options_from_arguments` reads them.
 
     With `positional_model` the model may also be given without `--model`, as in `vllm serve MODEL`. `folded` groups are
     left out of `--help` (but not of `--help=all`). A parser may have several Structs; the config file may then contain
-    options of all of them.
+    options of all of them. only_group: adds the options of one group alone.
     """
     structs: list[type[msgspec.Struct]] = getattr(parser, _STRUCTS, [])
     structs.append(struct)
@@ -264,6 +265,8 @@ def add_options(
         )
     groups: dict[str, Any] = {}
     for spec in option_specs(struct).values():
+        if only_group not in (None, spec.option.group):
+            continue
         group = groups.get(spec.option.group)
         if group is None:
             group = groups[spec.option.group] = parser.add_argument_group(spec.option.group)

@@ -4,14 +4,17 @@
     {"id": "batch_req_...", "custom_id": "a", "response": {"status_code": 200, "request_id": ..., "body": ...},
      "error": null}
 
-A failed request has its status and the API's error in `response` (null if the line is not a valid request), and the
-same error with the line's number in `error`. Each result is one write to a file opened for appending, so an interrupted
-file consists of whole lines, except perhaps the last, which is removed when the file is opened again.
+The `id` of a result is made from its request's custom_id, url and body, so that a run that goes on can tell whether a
+request has changed since. A failed request has its status and the API's error in `response` (null if the line is not a
+valid request), and the same error with the line's number in `error`. Each result is one write to a file opened for
+appending, so an interrupted file consists of whole lines, except perhaps the last, which is removed when the file is
+opened again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import uuid
 from collections.abc import Iterator
@@ -101,20 +104,33 @@ def custom_id_of(line: bytes) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def answered(custom_id: str, request_id: str, body: bytes) -> BatchResult:
+def answered(request: BatchRequest, request_id: str, body: bytes) -> BatchResult:
     response = BatchResponse(status_code=200, request_id=request_id, body=msgspec.Raw(body))
-    return BatchResult(id=_new_id(), custom_id=custom_id, response=response, error=None)
+    return BatchResult(id=result_id(request), custom_id=request.custom_id, response=response, error=None)
 
 
-def failed(custom_id: str | None, request_id: str | None, line: int, error: ApiError) -> BatchResult:
-    """`request_id` is None if the line is not a valid request."""
+def failed(
+    custom_id: str | None, request: BatchRequest | None, request_id: str | None, line: int, error: ApiError
+) -> BatchResult:
+    """`request` and `request_id` are None if the line is not a valid request."""
     response = None
     if request_id is not None:
         response = BatchResponse(status_code=error.status, request_id=request_id, body=msgspec.Raw(error.json()))
     told = BatchError(
         code=error.body.code, message=f"line {line}: {error.body.message}", param=error.body.param, line=line
     )
-    return BatchResult(id=_new_id(), custom_id=custom_id, response=response, error=told)
+    new_id = f"batch_req_{uuid.uuid4().hex}" if request is None else result_id(request)
+    return BatchResult(id=new_id, custom_id=custom_id, response=response, error=told)
+
+
+def result_id(request: BatchRequest) -> str:
+    """The id of a request's result. Two spellings of the same JSON have different ids."""
+    content = msgspec.json.encode((request.custom_id, request.url, request.body))
+    return _OWN_ID + hashlib.sha256(content).hexdigest()[:40]
+
+
+_OWN_ID = "batch_req_of_"
+"""Begins an id that `result_id` has made; other programs make other ones."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -142,7 +158,7 @@ def why_none(path: Path, url: str) -> list[BatchError]:
             check_url(decode_line(line), url)
             return []
         except ApiError as error:
-            if len(errors) < MOST_ERRORS and (told := failed(None, None, number, error).error) is not None:
+            if len(errors) < MOST_ERRORS and (told := failed(None, None, None, number, error).error) is not None:
                 errors.append(told)
     why = f"the file has no lines: each is a request, {{custom_id: ..., method: POST, url: {url}, body: ...}}"
     return errors or [BatchError(code="empty_file", message=why, param=None, line=None)]
@@ -157,8 +173,8 @@ class Results:
         Raises OptionError if the file is not a batch result file, or exists without either option.
         """
         self._path = path
-        self.done_ids: set[str] = set()
-        """custom_ids of the requests that already have a result."""
+        self.done_ids: dict[str, str] = {}
+        """The ids of the results that requests already have, by custom_id."""
         self.done_lines: set[int] = set()
         """Numbers of the lines without a custom_id that already have a result."""
         self.num_errors = 0
@@ -168,14 +184,19 @@ class Results:
                 raise OptionError(
                     f"{path} has results already: go on with --resume, begin anew with --overwrite, or name another"
                 )
+            self._is_file = not path.exists() or path.is_file()
+            if not self._is_file and resume:
+                raise OptionError(f"--resume: {path} is no regular file, so the results in it cannot be read")
             begin = os.O_TRUNC if overwrite else 0
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | begin, 0o644)
+            how = os.O_RDWR | os.O_CREAT | os.O_APPEND | begin if self._is_file else os.O_WRONLY
+            self._descriptor = os.open(path, how | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise OptionError(
                 f"cannot write the output file {path}: {(error.strerror or str(error)).lower()}"
             ) from None
         try:
-            self._read(path)
+            if self._is_file:
+                self._read(path)
         except BaseException:
             self.close()
             raise
@@ -189,7 +210,8 @@ class Results:
                 line = line[os.write(self._descriptor, line) :]
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, whole_bytes)
+                if self._is_file:
+                    os.ftruncate(self._descriptor, whole_bytes)
             raise HeadraceError(
                 f"cannot write the output file {self._path}: {(error.strerror or str(error)).lower()}; what it has "
                 "stays, and --resume goes on from there"
@@ -213,11 +235,13 @@ class Results:
                     ) from None
                 self.num_errors += result.error is not None
                 if result.custom_id is not None:
-                    self.done_ids.add(result.custom_id)
+                    self.done_ids[result.custom_id] = result.id
                 elif result.error is not None and result.error.line is not None:
                     self.done_lines.add(result.error.line)
         os.ftruncate(self._descriptor, whole_bytes)
 
 
-def _new_id() -> str:
-    return f"batch_req_{uuid.uuid4().hex}"
+def has_changed(request: BatchRequest, done_id: str) -> bool:
+    """Whether the result with this id is of another body or url than the request's. Results of other programs tell
+    nothing of it, and count as the request's."""
+    return done_id.startswith(_OWN_ID) and done_id != result_id(request)

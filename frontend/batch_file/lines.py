@@ -21,6 +21,7 @@ from headrace.frontend.batch_file.file import (
     custom_id_of,
     decode_line,
     failed,
+    has_changed,
 )
 from headrace.frontend.fleet.blame import QUARANTINED
 from headrace.frontend.fleet.pool import Engine
@@ -71,7 +72,7 @@ class LineAnswers:
         bodies, for example on another thread."""
         self._parts, self._decoder, self._tenant, self._url = parts, decoder, tenant, url
         self._engine_for, self._decode, self._prepare_body = engine_for, decode, prepare
-        self._done_ids = set[str]().union(*(results.done_ids for results in done))
+        self._done_ids = {custom_id: id for results in done for custom_id, id in results.done_ids.items()}
         self._done_lines = set[int]().union(*(results.done_lines for results in done))
         self._seen_ids: set[str] = set()
 
@@ -97,15 +98,18 @@ class LineAnswers:
 
     async def _result_of(self, number: int, line: bytes) -> BatchResult | None:
         """None if the line already has a result. Raises EngineDeadError."""
-        request_id = None
+        request_id = request = None
+        runs_again = False
         try:
             request = await self._decode(line, decode_line)
             custom_id: str | None = request.custom_id
-            if request.custom_id in self._done_ids:
-                return None
             if request.custom_id in self._seen_ids:
                 raise bad_field("custom_id", f"custom_id {request.custom_id!r:.100} stands on an earlier line too")
             self._seen_ids.add(request.custom_id)
+            done_id = self._done_ids.get(request.custom_id)
+            if done_id is not None and not has_changed(request, done_id):
+                return None
+            runs_again = done_id is not None
             check_url(request, self._url)
             request_id = uuid.uuid4().hex
             body = await self._answer(request, request_id)
@@ -114,10 +118,10 @@ class LineAnswers:
                 raise
             custom_id = custom_id_of(line)
             done: Any = self._done_lines if custom_id is None else self._done_ids
-            if (number if custom_id is None else custom_id) in done:
+            if not runs_again and (number if custom_id is None else custom_id) in done:
                 return None
-            return failed(custom_id, request_id, number, ApiError.of(error))
-        return answered(request.custom_id, request_id, body)
+            return failed(custom_id, request, request_id, number, ApiError.of(error))
+        return answered(request, request_id, body)
 
     async def _answer(self, request: BatchRequest, request_id: str) -> bytes:
         """The response's JSON. Raises ApiError and HeadraceError."""

@@ -27,13 +27,14 @@ from headrace.frontend.http.openai.chat import ChatParts
 from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.frontend.http.openai.event_stream import KeepAlive
 from headrace.frontend.http.openai.generation import Generator
-from headrace.frontend.http.openai.prompts import ChatPrompts
+from headrace.frontend.http.openai.prompts import load_template
 from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.responses_api.create import ResponseParts
 from headrace.frontend.http.responses_api.handlers import ResponsesState
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 
+DEFAULTS = ServeOptions()
 _LOOK_S = 0.1
 T = TypeVar("T")
 
@@ -62,14 +63,23 @@ class BatchRun:
     """One run of an input file."""
 
     def __init__(
-        self, path: Path, results: Results, max_concurrency: int | None, *, as_completed: bool = False
+        self,
+        path: Path,
+        results: Results,
+        max_concurrency: int | None,
+        *,
+        as_completed: bool = False,
+        fails_on_error: bool = False,
+        options: ServeOptions = DEFAULTS,
     ) -> None:
-        """Results are written in the order of the input, or, with `as_completed`, when they are ready."""
+        """Results are written in the order of the input, or, with `as_completed`, when they are ready. options: those
+        of a server's group CHAT apply. Raises OptionError for a template or a format that is none."""
         self._path, self._results, self._max_concurrency = path, results, max_concurrency
         self._as_completed = as_completed
         self._waiting: dict[int, BatchResult | None] = {}  # results, by position, that wait for earlier ones
         self._num_written = 0
-        self._options = ServeOptions()
+        self._fails_on_error, self._options = fails_on_error, options
+        self._template = load_template(options.chat_template)
         self._num_answered = self._num_failed = self._num_skipped = 0
         self._pages = Pages()
         self._on_result: Callable[[], None] = _nothing
@@ -86,12 +96,12 @@ class BatchRun:
         finally:
             await engines.close()
         self._say_summary()
-        return 1 if self._num_failed or self._results.num_errors else 0
+        return 1 if self._fails_on_error and (self._num_failed or self._results.num_errors) else 0
 
     async def _run_lines(self, pool: EnginePool, bound: int) -> None:
         # The user who runs a batch has chosen its lines, so templates in them are trusted; they run in a sandbox.
         options, bodies = self._options, LargeBodies(self._options.max_body_bytes)
-        chat = ChatParts.of(options, ChatPrompts(None, trusts_requests=True))
+        chat = ChatParts.of(options, self._template, trusts_requests=True)
         generator = Generator(
             KeepAlive(options.sse_keep_alive), options.request_timeout, self._pages, pool, bodies.threads
         )

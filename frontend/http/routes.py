@@ -43,9 +43,7 @@ from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.frontend.http.openai.event_stream import KeepAlive
 from headrace.frontend.http.openai.generation import Generator, PreparedRequest
 from headrace.frontend.http.openai.prompts import (
-    ChatPrompts,
     apply_server_defaults,
-    template_variables,
     tokenize_texts,
 )
 from headrace.frontend.http.openai.requests import (
@@ -106,13 +104,7 @@ class ServerState:
         self.decoder = RequestDecoder(strict=options.strict_requests, others=OTHERS)
         self.bodies = LargeBodies(options.max_body_bytes, may_hold_templates=options.trust_request_chat_template)
         self.collector = IdleCollector()
-        prompts = ChatPrompts(
-            template,
-            trusts_requests=options.trust_request_chat_template,
-            defaults=template_variables(options.default_chat_template_kwargs),
-            content_format=options.chat_template_content_format,
-        )
-        self.chat = ChatParts.of(options, prompts)
+        self.chat = ChatParts.of(options, template, trusts_requests=options.trust_request_chat_template)
         self.responses = ResponsesState(
             options.response_store,
             options.response_store_bytes,

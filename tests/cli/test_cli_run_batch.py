@@ -115,7 +115,7 @@ def test_responses_are_answered_and_nothing_of_them_is_kept(core: ZmqCore, tmp_p
         line("calls", RESPONSES, input="hi", tools=[{"type": "mcp", "server_label": "a"}]),
         line("streams", RESPONSES, input="hi", stream=True),
     )
-    assert run_batch(core, source, tmp_path / "out.jsonl") == 1
+    assert run_batch(core, source, tmp_path / "out.jsonl") == 0
     rows = by_id(tmp_path / "out.jsonl")
     response = openai.types.responses.Response.model_validate(rows["said"]["response"]["body"], strict=True)
     assert response.usage is not None
@@ -157,7 +157,7 @@ def test_a_bad_line_gets_an_error_that_names_line_and_field_and_stops_no_other(c
         for index, (bad, *rest) in enumerate(BAD_LINES)
     ]
     source = write(tmp_path / "in.jsonl", good, *(bad for bad, *_ in bad_lines), last)
-    assert run_batch(core, source, tmp_path / "out.jsonl", "--max-concurrency", "1") == 1
+    assert run_batch(core, source, tmp_path / "out.jsonl", "--max-concurrency", "1") == 0
     rows = results(tmp_path / "out.jsonl")
     assert len(rows) == len(BAD_LINES) + 2
     assert [row["custom_id"] for row in rows if row["error"] is None] == ["good", "last"]
@@ -179,7 +179,7 @@ def test_a_request_that_fails_in_the_engine_is_an_error_of_its_own(runtime_direc
         line("works", prompt=[7, 6], max_tokens=4),
     )
     with zmq_core(faults=Faults(failing_prompts=(5,))) as core:
-        assert run_batch(core, source, tmp_path / "out.jsonl") == 1
+        assert run_batch(core, source, tmp_path / "out.jsonl") == 0
     rows = by_id(tmp_path / "out.jsonl")
     assert rows["works"]["error"] is None
     assert rows["fails"]["response"]["status_code"] == 500
@@ -190,14 +190,15 @@ def test_resume_runs_what_has_no_result_yet(core: ZmqCore, tmp_path: Path, capsy
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [line(f"r{index}", prompt="hello", max_tokens=3) for index in range(4)]
     write(source, lines[0], b"nonsense", lines[1])
-    assert run_batch(core, source, out) == 1
+    assert run_batch(core, source, out) == 0
     first = out.read_bytes()
     assert run_batch(core, source, out) == 2  # not without being told so
     assert "has results already: go on with --resume" in capsys.readouterr().err
     out.write_bytes(first + b'{"id": "batch_req_half of a li')
     write(source, lines[0], b"nonsense", *lines[1:])
     before = num_asked(core)
-    assert run_batch(core, source, out, "--resume") == 1, "the error of the run before is still in the output"
+    told = run_batch(core, source, out, "--resume", "--fail-on-error")
+    assert told == 1, "the error of the run before is still in the output"
     assert out.read_bytes().startswith(first)
     assert num_asked(core) == before + 2
     assert sorted(row["custom_id"] or "" for row in results(out)) == ["", "r0", "r1", "r2", "r3"]
@@ -369,7 +370,7 @@ def test_a_line_that_kills_engines_is_an_error_of_its_own(tmp_path: Path) -> Non
     async def main() -> int:
         killer = asyncio.create_task(kill())
         try:
-            return await BatchRun(source, results_file, None).run(engines)
+            return await BatchRun(source, results_file, None, fails_on_error=True).run(engines)
         finally:
             killer.cancel()
 
@@ -405,3 +406,53 @@ def test_ctrl_c_ends_it_and_leaves_whole_lines(runtime_directory: Path, tmp_path
     assert "Traceback" not in errors
     if while_it == "runs":
         assert [row["custom_id"] for row in results(out)] == ["quick"]
+
+
+def test_the_status_tells_of_bad_lines_where_asked(core: ZmqCore, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", line("good", prompt="hello", max_tokens=2), b"nonsense")
+    assert run_batch(core, source, tmp_path / "out.jsonl") == 0
+    assert run_batch(core, source, tmp_path / "again.jsonl", "--fail-on-error") == 1
+
+
+def test_resume_runs_a_request_again_whose_body_has_changed(core: ZmqCore, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write(source, line("same", prompt="hello", max_tokens=2), line("changed", prompt="hello", max_tokens=2))
+    assert run_batch(core, source, out) == 0
+    first = out.read_bytes()
+    # A result of another program tells nothing of its request.
+    foreign = {"id": "batch_req_1", "custom_id": "foreign", "response": None, "error": None}
+    out.write_bytes(first + json.dumps(foreign).encode() + b"\n")
+    lines = [line("same", prompt="hello", max_tokens=2), line("changed", prompt="hello", max_tokens=3)]
+    write(source, *lines, line("foreign", prompt="a"), line("changed", prompt="twice"))
+    before = num_asked(core)
+    assert run_batch(core, source, out, "--resume") == 0
+    assert num_asked(core) == before + 1
+    (*_, last) = results(out)
+    assert (last["custom_id"], last["response"]["body"]["usage"]["completion_tokens"]) == ("changed", 3)
+
+
+def test_results_go_to_a_pipe(core: ZmqCore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "in.jsonl", line("a", prompt="hello", max_tokens=2))
+    command = [sys.executable, "-m", "headrace", "run-batch", "-i", str(source), "--engine", core.address]
+    for more in ("-o", "/dev/stdout"), ("-o", "/dev/fd/1"):
+        done = subprocess.run([*command, *more], stdout=subprocess.PIPE, timeout=60, check=True)
+        assert json.loads(done.stdout)["custom_id"] == "a"
+    os.mkfifo(tmp_path / "pipe")
+    assert run_batch(core, source, tmp_path / "pipe", "--resume") == 2
+    assert "is no regular file, so the results in it cannot be read" in capsys.readouterr().err
+
+
+def test_options_of_a_servers_chats_apply_to_a_batch(core: ZmqCore, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    source = write(tmp_path / "in.jsonl", line("chat", CHAT, messages=messages, max_tokens=2))
+
+    def prompt_tokens(*more: str) -> int:
+        out = tmp_path / f"out{len(more)}.jsonl"
+        assert run_batch(core, source, out, *more) == 0
+        tokens: int = by_id(out)["chat"]["response"]["body"]["usage"]["prompt_tokens"]
+        return tokens
+
+    template = "{{ said * 30 }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    said = ("--default-chat-template-kwargs", '{"said": "x"}', "--tool-call-parser", "hermes")
+    assert prompt_tokens("--chat-template", template, *said) > prompt_tokens() > 0
+    assert run_batch(core, source, tmp_path / "bad.jsonl", "--tool-call-parser", "nonsense") == 2

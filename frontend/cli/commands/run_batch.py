@@ -2,7 +2,7 @@
 
 Each line of the input is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions" or "/v1/completions",
 "body": {...}}. Results are written in the input's order, or with --as-completed in the order of completion. The result
-of a line that fails is its error; the other lines still run, and the exit status is 1.
+of a line that fails is its error; the other lines still run, and the exit status is 0 (1 with --fail-on-error).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from headrace.core.options.parsing import add_options
+    from headrace.frontend.http.process.options import CHAT, ServeOptions
 
     parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="Requests, one JSON object a line")
     parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help="Where the results go")
@@ -24,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--as-completed", action="store_true", help="Write each result as it comes, and not in the input's order"
     )
     parser.add_argument(
+        "--fail-on-error", action="store_true", help="Exit with status 1 where a line's result is an error"
+    )
+    parser.add_argument(
         "--max-concurrency",
         type=int,
         metavar="N",
@@ -32,13 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", metavar="ADDRESS", help="Attach to the engine-core at this address instead of starting one"
     )
+    add_options(parser, ServeOptions, only_group=CHAT, folded=True)
     add_options(parser, folded=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from headrace.core.options.parsing import struct_from_arguments
     from headrace.frontend.batch_file.file import Results
     from headrace.frontend.batch_file.run import BatchRun, engines_of
     from headrace.frontend.client.event_loop import run_async
+    from headrace.frontend.http.process.options import ServeOptions
     from headrace.ipc.failure import OptionError
 
     if arguments.max_concurrency is not None and arguments.max_concurrency < 1:
@@ -51,9 +58,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise OptionError("the output file is the input file: name another")
     if arguments.resume and arguments.overwrite:
         raise OptionError("--resume goes on with the output file and --overwrite begins it anew: choose one")
+    options = struct_from_arguments(arguments, ServeOptions)
     results = Results(result_path, resume=arguments.resume, overwrite=arguments.overwrite)
     try:
-        batch = BatchRun(source_path, results, arguments.max_concurrency, as_completed=arguments.as_completed)
+        batch = BatchRun(
+            source_path,
+            results,
+            arguments.max_concurrency,
+            as_completed=arguments.as_completed,
+            fails_on_error=arguments.fail_on_error,
+            options=options,
+        )
         return run_async(lambda: batch.run(engines_of(arguments)))
     finally:
         results.close()

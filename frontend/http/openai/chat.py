@@ -28,6 +28,7 @@ from headrace.frontend.http.openai.prompts import (
     most_prompt_tokens,
     respelt,
     sampling_params,
+    template_variables,
     tokenize_texts,
 )
 from headrace.frontend.http.openai.requests import ChatCompletionRequest, affinity_of
@@ -75,8 +76,14 @@ class ChatParts(NamedTuple):
     formats: OutputFormats
 
     @classmethod
-    def of(cls, options: ServeOptions, prompts: ChatPrompts) -> ChatParts:
-        """Raises OptionError for invalid output formats."""
+    def of(cls, options: ServeOptions, template: str | None, *, trusts_requests: bool) -> ChatParts:
+        """template: the option chat_template's, if set. Raises OptionError for invalid output formats."""
+        prompts = ChatPrompts(
+            template,
+            trusts_requests=trusts_requests,
+            defaults=template_variables(options.default_chat_template_kwargs),
+            content_format=options.chat_template_content_format,
+        )
         formats = OutputFormats(
             options.tool_call_parser,
             options.reasoning_parser,
