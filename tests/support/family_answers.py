@@ -215,6 +215,7 @@ WAYS = [
     Way("pythonic", pythonic("[", "]", ", "), reasoning="deepseek_r1", thinks=("", "</think>"), takes_text=False),
     Way("llama4_pythonic", pythonic("[", "]", ", "), PYTHON, takes_text=False),
     Way("llama4_pythonic", pythonic(f"{PYTHON[0]}[", f"]{PYTHON[1]}", ", "), PYTHON),
+    Way("granite4", HERMES),
     Way("hermes", HERMES, (*CALL, *THINK), reasoning="qwen3", thinks=THINK),
     Way("llama3_json", each("", "", "; ", "parameters"), ("<|python_tag|>",), reasoning="deepseek_r1",
         thinks=("<think>", "</think>\n\n"), is_open=True, takes_text=False),

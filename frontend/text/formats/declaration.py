@@ -34,6 +34,8 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     begin: str = ""
     starts_open: bool = False
     """Answers begin inside reasoning, whether or not the prompt ends with `begin`."""
+    has_lines: bool = False
+    """Line breaks separate the reasoning, and the answer after it, from the markers."""
 
     def __post_init__(self) -> None:
         if not self.end.strip():
@@ -60,6 +62,9 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Markers around each call; the second may be missing in an answer."""
     also: tuple[Pair, ...] = ()
     """Markers that some models of the family write around calls instead of `call`."""
+    loose: tuple[Pair, ...] = ()
+    """Markers that models write instead by mistake, or ("", ""), anywhere in an answer (json). What they enclose is a
+    call only if it names one of the request's tools."""
     separator: str = ""
     """Text between calls."""
     kind: str = ""
@@ -81,6 +86,10 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """An answer may begin with calls that have no marker."""
     name_is_id: bool = False
     """A name is written functions.NAME:INDEX, which is also the call's id."""
+    space_is_content: bool = False
+    """White space before a call belongs to the content, since the family's template writes nothing between them."""
+    ends_answer: bool = False
+    """Text after calls is dropped: the family's template has no place for it, and a message's content comes first."""
     id_length: int = 0
     """The length of a call's id if the models' templates require one; 0 if any id will do."""
 
@@ -92,6 +101,8 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if not self.opener and not self.is_bare:
             raise ValueError("calls need a marker (the first of section or of call), or is_bare")
+        if self.loose and self.body != "json":
+            raise ValueError("loose goes with body json")
         if self.is_either and self.body not in ("json", "xml"):
             raise ValueError("is_either goes with body json and xml")
         if (self.body == "xml" or self.is_either) and not (self.parameter[0] and self.parameter[3]):

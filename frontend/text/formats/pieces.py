@@ -41,6 +41,10 @@ def as_it_is(text: str) -> str:
     return text
 
 
+def _or_begins(finds: Callable[[str], object], markers: Markers) -> Callable[[str], object]:
+    return lambda text: finds(text) or markers.may_begin_in(text)
+
+
 class PieceReader:
     """Holds text that has arrived and is not read yet, and has rules to read it."""
 
@@ -171,51 +175,62 @@ class PieceReader:
         return self._take(len(self._text) if end is None else end.start())
 
     def _json_value(
-        self, give: Callable[[str], None], outside: re.Pattern[str] = _OUTSIDE, *, told: Tell | None = None
+        self,
+        give: Callable[[str], None],
+        outside: re.Pattern[str] = _OUTSIDE,
+        *,
+        told: Tell | None = None,
+        stop: str = "",
     ) -> Reads:
         """Passes one value to `give` while it arrives. Raises NoCallError if the answer ends within it.
 
         outside: finds the quotes and brackets outside of strings (an apostrophe within a word is no quote). told: as in
-        `_until`; only if `outside` finds no apostrophes, since those depend on the character before them."""
+        `_until`; only if `outside` finds no apostrophes, since those depend on the character before them. stop: a
+        marker that no value contains; NoCallError if it comes within this one, which is passed up to there."""
         if (first := (yield from self._peek(1))) and first not in '"{[':
             give((yield from self._scalar()))
             return
+        markers = make_markers((stop,))
         depth, quote, last = 0, "", ""
         while True:
             text, at = self._text, 0
+            if stop:
+                found = markers.find(text, is_over=True)
+                text = text[: found.start() if found else len(text) - (0 if self._ended else markers.held(text))]
             while at < len(text):
                 if quote:
-                    stop = _IN_STRING[quote].search(text, at)
-                    at = len(text) if stop is None else stop.start()
-                    if stop is None:
+                    next_one = _IN_STRING[quote].search(text, at)
+                    at = len(text) if next_one is None else next_one.start()
+                    if next_one is None:
                         break
-                    if stop.group() == "\\":
+                    if next_one.group() == "\\":
                         if at + 2 > len(text):
                             break  # the escaped character has not arrived yet
                         at += 2
                         continue
                     quote, at = "", at + 1
                 else:
-                    stop = outside.search(text, at)
-                    at = len(text) if stop is None else stop.end()
-                    if stop is None:
+                    next_one = outside.search(text, at)
+                    at = len(text) if next_one is None else next_one.end()
+                    if next_one is None:
                         break
-                    before = text[stop.start() - 1] if stop.start() else last
-                    if stop.group() == "'" and before.isalnum():
+                    before = text[next_one.start() - 1] if next_one.start() else last
+                    if next_one.group() == "'" and before.isalnum():
                         continue
-                    quote = stop.group() if stop.group() in _IN_STRING else ""
-                    depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(stop.group(), 0)
+                    quote = next_one.group() if next_one.group() in _IN_STRING else ""
+                    depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(next_one.group(), 0)
                 if depth <= 0 and not quote:
                     give(self._take(at))
                     return
             if at:
                 last = text[at - 1]
                 give(self._take(at))
-            if self._ended:
-                if self._text:
+            if self._ended or (stop and self._text.startswith(stop)):
+                if self._ended and self._text:
                     give(self._take(len(self._text)))
                 raise NoCallError
-            yield from self._turn((_IN_STRING[quote] if quote else outside).search, told)
+            goes_on = (_IN_STRING[quote] if quote else outside).search
+            yield from self._turn(_or_begins(goes_on, markers) if stop else goes_on, told)
 
     def _nest(self, give: Callable[[str], None]) -> Reads:
         """An object or a list, as JSON or as a Python literal."""

@@ -61,6 +61,23 @@ def as_json(text: str) -> str:
     return text
 
 
+def object_of(text: str) -> str:
+    """A call's arguments from their JSON: an object, one that is written as a string, or null or nothing for none.
+    Raises NoCallError for other values."""
+    try:
+        said = json.loads(text, strict=False)
+        if isinstance(said, str):
+            text = said.strip()
+            said = json.loads(text, strict=False) if text else None
+    except (ValueError, RecursionError):
+        raise NoCallError from None
+    if said is None:
+        return "{}"
+    if not isinstance(said, dict):
+        raise NoCallError
+    return text
+
+
 def nest_as_json(text: str) -> str:
     """An object or a list as JSON: itself, or with quotes added to bare keys. Raises NoCallError."""
     for each in (text, _BARE_KEY.sub(r'\1"\2":', text)):

@@ -1,0 +1,173 @@
+"""Calls that models write with slips, as reported of the families: they are read where it is certain that a call is
+meant, and what is around them is not lost."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from example_tools import NOW, weather
+from family_answers import V3
+from read_answers import Read, read
+
+from headrace.frontend.text.formats.declaration import load_format
+from headrace.frontend.text.formats.parser import OutputParser
+
+ANY: dict[str, Any] = {"note": {}, "count": {"description": "how many"}}
+TOOLS = [weather(**ANY), NOW]
+NOW_CALL = '{"name": "now", "arguments": {}}'
+CALL = '{"name": "get_weather", "arguments": {"city": "Zürich", "days": 3}}'
+OLD_CALL = CALL.replace("arguments", "parameters")
+PLAIN: tuple[str, dict[str, Any]] = ("get_weather", {"city": "Zürich", "days": 3})
+QWEN_CALL = (
+    "<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>"
+)
+KIMI, KIMIS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+
+
+def without_end(value: str) -> str:
+    return QWEN_CALL.replace(f"{value}\n</parameter>", value)
+
+
+def kimis(id: str, arguments: str) -> str:
+    return f"<|tool_call_begin|>{id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+GOOD = kimis("functions.get_weather:1", '{"city": "Zürich", "days": 3}')
+CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
+    # Qwen2.5-Coder, whose template is that of Hermes
+    ("hermes", f"```json\n{CALL}\n```", "", [PLAIN]),
+    ("hermes", f"I look it up.\n```json\n{CALL}\n{NOW_CALL}\n```\n", "I look it up.", [PLAIN, ("now", {})]),
+    ("hermes", f"```\n[{CALL}, {NOW_CALL}]\n```", "", [PLAIN, ("now", {})]),
+    ("hermes", f"<tools>\n{CALL}\n</tools>", "", [PLAIN]),
+    ("hermes", f"{CALL}", "", [PLAIN]),
+    ("hermes", f"So: {CALL}", "So:", [PLAIN]),
+    ("hermes", '```json\n{"name": "other", "arguments": {}}\n```',
+     '```json\n{"name": "other", "arguments": {}}\n```', []),
+    ("hermes", '```json\n{"name": "now"}\n```', '```json\n{"name": "now"}\n```', []),
+    ("hermes", '```json\n{"a": 1}\n``` and ```python\nprint({"name": 1})\n```',
+     '```json\n{"a": 1}\n``` and ```python\nprint({"name": 1})\n```', []),
+    # bare objects after text
+    ("llama3_json", f"Here is the call: {OLD_CALL}", "Here is the call:", [PLAIN]),
+    ("llama3_json", f"First {OLD_CALL}; {OLD_CALL} and more", "First and more", [PLAIN, PLAIN]),
+    ("llama3_json", 'Like {"name": "other", "parameters": {}}.', 'Like {"name": "other", "parameters": {}}.', []),
+    ("llama3_json", 'He is {"name": "now"}', 'He is {"name": "now"}', []),
+    ("xlam", f"I call it. [{CALL}]", "I call it.", [PLAIN]),
+    ("xlam", f"<think>hm</think>[{CALL}, {NOW_CALL}]", "<think>hm</think>", [PLAIN, ("now", {})]),
+    # Qwen3-Coder
+    ("qwen3_xml", QWEN_CALL, "", [PLAIN]),
+    ("qwen3_xml", f"I look.\n\n{QWEN_CALL}\n</tool_call>", "I look.", [PLAIN]),
+    ("qwen3_xml", f"<tool_call>\n{without_end('Zürich')}\n</tool_call>", "", [PLAIN]),
+    ("qwen3_xml", f"<tool_call>\n{without_end('3')}\n</tool_call>", "", [PLAIN]),
+    ("qwen3_xml", f"<tool_call>\n{QWEN_CALL}", "", [PLAIN]),
+    ("qwen3_xml", f"<tool_call>\n{QWEN_CALL}\n<tool_call>\n{QWEN_CALL}\n</tool_call>", "", [PLAIN, PLAIN]),
+    ("qwen3_xml", "an <function=other>", "an <function=other>", []),
+    # markers within a value are its text
+    ("qwen3_xml", "<tool_call>\n<function=get_weather>\n<parameter=city>\na\n<parameter=x>\nb\n</function>\nc\n"
+     "</parameter>\n</function>\n</tool_call>", "", [("get_weather", {"city": "a\n<parameter=x>\nb\n</function>\nc"})]),
+    # Kimi K2: one broken call among good ones
+    ("kimi_k2", f"{KIMI}{kimis('functions.now:0', '{')}{GOOD}{KIMIS_END}", "", [("now", None), PLAIN]),
+    ("kimi_k2", f"{KIMI}{kimis('functions.now:0', '{' + chr(34) + 'a')}{GOOD}{KIMIS_END}", "", [("now", None), PLAIN]),
+    ("kimi_k2", f"{KIMI}{GOOD}{kimis('functions.now:0', '{')}{GOOD}{KIMIS_END}", "", [PLAIN, ("now", None), PLAIN]),
+    ("kimi_k2", f"{KIMI}{kimis('', '{}')}{GOOD}{KIMIS_END}", "", [PLAIN]),
+    ("kimi_k2", f"{KIMI} so {GOOD} and {GOOD}{KIMIS_END}", "", [PLAIN, PLAIN]),
+    ("kimi_k2", f"{KIMI}{kimis('functions.later', '{}')}{GOOD}{KIMIS_END}", "", [PLAIN]),
+    ("kimi_k2", f"{KIMI}{kimis('functions.now', '{}')}{KIMIS_END}", "", [("now", {})]),
+    ("deepseek_v31", f"{V3[0]}{V3[2]}now{V3[4]}{{{V3[3]}{V3[2]}now{V3[4]}{{}}{V3[3]}{V3[1]}", "",
+     [("now", None), ("now", {})]),
+    ("kimi_k2", f"So. {KIMI}{GOOD}{KIMIS_END} more {KIMI}{GOOD}{KIMIS_END} text", "So.", [PLAIN, PLAIN]),
+    # arguments that are no object
+    ("llama3_json", '{"name": "now", "parameters": {no json}', '{"name": "now", "parameters": {no json}', []),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {', "", [("now", None)]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [("now", {})]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": ""}</tool_call>', "", [("now", {})]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("now", {"a": 1})]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>',
+     '<tool_call>{"name": "now", "arguments": [1]}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "x"}</tool_call>',
+     '<tool_call>{"name": "now", "arguments": "x"}</tool_call>', []),
+    ("hermes", f'<tool_call>{{"arguments": 7, "name": "now"}}</tool_call>\n<tool_call>{CALL}</tool_call>',
+     '<tool_call>{"arguments": 7, "name": "now"}</tool_call>', [PLAIN]),
+    # closing markers that close nothing
+    ("hermes", f"<tool_call>{CALL}</tool_call></tool_call>\n</tool_call>", "", [PLAIN]),
+    ("qwen3_xml", f"<tool_call>\n{QWEN_CALL}\n</tool_call>\n</tool_call>", "", [PLAIN]),
+    ("glm45", "<tool_call>now\n</tool_call>\n</tool_call> ok", " ok", [("now", {})]),
+    ("hermes", "no </tool_call> here", "no </tool_call> here", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "answer", "content", "calls"), CASES)
+def test_a_slip_is_read_as_what_was_meant(name: str, answer: str, content: str, calls: list[tuple[str, Any]]):
+    """Whole, and character by character. None for arguments that are broken themselves."""
+    for pieces in ([answer], answer):
+        found = read(name, pieces, tools=TOOLS, reasoning=None)
+        assert [called for called, _ in found.calls] == [called for called, _ in calls], found
+        for (_, said), (_, meant) in zip(found.calls, calls, strict=True):
+            assert meant is None or json.loads(said) == meant
+        assert found.content.strip() == content.strip(), found
+
+
+THINKING = [
+    ("hermes", "qwen3", "<think>I need it.\n<tool_call>\n" + CALL + "\n</tool_call>", "I need it."),
+    ("qwen3_xml", "", "<think>I need it.\n\n<tool_call>\n" + QWEN_CALL + "\n</tool_call>", "I need it."),
+    ("kimi_k2", "", f"<think>I need it.{KIMI}{GOOD}{KIMIS_END}", "I need it."),
+    ("glm45", "", "<think>I need it.<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n"
+     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>", "I need it."),
+    ("mistral", "", "[THINK]I need it.[TOOL_CALLS]get_weather[ARGS]" + json.dumps(PLAIN[1]), "I need it."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "reasoning", "answer", "thought"), THINKING)
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_call_ends_reasoning_that_the_model_has_not_ended(name, reasoning, answer, thought, is_open):
+    begin = "[THINK]" if name == "mistral" else "<think>"
+    answer, prompt = (answer.removeprefix(begin), begin) if is_open else (answer, "")
+    for pieces in ([answer], answer):
+        found = read(name, pieces, prompt, tools=TOOLS, reasoning=reasoning)
+        assert [(called, json.loads(said)) for called, said in found.calls] == [PLAIN]
+        assert (found.reasoning.strip(), found.content.strip()) == (thought, "")
+
+
+def test_a_marker_within_reasoning_that_begins_no_call_is_reasoning():
+    thought = 'I may write <tool_call> and then {..}. Or <tool_call>{"name": 3}.'
+    for pieces in ([f"<think>{thought}</think>Hello."], f"<think>{thought}</think>Hello."):
+        assert read("hermes", pieces, tools=TOOLS, reasoning="qwen3") == Read("Hello.", thought, [])
+
+
+def test_an_end_of_reasoning_after_a_call_within_it_is_no_content():
+    answer = f"<think>Hm.<tool_call>{CALL}</tool_call></think>"
+    found = read("hermes", answer, tools=TOOLS, reasoning="qwen3")
+    assert (found.content, found.reasoning, len(found.calls)) == ("", "Hm.", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "end"),
+    [
+        ("qwen3_xml", "<tool_call>\n<function=get_weather>\n<parameter=note>\n",
+         "\n</parameter>\n</function>\n</tool_call>"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="note">',
+         "</parameter>\n</invoke>\n</minimax:tool_call>"),
+        ("glm45", "<tool_call>get_weather\n<arg_key>note</arg_key>\n<arg_value>", "</arg_value>\n</tool_call>"),
+        ("seed_oss", "<seed:tool_call>\n<function=get_weather>\n<parameter=note>",
+         "</parameter>\n</function>\n</seed:tool_call>"),
+    ],
+)  # fmt: skip
+def test_a_value_of_unknown_type_is_the_text_that_the_model_wrote(name: str, begin: str, end: str):
+    """Objects and lists are JSON, since a text is seldom written so."""
+    written = {
+        "  two  ": "  two  ", "007": "007", "5": "5", "true": "true", "null": "null", "\tx\n": "\tx\n", "1e3": "1e3",
+        '{"a": [1, " "]}': {"a": [1, " "]}, "[1, 2]": [1, 2], "[x] is not": "[x] is not", " {a} ": " {a} ", "": "",
+    }  # fmt: skip
+    for text, value in written.items():
+        for pieces in ([begin + text + end], begin + text + end):
+            ((_, said),) = read(name, pieces, tools=TOOLS, reasoning=None).calls
+            assert json.loads(said) == {"note": value}, text
+
+
+def test_calls_without_markers_need_a_tool_of_their_name():
+    for tools, num_calls in ((TOOLS, 1), ([NOW], 0), ([], 0)):
+        parser = OutputParser(None, load_format("hermes"), tools=tools)
+        found = Read.of([*parser.feed(f"```json\n{CALL}\n```"), *parser.finish()])
+        assert len(found.calls) == num_calls
+        assert num_calls or found.content == f"```json\n{CALL}\n```"
