@@ -39,8 +39,9 @@ from report import write_report
 
 from headrace.frontend.text.formats.channels import ChannelParser
 from headrace.frontend.text.formats.declaration import OutputFormat, ReasoningFormat, load_format
+from headrace.frontend.text.formats.events import Event
 from headrace.frontend.text.formats.message import call_id
-from headrace.frontend.text.formats.parser import Event, OutputParser
+from headrace.frontend.text.formats.parser import OutputParser
 
 CALLS = {
     "DeepSeekV3ToolParser": "deepseek_v3",
@@ -91,12 +92,8 @@ REASONING = {
 }
 """vLLM's classes of reasoning parsers, the formats here, and whether answers begin inside reasoning."""
 CALLS_AFTER = {"qwen3": "qwen3_xml", "kimi_k2": "kimi_k2"}
-"""The format of calls that end the reasoning where vLLM's parser takes their opener for its end."""
-NAMES = {
-    "glm45": "Glm47MoeReasoningParser",
-    "qwen3": "Qwen3EngineReasoningParser",
-    "holo2": "Qwen3EngineReasoningParser",
-}
+"""Formats of calls that end the reasoning."""
+NAMES = {"holo2": "qwen3"}
 WORD = re.compile(r"</?[\w:|\uff5c\u2581\-]{1,40}>|\[/?[A-Z_]+\]|\n|[ ]?[\w']{1,6}|[ ]|.", re.DOTALL)
 
 
@@ -122,13 +119,6 @@ class Words:
 
     def get_vocab(self) -> dict[str, int]:
         return self._ids
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        return self._ids
-
-    def __len__(self) -> int:
-        return len(self._texts)
 
     def tokenize(self, text: str, **_: Any) -> list[str]:
         return WORD.findall(text)

@@ -19,8 +19,9 @@ from headrace.frontend.http.messages_tools import UNRESOLVED
 from headrace.frontend.http.openai.requests import ChatCompletionRequest
 from headrace.frontend.http.openai.responses import Answer
 from headrace.frontend.http.responses_api.items import as_encrypted
+from headrace.frontend.text.formats.events import Event
 from headrace.frontend.text.formats.message import call_id, num_reasoning_tokens
-from headrace.frontend.text.formats.parser import Event, OutputParser
+from headrace.frontend.text.formats.parser import OutputParser
 
 SIGNATURE = "headrace:"
 """Prefix of the signatures of thinking blocks that this server wrote."""

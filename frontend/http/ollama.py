@@ -44,8 +44,9 @@ from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.route_spec import RouteSpec, get, post
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.choice import ToolChoice
+from headrace.frontend.text.formats.events import Event
 from headrace.frontend.text.formats.message import call_id
-from headrace.frontend.text.formats.parser import Event, OutputParser
+from headrace.frontend.text.formats.parser import OutputParser
 from headrace.ipc.messages import Welcome
 
 if TYPE_CHECKING:

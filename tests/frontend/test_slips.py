@@ -171,3 +171,10 @@ def test_calls_without_markers_need_a_tool_of_their_name():
         found = Read.of([*parser.feed(f"```json\n{CALL}\n```"), *parser.finish()])
         assert len(found.calls) == num_calls
         assert num_calls or found.content == f"```json\n{CALL}\n```"
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "xlam"])
+def test_an_object_that_has_a_long_name_is_not_held_back(name: str):
+    parser = OutputParser(None, load_format(name), tools=TOOLS)
+    said = "".join(each.content for piece in '{"name": "' + "x" * 2000 for each in parser.feed(piece))
+    assert len(said) > 1600

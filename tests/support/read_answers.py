@@ -9,7 +9,8 @@ from example_tools import NOW, weather
 
 from headrace.frontend.text.formats.channels import ChannelParser
 from headrace.frontend.text.formats.declaration import load_format
-from headrace.frontend.text.formats.parser import Event, OutputParser
+from headrace.frontend.text.formats.events import Event
+from headrace.frontend.text.formats.parser import OutputParser
 
 TOOLS = [weather(units={"type": ["string", "null"]}), NOW]
 

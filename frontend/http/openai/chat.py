@@ -60,8 +60,9 @@ from headrace.frontend.http.openai.tool_choice import NO_STRICT_CALLS, check_arg
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.text.chat_template import RenderedChat, text_parts
 from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
+from headrace.frontend.text.formats.events import Event
 from headrace.frontend.text.formats.message import call_id, message_of, num_reasoning_tokens
-from headrace.frontend.text.formats.parser import Event, OutputParser
+from headrace.frontend.text.formats.parser import OutputParser
 from headrace.ipc.failure import InvalidRequestError
 
 _SPELLINGS: Mapping[str, str] = types.MappingProxyType({"logprobs": "top_logprobs"})

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from headrace.frontend.text.formats.events import Event
 from headrace.frontend.text.formats.message import call_id
-from headrace.frontend.text.formats.parser import Event
 
 Item = dict[str, Any]
 NO_SERVERS: Mapping[str, str] = types.MappingProxyType({})

@@ -14,9 +14,10 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from headrace.frontend.text.formats.declaration import ChannelFormat
+from headrace.frontend.text.formats.events import Event
 from headrace.frontend.text.formats.grammar import Rules, arguments_of, literal, regex
 from headrace.frontend.text.formats.markers import make_markers
-from headrace.frontend.text.formats.parser import Event, OutputParser
+from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.formats.pieces import Reads, as_it_is
 
 _LONGEST_HEADER = 300

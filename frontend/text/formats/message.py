@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable
 
 from headrace.frontend.api.outputs import AnswerMessage, FunctionCall, ToolCall
-from headrace.frontend.text.formats.parser import Event
+from headrace.frontend.text.formats.events import Event
 from headrace.frontend.text.tokenizer import Tokenizer
 
 

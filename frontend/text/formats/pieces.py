@@ -35,6 +35,8 @@ _LONGEST_ESCAPE = len("ud83d\\ude00")
 READ_AT_ONCE = 2048
 """Most characters added to the text at a time: taking from its beginning copies the rest, so it must stay short."""
 _LONGEST_SCALAR = 4096
+LONGEST_NAME = 300
+"""Most characters that are held back as the name of a call or a parameter."""
 
 
 def as_it_is(text: str) -> str:
@@ -143,10 +145,10 @@ class PieceReader:
 
     def _short_before(self, marker: str) -> Reads:
         while (at := self._text.find(marker)) < 0:
-            if self._ended or len(self._text) > 300:
+            if self._ended or len(self._text) > LONGEST_NAME:
                 raise NoCallError
             yield
-        if at > 300:
+        if at > LONGEST_NAME:
             raise NoCallError
         return self._take(at)
 
