@@ -9,8 +9,10 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.structured_output.exact_numbers import read_float
 from headrace.core.structured_output.expressions import in_common_words, in_json
-from headrace.core.structured_output.json_schema import closed, with_schemas_in_lark
+from headrace.core.structured_output.json_schema import with_schemas_in_lark, without_additional_properties
+from headrace.core.structured_output.schema_keywords import in_followed_keywords
 from headrace.core.structured_output.structural_tag import format_of, with_patterns, with_schemas
 from headrace.ipc.messages import StructuredOutput
 
@@ -24,20 +26,24 @@ _VALUES = ("enum", "const", "default", "examples")
 
 def prepared(wanted: StructuredOutput) -> StructuredOutput:
     """The normalised form. Raises ValueError, KeyError and TypeError if the text is not valid for its kind."""
-    wanted = closed(wanted)
     text = wanted.text
+
+    def changed(schema: Any) -> Any:
+        if wanted.disable_additional_properties:
+            schema = without_additional_properties(schema)
+        return with_expressions(in_followed_keywords(schema), in_json)
+
     if wanted.kind == "regex":
         text = in_common_words(text)
-    elif wanted.kind == "json" and '"pattern' in text:
-        text = json.dumps(with_expressions(json.loads(text), in_json))
-    elif wanted.kind == "structural_tag" and '"pattern' in text:
-        form = with_schemas(format_of(json.loads(text)), lambda schema: with_expressions(schema, in_json))
-        form = with_patterns(form, in_common_words)
+    elif wanted.kind == "json":
+        text = json.dumps(changed(json.loads(text, parse_float=read_float)))
+    elif wanted.kind == "structural_tag":
+        form = with_patterns(
+            with_schemas(format_of(json.loads(text, parse_float=read_float)), changed), in_common_words
+        )
         text = json.dumps({"type": "structural_tag", "format": form})
     elif wanted.kind == "grammar" and not is_gbnf(text):
-        text = _PRIORITY.sub(r"\1\2", text)
-        if '"pattern' in text:
-            text = with_schemas_in_lark(text, lambda schema: with_expressions(schema, in_json))
+        text = with_schemas_in_lark(_PRIORITY.sub(r"\1\2", text), changed)
     whitespace = in_common_words(wanted.whitespace_pattern)
     return msgspec.structs.replace(wanted, text=text, whitespace_pattern=whitespace)
 

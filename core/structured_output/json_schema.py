@@ -7,10 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
-
-from headrace.core.structured_output.structural_tag import format_of, with_schemas
-from headrace.ipc.messages import StructuredOutput
+from headrace.core.structured_output.exact_numbers import read_float
 
 MOST_TRIES = 200
 """Most parts of a schema that are compiled separately to find the one that a library refuses."""
@@ -41,23 +38,6 @@ def without_additional_properties(schema: Any) -> Any:
     return changed
 
 
-def closed(wanted: StructuredOutput) -> StructuredOutput:
-    """Applies `without_additional_properties` to every schema of a form if disable_additional_properties is set.
-
-    Raises ValueError, KeyError and TypeError if the text is not valid for its kind."""
-    if not wanted.disable_additional_properties:
-        return wanted
-    text = wanted.text
-    if wanted.kind == "json":
-        text = json.dumps(without_additional_properties(json.loads(text)))
-    elif wanted.kind == "structural_tag":
-        form = with_schemas(format_of(json.loads(text)), without_additional_properties)
-        text = json.dumps({"type": "structural_tag", "format": form})
-    elif wanted.kind == "grammar":
-        text = with_schemas_in_lark(text, without_additional_properties)
-    return msgspec.structs.replace(wanted, text=text)
-
-
 def with_schemas_in_lark(lark: str, change: Callable[[Any], Any]) -> str:
     """Applies `change` to all schemas of a Lark grammar (those after %json)."""
     parts, at = list[str](), 0
@@ -65,7 +45,7 @@ def with_schemas_in_lark(lark: str, change: Callable[[Any], Any]) -> str:
         parts.append(lark[at : found.end()])
         at = found.end()
         if found[0].startswith("%json"):
-            schema, at = json.JSONDecoder().raw_decode(lark, at)
+            schema, at = json.JSONDecoder(parse_float=read_float).raw_decode(lark, at)
             parts.append(json.dumps(change(schema)))
     return "".join([*parts, lark[at:]])
 

@@ -125,6 +125,7 @@ class LLGuidanceBackend:
 
     def compile(self, wanted: StructuredOutput) -> LLGuidanceMatcher:
         try:
+            wanted = prepared(wanted)
             grammar = _grammar_of(wanted)
         except (ValueError, AssertionError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise refusal(wanted, str(error) or type(error).__name__) from None
@@ -205,8 +206,7 @@ def version() -> str:
 
 
 def _grammar_of(wanted: StructuredOutput) -> str:
-    """A request's form in the library's notation. Raises ValueError and others if the library cannot read it."""
-    wanted = prepared(wanted)
+    """A prepared form in the library's notation. Raises ValueError and others if the library cannot read it."""
     match wanted.kind:
         case "json":
             return _json_grammar(wanted.text, wanted)

@@ -19,6 +19,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.structured_output.exact_numbers import read_float
+
 _SCHEMA = "json_schema"
 _ANY_TEXT = r"/(.|\n)*/"
 
@@ -47,13 +49,20 @@ def format_of(tag: Any) -> Any:
             "begin": each.begin,
             "content": {
                 "type": _SCHEMA,
-                _SCHEMA: json.loads(each.schema) if isinstance(each.schema, str) else each.schema,
+                _SCHEMA: json.loads(each.schema, parse_float=read_float)
+                if isinstance(each.schema, str)
+                else each.schema,
             },
             "end": each.end,
         }
         for each in older.structures
     ]
     return {"type": "triggered_tags", "triggers": older.triggers, "tags": tags}
+
+
+def _schema_of(structure: Structure) -> Any:
+    is_text = isinstance(structure.schema, str)
+    return json.loads(structure.schema, parse_float=read_float) if is_text else structure.schema
 
 
 def with_schemas(form: Any, change: Callable[[Any], Any]) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from decimal import Decimal
 from types import MappingProxyType
 from typing import Any
 
@@ -56,6 +57,7 @@ those of a bounded length."""
 _BEYOND_ASCII = frozenset("DWSpP")
 _ESCAPED = (*range(0x20), ord('"'), ord("\\"))
 """Characters that JSON strings contain only as escapes."""
+_LEAST_STEP = Decimal("0.000001")
 LONGEST_PATTERN = 128
 """Most characters of a bounded text that becomes a pattern: for longer patterns the library computes no masks ahead."""
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
@@ -117,6 +119,7 @@ def _body(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
         values = schema["enum"] if first == "enum" else [schema["const"]]
         kinds = schema.get("type")
         admitted = [each for each in values if kinds is None or _is_of(each, kinds)]
+        _check_digits(admitted, pointer)
         if not admitted:
             raise ValueError(f"its type admits none of its values (at {pointer or '/'})")
         return {"enum": admitted}
@@ -154,6 +157,8 @@ def _typed(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
         found[name] = value
     if kinds == "object":
         _name_required(found, pointer)
+    if kinds == "number":
+        _check_bounds(found, pointer)
     if "pattern" in found:
         found["pattern"] = _followed_pattern(found["pattern"], pointer)
     if kinds == "string":
@@ -193,6 +198,25 @@ def _count_by_pattern(schema: dict[str, Any], pointer: str) -> None:
         schema["pattern"] = f"^{_CHARACTER}{{{least},{most}}}$"
         for name in lengths:
             del schema[name]
+
+
+def _check_digits(value: Any, pointer: str) -> None:
+    """Raises ValueError for a number that the library would write otherwise: it writes up to 17 digits of each."""
+    if isinstance(value, list | dict):
+        for each in value if isinstance(value, list) else value.values():
+            _check_digits(each, pointer)
+    elif isinstance(value, float) and Decimal(f"{value:.17g}") != Decimal(repr(value)):
+        raise ValueError(f"it does not follow the number {value!r} exactly (at {pointer or '/'})")
+
+
+def _check_bounds(schema: dict[str, Any], pointer: str) -> None:
+    """Raises ValueError for bounds of a number between which the library finds none: it writes six decimals."""
+    for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+        if name in schema and Decimal(repr(schema[name])) % _LEAST_STEP:
+            raise ValueError(f"it does not follow more than six decimals of {name} (at {pointer or '/'})")
+    low, high = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    if low is not None and high is not None and Decimal(repr(high)) - Decimal(repr(low)) <= _LEAST_STEP:
+        raise ValueError(f"it finds no number between {low!r} and {high!r} (at {pointer or '/'})")
 
 
 def _name_required(schema: dict[str, Any], pointer: str) -> None:

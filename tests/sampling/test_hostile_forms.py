@@ -22,7 +22,7 @@ from headrace.core.options.structured_outputs import StructuredOutputs
 from headrace.core.structured_output import backend, llguidance_backend, xgrammar_backend
 from headrace.core.structured_output.backend import Backend
 from headrace.core.structured_output.backends import Backends
-from headrace.core.structured_output.json_schema import closed
+from headrace.core.structured_output.forms import prepared
 from headrace.core.structured_output.llguidance_backend import MASKS_ON_ONE_THREAD, LLGuidanceBackend
 from headrace.core.structured_output.trial import Trial
 from headrace.frontend.api.parameters.structured_outputs import from_body
@@ -96,8 +96,8 @@ def test_the_schemas_of_a_grammar_are_found_at_once(part: str) -> None:
     schema = {"type": "object", "properties": {"a": {}}}
     text = f"start: %json {json.dumps(schema)}\n{part}"
     wanted = StructuredOutput(kind="grammar", text=text, disable_additional_properties=True)
-    assert seconds(lambda: closed(wanted)) < 0.5
-    said = closed(wanted).text
+    assert seconds(lambda: prepared(wanted)) < 0.5
+    said = prepared(wanted).text
     assert said.startswith(f"start: %json {json.dumps({**schema, 'additionalProperties': False})}\n")
     assert said.endswith(part)
 

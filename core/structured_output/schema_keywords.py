@@ -1,0 +1,363 @@
+"""Rewrites JSON schemas in keywords that the grammar libraries follow, and refuses others by name.
+
+Keywords without effect are dropped (unknown formats, `uniqueItems: false`), and some are written in others (`oneOf` of
+alternatives that exclude each other as `anyOf`, `propertyNames` as `patternProperties`). A rewritten schema never
+allows more than the original. What is left of REFUSED after that is refused, with what to write instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from headrace.core.structured_output.exact_numbers import check_exact, with_exact_bounds
+
+FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
+)
+"""Formats that are followed. All others are annotations, as JSON Schema has it."""
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "not": "write what is allowed",
+        "if": "write the cases as anyOf",
+        "contains": "write the items",
+        "uniqueItems": "it is followed for up to 4 values of enum or const; for more, leave it out",
+        "dependentRequired": "write the cases as anyOf",
+        "dependentSchemas": "write the cases as anyOf",
+        "dependencies": "write the cases as anyOf",
+        "propertyNames": "it is followed with enum, const, pattern and lengths, without patternProperties beside it",
+        "unevaluatedProperties": "write additionalProperties",
+        "unevaluatedItems": "write items",
+        "$dynamicRef": "write $ref",
+        "$recursiveRef": "write $ref",
+        "oneOf": "its alternatives do not exclude each other for certain: write anyOf",
+    }
+)
+"""Keywords that are not followed, or not always, and what to write instead."""
+_DROPPED = (
+    *("$vocabulary", "$dynamicAnchor", "$recursiveAnchor", "$comment", "deprecated"),
+    *("contentSchema", "contentMediaType", "contentEncoding", "discriminator", "externalDocs", "xml"),
+)
+"""Annotations. Libraries refuse some of them in some drafts."""
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_IN_PLACE = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas", "$dynamicRef", "$recursiveRef")
+"""Keywords whose schemas apply to the same value."""
+_MOST_UNIQUE = 4
+"""Most values of a list without repetition: their orders are written one by one."""
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose objects have schemas by name."""
+_SCHEMAS = (
+    *("items", "prefixItems", "additionalItems", "additionalProperties", "anyOf", "allOf", "oneOf"),
+    *("not", "if", "then", "else", "contains", "propertyNames", "unevaluatedProperties", "unevaluatedItems"),
+)
+_VALUES = ("enum", "const", "default", "examples", "required", "dependentRequired")
+_TYPES = ("null", "boolean", "number", "string", "array", "object")
+
+
+def in_followed_keywords(schema: Any) -> Any:
+    """The schema rewritten. Raises ValueError, with the place, for what is not followed."""
+    return _Rewriting(schema).whole()
+
+
+class _Rewriting:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._is_merged = _adds_bounds(root)
+        self._closed = dict[str, str]()
+        """References whose schema is needed closed, and the names of the definitions to add for that."""
+
+    def whole(self) -> Any:
+        found = self._rewritten(self._root, "")
+        if not self._closed:
+            return found
+        definitions, done = dict(found.get("$defs", {})), 0
+        while done < len(self._closed):  # closed ones may need further ones
+            for reference, name in list(self._closed.items())[done:]:
+                definitions[name] = self._rewritten(_closed(_lookup(self._root, reference)), reference[1:])
+                done += 1
+        return {**found, "$defs": definitions}
+
+    def _rewritten(self, schema: Any, where: str) -> Any:
+        if isinstance(schema, list):
+            return [self._rewritten(each, f"{where}/{index}") for index, each in enumerate(schema)]
+        if not isinstance(schema, dict):
+            return schema
+        schema = self._changed(schema, where or "/")
+        return {name: self._within(name, value, f"{where}/{name}") for name, value in schema.items()}
+
+    def _within(self, name: str, value: Any, where: str) -> Any:
+        """A keyword's value, with the schemas in it rewritten."""
+        if name in _VALUES:
+            return value
+        if name in _NAMED and isinstance(value, dict):
+            return {key: self._rewritten(each, f"{where}/{key}") for key, each in value.items()}
+        if name in _SCHEMAS:
+            return self._rewritten(value, where)
+        try:
+            return self._rewritten(value, where)  # a reference may lead there
+        except ValueError:
+            return value
+
+    def _changed(self, schema: dict[str, Any], where: str) -> dict[str, Any]:
+        """The schema itself rewritten, and not yet the schemas within it."""
+        found = {name: value for name, value in schema.items() if name not in _DROPPED}
+        for name in ("enum", "const"):
+            check_exact(found.get(name), where)
+        found = with_exact_bounds(found, where, is_merged=self._is_merged)
+        for name in _COUNTS:
+            if isinstance(value := found.get(name), float) and value.is_integer():
+                found[name] = int(value)
+        if isinstance(form := found.get("format"), str) and form not in FORMATS:
+            del found["format"]
+        for name in ("items", "propertyNames"):
+            if name in found and ("uniqueItems" in found or name == "propertyNames"):
+                found[name] = self._resolved(found[name])
+        for change in _CHANGES:
+            found = change(found)
+        if isinstance(alternatives := found.get("oneOf"), list):
+            found = self._one_of(found, alternatives)
+        for name in found.keys() & REFUSED.keys():
+            raise ValueError(f"{name} is not followed: {REFUSED[name]} (at {where})")
+        return found
+
+    def _one_of(self, schema: dict[str, Any], alternatives: list[Any]) -> dict[str, Any]:
+        """With `anyOf` instead of `oneOf`, if the alternatives exclude each other, perhaps once they are closed."""
+        whole = [self._resolved(each) for each in alternatives]
+        if not self._exclude_each_other(whole):
+            if not self._exclude_each_other([_closed(each) for each in whole]):
+                return schema
+            alternatives = [self._in_closed_form(each) for each in alternatives]
+        rest = {name: value for name, value in schema.items() if name != "oneOf"}
+        if "anyOf" not in rest:
+            return {**rest, "anyOf": alternatives}
+        return {**rest, "allOf": [*rest.get("allOf", []), {"anyOf": alternatives}]}
+
+    def _in_closed_form(self, schema: Any) -> Any:
+        if self._resolved(schema) is schema:
+            return _closed(schema)
+        return {"$ref": f"#/$defs/{self._closed.setdefault(schema['$ref'], f'closed_{len(self._closed)}')}"}
+
+    def _exclude_each_other(self, schemas: list[Any]) -> bool:
+        return all(self._excludes(first, second) for first, second in itertools.combinations(schemas, 2))
+
+    def _excludes(self, first: Any, second: Any, depth: int = 0) -> bool:
+        """Whether no value is valid under both, as far as types, values and required properties tell."""
+        first, second = self._resolved(first), self._resolved(second)
+        if first is False or second is False:
+            return True
+        if not isinstance(first, dict) or not isinstance(second, dict) or depth > 8:
+            return False
+        for one, other in ((first, second), (second, first)):
+            parts = one.get("anyOf") or one.get("oneOf")
+            if isinstance(parts, list) and all(self._excludes(part, other, depth + 1) for part in parts):
+                return True
+        if not _types_of(first) & _types_of(second):
+            return True
+        values, others = _values_of(first), _values_of(second)
+        if values is not None and others is not None and not values & others:
+            return True
+        if _types_of(first) & _types_of(second) != {"object"}:
+            return False
+        return any(
+            self._differ_in(first, second, name, depth)
+            for name in (*first.get("required", ()), *second.get("required", ()))
+        )
+
+    def _differ_in(self, first: dict[str, Any], second: dict[str, Any], name: str, depth: int) -> bool:
+        """Whether a property, which one of two objects requires, tells them apart."""
+        schemas = []
+        for each in (first, second):
+            properties = each.get("properties", {})
+            others = {} if "patternProperties" in each else each.get("additionalProperties", {})
+            schemas.append(properties.get(name, others))
+        return self._excludes(schemas[0], schemas[1], depth + 1)
+
+    def _resolved(self, schema: Any) -> Any:
+        """The schema that a reference without other keywords than annotations leads to."""
+        for _ in range(20):
+            if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
+                break
+            found = _lookup(self._root, reference)
+            if found is None or any(name in schema for name in ("properties", "type", "allOf", "anyOf", "oneOf")):
+                break
+            schema = found
+        return schema
+
+
+def _lookup(root: Any, reference: str) -> Any:
+    """What a JSON pointer within the schema leads to; None if it leads nowhere or elsewhere."""
+    if reference == "#":
+        return root
+    if not reference.startswith("#/"):
+        return None
+    at = root
+    for part in reference[2:].split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(at, dict):
+            at = at.get(name)
+        elif isinstance(at, list) and name.isdecimal() and int(name) < len(at):
+            at = at[int(name)]
+        else:
+            return None
+    return at
+
+
+def _types_of(schema: dict[str, Any]) -> set[str]:
+    if (values := _values_in(schema)) is not None:
+        return {_type_of(each) for each in values}
+    kinds = schema.get("type", _TYPES)
+    kinds = {kinds} if isinstance(kinds, str) else set(map(str, kinds))
+    return {"number" if each == "integer" else each for each in kinds}
+
+
+def _type_of(value: Any) -> str:
+    for kind, types in (("boolean", bool), ("number", int | float), ("string", str), ("array", list), ("object", dict)):
+        if isinstance(value, types):
+            return kind
+    return "null"
+
+
+def _values_in(schema: dict[str, Any]) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def _values_of(schema: dict[str, Any]) -> set[str] | None:
+    """The values that the schema lists, each as a text; None if it lists none."""
+    values = _values_in(schema)
+    return None if values is None else {_key_of(each) for each in values}
+
+
+def _key_of(value: Any) -> str:
+    is_whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if is_whole else value, sort_keys=True)
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, dict) and isinstance(schema.get("properties"), dict) and "patternProperties" not in schema:
+        return {"additionalProperties": False, **schema}
+    return schema
+
+
+def _adds_bounds(schema: Any) -> bool:
+    """Whether some schema within it adds to the bounds of another."""
+    if isinstance(schema, list):
+        return any(map(_adds_bounds, schema))
+    if not isinstance(schema, dict):
+        return False
+    has_bounds = any("inimum" in name or "aximum" in name for name in schema)
+    if "allOf" in schema or (has_bounds and any(name in schema for name in _IN_PLACE)):
+        return True
+    return any(_adds_bounds(each) for name, each in schema.items() if name not in _VALUES)
+
+
+# --- single keywords --------------------------------------------------------------------------------------------------
+
+
+def _without_vain_conditions(schema: dict[str, Any]) -> dict[str, Any]:
+    found = dict(schema)
+    if "if" in found and not ("then" in found or "else" in found):
+        del found["if"]
+    if "if" not in found:
+        for name in ("then", "else"):
+            found.pop(name, None)
+    for name in ("dependentRequired", "dependentSchemas", "dependencies"):
+        if found.get(name) == {} or (
+            isinstance(found.get(name), dict) and all(each in ([], {}, True) for each in found[name].values())
+        ):
+            del found[name]
+    return found
+
+
+def _without_not(schema: dict[str, Any]) -> dict[str, Any]:
+    """`not` of everything, as of zod's `never`, is a list of no schemas; `not` of nothing has no effect."""
+    if "not" not in schema or schema["not"] not in ({}, True, False):
+        return schema
+    rest = {name: value for name, value in schema.items() if name != "not"}
+    return rest if schema["not"] is False else {**rest, "allOf": [*rest.get("allOf", []), False]}
+
+
+def _without_contains(schema: dict[str, Any]) -> dict[str, Any]:
+    found = dict(schema)
+    least, most = found.get("minContains", 1), found.get("maxContains")
+    if "contains" not in found or (least == 0 and most is None):
+        for name in ("contains", "minContains", "maxContains"):
+            found.pop(name, None)
+    elif found["contains"] in ({}, True) and isinstance(least, int):
+        for name in ("contains", "minContains", "maxContains"):
+            found.pop(name, None)
+        found["minItems"] = max(found.get("minItems", 0), least)
+        if isinstance(most, int):
+            found["maxItems"] = min(found.get("maxItems", most), most)
+    return found
+
+
+def _without_unique_items(schema: dict[str, Any]) -> dict[str, Any]:
+    """`uniqueItems` has no effect on short lists; lists of a few values are written one by one."""
+    if "uniqueItems" not in schema:
+        return schema
+    rest = {name: value for name, value in schema.items() if name != "uniqueItems"}
+    most, items = schema.get("maxItems"), schema.get("items")
+    if schema["uniqueItems"] is False or (isinstance(most, int) and most <= 1):
+        return rest
+    values = _values_in(items) if isinstance(items, dict) else None
+    if values is None or len(values) > _MOST_UNIQUE or schema.get("type") != "array" or "prefixItems" in schema:
+        return schema
+    least, most = schema.get("minItems", 0), min(len(values), most if isinstance(most, int) else len(values))
+    rest = {name: value for name, value in rest.items() if name not in ("items", "minItems", "maxItems", "type")}
+    lists = [list(each) for size in range(least, most + 1) for each in itertools.permutations(values, size)]
+    return {**rest, "enum": lists}
+
+
+def _without_property_names(schema: dict[str, Any]) -> dict[str, Any]:
+    names = schema.get("propertyNames")
+    if names is None:
+        return schema
+    rest = {name: value for name, value in schema.items() if name != "propertyNames"}
+    if names is True or (
+        isinstance(names, dict) and names.keys() <= {"type"} and names.get("type") in (None, "string")
+    ):
+        return rest
+    if not isinstance(names, dict) or "patternProperties" in schema or names.get("type", "string") != "string":
+        return schema
+    others, properties = rest.pop("additionalProperties", {}), rest.get("properties", {})
+    values = _values_in(names)
+    if values is not None and names.keys() <= {"type", "enum", "const"}:
+        named = {each: properties.get(each, others) for each in values if isinstance(each, str)}
+        return {**rest, "properties": named, "additionalProperties": False}
+    if properties or not names.keys() <= {"type", "pattern", "minLength", "maxLength"}:
+        return schema
+    if "pattern" in names:
+        return schema if len(names.keys() - {"type"}) > 1 else _by_pattern(rest, names["pattern"], others)
+    bounds = f"{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}"
+    return _by_pattern(rest, f"^(?s:.){bounds}$", others)
+
+
+def _by_pattern(schema: dict[str, Any], pattern: str, others: Any) -> dict[str, Any]:
+    return {**schema, "patternProperties": {pattern: others}, "additionalProperties": False}
+
+
+def _without_unevaluated(schema: dict[str, Any]) -> dict[str, Any]:
+    """Where no other schema applies to the value, what is unevaluated is what is additional."""
+    found = dict(schema)
+    is_alone = not any(name in schema for name in _IN_PLACE)
+    for name, additional in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        if name in found and (found[name] in ({}, True) or is_alone):
+            value = found.pop(name)
+            if is_alone:
+                found.setdefault(additional, value)
+    return found
+
+
+_CHANGES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
+    _without_vain_conditions,
+    _without_not,
+    _without_contains,
+    _without_unique_items,
+    _without_property_names,
+    _without_unevaluated,
+)
