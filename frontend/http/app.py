@@ -12,12 +12,13 @@ import logging
 import time
 import types
 from collections.abc import Iterable, Mapping
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route, Router
+from starlette.routing import Match, Route, Router
 
 from headrace.frontend.api.unsupported import ONLY_GENERATION
 from headrace.frontend.http import messages_answer, ollama
@@ -37,6 +38,8 @@ _TEXT_ONLY = f"models read and write text alone; {_TEXT}"
 _ADAPTERS = "LoRA adapters are not supported yet: merge one into the model's weights, and serve that"
 _NOTHING_STORED = "this server keeps files, batches and responses, and nothing else between requests"
 _RENDER = "POST /tokenize gives the tokens of a prompt, or of a conversation as the template renders it"
+
+_GEMINI = f"Gemini's API is not served; {_TEXT}"
 
 _OF_MODELS = ("pull", "push", "create", "copy", "delete", "blobs")
 """Routes by which Ollama downloads and manages models."""
@@ -59,6 +62,7 @@ REASONS: Mapping[str, str] = types.MappingProxyType(
         **dict.fromkeys(("/api/embed", "/api/embeddings"), _GENERATION),
         **dict.fromkeys((f"/api/{name}" for name in _OF_MODELS), "what is served is chosen when the server starts"),
         "/api": "of Ollama's API there are chat, generate, show, tags, ps and version",
+        **dict.fromkeys(("/v1beta", "/v1alpha", "/v1beta1"), _GEMINI),
         "/v1/messages/batches": "POST /v1/batches answers many requests, as OpenAI has them",
     }
 )
@@ -67,8 +71,20 @@ _DEVELOPMENT = frozenset(route.path for route in DEVELOPMENT_ROUTES)
 
 def not_found(path: str, served: Iterable[str]) -> ApiError:
     """The error for a path without a route. served: the paths of this server's routes; it may suggest one of them."""
-    path = shortened(path, _LONGEST_PATH)
-    return ApiError(404, f"there is no {path} here{_why(path, tuple(served))}", code="not_found")
+    return _absent(path, _why(shortened(path, _LONGEST_PATH), tuple(served)))
+
+
+def _absent(path: str, why: str) -> ApiError:
+    return ApiError(404, f"there is no {shortened(path, _LONGEST_PATH)} here{why}", code="not_found")
+
+
+def _reason_of(path: str, method: str) -> str | None:
+    """Why a path is not served whose form is that of another route's, such as /v1/responses/{response_id}."""
+    if path == "/v1/responses/compact" and method == "POST":
+        return "conversations are not compacted; truncation: auto drops the oldest turns"
+    if ":" in path.rpartition("/")[2] and path.startswith("/v1/models/"):
+        return _GEMINI
+    return None
 
 
 def _why(path: str, served: tuple[str, ...]) -> str:
@@ -130,8 +146,10 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         options = self._state.options
         exchange = Exchange(scope, receive, send, options, self._state.bodies)
-        self._set_form(exchange, scope["path"].removeprefix(options.root_path))
         scope[EXCHANGE] = exchange
+        if scope["path"].endswith("/"):
+            self._drop_slash(scope, options.root_path)
+        self._set_form(exchange, scope["path"].removeprefix(options.root_path))
         # Set here, not by uvicorn, which would prepend it to the path: some proxies strip the prefix, others keep it.
         scope["root_path"] = options.root_path
         scope["app"] = self  # without it, Starlette answers a wrong method itself, in plain text
@@ -141,7 +159,7 @@ class App:
         self._state.collector.busy(1)
         try:
             self._check_key(exchange)
-            await self._router(scope, receive, send)
+            await self._route(scope, receive, send)
         except ClientGoneError:
             outcome = "the client left"
             if (refusal := exchange.connection.refusal) is not None and not exchange.started:
@@ -167,12 +185,38 @@ class App:
                     "%s %s: %s in %.3f s", scope["method"], path, printable(outcome), time.monotonic() - began_s
                 )
 
+    def _drop_slash(self, scope: Scope, root_path: str) -> None:
+        """A route's path may end in a slash, which clients add that join paths to a base address."""
+        plain = scope["path"].removeprefix(root_path).rstrip("/")
+        if plain and self._methods_of({**scope, "root_path": root_path, "path": root_path + plain}):
+            scope["path"] = root_path + plain
+
+    def _methods_of(self, scope: Scope) -> set[str]:
+        """The methods of the routes with this path."""
+        matching = [route for route in self._router.routes if route.matches(scope)[0] != Match.NONE]
+        return {method for route in matching for method in getattr(route, "methods", None) or ()}
+
     def _set_form(self, exchange: Exchange, path: str) -> None:
         """Sets how errors are encoded and which content types are accepted for a path, also for one without a route."""
         if (spec := self._specs.get(path)) is not None:
             exchange.error_body, exchange.takes_any_type = spec.error_body, spec.takes_any_type
         elif (api := next((api for api in _ERRORS_OF if path.startswith(api)), None)) is not None:
             exchange.error_body = _ERRORS_OF[api]
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._router(scope, receive, send)
+        except HTTPException as error:
+            if error.status_code != HTTPStatus.METHOD_NOT_ALLOWED:
+                raise
+            path = scope["path"].removeprefix(self._state.options.root_path)
+            if (reason := _reason_of(path, scope["method"])) is not None:
+                raise ApiError(
+                    404, f"there is no {shortened(path, _LONGEST_PATH)} here: {reason}", code="not_found"
+                ) from None
+            methods = sorted(self._methods_of(scope))
+            message = f"this route takes {', '.join(methods)}"
+            raise ApiError(405, message, code="method_not_allowed", allow=methods) from None
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(self._state.options.root_path)
@@ -205,9 +249,6 @@ class _Endpoint:
 
 
 def _answer_to(error: Exception) -> ApiError:
-    if isinstance(error, HTTPException):
-        allowed = (error.headers or {}).get("Allow", "")
-        return ApiError(error.status_code, f"this route takes {allowed}", code="method_not_allowed")
     if not isinstance(error, ApiError | HeadraceError) and not isinstance(error, asyncio.CancelledError):
         logger.error("a request failed", exc_info=error)
     return ApiError.of(error)

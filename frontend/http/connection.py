@@ -6,6 +6,10 @@ response, which both go through ASGI.
 
 All bytes outside bodies are counted: headers, trailers, chunk extensions. Data that arrives while a request is being
 answered is buffered unparsed; past MAX_HEADER_BYTES of it, reading pauses.
+
+A client that closes its sending side after a request may still read the answer, or may have left: TCP tells both in the
+same way. So the connection stays open, and something that every client skips (an interim response, or a stream's
+comment) is written from time to time: a client that has left resets the connection.
 """
 
 from __future__ import annotations
@@ -21,8 +25,11 @@ from headrace.frontend.http.errors import ApiError
 
 EXTENSION = "headrace.connection"
 MAX_HEADER_BYTES = 64 << 10
+_TOO_LARGE = f"the {{what}} are larger than {MAX_HEADER_BYTES} bytes"
 MAX_PIPELINED = 16
 """Most pipelined requests of one connection that may wait while an earlier one is answered."""
+_FIRST_PROBE_S, _LONGEST_PROBE_S = 0.02, 5.0
+"""Time between two writes to a client that has closed its sending side; doubled each time."""
 _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 
 
@@ -34,6 +41,11 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.on_writable: Callable[[], None] | None = None
+        self.on_half_closed: Callable[[], None] | None = None
+        """Writes something that the client skips: called while a response that has begun goes to a client that has
+        closed its sending side."""
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._has_eof = False
         self._num_unframed_bytes = 0  # of headers, trailers and the like, since the last body data
         self._is_in_headers = self._is_in_body = False
         self._ahead = bytearray()  # received while a request was being answered
@@ -49,19 +61,42 @@ class Connection(HttpToolsProtocol):
         self._headers_are_here()
         if self._reader_timer is not None:
             self._reader_timer.cancel()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         self._ahead.clear()
-        self.on_writable = None
+        self.on_writable = self.on_half_closed = None
         if self._answering is not None:
             _disconnect(self._answering)
         super().connection_lost(exc)
         # uvicorn leaves this timer of a connection that was reset, and with it everything that the connection holds.
         self._unset_keepalive_if_required()
 
-    def eof_received(self) -> None:
-        """The client has closed its sending side. If its request is incomplete, it can still read the error."""
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client has closed its sending side. If its request is incomplete, it can still read the error, and if it
+        is complete, the response. Returns whether the connection stays open."""
         is_in_headers = self._header_timer is not None and self._num_unframed_bytes > 0
         if is_in_headers or self._is_in_body:
             self._refuse(ApiError(400, "the connection was closed before the request was complete"))
+        self._has_eof = self._is_answering and not self.transport.is_closing()
+        if self._has_eof:
+            self._probe(_FIRST_PROBE_S)
+        return self._has_eof
+
+    def _probe(self, pause_s: float) -> None:
+        """Writes to a client that may have left, now and again after pauses."""
+        cycle = self._answering
+        if self.transport.is_closing() or cycle is None:
+            return
+        if cycle.response_started:
+            if self.on_half_closed is not None and not cycle.response_complete:
+                self.on_half_closed()
+        elif self._speaks_11(cycle):
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._probe_timer = self.loop.call_later(pause_s, self._probe, min(2 * pause_s, _LONGEST_PROBE_S))
+
+    @staticmethod
+    def _speaks_11(cycle: RequestResponseCycle) -> bool:
+        return bool(cycle.scope["http_version"] == "1.1")
 
     def data_received(self, data: bytes) -> None:
         if self.refusal is not None:
@@ -93,7 +128,7 @@ class Connection(HttpToolsProtocol):
             return
         if self._num_unframed_bytes > MAX_HEADER_BYTES:
             what = "trailers or chunk extensions" if self._is_in_body else "headers"
-            self._refuse(ApiError(431, f"the {what} are larger than {MAX_HEADER_BYTES} bytes"))
+            self._refuse(ApiError(431, _TOO_LARGE.format(what=what)))
 
     def _parse_error(self, error: httptools.HttpParserError) -> ApiError:
         what = "the end of the request's body cannot be told" if self._is_in_body else "this is not an HTTP request"
@@ -115,10 +150,22 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_in_headers = True
+        self._num_header_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count_header(len(url))
+        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_in_headers:  # no route reads trailers
+            self._count_header(len(name) + len(value) + len(b": \r\n"))
             super().on_header(name, value)
+
+    def _count_header(self, num_bytes: int) -> None:
+        """Refuses headers that are too large in all, also where they come in one read with what follows them."""
+        self._num_header_bytes += num_bytes
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            self._stop_parsing(431, _TOO_LARGE.format(what="headers"))
 
     def on_headers_complete(self) -> None:
         self._headers_are_here()
@@ -167,7 +214,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, app if self._speaks_11(cycle) else _WithoutChunks(cycle, app))
 
     def on_response_complete(self) -> None:
         is_last = not self.pipeline
@@ -177,6 +224,8 @@ class Connection(HttpToolsProtocol):
                 self._write_refusal(self.refusal)
         elif self._ahead:
             self.loop.call_soon(self._parse_ahead)
+        elif self._has_eof and is_last:
+            self.transport.close()
 
     def _parse_ahead(self) -> None:
         if self.transport.is_closing() or self._is_answering:
@@ -198,9 +247,10 @@ class Connection(HttpToolsProtocol):
             self.on_writable()
 
     def write_chunk(self, data: bytes) -> None:
-        """Writes one chunk of a chunked response that has begun. Never blocks: see `congested`."""
+        """Writes a part of a response that has begun and has no length. Never blocks: see `congested`."""
         if not self.transport.is_closing():
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            is_chunked = self._answering is not None and self._answering.chunked_encoding
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
 
     @property
     def congested(self) -> bool:
@@ -268,6 +318,38 @@ class Connection(HttpToolsProtocol):
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[refusal.status] + head + body)
         self.transport.close()
+
+
+class _WithoutChunks:
+    """Wraps the application for a client of HTTP/1.0, which knows no chunks: a response without a length ends with the
+    connection."""
+
+    def __init__(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._cycle, self._app, self._is_plain = cycle, app, False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def plain(message: Any) -> None:
+            cycle = self._cycle
+            if message["type"] == "http.response.start" and not _has_length(message):
+                self._is_plain = True
+                cycle.response_started, cycle.chunked_encoding, cycle.keep_alive = True, False, False
+                lines = [b"%b: %b\r\n" % each for each in (*cycle.default_headers, *message["headers"])]
+                head = STATUS_LINE[message["status"]] + b"".join(lines) + b"connection: close\r\n\r\n"
+                if not cycle.disconnected:
+                    cycle.transport.write(head)
+                return
+            if self._is_plain and not cycle.disconnected:
+                if cycle.flow.write_paused:
+                    await cycle.flow.drain()
+                cycle.transport.write(message.get("body", b""))
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app(scope, receive, plain)
+
+
+def _has_length(message: Any) -> bool:
+    return message["status"] in (204, 304) or any(name.lower() == b"content-length" for name, _ in message["headers"])
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
@@ -53,10 +53,12 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float = 0.0,
+        allow: Sequence[str] = (),
     ) -> None:
+        """allow: with 405, the methods that the route takes."""
         message = shortened(message, LONGEST_MESSAGE)
         super().__init__(message)
-        self.status, self.retry_after_s = status, retry_after_s
+        self.status, self.retry_after_s, self.allow = status, retry_after_s, allow
         param = None if param is None else shortened(param, LONGEST_PARAM)
         self.body = ErrorBody(message=message, type=type, param=param, code=code)
 
@@ -64,7 +66,9 @@ class ApiError(Exception):
         return msgspec.json.encode(ErrorResponse(self.body))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Response headers besides the content type: WWW-Authenticate or Retry-After."""
+        """Response headers besides the content type: WWW-Authenticate, Allow or Retry-After."""
+        if self.allow:
+            return [(b"allow", ", ".join(self.allow).encode())]
         if self.status == HTTPStatus.UNAUTHORIZED:
             return [(b"www-authenticate", b"Bearer")]
         if self.retry_after_s > 0:

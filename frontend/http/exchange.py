@@ -10,6 +10,7 @@ work.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -148,6 +149,29 @@ def num_containers(part: bytes) -> int:
     return (part.count(b'"') - part.count(b'\\"')) // 2 + part.count(b"[") + part.count(b"{")
 
 
+def as_utf8(body: bytes, charset: str) -> bytes:
+    """A body in UTF-8 without a byte order mark. JSON is UTF-8, but .NET and PowerShell also send UTF-16, marks, and
+    Latin-1 with its name. charset: the content type's; empty if it names none. Raises ApiError."""
+    if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        charset = "utf-16"
+    elif body.startswith(codecs.BOM_UTF8):
+        body = body[len(codecs.BOM_UTF8) :]
+    if charset.lower() in ("", "utf-8", "utf8", "us-ascii"):
+        return body
+    try:
+        if codecs.lookup(charset).name not in _CHARSETS:
+            raise LookupError
+        return body.decode(charset).removeprefix("\ufeff").encode()
+    except (LookupError, UnicodeError):
+        raise ApiError(
+            HTTPStatus.BAD_REQUEST,
+            f"the body is not text in the content type's charset {charset[:40]!r}; send UTF-8",
+            code="invalid_json",
+        ) from None
+
+
+_CHARSETS = frozenset({"utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "iso8859-1", "iso8859-15", "cp1252"})
+_CHARSET = re.compile(r"charset\s*=\s*\"?([\w.:-]+)", re.IGNORECASE)
 DISCARD_S = 5.0
 """How long the rest of a refused body is read and discarded, so that its sender reads the error first."""
 _TEMPLATE_FIELD = re.compile(rb'"chat_template"|\\u00')
@@ -240,8 +264,9 @@ class Exchange:
         self._bodies.give_back(max(self._num_body_bytes, self._num_answer_bytes))
 
     async def _json_body(self) -> bytes:
-        content_type = (self.header(b"content-type") or "").partition(";")[0].strip().lower()
-        is_json = content_type == "application/json" or content_type.endswith("+json")
+        content_type, _, parameters = (self.header(b"content-type") or "").partition(";")
+        content_type = content_type.strip().lower()
+        is_json = content_type in ("application/json", "text/json") or content_type.endswith("+json")
         # Any other type could come from a form of a foreign web page, which browsers send without a CORS preflight.
         if not is_json and not (self.takes_any_type and not self._is_of_a_page()):
             raise ApiError(  # the status that OpenAI's clients and vLLM's know
@@ -249,7 +274,8 @@ class Exchange:
                 "Unsupported Media Type: the body must be JSON, sent with Content-Type: application/json",
                 code="unsupported_media_type",
             )
-        return await self._read_body()
+        named = _CHARSET.search(parameters)
+        return as_utf8(await self._read_body(), named.group(1) if named else "")
 
     def _is_of_a_page(self) -> bool:
         """Whether a browser sent the request for a web page. Browsers add Origin to every POST (`null` if the origin is

@@ -40,7 +40,7 @@ from headrace.frontend.http.openai.event_stream import StreamForm
 from headrace.frontend.http.openai.generation import PreparedRequest
 from headrace.frontend.http.openai.requests import ChatCompletionRequest, CompletionRequest
 from headrace.frontend.http.openai.responses import Answer, TokenLogprob, chat_logprobs
-from headrace.frontend.http.process.engines import engine_for
+from headrace.frontend.http.process.engines import engine_for, why_unavailable
 from headrace.frontend.http.route_spec import RouteSpec, get, post
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.choice import ToolChoice
@@ -385,8 +385,12 @@ async def loaded(state: ServerState, exchange: Exchange) -> None:
 
 
 def _served(state: ServerState) -> list[tuple[str, Welcome]]:
+    """The served models. Raises ApiError if none is there."""
     serving = ((name, state.pool.serving(name)) for name in state.pool.names)
-    return [(name, engine.client.welcome) for name, engine in serving if engine is not None and engine.client]
+    found = [(name, engine.client.welcome) for name, engine in serving if engine is not None and engine.client]
+    if not found:
+        raise why_unavailable(state.pool)
+    return found
 
 
 def _about(name: str, welcome: Welcome) -> dict[str, Any]:
@@ -434,6 +438,7 @@ async def root(state: ServerState, exchange: Exchange) -> None:
 
 
 _REFUSALS = (400, 404, 413, 415, 429, 500, 503, 504)
+_LISTED: dict[str, Any] = {"error_body": error_body, "refusals": (503,)}
 _OWN: dict[str, Any] = {"error_body": error_body, "takes_any_type": True}
 ROUTES: tuple[RouteSpec, ...] = (
     post(
@@ -463,8 +468,8 @@ ROUTES: tuple[RouteSpec, ...] = (
         (400, 404, 413, 415, 503),
         **_OWN,
     ),
-    get("/api/tags", tags, "The models that are served, as Ollama has it", OllamaModels, error_body=error_body),
-    get("/api/ps", loaded, "The models that are loaded, as Ollama has it", OllamaLoadedModels, error_body=error_body),
+    get("/api/tags", tags, "The models that are served, as Ollama has it", OllamaModels, **_LISTED),
+    get("/api/ps", loaded, "The models that are loaded, as Ollama has it", OllamaLoadedModels, **_LISTED),
     get("/api/version", version, "Which of Ollama's versions has this API", OllamaVersion, error_body=error_body),
     get("/", root, "That this server runs, as Ollama has it", public=True),
 )

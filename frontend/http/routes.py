@@ -36,13 +36,14 @@ from headrace.frontend.http.messages import (
 )
 from headrace.frontend.http.messages_answer import MessagesResponse, error_body
 from headrace.frontend.http.metrics import Exposition, Pages
-from headrace.frontend.http.openai.chat import ChatParts, prepare_chat, render
+from headrace.frontend.http.openai.chat import ChatParts, count_prompt, prepare_chat
 from headrace.frontend.http.openai.chat_batch import prepare_chat_batch
 from headrace.frontend.http.openai.completions import prepare_completion
 from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.frontend.http.openai.event_stream import KeepAlive
 from headrace.frontend.http.openai.generation import Generator, PreparedRequest
 from headrace.frontend.http.openai.prompts import (
+    MOST_TRUNCATED,
     apply_server_defaults,
     tokenize_texts,
 )
@@ -192,7 +193,7 @@ async def count_tokens(state: ServerState, exchange: Exchange) -> None:
     def count(body: bytes) -> int:
         request = as_chat(state.decoder.decode(body, CountTokensRequest))
         state.check_accepting()
-        return len(render(request, engine_for(state.pool, request.model), state.chat)[1])
+        return count_prompt(request, engine_for(state.pool, request.model), state.chat)
 
     await exchange.answer(CountTokensResponse(await exchange.prepare(count)))
 
@@ -271,10 +272,10 @@ def _tokens_of(state: ServerState, request: TokenizeRequest) -> bytes:
         text, special = request.prompt or "", True
     if request.add_special_tokens is not None:
         special = request.add_special_tokens
-    max_model_len = client.welcome.max_model_len
-    (tokens,) = tokenize_texts([text], client.tokenizer, special=special, max_tokens=max_model_len, param="prompt")
+    most = MOST_TRUNCATED * client.welcome.max_model_len
+    (tokens,) = tokenize_texts([text], client.tokenizer, special=special, max_tokens=most, param="prompt")
     spelt = client.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs and client.tokenizer else None
-    return msgspec.json.encode(TokenizeResponse(len(tokens), max_model_len, list(tokens), spelt))
+    return msgspec.json.encode(TokenizeResponse(len(tokens), client.welcome.max_model_len, list(tokens), spelt))
 
 
 async def detokenize(state: ServerState, exchange: Exchange) -> None:
@@ -390,11 +391,14 @@ async def openapi(state: ServerState, exchange: Exchange) -> None:
 async def docs(state: ServerState, exchange: Exchange) -> None:
     from headrace.frontend.http.openapi import docs_page, document
 
-    page = docs_page(document(state.routes, state.options.root_path, guarded=bool(state.keys)), _names(state))
+    page = docs_page(document(state.routes, state.options.root_path, guarded=bool(state.keys)), state.pool.names)
     await exchange.answer_text(page.encode(), "text/html; charset=utf-8")
 
 
 def _names(state: ServerState) -> list[str]:
+    """The names of the served models. Raises ApiError if none is known yet."""
+    if not state.pool.names:
+        raise why_unavailable(state.pool)
     return state.pool.names
 
 

@@ -353,7 +353,11 @@ def test_an_unknown_model_or_route_or_method(server, client):
     check_error(client.post(COMPLETIONS, json={"prompt": [5], "model": "gpt"}), 404, "model", "does not exist")
     check_error(client.get("/v1/models/gpt"), 404, "model", "does not exist")
     check_error(client.get("/v1/nothing"), 404, None, "there is no /v1/nothing")
-    check_error(client.get(COMPLETIONS), 405, None, "POST")
+    wrong = client.get(COMPLETIONS)
+    check_error(wrong, 405, None, "POST")
+    assert wrong.headers["allow"] == "POST"
+    assert client.put("/ping").headers["allow"] == "GET, HEAD, POST"
+    assert client.put("/v1/responses/resp_1").headers["allow"] == "DELETE, GET, HEAD"
     sdk = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     with sdk, pytest.raises(openai.NotFoundError):
         sdk.completions.create(model="gpt", prompt="x")
@@ -371,7 +375,9 @@ def test_an_unknown_model_or_route_or_method(server, client):
         ("/pause", "which --server-dev-mode serves"),
         ("/chat/completions", "did you mean /v1/chat/completions? The base address of OpenAI's clients ends in /v1."),
         ("/v1/v1/completions", "did you mean /v1/completions?"),
-        ("/v1/completions/", "did you mean /v1/completions?"),
+        ("/v1/responses/compact", "conversations are not compacted"),
+        ("/v1/models/null:generateContent", "Gemini's API is not served"),
+        ("/v1beta/models/null:streamGenerateContent", "Gemini's API is not served"),
         ("/v1/tokenize", "did you mean /tokenize?"),
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
         ("/elsewhere", "GET /docs lists what there is"),

@@ -73,6 +73,21 @@ def test_phases_sum_to_the_time_until_the_address(processes):
     assert untold_s <= 0.15
 
 
+_HI = {"messages": [{"role": "user", "content": "hi"}]}
+WHILE_LOADING = {
+    "/v1/chat/completions": _HI,
+    "/v1/messages": {**_HI, "max_tokens": 1},
+    "/v1/messages/count_tokens": _HI,
+    "/v1/responses": {"input": "hi"},
+    "/v1/responses/input_tokens": {"input": "hi"},
+    "/api/chat": {**_HI, "model": "null"},
+    "/api/generate": {"prompt": "hi", "model": "null"},
+    "/api/show": {"model": "null"},
+    "/tokenize": {"prompt": "hi"},
+    "/detokenize": {"tokens": [5]},
+}
+
+
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_server_that_loads_says_so_and_is_not_ready(processes):
     server = Server("--port", "0", "--api-server-count", processes, null_model={"load_delay_s": 60})
@@ -88,6 +103,12 @@ def test_a_server_that_loads_says_so_and_is_not_ready(processes):
             body = client.post(COMPLETIONS, json={"prompt": [5]})
             assert body.status_code == 503
             assert body.json()["error"]["code"] == "loading"
+            for path in ("/v1/models", "/v1/models/null", "/api/tags", "/api/ps"):
+                asked = client.get(path)
+                assert (asked.status_code, "still loading the model" in asked.text) == (503, True), path
+            for path, content in WHILE_LOADING.items():
+                asked = client.post(path, json=content)
+                assert (asked.status_code, "still loading the model" in asked.text) == (503, True), path
         server.signal()
         assert server.wait_exit() == 0
     finally:

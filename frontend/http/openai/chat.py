@@ -25,6 +25,7 @@ from headrace.frontend.http.openai.prompts import (
     cache_salt,
     check_length,
     check_outputs,
+    count_text,
     most_prompt_tokens,
     respelt,
     sampling_params,
@@ -63,6 +64,7 @@ from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.events import Event
 from headrace.frontend.text.formats.message import call_id, message_of, num_reasoning_tokens
 from headrace.frontend.text.formats.parser import OutputParser
+from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 
 _SPELLINGS: Mapping[str, str] = types.MappingProxyType({"logprobs": "top_logprobs"})
@@ -106,18 +108,7 @@ def render(
     """Returns the prompt, its token ids, and the request's tools. Raises ApiError and InvalidRequestError."""
     assert engine.client is not None
     client = engine.client
-    choice = tool_choice_of(request.tools, request.tool_choice)
-    choice = choice._replace(always_strict=parts.options.tool_strict_level == "parameter")
-    prompt = parts.prompts.render(
-        request,
-        request.messages,
-        client.tokenizer,
-        tools=choice.shown,
-        enable_thinking=request.enable_thinking,
-        reasoning_effort=request.reasoning_effort,
-        verbosity=request.verbosity,
-        documents=request.documents,
-    )
+    prompt, choice = _rendered(request, client.tokenizer, parts)
     # The template writes the special tokens itself.
     (token_ids,) = tokenize_texts(
         [prompt.text],
@@ -127,6 +118,33 @@ def render(
         param="messages",
     )
     return prompt, token_ids, choice
+
+
+def count_prompt(request: ChatCompletionRequest, engine: Engine, parts: ChatParts) -> int:
+    """The number of tokens in the prompt, of any length. Raises ApiError and InvalidRequestError."""
+    assert engine.client is not None
+    tokenizer = engine.client.tokenizer
+    prompt, _ = _rendered(request, tokenizer, parts)
+    assert tokenizer is not None, "a conversation is rendered only with one"
+    return count_text(prompt.text, tokenizer, special=bool(request.add_special_tokens))
+
+
+def _rendered(
+    request: ChatCompletionRequest, tokenizer: Tokenizer | None, parts: ChatParts
+) -> tuple[RenderedChat, ToolChoice]:
+    choice = tool_choice_of(request.tools, request.tool_choice)
+    choice = choice._replace(always_strict=parts.options.tool_strict_level == "parameter")
+    prompt = parts.prompts.render(
+        request,
+        request.messages,
+        tokenizer,
+        tools=choice.shown,
+        enable_thinking=request.enable_thinking,
+        reasoning_effort=request.reasoning_effort,
+        verbosity=request.verbosity,
+        documents=request.documents,
+    )
+    return prompt, choice
 
 
 def chat_answer(

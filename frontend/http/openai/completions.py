@@ -38,6 +38,7 @@ from headrace.frontend.http.openai.responses import (
     CompletionResponse,
     OpenAIEvents,
     TextEvent,
+    TextOffsets,
     Usage,
     completion_logprobs,
     encoded,
@@ -140,13 +141,14 @@ def _prompts(
 class _Choice:
     """The state of one output's stream: what has been sent so far."""
 
-    __slots__ = ("began", "index", "num_tokens", "offset", "text_event")
+    __slots__ = ("began", "index", "num_tokens", "offsets", "text_event")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.text_event: TextEvent | None = None
         self.began = False
-        self.num_tokens = self.offset = 0
+        self.num_tokens = 0
+        self.offsets: TextOffsets | None = None
 
 
 class CompletionAnswer(OpenAIEvents):
@@ -156,7 +158,7 @@ class CompletionAnswer(OpenAIEvents):
         self._request, self._answer, self._n, self._only_prompt = request, answer, n, only_prompt
         self._echo = bool(request.echo)
         self._choices: dict[SequenceState, _Choice] = {}
-        self._echoed: dict[RequestStream, tuple[CompletionLogprobs, int]] = {}
+        self._echoed: dict[RequestStream, tuple[CompletionLogprobs, TextOffsets]] = {}
         self._streams: Sequence[RequestStream] = ()
         # Only text changes from one event to the next.
         self._is_plain = request.logprobs is None and not (answer.continuous_usage or answer.return_token_ids)
@@ -220,10 +222,11 @@ class CompletionAnswer(OpenAIEvents):
 
     def _echoed_logprobs(
         self, stream: RequestStream, token_ids: Sequence[int], positions: Sequence[LogprobsOfPosition | None]
-    ) -> tuple[CompletionLogprobs, int]:
-        """A prompt's log-probabilities and its characters, computed once for all its outputs, since it may be long."""
+    ) -> tuple[CompletionLogprobs, TextOffsets]:
+        """A prompt's log-probabilities and its offsets, computed once for all its outputs, since it may be long."""
         if stream not in self._echoed:
-            self._echoed[stream] = completion_logprobs(token_ids, positions, self._answer.spell, 0)
+            offsets = TextOffsets(self._answer.spell)
+            self._echoed[stream] = completion_logprobs(token_ids, positions, self._answer.spell, offsets), offsets
         return self._echoed[stream]
 
     def _choice_of(self, stream: RequestStream, choice: _Choice, output: CompletionOutput) -> CompletionChoice:
@@ -236,10 +239,14 @@ class CompletionAnswer(OpenAIEvents):
         logprobs: CompletionLogprobs | None = None
         if self._request.logprobs is not None:
             echoed: CompletionLogprobs | None = None
+            before: TextOffsets | None = None
             if is_first and self._echo and stream.prompt_logprobs is not None:
-                echoed, choice.offset = self._echoed_logprobs(stream, prompt_ids, stream.prompt_logprobs)
-            told = list(positions or [])
-            logprobs, choice.offset = completion_logprobs(token_ids, told, self._answer.spell, choice.offset)
+                echoed, before = self._echoed_logprobs(stream, prompt_ids, stream.prompt_logprobs)
+            if choice.offsets is None:
+                tokenizer = stream.tokenizer if stream.params.skip_special_tokens else None
+                without = frozenset() if tokenizer is None else tokenizer.special_ids
+                choice.offsets = TextOffsets(self._answer.spell, before, without)
+            logprobs = completion_logprobs(token_ids, list(positions or []), self._answer.spell, choice.offsets)
             logprobs = logprobs if echoed is None else echoed.followed_by(logprobs)
         if is_first and self._echo:
             text = (stream.prompt.text or "") + text

@@ -148,7 +148,7 @@ def _fields(body: bytes) -> dict[str, Any]:
     try:
         fields = decode_json(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        why = _lone_surrogate(body) or str(error)
+        why = _lone_surrogate(body) or _not_utf8(body) or str(error)
         raise ApiError(HTTPStatus.BAD_REQUEST, f"the body is not valid JSON: {why}", code="invalid_json") from None
     except RecursionError:
         raise ApiError(HTTPStatus.BAD_REQUEST, "the body is nested too deeply", code="invalid_json") from None
@@ -157,6 +157,17 @@ def _fields(body: bytes) -> dict[str, Any]:
     if len(fields) > _MOST_FIELDS:
         raise ApiError(HTTPStatus.BAD_REQUEST, f"the body has {len(fields)} fields", code="unknown_parameter")
     return fields
+
+
+def _not_utf8(body: bytes) -> str | None:
+    """The error of a body in another encoding, if any: PowerShell sends Latin-1 unless it is told otherwise."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return (
+            f"byte {error.start} is not UTF-8; in PowerShell, -ContentType 'application/json; charset=utf-8' sends that"
+        )
+    return None
 
 
 def _lone_surrogate(body: bytes) -> str | None:

@@ -87,13 +87,13 @@ class EventStream:
     def open(self) -> None:
         """Called when the response has begun: writes the output so far, and later output as it arrives."""
         self._is_open = True
-        self._connection.on_writable = self._flush
+        self._connection.on_writable, self._connection.on_half_closed = self._flush, self.keep_alive
         self._flush()
 
     def close(self) -> None:
         """Stops writing."""
         self._is_open = False
-        self._connection.on_writable = None
+        self._connection.on_writable = self._connection.on_half_closed = None
 
     def on_step(self, stream: RequestStream) -> None:
         if not self._is_open:

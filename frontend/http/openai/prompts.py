@@ -47,6 +47,9 @@ LONGEST_SALT = 2048
 _RULES = ("stop_token_ids", "allowed_token_ids", "logit_bias")
 _TOKENIZE_AT_ONCE_CHARACTERS = 1 << 17
 """Most text per call of the tokenizer library: freeing its result holds the GIL."""
+_CUT_SLACK_CHARACTERS = 256
+"""Characters on both sides of a cut in a text whose tokens show whether it may be cut there."""
+_MOST_CUTS_TRIED = 64
 _PROBED_CHARACTERS_PER_TOKEN = 16
 _PROBE_SLACK_TOKENS = 16
 """By how much cutting a text may increase its number of tokens."""
@@ -147,6 +150,33 @@ def tokenize_texts(
     return [*token_ids, *map(packed, tokenizer.encode_batch(batch, special))]
 
 
+def count_text(text: str, tokenizer: Tokenizer, *, special: bool) -> int:
+    """The number of a text's tokens, whatever its length. A long text is tokenised in pieces, since tokenising takes a
+    hundred times a text's own memory: it is cut where its tokens are those of both sides. If there is no such place
+    nearby, as in one endless word, the count may be one too high for that piece. Raises ApiError."""
+    check_unicode(text)
+    count, start = len(tokenizer.encode("", special)), 0
+    for cut in range(_TOKENIZE_AT_ONCE_CHARACTERS, len(text) - _CUT_SLACK_CHARACTERS, _TOKENIZE_AT_ONCE_CHARACTERS):
+        end = next((at for at in range(cut, cut + _MOST_CUTS_TRIED) if _may_be_cut(text, at, tokenizer)), cut)
+        count += tokenizer.count_tokens(text[start:end])
+        start = end
+    return count + tokenizer.count_tokens(text[start:])
+
+
+def _may_be_cut(text: str, at: int, tokenizer: Tokenizer) -> bool:
+    left, right = text[at - _CUT_SLACK_CHARACTERS : at], text[at : at + _CUT_SLACK_CHARACTERS]
+    whole, *sides = tokenizer.encode_batch([left + right, left, right], add_special_tokens=False)
+    return whole == sides[0] + sides[1]
+
+
+def check_unicode(text: str) -> None:
+    """Raises ApiError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise bad_field("prompt", f"the prompt is not valid Unicode text: {error}") from error
+
+
 def _check_text(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) -> None:
     if len(text) > max_tokens and len(text) > max_tokens * tokenizer.longest_token:
         raise _too_long(
@@ -155,10 +185,7 @@ def _check_text(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) ->
             -(-len(text) // tokenizer.longest_token),
             f"of {len(text)} characters cannot fit, as no token stands for more than {tokenizer.longest_token}",
         )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise bad_field("prompt", f"the prompt is not valid Unicode text: {error}") from error
+    check_unicode(text)
     if len(text) > max_tokens * _PROBED_CHARACTERS_PER_TOKEN:
         # For most texts that are too long, the beginning proves it, for a fraction of the memory.
         num_tokens = 0

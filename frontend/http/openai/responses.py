@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -277,16 +278,37 @@ class TokenSpelling:
         return list(self(token_id).encode() if self._tokenizer is None else self._tokenizer.token_bytes(token_id))
 
 
+class TextOffsets:
+    """Where the tokens of a text begin in it, in characters. Tokens that are parts of one character begin where that
+    does."""
+
+    def __init__(
+        self, spell: TokenSpelling, after: TextOffsets | None = None, without: Container[int] = frozenset()
+    ) -> None:
+        """after: the offsets of the text before this one. without: tokens that the text lacks."""
+        self._spell, self._without = spell, without
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+        if after is not None:
+            self._decoder.setstate(after._decoder.getstate())
+            self._offset = after._offset
+
+    def next(self, token_id: int) -> int:
+        """The offset of the next token."""
+        begin = self._offset
+        if token_id not in self._without:
+            self._offset += len(self._decoder.decode(bytes(self._spell.bytes_of(token_id))))
+        return begin
+
+
 def completion_logprobs(
-    token_ids: Sequence[int], positions: Sequence[LogprobsOfPosition | None], spell: TokenSpelling, offset: int
-) -> tuple[CompletionLogprobs, int]:
-    """Log-probabilities of adjacent tokens that begin `offset` characters into the text, and the offset after them."""
+    token_ids: Sequence[int], positions: Sequence[LogprobsOfPosition | None], spell: TokenSpelling, offsets: TextOffsets
+) -> CompletionLogprobs:
+    """Log-probabilities of adjacent tokens, which are the next ones of `offsets`."""
     result = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     for token_id, position in zip(token_ids, positions, strict=True):
-        token = spell(token_id)
-        result.text_offset.append(offset)
-        result.tokens.append(token)
-        offset += len(token)
+        result.text_offset.append(offsets.next(token_id))
+        result.tokens.append(spell(token_id))
         if position is None:
             result.token_logprobs.append(None)
             result.top_logprobs.append(None)
@@ -296,7 +318,7 @@ def completion_logprobs(
         for each, logprob in position.items():
             top.setdefault(spell(each), _finite(logprob))
         result.top_logprobs.append(top)
-    return result, offset
+    return result
 
 
 def chat_logprobs(

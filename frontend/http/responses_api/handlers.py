@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.frontend.http.errors import ApiError, bad_field, renamed
 from headrace.frontend.http.exchange import Exchange
-from headrace.frontend.http.openai.chat import render
+from headrace.frontend.http.openai.chat import count_prompt
 from headrace.frontend.http.openai.decoder import decode_query
 from headrace.frontend.http.openai.event_stream import HEADERS
 from headrace.frontend.http.openai.generation import HOLD_S, first_of
@@ -167,7 +167,7 @@ async def input_tokens(state: ServerState, exchange: Exchange) -> None:
 
     def count() -> int:
         with renamed(OWN_NAMES):
-            return len(render(as_chat(request, items, tools), engine, state.chat)[1])
+            return count_prompt(as_chat(request, items, tools), engine, state.chat)
 
     await exchange.answer(InputTokens(await state.bodies.work(size_of(request, items, tools), count)))
 

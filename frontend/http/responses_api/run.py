@@ -144,12 +144,12 @@ class Follower:
     def open(self, on_writable: Callable[[], None]) -> None:
         """Called when the response has begun. on_writable: called now, and when a slow client has caught up."""
         self.is_open = True
-        self._connection.on_writable = on_writable
+        self._connection.on_writable, self._connection.on_half_closed = on_writable, self.keep_alive
         on_writable()
 
     def close(self) -> None:
         self.is_open = False
-        self._connection.on_writable = None
+        self._connection.on_writable = self._connection.on_half_closed = None
         self._log.followers.remove(self)
 
     def flush(self) -> None:
