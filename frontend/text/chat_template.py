@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -33,7 +34,19 @@ _TAKES_PARTS = re.compile(
     r"\bin\s+\w+(\.content|\[['\"]content['\"]\])|content\s+is\s+(not\s+)?(string|iterable)"
     r"|content(['\"]\])?\[\d+\]\s*[.\[]"
 )
-"""Matches a template that iterates over a message's content parts, indexes one, or tests for parts."""
+"""Matches a template that may iterate over a message's content parts, index one, or test for parts."""
+_PART = "HeadracePart"
+_ROLES_LIKE: Mapping[Any, str] = types.MappingProxyType({"developer": "system"})
+_CALL = {"type": "function", "id": "000000000", "function": {"name": "f", "arguments": {}}}
+_BEFORE: Mapping[str, tuple[Message, ...]] = types.MappingProxyType(
+    {
+        "system": (),
+        "user": (),
+        "assistant": ({"role": "user", "content": "x"},),
+        "tool": ({"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}),
+    }
+)
+"""Messages after which one of a role can stand."""
 
 
 class RenderedChat(NamedTuple):
@@ -68,8 +81,8 @@ def render_chat(
             "message, the other begins a new one"
         )
     try:
-        takes_parts = content_format == "openai" or (content_format == "auto" and bool(_TAKES_PARTS.search(template)))
-        chat = _plain_messages(messages, takes_parts=takes_parts, wraps_text=content_format == "openai")
+        with_parts = _roles_with_parts(template) if content_format == "auto" else frozenset()
+        chat = _plain_messages(messages, with_parts, wraps_text=content_format == "openai")
         final_text = _mark_end(chat) if continue_final_message else ""
         context = {
             **_plain(variables or {}),
@@ -104,9 +117,31 @@ def _render(template: str, context: dict[str, Any]) -> str:
         ) from error
 
 
-def _plain_messages(messages: Sequence[Message], *, takes_parts: bool, wraps_text: bool) -> list[dict[str, Any]]:
-    """Copies of the messages, of plain data. takes_parts: content parts stay parts, instead of being joined to text.
-    wraps_text: text content becomes a part too. Raises InvalidRequestError."""
+@functools.lru_cache(maxsize=64)
+def _roles_with_parts(template: str) -> frozenset[str]:
+    """The roles of which the template shows content parts. Some templates test whether a content is a text, and leave
+    out what is none."""
+    if not _TAKES_PARTS.search(template):
+        return frozenset()
+    return frozenset(role for role in _BEFORE if _shows_parts(template, role))
+
+
+def _shows_parts(template: str, role: str) -> bool:
+    message = {"role": role, "content": [{"type": "text", "text": _PART}]}
+    after = [] if role in ("user", "tool") else [{"role": "user", "content": "x"}]
+    context = {"messages": [*_BEFORE[role], message, *after], "tools": None, "documents": None}
+    try:
+        shown = _render(template, {**context, "add_generation_prompt": True})
+    except InvalidRequestError:
+        return False
+    return _PART in shown and not re.search(f"""['"]text['"]: ?['"]{_PART}""", shown)  # nor printed as data
+
+
+def _plain_messages(
+    messages: Sequence[Message], with_parts: Collection[str], *, wraps_text: bool
+) -> list[dict[str, Any]]:
+    """Copies of the messages, of plain data. with_parts: the roles whose content parts stay parts, instead of being
+    joined to text. wraps_text: all stay parts, and text content becomes one too. Raises InvalidRequestError."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise InvalidRequestError(
             f"messages must be a list of {{'role': ..., 'content': ...}}, not {type(messages).__name__}"
@@ -123,8 +158,9 @@ def _plain_messages(messages: Sequence[Message], *, takes_parts: bool, wraps_tex
             plain["content"] = [plain["content"]] if plain["content"] else []
         if isinstance(plain.get("content"), list | tuple):
             texts = text_parts(plain["content"], f"messages[{index}].content")
+            keeps_parts = wraps_text or _ROLES_LIKE.get(plain["role"], plain["role"]) in with_parts
             plain["content"] = (
-                [_as_template_part(part) for part in plain["content"]] if takes_parts else "\n".join(texts)
+                [_as_template_part(part) for part in plain["content"]] if keeps_parts else "\n".join(texts)
             )
         reasoning = next((plain[name] for name in _REASONING_NAMES if name in plain), None)
         if reasoning is not None:

@@ -103,6 +103,35 @@ def test_templates_render_as_in_transformers(
     assert tokenizer.apply_chat_template(messages, chat_template=template, **arguments) == ids
 
 
+TWO_PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% if m.content.startswith('<tool_response>') or '</think>' in m.content %}!{% endif %}{{ m.content }}",
+        "{% if m.content is string %}{% set said = m.content %}{% else %}{% set said = '' %}{% endif %}{{ said }}",
+        "{% if m.content is string %}{{ m.content }}{% else %}{{ raise_exception('a text') }}{% endif %}",
+        "{% if m.content is not string %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}",
+    ],
+)
+def test_parts_are_one_text_for_a_template_that_only_looks_as_if_it_took_parts(tokenizer: Tokenizer, text: str) -> None:
+    """As those of Qwen 3, which refused every message in parts, or left its text out."""
+    template = "{% for m in messages %}[" + text + "]{% endfor %}"
+    messages = [{"role": role, "content": TWO_PARTS} for role in ("system", "user", "assistant", "tool")]
+    assert tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False) == "[a\nb]" * 4
+
+
+def test_parts_stay_parts_where_a_template_shows_them_of_that_role(tokenizer: Tokenizer) -> None:
+    template = (
+        "{% for m in messages %}[{% if m.role == 'system' %}{{ m.content | trim }}{% elif m.content is string %}"
+        "{{ m.content }}{% else %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endif %}]{% endfor %}"
+    )
+    messages = [{"role": role, "content": TWO_PARTS} for role in ("system", "user", "assistant")]
+    told = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert told == "[a\nb][<a><b>][<a><b>]"
+
+
 def test_a_template_multiplies(tokenizer: Tokenizer) -> None:
     template = "{{ '-' * 3 }}{{ 2 ** 10 }}{{ 2 ** -1 }}{{ 1.5 * 2 }}{{ [1] * 2 }}"
     assert tokenizer.apply_chat_template([USER], chat_template=template, tokenize=False) == "---10240.53.0[1, 1]"
