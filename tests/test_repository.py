@@ -1,4 +1,4 @@
-"""The rules of the repository that a machine can check: imports by folder, sizes, docs that name code."""
+"""The rules of the repository that a machine can check: imports by folder, docs that name code."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ MAY_IMPORT_BY_FILE = MappingProxyType(
         "core/structured_output/token_bytes.py": {"tokenizers"},  # imported by llguidance_backend.py alone
         "core/structured_output/xgrammar_backend.py": {"xgrammar", "tvm_ffi"},
         # Where they are asked for by name.
-        "frontend/api/helpers.py": {"transformers", "huggingface_hub", "headrace.executor.checkpoints.hub"},
+        "frontend/api/helpers.py": {
+            *("transformers", "huggingface_hub", "headrace.executor.checkpoints.hub"),
+            *("numpy", "torch"),
+        },
     }
 )
 
@@ -73,9 +76,6 @@ WITHIN = frozenset(
     )
 )
 """Folders that the README of the one above describes."""
-
-MAX_FILE_LINES = 600
-"""A file is one whole idea; beyond this it is hardly one any more. Functions are held by ruff's complexity rules."""
 
 # In parts, so that this file does not match itself.
 MACHINE_PATHS = re.compile("|".join(["/" + "work/", "/" + "root/", "/" + r"home/\w", "/" + "opt/", "/" + "Users/"]))
@@ -136,11 +136,6 @@ def test_importing_a_thin_folder_loads_nothing_heavy(folder: str, absent: set[st
     assert result.returncode == 0, result.stderr
     assert modules
     assert not absent & set(result.stdout.split())
-
-
-def test_a_file_can_be_read_in_one_sitting() -> None:
-    lines = {str(path): len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in tree.python_files()}
-    assert not {path: count for path, count in lines.items() if count > MAX_FILE_LINES}
 
 
 def test_every_folder_says_what_it_is() -> None:

@@ -9,7 +9,7 @@ import sys
 import types
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import pytest
@@ -562,3 +562,22 @@ def test_the_cache_space_of_vllms_environment_is_a_default(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "much")
     with pytest.raises(OptionError, match="VLLM_CPU_KVCACHE_SPACE=much: it must be the cache's size in GiB"):
         parse_options(model="x")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"attention_backend": "FLASH_ATTN"},
+        {"attention_config": {"backend": "FLASHINFER"}},
+        {"moe_backend": "triton"},
+        {"kernel_config": {"moe_backend": "triton"}},
+        {"linear_backend": "cutlass"},
+        {"all2all_backend": "deepep_low_latency"},
+        {"gdn_prefill_backend": "triton"},
+        {"ir_op_priority": {"rms_norm": ["native"]}},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_what_chooses_kernels_in_vllm_passes_with_a_note(option: dict[str, Any]) -> None:
+    with pytest.warns(FutureWarning, match=f"{next(iter(option))}.* has no effect: each op chooses its kernel"):
+        assert parse_options(**option) == Options()
