@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 Format = Literal["safetensors", "pt", "gguf", "mistral", "sharded_state", "tensorizer", "dummy"]
 
 SAFETENSORS_INDEX, TORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+BESIDE = ("quantize_config.json", "quant_config.json", "quantization_config.json")
+"""Files in which AutoGPTQ, AutoAWQ and AutoRound write what a quantization_config has."""
 SHARDED_STATE = "model-rank-*-part-0.safetensors"
 MISTRAL_PARAMS, MISTRAL_FILES = "params.json", "consolidated*.safetensors"
 MISTRAL_END = 2
@@ -106,11 +108,11 @@ class Checkpoint:
 
         Raises ModelError for a scale that is not a positive number.
         """
-        if self.quantisation is None or self.format not in ("safetensors", "pt"):
+        if not _quantisation_in(self.config) or self.format not in ("safetensors", "pt"):
             return ()
         from headrace.executor.checkpoints.quantisation.cache_scales import cache_scales
 
-        return cache_scales(_folder_weights(self.path, self.format), spec)
+        return cache_scales(_folder_weights(self.path, self.format), spec, _quantisation_in(self.config))
 
     @property
     def weight_files(self) -> list[Path]:
@@ -162,8 +164,12 @@ class Checkpoint:
             from headrace.executor.checkpoints.library_readers import LibraryWeights
 
             stored = LibraryWeights(self.library, self.weight_files, stored)
-        if self.quantisation is None:
+        if self.quantisation is None and not _quantisation_in(self.config):
             return stored
+        if self.quantisation is None:  # the cache alone is quantised
+            from headrace.executor.checkpoints.quantisation.cache_scales import WithoutCacheScales
+
+            return WithoutCacheScales(stored)
         from headrace.executor.checkpoints.quantisation.weights import QuantisedWeights
         from headrace.executor.models.families import spec_from_config
 
@@ -330,7 +336,7 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
     config = _overridden(_with_quantisation(_read_config(config_path), folder), options.hf_overrides)
     generation = _read_generation_config(folder, options)
     quantisation = to_become = None
-    if options.quantization or config.get("quantization_config") or config.get("compression_config"):
+    if options.quantization or _quantisation_in(config):
         from headrace.executor.checkpoints.quantisation import format_of, forms_as_loaded  # imports torch
 
         quantisation = format_of(config, options.quantization)
@@ -345,7 +351,7 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
         path=folder,
         format=found,
         config=config,
-        dtype_name=_dtype_name(config, folder, found, tensorized),
+        dtype_name=_dtype_name(config, folder, found, tensorized, quantisation),
         generation_config=_sampling_defaults(generation, options, folder / "generation_config.json"),
         eos_token_ids=_eos_token_ids(generation, config),
         config_folder=config_folder,
@@ -400,9 +406,20 @@ def _config_folder(options: Options) -> Path:
 
 
 def _with_quantisation(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The config with the quantization of hf_quant_config.json beside it, unless it has its own. Raises ModelError."""
+    """The config with the quantization of its text_config, or else of a file beside it, unless it has its own. Raises
+    ModelError."""
+    text = config.get("text_config")
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key):
+            return config
+        if isinstance(text, Mapping) and text.get(key):
+            return {**config, key: text[key]}
+    for name in BESIDE:
+        if (folder / name).is_file():
+            stored = read_json(folder / name)
+            return {**config, "quantization_config": {"quant_method": _method_of(stored), **stored}}
     file = folder / "hf_quant_config.json"
-    if config.get("quantization_config") or not file.is_file():
+    if not file.is_file():
         return config
     beside = read_json(file)
     stored, producer = beside.get("quantization"), beside.get("producer")
@@ -410,6 +427,15 @@ def _with_quantisation(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         raise ModelError(f"{file} has no object named quantization")
     name = producer.get("name", "modelopt") if isinstance(producer, Mapping) else "modelopt"
     return {**config, "quantization_config": {"quant_method": name, **stored}}
+
+
+def _quantisation_in(config: Mapping[str, Any]) -> Any:
+    return config.get("quantization_config") or config.get("compression_config")
+
+
+def _method_of(stored: Mapping[str, Any]) -> str:
+    """The method of a file that does not name it: AutoAWQ's keys differ from those of AutoGPTQ."""
+    return "awq" if any(key in stored for key in ("w_bit", "q_group_size", "zero_point")) else "gptq"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -492,7 +518,13 @@ def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> 
     return tuple(dict.fromkeys(ids))
 
 
-def _dtype_name(config: Mapping[str, Any], folder: Path, found: Format, tensorized: TensorizerFile | None) -> str:
+def _dtype_name(
+    config: Mapping[str, Any],
+    folder: Path,
+    found: Format,
+    tensorized: TensorizerFile | None,
+    quantisation: Quantisation | None,
+) -> str:
     """The config's dtype, else that of the weights."""
     text = config.get("text_config")
     for each in (config, text if isinstance(text, Mapping) else {}):
@@ -502,7 +534,7 @@ def _dtype_name(config: Mapping[str, Any], folder: Path, found: Format, tensoriz
             return _float_type(named)
     if found == "dummy":
         return "float32"
-    if config.get("quantization_config"):
+    if quantisation is not None:
         return "float16"
     if found == "sharded_state":
         from headrace.executor.checkpoints.safetensors_weights import SafetensorsWeights

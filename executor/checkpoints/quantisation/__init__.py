@@ -165,7 +165,8 @@ def _constants(name: str) -> list[Any]:
 
 
 def format_of(config: Config, asked: str | None) -> Format | None:
-    """The format of a checkpoint's quantised weights; None for floats. asked: the option `quantization`.
+    """The format of a checkpoint's quantised weights; None for floats, of which the config may quantise the KV cache.
+    asked: the option `quantization`.
 
     Raises ModelError for a method that is unknown or retired, OptionError if `asked` is another format.
     """
@@ -186,12 +187,14 @@ def format_of(config: Config, asked: str | None) -> Format | None:
         )
         named = f"by the method {stored['quant_method']}" if method else "by a method that it does not name"
         raise ModelError(f"this checkpoint's weights are quantised {named}, which is not supported: {advice}")
+    check_keys(stored, own.keys, f"the {own.names[0]} config")
+    if own.is_of_cache(stored):
+        return None
     if asked is not None and asked not in own.names:
         raise OptionError(
             f"quantization={asked} does not fit this checkpoint, whose weights are stored as {own.names[0]}; "
             "leave it out"
         )
-    check_keys(stored, own.keys, f"the {own.names[0]} config")
     return own.of(stored)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from headrace.executor.checkpoints.weights import WeightSource
+from torch import Tensor
+
+from headrace.executor.checkpoints.weights import WeightSource, WrappedWeights
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.kv_cache import LayerScales
 from headrace.ipc.failure import ModelError
@@ -20,14 +23,29 @@ KEYS = re.compile(r"\.(k|kv)_scale$|\bk_proj\.output_scale$")
 VALUES = re.compile(r"\.(v|kv)_scale$|\bv_proj\.output_scale$")
 
 
-def cache_scales(source: WeightSource, spec: ArchSpec) -> tuple[LayerScales, ...]:
+class WithoutCacheScales(WrappedWeights):
+    """A `WeightSource` around one of float weights without the tensors of a quantised cache."""
+
+    def __init__(self, source: WeightSource) -> None:
+        super().__init__(source, replaced=frozenset(name for name in source.names() if OF_CACHE.search(name)))
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        return self.source.get(name, rows=rows, columns=columns)
+
+
+def cache_scales(source: WeightSource, spec: ArchSpec, quantization: Mapping[str, Any]) -> tuple[LayerScales, ...]:
     """The scales of each layer. Empty if the checkpoint has none, or lacks those of some layer's keys or values, which
-    is logged.
+    is logged, or if they are of another type of cache. quantization: the quantization_config.
 
     Raises ModelError for a scale that is not a positive number.
     """
     held = sorted(name for name in source.names() if OF_CACHE.search(name))
     if not held:
+        return ()
+    inner = quantization.get("quantization")
+    given = [each.get("kv_cache_quant_algo") for each in (quantization, inner) if isinstance(each, Mapping)]
+    if others := [each for each in given if each not in (None, "FP8")]:
+        logger.warning("the checkpoint's scales of a %s cache have no effect: fp8 caches have others", others[0])
         return ()
     prefix = spec.names.prefix_in(source.names())
     starts = [spec.names.layer(prefix, index) for index in range(spec.num_layers)]

@@ -11,8 +11,9 @@ from headrace.executor.checkpoints.quantisation import Format, Stored, formats, 
 DOCS_PAGE = "docs/quantization.md"
 HEAD = """# Quantised checkpoints
 
-A checkpoint's own config (`quantization_config` in config.json, or hf_quant_config.json) says how it is quantised, so
-no option is needed: `headrace serve MODEL`. `--quantization NAME` requires that format and refuses a checkpoint of
+A checkpoint's own config says how it is quantised (`quantization_config` in config.json or in its `text_config`; else
+hf_quant_config.json, quantize_config.json, quant_config.json or quantization_config.json beside it), so no option is
+needed: `headrace serve MODEL`. `--quantization NAME` requires that format and refuses a checkpoint of
 another. `--dtype` sets the type of activations. Weights keep the type they are stored in, except bfloat16 weights
 with `--dtype float32`, since bfloat16 kernels also round activations.
 
@@ -38,7 +39,8 @@ With packed weights, keys and values are float16, which is finer than bfloat16; 
 `--kv-cache-dtype fp8` (e4m3) and `fp8_e5m2` divide keys and values by the checkpoint's scales (`k_scale` and `v_scale`,
 or Quark's `output_scale`) if it has them for every layer: one each, or one per head. If it has others or none, with
 `--calculate-kv-scales`, and in an `int8` cache, each token and head has its own scale, computed from the values
-written; this is finer and takes 4 bytes of each head's row.
+written; this is finer and takes 4 bytes of each head's row. A config that quantises the cache alone leaves weights as
+they are.
 
 Tensor parallelism divides matrices between groups. If a rank's share begins within a group, or if GPTQ's `desc_act`
 reorders inputs that ranks divide, that matrix is kept in floats, and the log says so. Experts stay packed too, except
