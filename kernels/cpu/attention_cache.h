@@ -81,8 +81,12 @@ struct Fp8 {
   static constexpr float kSubnormals = float(1u << (kMantissa + 126 - kOffset));  // steps of subnormals in 1
 };
 
+// The code of values that are not finite, without its sign. No finite value has it, since they saturate below it.
+constexpr uint8_t kNotFinite = 0x7f;
+
 template <CacheType kType>
 inline float float_of_fp8(uint8_t code) {
+  if ((code & 0x7fu) == kNotFinite) return std::numeric_limits<float>::quiet_NaN();
   const uint32_t bits = (code & 0x7fu) << Fp8<kType>::kShift;
   float value;
   std::memcpy(&value, &bits, 4);
@@ -90,13 +94,15 @@ inline float float_of_fp8(uint8_t code) {
   return code & 0x80u ? -value : value;
 }
 
-// Rounds to nearest even and saturates. A NaN becomes the largest value too, so that the cache never holds one.
+// Rounds to nearest even and saturates. Infinities and NaN become kNotFinite, so that whatever reads them is not finite
+// either, and its request ends as it does with a cache of floats.
 template <CacheType kType>
 inline uint8_t fp8_of_float(float value) {
   using Format = Fp8<kType>;
   const uint8_t sign = std::signbit(value) ? 0x80 : 0;
   float magnitude = std::fabs(value);
-  if (!(magnitude < largest_stored(kType))) magnitude = largest_stored(kType);
+  if (!(magnitude <= std::numeric_limits<float>::max())) return kNotFinite;
+  if (magnitude > largest_stored(kType)) magnitude = largest_stored(kType);
   if (magnitude < Format::kSmallestNormal)
     return static_cast<uint8_t>(sign | static_cast<uint8_t>(std::nearbyint(magnitude * Format::kSubnormals)));
   uint32_t bits;
@@ -108,14 +114,21 @@ inline uint8_t fp8_of_float(float value) {
 
 inline Floats magnitude(Floats value) { return larger(value, -value); }
 
-// The largest magnitude of a row.
+// The largest magnitude of a row; NaN if not all of its values are finite.
 inline float largest_magnitude(const float* row, int count) {
-  Floats largest = {};
+  Floats largest = {}, zeros = {};  // a finite value times 0 is 0, and any other one is NaN
   int i = 0;
-  for (; i + kLanes <= count; i += kLanes) largest = larger(largest, magnitude(load_floats(row + i)));
-  float found = largest_lane(largest);
-  for (; i < count; ++i) found = std::fmax(found, std::fabs(row[i]));
-  return found;
+  for (; i + kLanes <= count; i += kLanes) {
+    const Floats values = load_floats(row + i);
+    largest = larger(largest, magnitude(values));
+    zeros += values * 0.0f;
+  }
+  float found = largest_lane(largest), zero = sum_of_lanes(zeros);
+  for (; i < count; ++i) {
+    found = std::fmax(found, std::fabs(row[i]));
+    zero += row[i] * 0.0f;
+  }
+  return found + zero;
 }
 
 // Converts a float row to the storage type: to[count].
@@ -182,7 +195,7 @@ inline void write_cache_row(const KvCache& cache, bool is_key, int64_t index, co
   float scale = scale_of_head(cache, is_key, index / cache.block_size % cache.num_kv_heads);
   if (scales != nullptr && is_scaled(cache.type)) {
     const float largest = largest_magnitude(from, cache.head_dim);
-    scale = largest > 0.0f ? largest / largest_stored(cache.type) : 1.0f;
+    scale = largest == 0.0f ? 1.0f : largest / largest_stored(cache.type);  // NaN makes what reads the row NaN
     scales[index] = scale;
   }
   const int64_t bytes = bytes_of(cache.type), row_bytes = cache.head_dim * bytes;

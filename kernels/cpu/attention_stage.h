@@ -25,6 +25,7 @@ constexpr uint16_t bf16_bits_of_byte(unsigned code) {
     return bf16_bits(code, 0);
   } else {
     constexpr int kMantissa = Fp8<kType>::kMantissa, kSmallest = Fp8<kType>::kOffset - 126 - kMantissa;
+    if (code == kNotFinite) return 0x7fc0;
     const unsigned exponent = code >> kMantissa, mantissa = code & ((1u << kMantissa) - 1);
     return exponent == 0 ? bf16_bits(mantissa, kSmallest)
                          : bf16_bits((1u << kMantissa) + mantissa, static_cast<int>(exponent) - 1 + kSmallest);
@@ -53,8 +54,9 @@ inline Floats float_of_byte(Ints byte) {
   if constexpr (kType == CacheType::kInt8) {
     return __builtin_convertvector((byte << 24) >> 24, Floats);
   } else {
-    const Floats magnitude = reinterpret_cast<Floats>((byte & 0x7f) << Fp8<kType>::kShift) * Fp8<kType>::kScale;
-    return reinterpret_cast<Floats>(reinterpret_cast<Ints>(magnitude) | ((byte & 0x80) << 24));
+    const Ints code = byte & 0x7f, not_finite = (code == kNotFinite) & 0x7fc00000;
+    const Floats magnitude = reinterpret_cast<Floats>(code << Fp8<kType>::kShift) * Fp8<kType>::kScale;
+    return reinterpret_cast<Floats>(reinterpret_cast<Ints>(magnitude) | not_finite | ((byte & 0x80) << 24));
   }
 }
 

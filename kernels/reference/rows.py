@@ -107,7 +107,7 @@ def write_cache(
     key, value: [num_tokens, num_kv_heads, head_dim]; caches [num_blocks, num_kv_heads, block_size, head_dim], mutated.
     An int8, float8_e4m3fn or float8_e5m2 cache gets values divided by their scale, rounded to nearest and clamped.
     If `scales` has a scale per row, each is computed and stored here: the row's largest magnitude over the type's
-    largest value, or 1 for a row of zeros.
+    largest value, or 1 for a row of zeros. A row that is not finite is not finite where it is read.
     """
     slots = batch.slot_mapping
     if bool((slots < 0).any()):
@@ -126,7 +126,7 @@ def write_cache(
         divisor: Tensor | float = scale[:, None] if isinstance(scale, Tensor) else scale
         if row_scales is not None:
             largest = rows.float().abs().amax(-1, keepdim=True)
-            divisor = torch.where(largest > 0, largest / LARGEST_STORED[cache.dtype], 1.0)
+            divisor = torch.where(largest == 0, 1.0, largest / LARGEST_STORED[cache.dtype])
             row_scales[block, :, offset] = divisor[..., 0]
         cache[block, :, offset] = narrow(rows.float() / divisor, cache.dtype)
 
@@ -138,8 +138,9 @@ LARGEST_STORED: Mapping[torch.dtype, float] = MappingProxyType(
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Converts x float32 of any shape to int8 or a float8: rounded to nearest and clamped to the type's range."""
-    clamped = x.clamp(-LARGEST_STORED[dtype], LARGEST_STORED[dtype])
+    """Converts x float32 of any shape to int8 or a float8: rounded to nearest and clamped to the type's range, except
+    that infinities become NaN in a float8."""
+    clamped = x.clamp(-LARGEST_STORED[dtype], LARGEST_STORED[dtype]) + x * 0
     return clamped.round().to(dtype) if dtype == torch.int8 else clamped.to(dtype)
 
 
