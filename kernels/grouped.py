@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 Kind = Literal["int4", "int8", "float4", "e4m3"]
+LEAST_STEP = 2.0**-17
+"""The least step that float16, whose unit there is 2^-24, holds with an error below that of a code of 8 bits."""
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP4_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the 16 codes of FP4 with 2 exponent bits and 1 mantissa bit (OCP Microscaling formats, section 5.3.3)."""
@@ -208,6 +210,20 @@ def joined(weights: Sequence[GroupedWeight]) -> GroupedWeight:
         zeros = torch.cat([each.zeros for each in weights if each.zeros is not None])
     codes, scales = (torch.cat([getattr(each, name) for each in weights]) for name in ("codes", "scales"))
     return replace(first, codes=codes, scales=scales, zeros=zeros)
+
+
+def fit_half(weight: Tensor, bits: int, group_size: int) -> bool:
+    """Whether float16 holds the steps and minima of weights that are quantised in groups, finer than a code."""
+    groups = weight.to(torch.float32).view(weight.shape[0], -1, group_size)
+    least, most = groups.amin(-1), groups.amax(-1)
+    steps = torch.maximum(most, -least) / 127 if bits == 8 else (most - least) / 15
+    largest = torch.maximum(most, -least)
+    small = (steps > 0) & (steps < LEAST_STEP)
+    if bits == 4:  # a minimum errs by up to half a unit of float16, which must be small beside the step
+        error = torch.maximum(least.abs() * 2**-12, least.new_tensor(2**-25))
+        small |= error > torch.where(steps > 0, steps / 16, largest / 256).masked_fill(largest == 0, torch.inf)
+    limit = torch.finfo(torch.float16).max
+    return not bool(small.any()) and bool((steps if bits == 8 else largest).amax() <= limit)
 
 
 def two_in_a_byte(codes: Tensor) -> Tensor:

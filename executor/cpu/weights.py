@@ -32,11 +32,12 @@ from headrace.kernels.cpu.linear import (
     dequantise,
     pack,
     quantise,
+    quantise_wide,
     why_not_group,
 )
 from headrace.kernels.cpu.moe import PackedExperts, why_no_experts
 from headrace.kernels.cpu.program_parts import Norm
-from headrace.kernels.grouped import GroupedWeight, joined
+from headrace.kernels.grouped import GroupedWeight, fit_half, joined
 
 logger = logging.getLogger(__name__)
 
@@ -324,7 +325,8 @@ class CpuWeights(CheckedWeights):
         if floats.shape[1] % self._blocks.group_size:
             self._unquantised.add(name)
             return floats.to(self.dtype)
-        return quantise(floats, bits, self._blocks.group_size)
+        fits = fit_half(floats, bits, self._blocks.group_size)
+        return (quantise if fits else quantise_wide)(floats, bits, self._blocks.group_size)
 
     def _pack(self, stored: Stored, *, gated: bool) -> PackedLinear:
         packed = pack(stored, gated=gated, arena=self._arena, runtime_=self._runtime)

@@ -19,6 +19,7 @@ from headrace.core.options.plan import Plan
 from headrace.executor.models.blocks import Role
 from headrace.executor.models.eager import ChooseKernel
 from headrace.ipc.failure import OptionError
+from headrace.kernels.grouped import fit_half
 from headrace.kernels.reference.attention import AttentionParams
 from headrace.kernels.reference.moe import Biases, ExpertWeights, QuantisedStack
 from headrace.kernels.reference.rows import LARGEST_STORED, LinearWeight, narrow
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 FP8 = torch.float8_e4m3fn
 ROWS_AT_ONCE = 4096
 """Rows of a weight that are quantised at a time, which limits the memory of their float32 copies."""
-FP16_MAX = torch.finfo(torch.float16).max
 ROUNDED: tuple[Role, ...] = ("matrix",)
 """Roles of linear layers' weights that are quantised; experts are quantised, too."""
 
@@ -177,18 +177,19 @@ def to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_int8(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """weight [out, in] -> int8 codes of the same shape, and float16 scales [out, in / group].
+    """weight [out, in] -> int8 codes of the same shape, and float16 scales [out, in / group], or float32 ones where
+    float16 does not hold them.
 
     A group's scale is its largest magnitude / 127, rounded to float16 before the codes are computed. The CPU's int8
     (`kernels.cpu.linear.quantise`) computes the same.
     """
     out_features, in_features = weight.shape
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(out_features, in_features // group, dtype=torch.float16, device=weight.device)
+    scales = torch.empty(out_features, in_features // group, dtype=_scale_type(weight, 8, group), device=weight.device)
     for start in range(0, out_features, ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
         groups = weight[rows].float().unflatten(1, (-1, group))
-        scales[rows] = (groups.abs().amax(-1) / 127).clamp(max=FP16_MAX).half()
+        scales[rows] = (groups.abs().amax(-1) / 127).to(scales.dtype)
         codes[rows] = _divided(groups, scales[rows]).round().clamp(-127, 127).to(torch.int8).flatten(1)
     return codes, scales
 
@@ -198,23 +199,29 @@ def to_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     float32 zeros, both [out, in / group]: (code - zero) * scale.
 
     A group's codes divide the range from its smallest to its largest weight into 15 steps. The step and the smallest
-    weight are rounded to float16 before the codes are computed. The CPU's int4 computes the same.
+    weight are rounded to float16 before the codes are computed, or not where float16 does not hold them. The CPU's
+    int4 computes the same.
     """
     out_features, in_features = weight.shape
     codes = torch.empty(out_features, in_features // 2, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(out_features, in_features // group, dtype=torch.float16, device=weight.device)
+    scales = torch.empty(out_features, in_features // group, dtype=_scale_type(weight, 4, group), device=weight.device)
     zeros = torch.empty(scales.shape, dtype=torch.float32, device=weight.device)
     for start in range(0, out_features, ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
         groups = weight[rows].float().unflatten(1, (-1, group))
         least, most = groups.amin(-1), groups.amax(-1)
-        step = ((most - least) / 15).clamp(max=FP16_MAX).half()
-        least = least.clamp(-FP16_MAX, FP16_MAX).half().float()
+        step, least = ((most - least) / 15).to(scales.dtype), least.to(scales.dtype).float()
         values = _divided(groups - least[..., None], step).round().clamp(0, 15).to(torch.uint8).flatten(1)
         codes[rows] = values[:, 0::2] | values[:, 1::2] << 4
         scales[rows] = torch.where(step > 0, step, 1.0)  # 1 for a group of equal weights, whose codes are 0
         zeros[rows] = -least / scales[rows].float()
     return codes, scales, zeros
+
+
+def _scale_type(weight: Tensor, bits: int, group: int) -> torch.dtype:
+    """float16 where it holds the scales of all rows, else float32."""
+    parts = (weight[start : start + ROWS_AT_ONCE] for start in range(0, len(weight), ROWS_AT_ONCE))
+    return torch.float16 if all(fit_half(part, bits, group) for part in parts) else torch.float32
 
 
 def _divided(groups: Tensor, scales: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ from .linear_args import (
     ScratchNeed,
     WeightType,
 )
-from .linear_reference import dequantise, quantise, reference
+from .linear_reference import dequantise, quantise, quantise_wide, reference
 from .threads import Pool
 
 __all__ = [
@@ -82,6 +82,7 @@ __all__ = [
     "dequantise",
     "pack",
     "quantise",
+    "quantise_wide",
     "reference",
     "runtime",
     "why_not",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headrace.kernels.grouped import GroupedWeight, two_in_a_byte
+
 from .linear_args import WEIGHT_TYPES
 
 GROUP_SIZES = (32, 64, 128)
@@ -84,6 +86,23 @@ def quantise(weight: Tensor, bits: int, group_size: int = 32) -> tuple[str, Tens
     name = "Q8_0" if bits == 8 else "Q4_1"
     assert rows.shape[1] == k // 32 * WEIGHT_TYPES[name].block_bytes
     return name, rows
+
+
+def quantise_wide(weight: Tensor, bits: int, group_size: int) -> GroupedWeight:
+    """As `quantise`, with steps and zero points in float32, for weights that do not fit float16."""
+    n, k = weight.shape
+    groups = weight.to(torch.float32).view(n, k // group_size, group_size)
+    least, most = groups.amin(-1), groups.amax(-1)
+    if bits == 8:
+        largest = torch.maximum(most, -least)
+        steps = torch.where(largest > 0, largest / 127, 1.0)
+        codes = (groups / steps[..., None]).round().clamp(-127, 127) + 128
+        return GroupedWeight("int8", codes.to(torch.uint8).view(n, k), steps, group_size)
+    # A group of equal weights has its value as the step, and codes 1 or, of a negative value, -1 above the zero point.
+    steps = torch.where(most > least, (most - least) / 15, torch.where(least != 0, least.abs(), 1.0))
+    zeros = -least / steps
+    codes = (groups / steps[..., None] + zeros[..., None]).round().clamp(0, 15)
+    return GroupedWeight("int4", two_in_a_byte(codes.to(torch.uint8).view(n, k)), steps, group_size, zeros)
 
 
 def _divide(values: Tensor, step: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.ipc.failure import OptionError
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear import dequantise, quantise, runtime
+from headrace.kernels.cpu.linear import dequantise, quantise, quantise_wide, runtime
+from headrace.kernels.grouped import GroupedWeight, fit_half
 from headrace.kernels.registry import choose_reference
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
@@ -129,3 +130,49 @@ def test_what_runs_op_by_op_refuses_both(tmp_path: Path) -> None:
         plan = resolve(options, executor.describe(lambda name: None))
         with pytest.raises(OptionError, match=r"needs the CPU kernels' program, which cannot run .* rotary scaling"):
             executor.load(plan, lambda name: None)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("power", [24, -24, 12], ids=str)
+def test_a_model_whose_matrices_are_scaled_apart_answers_as_it_does_unscaled(name: str, bits: int, power: int) -> None:
+    """up by 2^-power and down by 2^power: the same function, whose codes are the same; float16 holds no such steps."""
+    state = dict(state_of(reference(name)))
+    scaled = {key: _scaled(key, weight, power) for key, weight in state.items()}
+    blocks = Blocks(bits, 32)
+    plain = logits_of(program(name, state, blocks=blocks))[1]
+    apart = logits_of(program(name, scaled, blocks=blocks))[1]
+    exact = logits_of(program(name, scaled))[1]
+    for ours, theirs, floats in zip(apart, plain, exact, strict=True):
+        spread = floats[0].std()
+        most = (theirs[0] - floats[0]).square().mean().sqrt()  # of rounding to codes
+        assert (ours[0] - floats[0]).square().mean().sqrt() < 1.5 * most + SAME_WEIGHTS_ERROR * spread
+
+
+def _scaled(key: str, weight: torch.Tensor, power: int) -> torch.Tensor:
+    if key.endswith("up_proj.weight"):
+        return weight * 2.0**-power
+    return weight * 2.0**power if key.endswith("down_proj.weight") else weight
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param(lambda w: w * 1e-8, id="small"),
+        pytest.param(lambda w: w * 1e7, id="large"),
+        pytest.param(lambda w: w * 1e-8 + 1, id="near one value"),
+        pytest.param(lambda w: torch.full_like(w, -3e-9), id="one small value"),
+        pytest.param(torch.zeros_like, id="zeros"),
+        pytest.param(lambda w: torch.cat([w[:8], w[8:] * 1e-8]), id="some rows small"),
+    ],
+)
+def test_codes_are_within_half_a_step_whatever_the_magnitude(bits: int, values: Any) -> None:
+    weight = values(torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).double()).float()
+    fits = fit_half(weight, bits, 32)
+    stored = (quantise if fits else quantise_wide)(weight, bits, 32)
+    found = stored.floats() if isinstance(stored, GroupedWeight) else dequantise(*stored)
+    groups = weight.double().view(16, 2, 32)
+    span = groups.abs().amax(-1) / 127 if bits == 8 else (groups.amax(-1) - groups.amin(-1)) / 15
+    error = (found.double().view(16, 2, 32) - groups).abs().amax(-1)
+    assert bool((error <= 0.6 * span + 1e-6 * groups.abs().amax(-1)).all())

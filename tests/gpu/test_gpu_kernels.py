@@ -22,8 +22,9 @@ from headrace.executor.gpu.rank import GpuRank
 from headrace.executor.parallel.rank_place import SINGLE
 from headrace.executor.rank import make_rank
 from headrace.ipc.failure import OptionError
-from headrace.kernels.cpu.linear import quantise
+from headrace.kernels.cpu.linear import quantise, quantise_wide
 from headrace.kernels.cpu.linear_reference import dequantise as from_gguf
+from headrace.kernels.grouped import GroupedWeight, fit_half
 from headrace.kernels.reference.attention import AttentionParams, CacheScales
 from headrace.kernels.reference.quantised import QuantisedBothLinear, QuantisedLinear, dequantise
 from headrace.kernels.registry import choose_reference
@@ -127,14 +128,24 @@ def test_a_quantised_model_takes_less_and_answers_nearly_as_its_float32_original
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_int8_and_int4_are_the_weights_that_the_cpu_computes(group: int) -> None:
-    weight = torch.randn(70, 256, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 3, 70)[:, None]
+@pytest.mark.parametrize(("offset", "fits"), [(0.1, True), (10, False)])
+def test_int8_and_int4_are_the_weights_that_the_cpu_computes(group: int, offset: float, fits: bool) -> None:
+    """offset: of a row, whose range float16 holds or not."""
+    weight = torch.randn(70, 256, generator=torch.Generator().manual_seed(2)) * torch.logspace(-2, 3, 70)[:, None]
     weight[3] = 0
     weight[4] = 0.25
-    weight[5] = weight[5].abs() + 10
+    weight[5] = weight[5].abs() + offset
+    assert fit_half(weight, 8, group)
     assert dequantise(*to_int8(weight, group)).equal(from_gguf(*quantise(weight, 8, group)))
-    found, expected = dequantise(*to_int4(weight, group)), from_gguf(*quantise(weight, 4, group))
+    assert fit_half(weight, 4, group) == fits
+    found, stored = dequantise(*to_int4(weight, group)), (quantise if fits else quantise_wide)(weight, 4, group)
+    expected = stored.floats() if isinstance(stored, GroupedWeight) else from_gguf(*stored)
     assert bool(((found - expected).abs() <= 1e-6 * weight.abs().amax(1, keepdim=True)).all())
+    small = weight * 2.0**-24
+    assert not fit_half(small, 8, group)
+    assert torch.allclose(
+        dequantise(*to_int8(small, group)), quantise_wide(small, 8, group).floats(), rtol=1e-6, atol=0
+    )
 
 
 def test_rows_that_groups_do_not_divide_stay_as_they_are_which_is_said_once(
