@@ -74,6 +74,7 @@ class ModelRank(Rank):
         self._processor_classes = processor_classes(options.logits_processors)
         self._extension = Extension(options.worker_extension_cls, self)
         self._weights = self._weights_read_again = ""  # identities: in use; prepared by a reload
+        self._path = self._path_read_again = ""  # of their checkpoints; empty: the model's own
 
     @property
     def place(self) -> RankPlace:
@@ -192,7 +193,9 @@ class ModelRank(Rank):
                 self.prepare_weights(command.path)
             case UseWeights():
                 self.use_weights(command.prepared)
-                if not command.prepared:
+                if command.prepared:
+                    self._path = self._path_read_again
+                else:
                     self._weights_read_again = ""
                 return self._with_weights(answer)
             case Sleep():
@@ -266,12 +269,13 @@ class ModelRank(Rank):
                 link.close()
         self._found = None
 
-    def _open_again(self, path: str) -> Checkpoint:
-        """Opens the checkpoint at `path`, or the model's own if empty, to replace the one in use.
+    def _open_again(self, path: str | None) -> Checkpoint:
+        """Opens the checkpoint at `path`, or the model's own if empty, to replace the one in use; None: that one again.
 
         Raises ModelError if it is missing, or if its config or dtype differs.
         """
         options, spec, model = self._options, self.found.spec, self.plan.model
+        path = self._path_read_again = self._path if path is None else path
         if path:
             options = options_of_another(options, path)
         checkpoint = open_checkpoint(options)

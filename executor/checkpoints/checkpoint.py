@@ -416,8 +416,8 @@ def _with_quantisation(config: dict[str, Any], folder: Path) -> dict[str, Any]:
             return {**config, key: text[key]}
     for name in BESIDE:
         if (folder / name).is_file():
-            stored = read_json(folder / name)
-            return {**config, "quantization_config": {"quant_method": _method_of(stored), **stored}}
+            own = read_json(folder / name)
+            return {**config, "quantization_config": {"quant_method": _method_of(own), **own}}
     file = folder / "hf_quant_config.json"
     if not file.is_file():
         return config

@@ -171,7 +171,7 @@ class CpuRank(ModelRank):
     def wake_up(self, tags: frozenset[str]) -> None:
         """Reads dropped weights again. The cache's pages come back as they are written."""
         if "weights" in tags and self._model is None:
-            self._model = self._in_time("reading the weights", self._read_again, "")
+            self._model = self._in_time("reading the weights", self._read_again, None)
             self._balance(self._model)
             self.runner.use(self._model)
 
@@ -197,7 +197,7 @@ class CpuRank(ModelRank):
         choice = DECODER.choose(spec=self.found.spec, dtype=DTYPES[self.plan.dtype], place=self._place)
         return choice.function, next((reason for _, reason in choice.refused), "")
 
-    def _read_again(self, path: str) -> Decoder | CpuDecoder:
+    def _read_again(self, path: str | None) -> Decoder | CpuDecoder:
         model = self._load_model(self._open_again(path))
         if isinstance(model, CpuDecoder):
             model.bind(self._cache)

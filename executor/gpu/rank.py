@@ -223,7 +223,7 @@ class GpuRank(ModelRank):
             logger.info("%s of weights are kept in the host's memory", gib(offload.offloaded_bytes))
         return decoder
 
-    def _find_weights(self, path: str) -> Callable[[], Decoder]:
+    def _find_weights(self, path: str | None) -> Callable[[], Decoder]:
         checkpoint = self._in_time("finding the weights", self._open_again, path)
         return lambda: self._bounded.run("reading the weights", self._read_again, checkpoint)
 

@@ -304,11 +304,18 @@ class ProcessedBatch:
                 self._apply_by_rows(each, part, self._not_updated[index])
             else:
                 self._apply(each, part)
+            self._check(each, part)
         if not whole:
             logits[self._places] = part
 
     def has(self, *, argmax_invariant: bool) -> bool:
         return any(each.is_argmax_invariant == argmax_invariant for each in self._loaded)
+
+    def _check(self, loaded: _Loaded, part: Tensor) -> None:
+        """Fails the requests for which the class wrote NaN. Their rows become zeros, which harm no later class."""
+        for index in torch.nonzero(part.amax(1).isnan())[:, 0].tolist():
+            self._problems.setdefault(self._places[index], f"the logits processor {loaded.name} wrote NaN")
+            part[index] = 0
 
     def _apply(self, loaded: _Loaded, part: Tensor) -> None:
         saved = self._owner.saved(part) if len(part) > 1 else None

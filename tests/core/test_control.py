@@ -365,6 +365,28 @@ def test_an_engine_with_dummy_weights_told_to_reload_from_a_path_reads_the_path(
         assert tokens_of(llm) == random
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_weights_that_were_in_use_before_a_sleep_are_those_after_it(checkpoints, level):
+    with LLM(checkpoints["other"], in_process=True, **MODEL) as llm:
+        expected = tokens_of(llm)
+    with LLM(checkpoints["one"], in_process=True, enable_sleep_mode=True, **MODEL) as llm:
+        own = tokens_of(llm)
+        llm.reload_weights(checkpoints["other"])
+        for _ in range(2):
+            llm.sleep(level=level)
+            llm.wake_up()
+            assert tokens_of(llm) == expected
+        with pytest.raises(HeadraceError):
+            llm.reload_weights("/no/such/folder")
+        llm.sleep(level=level)
+        llm.wake_up()
+        assert tokens_of(llm) == expected, "a reload that failed changes nothing"
+        llm.reload_weights()
+        llm.sleep(level=level)
+        llm.wake_up()
+        assert tokens_of(llm) == own
+
+
 def tokens_of(llm: LLM) -> list[int]:
     return llm.generate([[5, 6, 7] * 6], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
 

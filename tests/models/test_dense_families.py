@@ -119,7 +119,7 @@ def test_layers_that_read_anothers_cache_keep_none_and_their_own_matrices_are_no
     assert cache.groups[3:] == cache.groups[1:3]
     stored = {f"model.layers.{i}.self_attn.{kind}_scale": torch.tensor(i + 1.0) for i in range(3) for kind in "kv"}
     embedding = {"model.embed_tokens.weight": torch.zeros(1)}
-    scales = cache_scales(DictSource(stored | embedding), spec)
+    scales = cache_scales(DictSource(stored | embedding), spec, {})
     assert [keys for keys, _ in scales] == [(1.0,), (2.0,), (3.0,), (2.0,), (3.0,)]
     state = state_of(reference("gemma3n"))
     needless = {"model.layers.3.self_attn.k_proj.weight": torch.zeros(8, 32)}

@@ -150,12 +150,12 @@ def processors_of(*classes: type[lab_processors.LogitsProcessor]) -> LogitsProce
     return LogitsProcessors([partial(each, config, torch.device("cpu"), False) for each in classes])
 
 
-def batch_with(processors: LogitsProcessors, *arguments: dict[str, Any] | None) -> BatchState:
+def batch_with(processors: LogitsProcessors, *arguments: dict[str, Any] | None, temperature: float = 0.0) -> BatchState:
     """One request for each of the arguments, all with one token."""
     batch = BatchState(len(arguments), 32, 16, ())
     batch.sampling.logits_processors = processors
     for row, given in enumerate(arguments):
-        batch.sampling.enter(row, Sampling(max_tokens=5, temperature=0.0, extra_args=given), 0)
+        batch.sampling.enter(row, Sampling(max_tokens=5, temperature=temperature, extra_args=given), 0)
     batch.num_tokens[:] = batch.num_prompt_tokens[:] = 1
     return batch
 
@@ -186,6 +186,31 @@ def test_a_batch_that_a_processor_fails_for_is_asked_row_by_row_and_one_request_
     assert rows_of(batch, 0, 1, 3) == ([30, 7, 8], {}), "the next step, without it"
     assert rows_of(batch, 2)[1] == {0: f"the logits processor Unlucky failed: {said}"}, "alone"
     assert rows_of(batch, 1, 0) == ([7, 30], {})
+
+
+@pytest.mark.parametrize(("is_argmax_invariant", "temperature"), [(False, 0.0), (False, 1.0), (True, 1.0)])
+def test_one_that_writes_nan_fails_that_request_alone(is_argmax_invariant: bool, temperature: float) -> None:
+    class Spoils(lab_processors.OnlyToken):
+        def is_argmax_invariant(self) -> bool:
+            return is_argmax_invariant
+
+        def apply(self, logits: Any) -> Any:
+            for row in self.targets:
+                logits[row, 3] = float("nan")
+            return logits
+
+    class Strict(lab_processors.OnlyToken):
+        def apply(self, logits: Any) -> Any:
+            assert bool(logits.isfinite().all())
+            return logits
+
+    batch = batch_with(processors_of(Spoils, Strict), None, {"only_token": 7}, None, temperature=temperature)
+    token_ids, problems = rows_of(batch, 0, 1, 2)
+    assert problems == {1: "the logits processor Spoils wrote NaN"}
+    if not temperature:
+        assert [token_ids[row] for row in (0, 2)] == [30, 32]
+    assert rows_of(batch, 1)[1] == {0: "the logits processor Spoils wrote NaN"}, "alone"
+    assert rows_of(batch, 0, 2)[1] == {}
 
 
 def test_one_that_fails_for_several_rows_alone_harms_none(caplog: pytest.LogCaptureFixture) -> None:

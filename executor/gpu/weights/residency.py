@@ -48,9 +48,10 @@ class WeightResidency:
     """Owns the model after `allocate`. Used from one thread, with no step in flight."""
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, runner: GpuRunner, backend: Memory, find: Callable[[str], Read]
+        self, decoder: Decoder, cache: KVCache, runner: GpuRunner, backend: Memory, find: Callable[[str | None], Read]
     ) -> None:
-        """find: finds the checkpoint at a path, or the model's own for "", and returns the function that reads it."""
+        """find: finds the checkpoint at a path, the model's own for "", or the one in use for None, and returns the
+        function that reads it."""
         self.decoder = decoder
         self._cache, self._runner, self._backend, self._find = cache, runner, backend, find
         self._asleep: frozenset[str] = frozenset()
@@ -78,7 +79,7 @@ class WeightResidency:
 
     def _wake_weights(self) -> None:
         if self._aside is None:
-            self._use(self._read_safely(self._find("")))
+            self._use(self._read_safely(self._find(None)))
             return
         check_room(self._aside.nbytes, self._backend.memory(), "waking the weights")
         self._aside.restore()
