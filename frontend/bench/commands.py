@@ -148,7 +148,7 @@ Parameter files hold a list of objects of options, or an object of such by name.
         ),
         "compare": Command(
             "results.compare",
-            "Compare two results, or two folders of runs, and say which differences are noise.",
+            "Compare two results, or two folders of runs, and say which differences are more than chance.",
             arguments=_compare_arguments,
         ),
         "plot": Command(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import itertools
 import json
 import shlex
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +41,8 @@ FIGURES = (
     "p99_ttft_ms",
 )
 _READY_PERIOD_S = 0.2
+_LONGEST_NAME = 160
+"""Bytes of a point's name; a file's may have 255."""
 
 
 class Combination(NamedTuple):
@@ -69,6 +73,7 @@ def bench_sweep(arguments: argparse.Namespace) -> int:
             for point in same:
                 print("  " + shlex.join([*bench, *flags(point.bench)]))
         return 0
+    check_parameters(points, folder, arguments)
     failed = run_grid(points, serve, bench, folder, arguments)
     summary = summarise(points, folder, arguments)
     if summary is not None:
@@ -76,6 +81,28 @@ def bench_sweep(arguments: argparse.Namespace) -> int:
         print(f"\nwrote {folder / SUMMARY}")
         _plot(folder)
     return 1 if failed else 0
+
+
+def check_parameters(points: Sequence[Combination], folder: Path, arguments: argparse.Namespace) -> None:
+    """Raises OptionError if a result to be kept is of other parameters, which its name need not show."""
+    for point in points:
+        for path in run_paths(point, folder, arguments.num_runs):
+            if not path.exists():
+                continue
+            had = records.read(path).get("sweep")
+            if had is not None and had != _asked(point, arguments):
+                changed = ", ".join(name for name, value in _asked(point, arguments).items() if had.get(name) != value)
+                raise OptionError(f"--resume: {path} is of another {changed}: remove it, or name another experiment")
+
+
+def _asked(point: Combination, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a point's result depends on."""
+    return {
+        "serve_params": point.serve,
+        "bench_params": point.bench,
+        "serve_cmd": arguments.serve_cmd,
+        "bench_cmd": arguments.bench_cmd,
+    }
 
 
 def run_grid(
@@ -123,6 +150,7 @@ def _one_run(
         path.unlink(missing_ok=True)  # so that --resume repeats a run in which every request failed
         said = f"{done.stdout or ''}{done.stderr or ''}".strip()
         raise records.ResultError(f"{shlex.join(command)} ended with exit status {done.returncode}:\n{said[-1500:]}")
+    records.write(path, {**records.read(path), "sweep": _asked(point, arguments)})
     if arguments.after_bench_cmd:
         subprocess.run(shlex.split(arguments.after_bench_cmd), check=False, capture_output=not arguments.show_stdout)
 
@@ -203,11 +231,17 @@ def read_params(path: str | None, option: str) -> list[tuple[str, dict[str, Any]
 def combinations(
     serve: Sequence[tuple[str, dict[str, Any]]], bench: Sequence[tuple[str, dict[str, Any]]]
 ) -> list[Combination]:
-    """Every combination of a server and a load, grouped by server."""
-    return [
-        Combination(_safe("-".join(filter(None, (serve_name, bench_name))) or "default"), serve_params, bench_params)
+    """Every combination of a server and a load, grouped by server. Each has a name of its own, fit for a file."""
+    points = [
+        Combination("-".join(filter(None, (serve_name, bench_name))) or "default", serve_params, bench_params)
         for serve_name, serve_params in serve
         for bench_name, bench_params in bench
+    ]
+    # Compared without case, as some file systems do.
+    common = Counter(_safe(point.name).lower() for point in points)
+    return [
+        point._replace(name=_distinct(point) if common[_safe(point.name).lower()] > 1 else _safe(point.name))
+        for point in points
     ]
 
 
@@ -216,7 +250,16 @@ def _name_of(params: dict[str, Any]) -> str:
 
 
 def _safe(name: str) -> str:
-    return "".join(character if character.isalnum() or character in "-_=.," else "_" for character in name)
+    safe = "".join(character if character.isalnum() or character in "-_=.," else "_" for character in name)
+    return safe if len(safe.encode()) <= _LONGEST_NAME else f"{safe[: _LONGEST_NAME // 4]}-{_digest(name)}"
+
+
+def _distinct(point: Combination) -> str:
+    return f"{_safe(point.name)}-{_digest([point.name, point.serve, point.bench])}"
+
+
+def _digest(of: Any) -> str:
+    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def run_paths(point: Combination, folder: Path, num_runs: int) -> list[Path]:
@@ -255,7 +298,10 @@ def summarise(points: Sequence[Combination], folder: Path, arguments: argparse.N
     asked = {name: getattr(arguments, name) for name in ("serve_cmd", "bench_cmd", "num_runs")}
     record = records.new_record("sweep", ResultOptions(label=folder.name), asked, 0)
     record["results"] = {"points": rows}
-    record["samples"] = {row["name"]: [path.name for path in folder.glob(f"{row['name']}-run*.json")] for row in rows}
+    record["samples"] = {
+        point.name: [path.name for path in run_paths(point, folder, arguments.num_runs) if path.exists()]
+        for point in points
+    }
     records.write(folder / SUMMARY, record)
     return record
 

@@ -2,7 +2,8 @@
 
 With three or more runs on each side (folders of results), the runs are the samples, and the interval is Welch's t on
 the logarithms of their values; so it covers the variation between runs. With fewer runs, the samples within the runs
-are resampled (bootstrap; Efron 1979), which does not cover it; the output says so.
+are resampled (bootstrap; Efron 1979), which does not cover it: the interval is widened by RUN_DEVIATION, as two single
+runs of one server on a quiet machine differ by a few percent, and the output says so.
 """
 
 from __future__ import annotations
@@ -138,6 +139,11 @@ def tokens_per_slice(requests: Sequence[dict[str, Any]], figures: dict[str, Any]
 
 
 LEAST_RUNS = 3
+RUN_DEVIATION = 0.05
+"""Standard deviation, relative, of a figure from run to run of the same server, where it is not measured."""
+INDISTINCT = "not distinguishable"
+BUSY_LOAD = 0.5
+"""Load average per usable thread, before a run begins, from which the machine counts as busy with something else."""
 RESAMPLES = 1000
 _WORK = 3_000_000
 """Most samples drawn for one interval, so that large results take seconds."""
@@ -177,8 +183,8 @@ def bench_compare(arguments: argparse.Namespace) -> int:
     print(
         f"\n{_CONFIDENCE:.0%} intervals over {len(a)} and {len(b)} runs."
         if is_by_run
-        else f"\n{_CONFIDENCE:.0%} intervals over the samples within the runs. What changes from run to run is not in "
-        f"them: for that, give folders of {LEAST_RUNS} runs or more."
+        else f"\n{_CONFIDENCE:.0%} intervals over the samples within the runs, and {RUN_DEVIATION:.0%} assumed from "
+        f"run to run. To measure that instead, give folders of {LEAST_RUNS} runs or more."
     )
     for note in notes:
         print(f"NOTE: {note}")
@@ -203,7 +209,8 @@ def _row(name: str, a: list[Measure], b: list[Measure], seed: int) -> Comparison
     if min(len(a), len(b)) >= LEAST_RUNS:
         interval = welch([each.value for each in a], [each.value for each in b])
     elif all(len(side[0].samples) >= LEAST_RUNS for side in (a, b)):
-        interval = bootstrap(_pooled(a), _pooled(b), random.Random(f"{seed}/{name}"))
+        within = bootstrap(_pooled(a), _pooled(b), random.Random(f"{seed}/{name}"))
+        interval = widened(ratio, within, len(a), len(b))
     return Comparison(name, a[0].unit, base, new, ratio, interval, verdict(ratio, interval, a[0].higher_is_better))
 
 
@@ -212,13 +219,23 @@ def _pooled(side: list[Measure]) -> Measure:
 
 
 def verdict(ratio: float, interval: tuple[float, float] | None, higher_is_better: bool) -> str:
-    """The result in words: noise if the interval contains 1."""
+    """The result in words: not distinguishable if the interval contains 1."""
     if interval is None or not math.isfinite(ratio):
         return "one value each: cannot tell"
     if interval[0] <= 1 <= interval[1]:
-        return "noise"
+        return INDISTINCT
     is_better = (ratio > 1) == higher_is_better
     return f"{abs(ratio - 1):.1%} {'better' if is_better else 'WORSE'}"
+
+
+def widened(ratio: float, within: tuple[float, float], num_a: int, num_b: int) -> tuple[float, float]:
+    """An interval of the samples within few runs, with the assumed variation between runs added, in quadrature on
+    logarithms."""
+    if not (within[0] > 0 and math.isfinite(within[1]) and ratio > 0):
+        return within
+    between = _T_NORMAL * RUN_DEVIATION * math.sqrt(1 / num_a + 1 / num_b)
+    below, above = (math.hypot(math.log(edge / ratio), between) for edge in within)
+    return ratio * math.exp(-below), ratio * math.exp(above)
 
 
 def bootstrap(a: Measure, b: Measure, numbers: random.Random) -> tuple[float, float]:
@@ -266,6 +283,11 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     for name in sorted(asked[0].keys() | asked[1].keys()):
         if asked[0].get(name) != asked[1].get(name):
             notes.append(f"other arguments: {name} {asked[0].get(name, 'default')} and {asked[1].get(name, 'default')}")
+    for run, side in ((a, "base"), (b, "new")):
+        machine = run.get("machine", {})
+        load, threads = machine.get("load_average") or 0.0, machine.get("usable_threads") or 1
+        if load / threads >= BUSY_LOAD:
+            notes.append(f"a busy machine: load {load:.1f} on {threads} threads when {side} began; figures vary more")
     failed = [run["results"].get("failed", 0) for run in (a, b)]
     if any(failed):
         notes.append(f"requests failed: {failed[0]} and {failed[1]}")

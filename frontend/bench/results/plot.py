@@ -332,7 +332,7 @@ def _cards(result: Named) -> str:
 
 
 def _measures_table(results: Sequence[Named]) -> str:
-    """A table with a row for each measure; for two results also the ratio and whether it is noise."""
+    """A table with a row for each measure; for two results also the ratio and whether they can be told apart."""
     if len(results) < _COMPARABLE:
         return ""
     found = [measures(record) for _, record in results]
@@ -346,7 +346,7 @@ def _measures_table(results: Sequence[Named]) -> str:
         heads += ["ratio", "95% interval", "verdict"]
         for row in compare([results[0].record], [results[1].record]):
             interval = "-" if row.interval is None else f"{row.interval[0]:.3f} - {row.interval[1]:.3f}"
-            kind = next((word for word in ("noise", "WORSE", "better") if word in row.verdict), "noise").lower()
+            kind = next((word for word in ("WORSE", "better") if word in row.verdict), "noise").lower()
             cells[row.name] += f"<td>{row.ratio:.3f}</td><td>{interval}</td><td class={kind}>{escape(row.verdict)}</td>"
     body = "".join(f"<tr>{row}</tr>" for row in cells.values())
     return f"<h2>Figures</h2><table><tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>{body}</table>"

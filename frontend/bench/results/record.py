@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,14 +126,20 @@ def given(*structs: msgspec.Struct) -> dict[str, Any]:
 
 def check_writable(options: ResultOptions) -> None:
     """Checks before the run that the result can be saved. Raises OptionError."""
-    for name in ("output_json", "result_dir"):
-        value = getattr(options, name)
-        if value is None:
-            continue
-        folder = Path(value) if name == "result_dir" else Path(value).parent
-        there = next((each for each in (folder, *folder.absolute().parents) if each.exists()), folder)
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise OptionError(f"--{name.replace('_', '-')}={value}: {there} is no folder that can be written to")
+    if not is_kept(options):
+        return
+    path = _path_of(options, "")
+    named = "output_json" if options.output_json else "result_filename" if options.result_filename else "result_dir"
+    said = f"--{named.replace('_', '-')}={getattr(options, named) or '.'}"
+    if path.is_dir():
+        raise OptionError(f"{said}: {path} is a folder; name a file")
+    there = next(each for each in path.absolute().parents if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise OptionError(f"{said}: {there} is no folder that can be written to ({why})") from None
 
 
 def save(record: dict[str, Any], options: ResultOptions) -> Path | None:
@@ -140,14 +147,17 @@ def save(record: dict[str, Any], options: ResultOptions) -> Path | None:
     ResultError."""
     if not is_kept(options):
         return None
-    if options.output_json:
-        path = Path(options.output_json)
-    else:
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-        name = options.result_filename or f"{options.label or 'headrace'}-{record['benchmark']}-{stamp}.json"
-        path = Path(options.result_dir or ".") / name
+    path = _path_of(options, record["benchmark"])
     write(path, record)
     return path
+
+
+def _path_of(options: ResultOptions, benchmark: str) -> Path:
+    if options.output_json:
+        return Path(options.output_json)
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    name = options.result_filename or f"{options.label or 'headrace'}-{benchmark}-{stamp}.json"
+    return Path(options.result_dir or ".") / name
 
 
 def write(path: Path, record: Any) -> None:
