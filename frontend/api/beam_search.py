@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from headrace.frontend.api.batch import run_batch
-from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.api.inputs.prompts import Prompt, check_request
 from headrace.frontend.api.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.client import RequestClient
@@ -93,6 +93,8 @@ async def beam_search(
     step = SamplingParams(
         logprobs=2 * params.beam_width, max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False
     )
+    for prompt in prompts:  # a prompt that leaves no room for a token has no step that would be refused
+        check_request(prompt, step, welcome)
     ends = frozenset(() if params.ignore_eos else welcome.eos_token_ids)
     searches = [_Search(prompt, params, ends) for prompt in prompts]
     for _ in range(params.max_tokens):
