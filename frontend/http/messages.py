@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -213,8 +212,8 @@ class ClaudeModels(msgspec.Struct):
 def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
     """The same request as a chat completion. Raises ApiError, which names the field."""
     messages: list[ChatMessage] = []
-    if system := _texts(_without_service_lines(request.system or ""), "system"):
-        messages.append(ChatMessage(role="system", content=system))
+    if request.system:
+        messages.append(ChatMessage(role="system", content=_texts(request.system, "system")))
     offered = OfferedTools(_defined_tool)
     # If all are deferred, there is none that could find another.
     defers = not all(tool.defer_loading for tool in request.tools or ())
@@ -341,23 +340,6 @@ def _omitted(block: dict[str, Any], where: str) -> str:
         return from_encrypted(signature.removeprefix(SIGNATURE))
     except ValueError:
         raise bad_field(f"{where}.signature", f"{where}.signature is not as this server wrote it") from None
-
-
-_SERVICE_LINE = re.compile(r"x-anthropic-[\w-]+:[^\n]*(?:\n|$)")
-"""A line that agents put before the system prompt for Anthropic's service, such as x-anthropic-billing-header. It
-changes at each request, so no prefix behind it would ever be found in the cache."""
-
-
-def _without_service_lines(system: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """The system prompt without the lines for Anthropic's service at its beginning."""
-    if isinstance(system, str):
-        while (found := _SERVICE_LINE.match(system)) is not None:
-            system = system[found.end() :]
-        return system
-    kept = list(system)
-    while kept and isinstance(text := kept[0].get("text"), str) and (rest := _without_service_lines(text)) != text:
-        kept[:1] = [{**kept[0], "text": rest}] if rest else []
-    return kept
 
 
 def _texts(content: Any, where: str) -> str:

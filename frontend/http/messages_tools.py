@@ -5,7 +5,8 @@
     system: [{type: tool_addition, tool}]               offered from here on; `tool` may be a definition
     system: [{type: tool_removal, tool}]                not offered from here on
 
-The model is shown those that are offered at the end, at the beginning of the prompt as chat templates have it.
+The model is shown those that are offered at the end. Chat templates have them at the beginning of the prompt, so those
+that were added come behind the others: the cached prefix is as long as it can be.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ class OfferedTools(Generic[T]):
         """define: a definition's name and tool, from its JSON and its place in the body. Raises ApiError."""
         self._define = define
         self._tools: dict[str, T] = {}
-        self._offered: dict[str, bool] = {}
+        self._offered: dict[str, None] = {}
+        """Names, in the order in which they were offered."""
 
     def declare(self, name: str, tool: T, *, is_offered: bool) -> None:
         """Of the body's `tools`. Raises ApiError for a name that another has."""
         if name in self._tools:
             raise bad_field("tools", f"two tools are called {name!r:.100}")
-        self._tools[name], self._offered[name] = tool, is_offered
+        self._tools[name] = tool
+        if is_offered:
+            self._offered[name] = None
 
     def refer(self, name: str, where: str) -> None:
         """Of a tool_reference in a tool's result. Raises ApiError."""
@@ -48,15 +52,16 @@ class OfferedTools(Generic[T]):
                 self._set(tool["name"], f"{where}.tool", is_offered=is_addition)
             case "tool_definition" if is_addition:
                 name, defined = self._define(tool.get("definition"), f"{where}.tool.definition")
-                self._tools[name], self._offered[name] = defined, True
+                self._tools[name] = defined
+                self._offered[name] = None
             case _:
                 more = " or {type: tool_definition, definition: ...}" if is_addition else ""
                 raise bad_field(f"{where}.tool", f"{where}.tool must be {{type: tool_reference, name: ...}}{more}")
 
     def at_end(self, also: Iterable[str] = ()) -> list[T]:
         """also: names of further tools to offer: those that tool_choice demands."""
-        demanded = set(also)
-        return [tool for name, tool in self._tools.items() if self._offered[name] or name in demanded]
+        demanded = [name for name in also if name in self._tools]
+        return [self._tools[name] for name in dict.fromkeys((*self._offered, *demanded))]
 
     def _set(self, name: str, where: str, *, is_offered: bool) -> None:
         if name not in self._tools:
@@ -66,4 +71,7 @@ class OfferedTools(Generic[T]):
                 param=where,
                 code=UNRESOLVED,
             )
-        self._offered[name] = is_offered
+        if is_offered:
+            self._offered[name] = None
+        else:
+            self._offered.pop(name, None)

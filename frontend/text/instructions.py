@@ -16,6 +16,7 @@ are joined too.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ from headrace.ipc.failure import InvalidRequestError
 ROLES = ("system", "developer")
 _MARK = "HeadraceInstruction"
 _BETWEEN = "\n\n"
+_SERVICE_LINE = re.compile(r"x-anthropic-[\w-]+:[^\n]*(?:\n|$)")
+"""A line that Claude Code puts before its system prompt for Anthropic's service, such as x-anthropic-billing-header. It
+may change at each request: no prefix behind it would ever be found in the cache."""
 
 
 def place_instructions(
@@ -33,6 +37,7 @@ def place_instructions(
     """The messages with their instructions placed; as they are if no placing shows all of them.
 
     render: renders a conversation with the template. Raises InvalidRequestError where the template refuses it."""
+    messages = _without_service_lines(messages)
     places = [index for index, message in enumerate(messages) if _instructs(message)]
     if not places or (places == [0] and messages[0]["role"] == "system" and _shows_system(template)):
         return messages
@@ -45,6 +50,19 @@ def place_instructions(
         if all(mark in told for mark in marks):
             return place(messages)
     return messages
+
+
+def _without_service_lines(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages; of the first, if it instructs, without the lines for Anthropic's service."""
+    if not messages or not _instructs(messages[0]) or not _SERVICE_LINE.match(text_of(messages[0]["content"])):
+        return messages
+    content = messages[0]["content"]
+    parts = list(content) if not isinstance(content, str) else [content]
+    while parts and (found := _SERVICE_LINE.match(text_of(parts[:1]))) is not None:
+        rest = text_of(parts[:1])[found.end() :]
+        parts[:1] = [rest if isinstance(parts[0], str) else {**parts[0], "text": rest}] if rest else []
+    kept = parts if not isinstance(content, str) else "".join(parts)
+    return [{**messages[0], "content": kept}, *messages[1:]] if kept else messages[1:]
 
 
 @functools.lru_cache(maxsize=64)

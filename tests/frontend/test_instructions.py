@@ -110,3 +110,28 @@ def test_a_template_that_shows_no_message_at_all_gets_the_conversation_as_it_is(
 def test_nothing_moves_that_the_template_shows_where_it_stands() -> None:
     turns = conversation(*LATER)
     assert place_instructions(TOLD_ROLES, turns, functools.partial(render_chat, TOLD_ROLES)) == turns
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cch=fa690;"
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (f"{BILLING}\nBe brief.", "<system>Be brief.<user>a"),
+        (f"{BILLING}\nx-anthropic-more: 1\nBe brief.", "<system>Be brief.<user>a"),
+        (BILLING, "<user>a"),
+        ([BILLING, "Be brief."], "<system>Be brief.<user>a"),
+        ([{"type": "text", "text": BILLING}, {"type": "text", "text": "Be brief."}], "<system>Be brief.<user>a"),
+        ([{"type": "text", "text": f"{BILLING}\nBe"}, {"type": "text", "text": "brief."}], "<system>Be\nbrief.<user>a"),
+        ([{"type": "text", "text": BILLING}], "<user>a"),
+        (f"Send {BILLING}", f"<system>Send {BILLING}<user>a"),
+    ],
+)
+def test_lines_for_anthropics_service_are_no_instructions(role: str, content: Any, expected: str) -> None:
+    assert prompt(TOLD_ROLES, (role, content), ("user", "a")) == expected
+
+
+def test_a_users_text_keeps_such_a_line() -> None:
+    assert prompt(TOLD_ROLES, ("user", BILLING)) == f"<user>{BILLING}"

@@ -431,6 +431,7 @@ def test_the_tools_in_force_at_the_end_are_shown():
     assert tools_of(new, ASKED, tools=tools) == ["now", "new"]
     assert tools_of(new, changed("tool_removal", "new"), tools=tools) == ["now"]
     assert tools_of(ASKED, tools=tools, tool_choice={"type": "tool", "name": "later"}) == ["now", "later"]
+    assert tools_of(FOUND, ASKED, tools=[tools[1], tools[0]]) == ["now", "later"], "those before are a cached prefix"
 
 
 @pytest.mark.parametrize(
@@ -467,17 +468,18 @@ def test_the_effort_of_a_system_message_holds_for_its_turn():
         assert as_chat(msgspec.convert(body, MessagesRequest)).reasoning_effort == effort
 
 
-def test_what_an_agent_tells_anthropics_service_before_its_system_prompt_is_left_out():
+def test_what_an_agent_tells_anthropics_service_before_its_system_prompt_defeats_no_cache(client):
     """It changes at each request: the cached prefix would end there."""
-    hint = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={};"
-    for cch in ("fa690", "36ee5"):
-        line = hint.format(cch)
-        blocks = [{"type": "text", "text": line}, {"type": "text", "text": "You are an agent."}]
-        assert texts_of(ASKED, system=blocks)[0] == ("system", "You are an agent.")
-        assert texts_of(ASKED, system=f"{line}\nYou are an agent.")[0] == ("system", "You are an agent.")
-        assert texts_of(ASKED, system=[{"type": "text", "text": f"{line}\nBe brief."}])[0] == ("system", "Be brief.")
-        assert texts_of(ASKED, system=blocks[:1]) == texts_of(ASKED, system=line) == [("user", "x")]
-    assert texts_of(ASKED, system=f"Send {hint}")[0] == ("system", f"Send {hint}")
+    prompt = "You are an agent that nobody has been before. " + "Be brief. " * 20
+    reads = []
+    for hash in ("fa690", "36ee5"):
+        line = f"x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={hash};"
+        system: Any = [{"type": "text", "text": line}, {"type": "text", "text": prompt}]
+        message = client.messages.create(**body_of("x", system=system, max_tokens=400))
+        assert [block.text for block in message.content] == [f"[system:{prompt}]x"]
+        reads.append(message.usage.cache_read_input_tokens)
+    assert reads[0] < 16
+    assert reads[1] > 100
 
 
 def test_models_are_told_to_anthropics_clients_in_their_own_types(client):
