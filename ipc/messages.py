@@ -66,6 +66,14 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
     """After this many tokens the end is forced."""
     forced: Annotated[tuple[TokenId, ...], Longest(64)] = ()
     """The tokens that are then forced, if they are more than `end`."""
+    end_text: Annotated[bytes, Longest(256)] = b""
+    """The text of a marker that is more than one token, which the model may write in other tokens, together with what
+    stands beside it. Empty: the marker is one token."""
+    begin_text: Annotated[bytes, Longest(256)] = b""
+    near: Annotated[tuple[TokenId, ...], Longest(1 << 15)] = ()
+    """All tokens that may write a part of such a text."""
+    near_texts: Annotated[tuple[bytes, ...], Longest(1 << 15)] = ()
+    """Their bytes."""
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):

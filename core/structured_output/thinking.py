@@ -7,12 +7,16 @@
 
 In BEFORE and THINKING any token is allowed. With a form (a grammar), an answer either begins with the marker, or
 follows the form from its first token on. If the prompt ends within reasoning, the answer starts in THINKING.
+
+A marker of several tokens is found in the text, since a model may write it in others, together with its neighbours.
+White space behind it is no part of the answer. Before a form, no token is allowed that completes the marker and begins
+the answer with anything else, as the form could not be applied to that.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,16 +37,71 @@ class Place(NamedTuple):
     stage: Stage
     num_tokens: int = 0
     """Tokens of the reasoning so far; in OPENING and CLOSING, of the marker so far."""
-    recent: tuple[int, ...] = ()
-    """The last tokens, at most as many as the expected marker has, to recognise it."""
+    recent: tuple[int, ...] | bytes = ()
+    """What came last, in tokens or in text, and may have begun the expected marker."""
+
+
+class Marker:
+    """Recognises a marker: by its token, or, if it has several, in the text."""
+
+    def __init__(self, token_ids: tuple[int, ...], text: bytes, near: Mapping[int, bytes]) -> None:
+        """text: empty to compare tokens. near: the bytes of each token that may have a part of the text."""
+        self.token_ids, self.text, self._near = token_ids, text, near
+        self._merged: dict[bytes, list[int]] = {}
+
+    def next(self, recent: tuple[int, ...] | bytes, token_id: int) -> tuple[tuple[int, ...] | bytes, bool]:
+        """What may have begun the marker after this token, and whether the token completes it."""
+        if not self.text:
+            tokens = (*recent, token_id)[-len(self.token_ids) :] if self.token_ids else ()
+            return tokens, bool(self.token_ids) and tokens == self.token_ids
+        data = self._data(recent, token_id)
+        is_found = self.text in data
+        return b"" if is_found else data[max(0, len(data) - len(self.text) + 1) :], is_found
+
+    def _data(self, recent: tuple[int, ...] | bytes, token_id: int) -> bytes:
+        """The text up to this token, as far as it may have a part of the marker."""
+        own = self._near.get(token_id)
+        return b"" if own is None else (recent or b"") + own  # type: ignore[operator]
+
+    def merged(self, recent: tuple[int, ...] | bytes) -> list[int]:
+        """The tokens that complete the marker and have more behind it than white space."""
+        if not self.text:
+            return []
+        data = bytes(recent)
+        if data not in self._merged:
+            after = {each: self._data(data, each).partition(self.text)[2] for each in self._near}
+            self._merged[data] = [token_id for token_id, rest in after.items() if rest.strip()]
+        return self._merged[data]
+
+    def begun(self, recent: tuple[int, ...] | bytes, forced: tuple[int, ...]) -> int:
+        """How many of the forced tokens have been written already."""
+        for count in range(len(forced) - 1, 0, -1):
+            if isinstance(recent, bytes):
+                said = [self._near.get(each) for each in forced[:count]]
+                if None not in said and recent.endswith(b"".join(each or b"" for each in said)):
+                    return count
+            elif recent[-count:] == forced[:count]:
+                return count
+        return 0
 
 
 class ThinkingMatcher:
     """A `Matcher` that makes its own masks until AFTER, and then uses those of the form's matcher."""
 
-    def __init__(self, thinking: Thinking, form: Matcher | None, place: Place | None = None) -> None:
+    def __init__(
+        self,
+        thinking: Thinking,
+        form: Matcher | None,
+        place: Place | None = None,
+        markers: tuple[Marker, Marker] | None = None,
+    ) -> None:
         """form: matcher of the answer's form, at its start. None: any answer may follow the reasoning."""
         self._thinking, self._form = thinking, form
+        near = dict(zip(thinking.near, thinking.near_texts, strict=False))
+        self._markers = markers or (
+            Marker(thinking.begin, thinking.begin_text, near),
+            Marker(thinking.end, thinking.end_text, near),
+        )
         self._closing = thinking.forced or thinking.end
         self._place = place or self._entered(Place(Stage.THINKING if thinking.is_open else Stage.BEFORE))
 
@@ -57,9 +116,9 @@ class ThinkingMatcher:
             self._place = Place(Stage.AFTER)
         if self._place.stage is Stage.AFTER:
             return self._form is None or self._form.accept(token_id)
-        forced = self._forced(self._place)
+        is_allowed = self._allows(self._place, token_id)
         self._place = self._next(self._place, token_id)
-        return not forced or forced[0] == token_id
+        return is_allowed
 
     @property
     def is_complete(self) -> bool:
@@ -74,8 +133,7 @@ class ThinkingMatcher:
         for nth, token_id in enumerate(token_ids):
             if self._form is not None and place.stage in (Stage.BEFORE, Stage.AFTER):
                 return nth + self._form.num_valid(token_ids[nth:])
-            forced = self._forced(place)
-            if forced and forced[0] != token_id:
+            if not self._allows(place, token_id):
                 return nth
             place = self._next(place, token_id)
         return len(token_ids)
@@ -86,7 +144,8 @@ class ThinkingMatcher:
         return self._forced(self._place)
 
     def copy(self) -> ThinkingMatcher:
-        return ThinkingMatcher(self._thinking, None if self._form is None else self._form.copy(), self._place)
+        form = None if self._form is None else self._form.copy()
+        return ThinkingMatcher(self._thinking, form, self._place, self._markers)
 
     # --- masks ----------------------------------------------------------------------------------------------------
 
@@ -102,6 +161,8 @@ class ThinkingMatcher:
                 allow(masks[at + nth], forced[0])
             else:
                 masks[at + nth] = -1
+                for token_id in self._merged(place):
+                    forbid(masks[at + nth], token_id)
             if nth < len(drafts):
                 place = self._next(place, drafts[nth])
         return None
@@ -119,6 +180,16 @@ class ThinkingMatcher:
         assert self._form is not None, "only a form has to be told from its marker"
         return token_id == self.opener and not self._form.num_valid([token_id])
 
+    def _allows(self, place: Place, token_id: int) -> bool:
+        """Whether the token may come next, where the form's matcher does not say it."""
+        forced = self._forced(place)
+        return forced[0] == token_id if forced else token_id not in self._merged(place)
+
+    def _merged(self, place: Place) -> list[int]:
+        """Tokens with the end of the reasoning and the beginning of an answer that must have a form."""
+        is_thinking = self._form is not None and place.stage is Stage.THINKING
+        return self._markers[1].merged(place.recent) if is_thinking else []
+
     def _forced(self, place: Place) -> list[int]:
         if place.stage is Stage.OPENING:
             return list(self._thinking.begin[place.num_tokens :])
@@ -126,17 +197,15 @@ class ThinkingMatcher:
 
     def _next(self, place: Place, token_id: int) -> Place:
         """The place after a token; it must be the forced token, if one is forced."""
-        begin, end = self._thinking.begin, self._thinking.end
         match place.stage:
             case Stage.BEFORE if self._form is not None:
                 return self._entered(Place(Stage.OPENING, 1))
             case Stage.BEFORE:
-                recent = (*place.recent, token_id)[-len(begin) :] if begin else ()
-                is_begun = bool(begin) and recent == begin
+                recent, is_begun = self._markers[0].next(place.recent, token_id)
                 return self._entered(Place(Stage.THINKING)) if is_begun else Place(Stage.BEFORE, 0, recent)
             case Stage.THINKING:
-                recent = (*place.recent, token_id)[-len(end) :]
-                if recent == end:
+                recent, is_ended = self._markers[1].next(place.recent, token_id)
+                if is_ended:
                     return Place(Stage.AFTER)
                 return self._entered(Place(Stage.THINKING, place.num_tokens + 1, recent))
             case Stage.OPENING | Stage.CLOSING:
@@ -151,9 +220,7 @@ class ThinkingMatcher:
         if place.stage is Stage.CLOSING and place.num_tokens == len(self._closing):
             return Place(Stage.AFTER)
         if place.stage is Stage.THINKING and thinking.budget is not None and place.num_tokens >= thinking.budget:
-            closing = self._closing
-            begun = (n for n in range(len(closing) - 1, 0, -1) if place.recent[-n:] == closing[:n])
-            return Place(Stage.CLOSING, next(begun, 0))
+            return Place(Stage.CLOSING, self._markers[1].begun(place.recent, self._closing))
         return place
 
 
@@ -172,6 +239,11 @@ def split(
         if (rest := matcher.fill_own(at, drafts, masks)) is not None:
             left.append(rest)
     return left, openers
+
+
+def forbid(mask: np.ndarray, token_id: int) -> None:
+    """Clears the token's bit in mask, [num_words] int32."""
+    mask.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
 
 
 def allow(mask: np.ndarray, token_id: int) -> None:

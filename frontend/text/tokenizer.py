@@ -53,6 +53,7 @@ class Tokenizer(TransformersNames):
                 False: _TokenBytes(self._tokenizer, frozenset()),
             }
         self._decoded_tokens: dict[int, str] = {}
+        self._near: dict[str, dict[int, bytes]] = {}
 
     def __call__(
         self,
@@ -140,6 +141,24 @@ class Tokenizer(TransformersNames):
             return self._token_bytes[False][token_id]
         byte = _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "")
         return bytes.fromhex(byte.group(1)) if byte is not None else self.decode_token(token_id).encode()
+
+    def tokens_near(self, text: str) -> dict[int, bytes]:
+        """The bytes of each token that may write a part of `text`, alone or with more around it. Cached: the first call
+        takes tenths of a second for a large vocabulary."""
+        if (found := self._near.get(text)) is not None:
+            return found
+        added, written = self._tokenizer.get_added_tokens_decoder(), _Overlap(text)
+        found = {at: each.content.encode() for at, each in added.items() if written.has(each.content)}
+        is_byte_level, letters = self._token_bytes is not None, {byte: each for each, byte in _byte_alphabet().items()}
+        spelt = "".join(letters[byte] for byte in text.encode()) if is_byte_level else text.replace(" ", _SPACE)
+        overlap, bytes_of_text = _Overlap(spelt), {f"<0x{byte:02X}>" for byte in text.encode()}
+        for token, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            if (is_byte_level and overlap.has(token)) or (not is_byte_level and token in bytes_of_text):
+                found[token_id] = self.token_bytes(token_id)
+            elif not is_byte_level and overlap.has(token):
+                found[token_id] = token.replace(_SPACE, " ").encode()
+        self._near[text] = found
+        return found
 
     def detokenizer(
         self,
@@ -265,8 +284,23 @@ class Tokenizer(TransformersNames):
         return self(text, add_special_tokens=False) if return_dict else self.encode(text, add_special_tokens=False)
 
 
+_SPACE = "\u2581"
+"""SentencePiece's spelling of a space."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 """SentencePiece's spelling of a single byte, for characters that its vocabulary lacks."""
+
+
+class _Overlap:
+    """Finds tokens that may have a part of a text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._beginnings = tuple(text[:count] for count in range(1, len(text) + 1))
+        self._ends = tuple(text[at:] for at in range(len(text)))
+
+    def has(self, token: str) -> bool:
+        is_affix = token.endswith(self._beginnings) or token.startswith(self._ends)
+        return bool(token) and (is_affix or token in self._text or self._text in token)
 
 
 class _TokenBytes(dict[int, bytes]):

@@ -42,14 +42,30 @@ def thinking_of(
             return None
         why = "needs the model's format of reasoning: start the server with a reasoning_parser's name, or the engine"
         raise bad("thinking_token_budget", budget, f"{why} with reasoning_config={{'reasoning_parser': ...}}")
-    begin, end = (_token_ids(tokenizer, marker.strip()) for marker in (declared.begin, declared.end))
-    token_ids = prompt.token_ids or []
-    opened, ended = _last(token_ids, begin), _last(token_ids, end)
+    markers = declared.begin.strip(), declared.end.strip()
+    begin, end = (_token_ids(tokenizer, marker) for marker in markers)
+    if max(len(begin), len(end)) > 1:  # the prompt may have a marker in other tokens
+        text = prompt.text if prompt.text is not None else tokenizer.decode(prompt.token_ids or [])
+        opened, ended = (text.rfind(marker) if marker else -1 for marker in markers)
+    else:
+        opened, ended = (_last(prompt.token_ids or [], marker) for marker in (begin, end))
     is_open = opened > ended or (declared.starts_open and ended < 0)
     if not is_open and (ended >= 0 or not begin):
         return None  # the reasoning has ended in the prompt, or has no marker that would show its beginning
     forced = _token_ids(tokenizer, welcome.reasoning_end)
-    return Thinking(end=end, begin=begin, is_open=is_open, budget=budget, forced=() if forced == end else forced)
+    texts = [marker if len(ids) > 1 else "" for marker, ids in zip(markers, (begin, end), strict=True)]
+    near = {token_id: data for text in texts if text for token_id, data in tokenizer.tokens_near(text).items()}
+    return Thinking(
+        end=end,
+        begin=begin,
+        is_open=is_open,
+        budget=budget,
+        forced=() if forced == end else forced,
+        begin_text=texts[0].encode(),
+        end_text=texts[1].encode(),
+        near=tuple(near),
+        near_texts=tuple(near.values()),
+    )
 
 
 def reads_reasoning(prompt: Prompt, welcome: Welcome) -> bool:
@@ -110,6 +126,5 @@ def _token_ids(tokenizer: Tokenizer, marker: str) -> tuple[int, ...]:
 
 
 def _last(token_ids: Sequence[int], marker: tuple[int, ...]) -> int:
-    """The index at which the last occurrence of the marker begins; -1 if there is none."""
-    places = range(len(token_ids) - len(marker), -1, -1) if marker else ()
-    return next((at for at in places if tuple(token_ids[at : at + len(marker)]) == marker), -1)
+    """The index of the last occurrence of a marker of one token; -1 if there is none."""
+    return next((at for at in range(len(token_ids) - 1, -1, -1) if (token_ids[at],) == marker), -1)
