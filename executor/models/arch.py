@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headrace.executor.models.blocks import Ffn, Mixer, Stream, Weight
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
-Placement = Literal["pre", "sandwich", "output", "parallel", "post"]
+Placement = Literal["pre", "sandwich", "output", "parallel", "post", "normed"]
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,8 @@ class ArchSpec:
     norm_placement: Placement = "pre"
     """Where a layer's norms are. pre: on the input of the mixer and of the FFN; sandwich: on their inputs and outputs;
     output: on their outputs, before these are added to the stream; parallel: on the inputs, and both blocks read the
-    same stream (one norm serves both if the two norms have one name); post: on the stream after each addition."""
+    same stream (one norm serves both if the two norms have one name); post: on the stream after each addition; normed:
+    on the stream before each block, to whose output the normed stream is added."""
     final_soft_cap: float | None = None
     tied_head: bool = False
     embedding_scale: float = 1.0

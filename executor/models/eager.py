@@ -467,7 +467,7 @@ class EagerOps:
         self.delta = total
 
     def norm_stream(self, norm: EagerNorm) -> None:
-        self.hidden, _ = norm(self.hidden if self.delta is None else self.delta, self.hidden)
+        self.hidden, _ = norm(self.hidden, self.delta)
         self.delta = None
 
 

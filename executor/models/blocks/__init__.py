@@ -394,7 +394,7 @@ class LayerDeclaration:
     ffn: Mapping[str, Declared]
     norms: Mapping[str, Norm]
     """Those of the spec's placement: "mixer" and "ffn" on the blocks' inputs, "mixer_post" and "ffn_post" on their
-    outputs; with placement "post", "mixer" and "ffn" are on the stream after each."""
+    outputs; with placement "post", "mixer" and "ffn" are on the stream after each, with "normed" before each."""
     stream: Mapping[str, Declared]
     """What `Stream.declare_layer` declares; empty without a `Stream`."""
 
@@ -452,6 +452,11 @@ def emit_layer(spec: ArchSpec, layer: LayerSpec, held: LayerHeld, ops: LayerOps)
         ops.norm_stream(norms["mixer"])
         ops.add(layer.ffn.emit(ops, held.ffn, ops.stream()))
         ops.norm_stream(norms["ffn"])
+        return
+    if spec.norm_placement == "normed":  # as in BLOOM with apply_residual_connection_post_layernorm
+        for block, held_block, key in ((layer.mixer, held.mixer, "mixer"), (layer.ffn, held.ffn, "ffn")):
+            ops.norm_stream(norms[key])
+            ops.add(block.emit(ops, held_block, ops.stream()))
         return
     if spec.norm_placement == "parallel":  # as in GPT-J; in a CPU program's last layer, the FFN's norm has fewer rows
         mixed = layer.mixer.emit(ops, held.mixer, ops.normed(norms["mixer"]))

@@ -31,6 +31,8 @@ class Attention(Mixer):
     soft_cap: float | None = None
     sinks: bool = False
     """Whether each head has an attention sink: a score that takes part in the softmax and has no value."""
+    clip_qkv: float | None = None
+    """Largest magnitude of queries, keys and values, to which they are clipped after their projection and norm."""
     alibi: tuple[float, ...] = ()
     """ALiBi slope of each head, by which a score falls per token of distance; empty: no ALiBi."""
 
@@ -73,6 +75,8 @@ class Attention(Mixer):
             queries, keys = (held[name].columns for name in ("query_norm", "key_norm"))
             qkv = ops.norm(held["query_norm"], qkv, 0, queries)
             qkv = ops.norm(held["key_norm"], qkv, queries, queries + keys)
+        if self.clip_qkv is not None:
+            qkv = ops.call(_clipped, qkv, self.clip_qkv)
         return [ops.product(held["output"], ops.attend(held["attend"], qkv))]
 
     def for_ranks(self, tp_size: int, inner_block: int) -> Attention:
@@ -110,7 +114,8 @@ class Attention(Mixer):
                 return f"{name} must be at least 1, got {getattr(self, name)}"
         if self.num_heads % self.num_kv_heads:
             return f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly"
-        for name, value in (("attention_scale", self.scale), ("attention_soft_cap", self.soft_cap)):
+        positive = {"attention_scale": self.scale, "attention_soft_cap": self.soft_cap, "clip_qkv": self.clip_qkv}
+        for name, value in positive.items():
             if value is not None and not 0 < value < math.inf:
                 return f"{name} must be positive, got {value}"
         if self.alibi and len(self.alibi) != self.num_heads:
@@ -122,6 +127,12 @@ class Attention(Mixer):
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
         if self.qk_norm == "head" and not (spec.norm.kind == "rms" and spec.norm.affine):
             return "the program norms queries and keys by RMS norms with weights alone."
+        if self.clip_qkv is not None:
+            return "the program clips no queries, keys and values."
         if self.qk_norm == "whole" and tp_size > 1:
             return "the program norms the queries of all heads as one row, and ranks have a part of it each."
         return ""
+
+
+def _clipped(qkv: Any, most: float) -> Any:
+    return qkv.clamp(-most, most)

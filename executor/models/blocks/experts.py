@@ -103,6 +103,6 @@ class Experts(Ffn):
         return self.routing.groups.why_not(self.num_experts, self.routing.num_chosen)
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        if spec.norm_placement == "post":
+        if spec.norm_placement in ("post", "normed"):
             return "the program adds experts' results to another stream than they read, and here both are one."
         return ""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from headrace.executor.models.arch import ArchSpec, Fused
 from headrace.executor.models.blocks.dense import Dense
-from headrace.executor.models.families import Config, Family, NotNativeError
+from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import (
     Positions,
     alibi_slopes,
@@ -18,8 +18,7 @@ from headrace.executor.models.families.falcon import NAMES
 
 
 def build(config: Config) -> ArchSpec:
-    if flag(config, "apply_residual_connection_post_layernorm", False):
-        raise NotNativeError("the config's apply_residual_connection_post_layernorm is true, which is not supported")
+    adds_normed = flag(config, "apply_residual_connection_post_layernorm", False)
     config = config.renamed(num_attention_heads="n_head", num_hidden_layers="n_layer", hidden_size="n_embed")
     num_heads, head_dim = integer(config, "num_attention_heads"), head_dim_of(config)
     parts = tuple((name, head_dim) for name in (NAMES.query, NAMES.key, NAMES.value))
@@ -30,6 +29,7 @@ def build(config: Config) -> ArchSpec:
         ffn=Dense(4 * integer(config, "hidden_size"), "gelu_tanh", gated=False, bias=True),
         tied_head=True,
         norm=layer_norm(config, "layer_norm_epsilon"),
+        norm_placement="normed" if adds_normed else "pre",
         fused=(Fused("self_attention.query_key_value", parts, num_heads),),
         embedding_norm=True,
         names=replace(NAMES, prefixes=("transformer.", "")),

@@ -4,9 +4,20 @@ The spec names its matrices differently from the transposed ones of published ch
 not transposed.
 """
 
+from dataclasses import replace
+
 from headrace.executor.models.arch import ArchSpec, Fused, WeightNames
-from headrace.executor.models.families import Config, Family, NotNativeError
-from headrace.executor.models.families._config import Positions, flag, integer, layer_norm, llama_like, plain
+from headrace.executor.models.blocks.attention import Attention
+from headrace.executor.models.families import Config, Family
+from headrace.executor.models.families._config import (
+    Positions,
+    flag,
+    head_dim_of,
+    integer,
+    layer_norm,
+    llama_like,
+    plain,
+)
 
 NAMES = WeightNames(
     prefixes=("transformer.", ""),
@@ -33,15 +44,19 @@ COMMON_NAMES = {
 
 
 def build(config: Config) -> ArchSpec:
-    if flag(config, "scale_attn_by_inverse_layer_idx", False) or not flag(config, "scale_attn_weights", True):
-        raise NotNativeError("GPT-2 is supported with attention scaled by the heads' size alone")
     config = config.renamed(**COMMON_NAMES)
-    hidden = integer(config, "hidden_size")
+    hidden, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     inner = integer(config, "n_inner", 4 * hidden)
-    return llama_like(
+    scale = head_dim_of(config) ** -0.5 if flag(config, "scale_attn_weights", True) else 1.0
+    spec = llama_like(
         config,
         positions=[Positions(None)] * integer(config, "num_hidden_layers"),
-        attention={"num_kv_heads": integer(config, "num_attention_heads"), "bias": True, "output_bias": True},
+        attention={
+            "num_kv_heads": num_heads,
+            "bias": True,
+            "output_bias": True,
+            "scale": scale,
+        },
         ffn=plain(config, inner, "activation_function", "gelu_new"),
         tied_head=True,
         norm=layer_norm(config, "layer_norm_epsilon"),
@@ -54,6 +69,12 @@ def build(config: Config) -> ArchSpec:
         ),
         names=NAMES,
     )
+    if not flag(config, "scale_attn_by_inverse_layer_idx", False):
+        return spec
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, Attention)
+    layers = [replace(layer, mixer=replace(mixer, scale=scale / number)) for number, layer in enumerate(spec.layers, 1)]
+    return replace(spec, layers=tuple(layers))
 
 
 FAMILY = Family(("GPT2LMHeadModel",), build)

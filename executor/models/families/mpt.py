@@ -42,17 +42,16 @@ def build(config: Config) -> ArchSpec:
         raise NotNativeError("the config's attn_config is without alibi or with qk_ln, which are not supported")
     if (steepest := number(attention, "alibi_bias_max", 8)) != 8:
         raise NotNativeError(f"the config's alibi_bias_max is {steepest}; only 8 is supported")
-    if optional_number(attention, "clip_qkv"):
-        raise NotNativeError("the config's attn_config clips queries, keys and values, which is not supported")
     if (kind := attention.get("attn_type") or "multihead_attention") != "multihead_attention":
         raise NotNativeError(f"the config's attn_type is {kind!r}; only multihead_attention is supported")
     config.section("ffn_config")  # of which `assumes` has what is supported
+    clip = optional_number(attention, "clip_qkv")
     hidden, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     scale = optional_number(attention, "softmax_scale") or (hidden / max(1, num_heads)) ** -0.5
     return llama_like(
         config | {"num_key_value_heads": num_heads},
         positions=[Positions(None)] * integer(config, "num_hidden_layers"),
-        attention={"scale": scale, "alibi": alibi_slopes(num_heads)},
+        attention={"scale": scale, "alibi": alibi_slopes(num_heads), "clip_qkv": clip or None},
         ffn=Dense(int(number(config, "expansion_ratio", 4) * hidden), "gelu", gated=False),
         tied_head=True,
         norm=layer_norm(config, "layer_norm_epsilon", bias=False),

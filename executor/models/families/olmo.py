@@ -1,15 +1,15 @@
 """OLMo 1: Llama's shape with layer norms that have no weights."""
 
 from headrace.executor.models.arch import ArchSpec, NormSpec
-from headrace.executor.models.families import Config, Family, NotNativeError
-from headrace.executor.models.families._config import biases, llama_like
+from headrace.executor.models.families import Config, Family
+from headrace.executor.models.families._config import biases, llama_like, optional_number
 
 
 def build(config: Config) -> ArchSpec:
-    if config.get("clip_qkv") is not None:
-        raise NotNativeError(f"the config's clip_qkv is {config['clip_qkv']}, and OLMo is supported without clipping")
     return llama_like(
-        config, attention=biases(config, "attention_bias", False), norm=NormSpec("layer", 1e-5, affine=False)
+        config,
+        attention={"clip_qkv": optional_number(config, "clip_qkv"), **biases(config, "attention_bias", False)},
+        norm=NormSpec("layer", 1e-5, affine=False),
     )
 
 

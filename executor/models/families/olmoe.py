@@ -2,17 +2,19 @@
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import experts, flag, integer, llama_like
-from headrace.ipc.failure import ModelError
+from headrace.executor.models.families._config import experts, flag, integer, llama_like, optional_number
 
 
 def build(config: Config) -> ArchSpec:
-    if config.get("clip_qkv") is not None:
-        raise ModelError(f"the config's clip_qkv is {config['clip_qkv']}; OLMoE is supported without clipping alone")
     bias = flag(config, "attention_bias", False)
     return llama_like(
         config,
-        attention={"bias": bias, "output_bias": bias, "qk_norm": "whole"},
+        attention={
+            "bias": bias,
+            "output_bias": bias,
+            "qk_norm": "whole",
+            "clip_qkv": optional_number(config, "clip_qkv"),
+        },
         ffn=experts(
             config,
             integer(config, "intermediate_size"),
