@@ -291,8 +291,8 @@ class ArchSpec:
             )
         self._require(rope.kind != "dynamic" or rope.rotary_dim > 2, "dynamic rope needs more than 2 rotary dimensions")
         self._require(
-            rope.kind != "llama3" or rope.high_freq_factor > rope.low_freq_factor > 0,
-            f"llama3 rope needs high_freq_factor above low_freq_factor, "
+            rope.kind != "llama3" or rope.high_freq_factor >= rope.low_freq_factor > 0,
+            f"llama3 rope needs high_freq_factor not below low_freq_factor, "
             f"got {rope.high_freq_factor} and {rope.low_freq_factor}",
         )
 

@@ -33,7 +33,8 @@ def _llama3(rope: RopeSpec, base: Tensor) -> Tensor:
     """Long wavelengths are stretched, short ones kept, those between interpolated (Llama 3.1's reference code)."""
     wavelength = 2 * math.pi / base
     span = rope.high_freq_factor - rope.low_freq_factor
-    keep = ((rope.original_max_positions / wavelength - rope.low_freq_factor) / span).clamp(0, 1)
+    above = rope.original_max_positions / wavelength - rope.low_freq_factor
+    keep = (above / span).clamp(0, 1) if span else (above > 0).float()  # Llama 4's thresholds are one
     return (1 - keep) * base / rope.factor + keep * base
 
 

@@ -238,6 +238,13 @@ def test_gemma_2_files_without_caps_and_window_have_those_of_llama_cpp(tmp_path:
     )  # fmt: skip
 
 
+def test_defaults_of_sampling_that_nothing_reads_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = GGUFFile(altered(tmp_path / "model.gguf", {}))
+    file.header.metadata |= {"general.sampling.temp": 0.5, "general.sampling.mirostat": 2, "general.sampling.top_k": 20}
+    assert file.generation_config == {"temperature": 0.5, "top_k": 20}
+    assert "not used: mirostat" in caplog.text
+
+
 def test_a_period_of_sliding_layers_is_read_as_a_list_of_them_is(tmp_path: Path) -> None:
     header = GGUFHeader(save_gguf(tiny_models.build("gemma3"), tmp_path / "model.gguf"))
     header.metadata["gemma3.attention.sliding_window_pattern"] = 2

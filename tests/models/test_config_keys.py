@@ -14,6 +14,7 @@ import tiny_families
 import tiny_mixtures
 import tiny_models
 import transformers
+from original_configs import ORIGINAL
 
 from headrace.executor.models.config import Config
 from headrace.executor.models.families import families, spec_from_config
@@ -43,6 +44,12 @@ OF_NO_EFFECT = {
     "qwen3_moe": {"use_sliding_window", "sliding_window"},
     "qwen3_moe_some_dense": {"use_sliding_window", "sliding_window"},
     "smollm3": {"use_sliding_window", "sliding_window"},
+    "Qwen 2.5": {"max_position_embeddings", "use_sliding_window", "sliding_window"},  # max_window_layers are all layers
+    "Qwen 2 VL": {"use_sliding_window", "sliding_window", "mrope_section"},  # sections of positions, equal for text
+    "DeepSeek V3": {"max_position_embeddings"},
+    "DeepSeek V2 Lite": {"max_position_embeddings"},
+    "gpt-oss": {"max_position_embeddings"},
+    "Command R": {"max_position_embeddings"},  # model_max_length has the context
     "exaone4_full": {"sliding_window_pattern"},  # there is no window
 }
 """Keys that the family reads and that change nothing in one of these configs."""
@@ -109,10 +116,10 @@ def configs() -> Mapping[str, dict[str, Any]]:
             made = getattr(transformers, tiny.config_class)(**(tiny_models.COMMON | tiny.config))
             found[name] = made.to_dict() | {"architectures": [tiny.model_class]}
     found |= {name: published_models.config_of(name) for name in published_models.PUBLISHED}
-    return {name: config | PUBLISHED_KEYS.get(name, {}) for name, config in found.items()}
+    return {name: config | PUBLISHED_KEYS.get(name, {}) for name, config in found.items()} | ORIGINAL
 
 
-NAMES = [*(name for table in TABLES for name in table), *published_models.PUBLISHED]
+NAMES = [*(name for table in TABLES for name in table), *published_models.PUBLISHED, *ORIGINAL]
 
 
 def others(value: Any) -> list[Any]:

@@ -69,7 +69,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 4,096 can be computed with"),
         ({"num_attention_heads": 10**7}, "num_attention_heads is 10000000; at most 65,536"),
         ({"vocab_size": 2**40}, "vocab_size is 1099511627776; at most 2,147,483,647"),
-        ({"rope_scaling": LLAMA3_ROPE | {"type": "llama3", "low_freq_factor": 4.0}}, "high_freq_factor above"),
+        ({"rope_scaling": LLAMA3_ROPE | {"type": "llama3", "low_freq_factor": 5.0}}, "high_freq_factor not below"),
     ],
 )
 def test_a_wrong_config_is_refused_with_the_field_and_its_value(change: dict[str, Any], message: str) -> None:
@@ -137,6 +137,7 @@ def test_old_and_new_rope_fields_mean_the_same(old: dict[str, Any], new: dict[st
         {"rope_type": "linear", "factor": 3.0},
         {"rope_type": "dynamic", "factor": 4.0},
         {"rope_type": "llama3", **LLAMA3_ROPE},
+        {"rope_type": "llama3", **LLAMA3_ROPE, "factor": 16.0, "high_freq_factor": 1.0},  # Llama 4's
         {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
         {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 128, "truncate": False},
         {"rope_type": "yarn", "factor": 8.0, "beta_fast": 16, "beta_slow": 2, "mscale": 1.0, "mscale_all_dim": 0.7},
@@ -192,6 +193,20 @@ def test_gemma3_reads_the_sparse_text_config_of_a_multimodal_checkpoint() -> Non
 def test_smollm3_leaves_every_fourth_layer_without_rotary_positions() -> None:
     config = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 8}
     assert [layer.mixer.rope is None for layer in spec_from_config(config).layers] == [False, False, False, True] * 2
+
+
+def test_a_command_rs_context_is_that_of_model_max_length() -> None:
+    for name in ("CohereForCausalLM", "Cohere2ForCausalLM"):
+        config = LLAMA | {"architectures": [name]}
+        config["layer_norm_eps"] = config.pop("rms_norm_eps")
+        assert spec_from_config(config).max_positions == 512
+        assert spec_from_config(config | {"model_max_length": 131072}).max_positions == 131072
+
+
+def test_a_null_window_is_none_even_where_the_config_turns_windows_on() -> None:
+    config = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "max_window_layers": 1, "use_sliding_window": True}
+    assert [layer.sliding_window for layer in spec_from_config(config).layers] == [None, 4096]
+    assert not any(layer.sliding_window for layer in spec_from_config(config | {"sliding_window": None}).layers)
 
 
 def test_qwen2_slides_only_where_the_config_turns_it_on() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -16,7 +17,9 @@ from headrace.executor.checkpoints.gguf.header import GGUFHeader
 from headrace.executor.checkpoints.gguf.mixtures import MIXTRAL, MIXTURES, mixture
 from headrace.executor.checkpoints.gguf.special_tokens import end_token_ids
 from headrace.ipc.failure import ModelError
+from headrace.ipc.process.log import printable
 
+logger = logging.getLogger(__name__)
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType({**DENSE, **MIXTURES})
 SAMPLING_KEYS = MappingProxyType(
     {
@@ -249,5 +252,9 @@ def _token_ids(header: GGUFHeader) -> dict[str, Any]:
 
 def sampling_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     """The content of the equivalent generation_config.json: sampling defaults in the metadata."""
-    values = {name: header.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING_KEYS.items()}
+    start = "general.sampling."
+    given = {key.removeprefix(start): value for key, value in header.metadata.items() if key.startswith(start)}
+    if others := [key for key, value in given.items() if key not in SAMPLING_KEYS and value not in (0, -1, "")]:
+        logger.warning("%s: defaults of sampling that are not used: %s", header.path, printable(", ".join(others)))
+    values = {name: given.get(key) for key, name in SAMPLING_KEYS.items()}
     return {name: value for name, value in values.items() if isinstance(value, int | float)}

@@ -26,28 +26,28 @@ logger = logging.getLogger(__name__)
 
 _REASONS: Mapping[str, str] = {
     "training alone": """
-        activation_dropout altup_coef_clip attention_dropout attention_probs_dropout_prob attn_dropout_prob attn_pdrop
-        aux_loss_alpha classifier_dropout dropout emb_dropout_prob emb_pdrop embd_pdrop embedding_dropout
-        embedding_fraction gradient_checkpointing hidden_dropout hidden_dropout_prob init_config init_device init_method
-        init_std initializer_factor initializer_range input_jitter_noise layerdrop moe_capacity moe_dropout_prob
-        moe_use_aux_free output_router_logits resid_pdrop residual_dropout router_aux_loss_coef router_jitter_noise
-        router_z_loss_coef seq_aux summary_activation summary_first_dropout summary_hidden_size summary_last_dropout
-        summary_proj_to_labels summary_type summary_use_proj use_cache z_loss_weight""",
+        activation_dropout altup_coef_clip attention_dropout attention_probs_dropout_prob attn_dropout_prob
+        attn_pdrop aux_loss_alpha classifier_dropout dropout emb_dropout_prob emb_pdrop embd_pdrop embedding_dropout
+        embedding_fraction gradient_checkpointing hidden_dropout hidden_dropout_prob init_config init_device
+        init_method init_std initializer_factor initializer_range input_jitter_noise layerdrop moe_capacity
+        moe_dropout_prob moe_use_aux_free output_router_logits resid_pdrop residual_dropout router_aux_loss_coef
+        router_jitter_noise router_z_loss_coef seq_aux summary_activation summary_first_dropout summary_hidden_size
+        summary_last_dropout summary_proj_to_labels summary_type summary_use_proj use_cache z_loss_weight""",
     "layout of training over devices": "ep_size model_parallel pretraining_tp tensor_parallel",
     "what the file is, and which program wrote it": """
-        _commit_hash _name_or_path architectures auto_map dtype finetuning_task id2label is_llama_config label2id
-        model_type name_or_path
-        num_labels problem_type quantization_config_source task task_specific_params tokenizer_class tokenizer_name
-        torch_dtype transformers_version transformers.js_config unsloth_fixed unsloth_version""",
+        _commit_hash _diffusers_version _name_or_path architectures auto_map dtype finetuning_task id2label
+        is_llama_config label2id model_type name_or_path num_labels problem_type quantization_config_source task
+        task_specific_params tokenizer_class tokenizer_name torch_dtype transformers_version transformers.js_config
+        unsloth_fixed unsloth_version""",
     "tokens: read with the tokenizer and where generation ends": """
         begin_suppress_tokens bos_token_id bos_token decoder_start_token_id eos_token eos_token_id end_token_id
-        forced_bos_token_id forced_eos_token_id mask_token_id pad_token pad_token_id prefix sep_token_id suppress_tokens
-        unk_token_id bad_words_ids""",
+        forced_bos_token_id forced_eos_token_id mask_token_id pad_token pad_token_id prefix sep_token_id
+        suppress_tokens unk_token_id bad_words_ids""",
     "defaults of generation, which generation_config.json gives": """
         diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
         length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups num_beams
-        num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate temperature
-        top_k top_p typical_p""",
+        num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate
+        temperature top_k top_p typical_p""",
     "how transformers' code runs and what it returns": """
         _attn_implementation _attn_implementation_autoset _experts_implementation _flash_attn_2_enabled
         _from_model_config attn_implementation cache_implementation chunk_size_feed_forward
@@ -66,16 +66,18 @@ _REASONS: Mapping[str, str] = {
         eoa_token_index eoi_token_id eoi_token_index image_grid_pinpoints image_seq_length image_seq_len
         image_break_token_id image_end_token_id image_token_id image_token_index multimodal_projector_bias
         mm_tokens_per_image projector_hidden_act projector_patch_to_query_dict spatial_merge_size
-        use_image_newline_parameter
-        video_token_id video_token_index vision_config vision_end_token_id vision_feature_layer
-        vision_feature_select_strategy vision_soft_tokens_per_image audio_soft_tokens_per_image
-        vision_aspect_ratio vision_start_token_id vision_token_id visual downsample_ratio adapter_layer_norm_eps
-        alignment_intermediate_size use_image_token""",
+        use_image_newline_parameter vision_encoder audio_encoder video_token_id video_token_index vision_config
+        vision_end_token_id vision_feature_layer vision_feature_select_strategy vision_soft_tokens_per_image
+        audio_soft_tokens_per_image vision_aspect_ratio vision_start_token_id vision_token_id visual
+        downsample_ratio adapter_layer_norm_eps alignment_intermediate_size use_image_token""",
     "sizes: the shapes of weights are checked": """
         d_ff ff_factor head_dim initial_context_length intermediate_size intermediate_size_mlp mlp_intermediate_size
         moe_intermediate_size n_ctx n_head_kv num_key_value_heads num_kv_heads qk_head_dim shared_intermediate_size""",
     "the trained context before scaling, which the scaled rotations alone need": """
         original_max_position_embeddings""",
+    "how a rotary scaling came about": "finetuned",
+    "other names of the context's length": """
+        max_seq_len max_seq_length max_sequence_length model_max_length n_positions seq_len seq_length""",
     "layers with windows, which are computed where the family has windows": "max_window_layers",
 }
 IGNORED: Mapping[str, str] = MappingProxyType(
@@ -85,15 +87,25 @@ IGNORED: Mapping[str, str] = MappingProxyType(
 ASSUMED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "add_cross_attention": (False,),
+        "apply_yarn_scaling": (True,),
+        "attention_factor": (1.0,),
+        "attn_factor": (1.0,),
         "causal": (True,),
         "is_causal": (True,),
         "is_encoder_decoder": (False,),
-        "factor": (1, 1.0),
+        "embedding_multiplier": (1.0,),
+        "extrapolation_factor": (1.0,),
+        "factor": (1.0,),
+        "logit_scale": (1.0,),
+        "logits_scaling": (1.0,),
         "n_group": (1,),
-        "partial_rotary_factor": (1, 1.0),
+        "partial_rotary_factor": (1.0,),
+        "residual_multiplier": (1.0,),
         "routed_scaling_factor": (1.0,),
         "topk_group": (1,),
-        "rotary_pct": (1, 1.0),
+        "use_mrope": (False,),
+        "rope_interleaved": (False,),
+        "rotary_pct": (1.0,),
         "scale_attn_weights": (True,),
     }
 )
@@ -106,13 +118,13 @@ _COMPUTED = """
     dim_model_base do_layer_norm_before embedding_multiplier enable_bias expansion_ratio extrapolation_factor
     ffn_config ffn_dim ffn_hidden_size final_logit_softcapping first_k_dense_replace floor_scale hidden_act
     hidden_activation high_freq_factor interleave_moe_layer_step kv_channels kv_lora_rank laurel_rank
-    layer_norm_elementwise_affine layer_norm_eps layer_norm_epsilon layer_types llama_4_scaling lm_head_bias
-    logit_scale logits_scaling long_factor long_mscale low_freq_factor max_position_embeddings mlp_bias
-    mlp_layer_types mlp_only_layers moe moe_k moe_layer_end_index moe_layer_freq moe_layer_interval
-    moe_layer_start_index moe_layers moe_num_experts moe_num_shared_experts mscale mscale_all_dim multi_query n_embd
-    n_embed n_group n_head n_inner n_layer n_positions n_routed_experts n_shared_experts new_decoder_architecture
-    no_bias no_rope_layer_interval no_rope_layers norm_eps norm_epsilon norm_topk_prob num_experts
-    num_experts_per_tok num_kv_shared_layers num_ln_in_parallel_attn num_local_experts
+    layer_norm_elementwise_affine layer_norm_eps layer_norm_epsilon layer_types llama_4_scaling llama_4_scaling_beta
+    llm_config lm_head_bias logit_scale logits_scaling long_factor long_mscale low_freq_factor
+    max_position_embeddings mlp_bias mlp_layer_types mlp_only_layers moe moe_k moe_layer_end_index moe_layer_freq
+    moe_layer_interval moe_layer_start_index moe_layers moe_num_experts moe_num_shared_experts mscale mscale_all_dim
+    multi_query n_embd n_embed n_group n_head n_inner n_layer n_positions n_routed_experts n_shared_experts
+    new_decoder_architecture no_bias no_rope_layer_interval no_rope_layers norm_eps norm_epsilon norm_topk_prob
+    num_experts num_experts_per_tok num_kv_shared_layers num_ln_in_parallel_attn num_local_experts
     original_max_position_embeddings parallel_attn partial_rotary_factor position_embedding_type prefix_lm
     q_lora_rank qk_layernorm qk_ln qk_nope_head_dim qk_norm qk_rope_head_dim qkv_bias quantization
     query_pre_attn_scalar residual_multiplier rms_norm_eps rope_interleave rope_local_base_freq rope_parameters
@@ -130,12 +142,12 @@ ALIASES: tuple[tuple[str, ...], ...] = (
     ("num_experts_per_tok", "moe_k", "experts_per_token", "moe_topk", "num_experts_per_token"),
     ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"),
     ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps", "rms_norm_eps"),
-    ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length"),
     ("hidden_size", "n_embd", "n_embed", "d_model", "dim"),
     ("num_attention_heads", "n_head", "n_heads"),
     ("num_hidden_layers", "n_layer", "n_layers"),
     ("hidden_act", "hidden_activation", "activation_function", "activation"),
     ("first_k_dense_replace", "moe_layer_start_index"),
+    ("sliding_window", "sliding_window_size"),
 )
 """Names of one field."""
 
@@ -149,10 +161,10 @@ def check_unread(config: Config, family: Family, refuses: bool) -> None:
             continue
         known = family.assumes.get(name, ASSUMED.get(name))
         if known is not None:
-            if value not in known:
+            if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in known):
                 refused.append(f"{path} is {value!r:.80} where {' or '.join(map(repr, known))} is computed")
         elif name not in COMPUTED and not any(name in names for names in ALIASES):
-            unknown.append(path)
+            unknown += [path] if value is not False else []
         elif value is not False and value != 0 and value not in ([], {}, ""):
             refused.append(f"{path} is {value!r:.80}")
     if refused and not refuses:

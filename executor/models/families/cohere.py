@@ -2,7 +2,7 @@
 
 from headrace.executor.models.arch import ArchSpec, WeightNames
 from headrace.executor.models.families import Config, Family, NotNativeError
-from headrace.executor.models.families._config import biases, flag, layer_norm, llama_like, positive
+from headrace.executor.models.families._config import biases, flag, integer, layer_norm, llama_like, positive
 
 NAMES = WeightNames(mlp_norm="input_layernorm")
 
@@ -13,7 +13,7 @@ def build(config: Config) -> ArchSpec:
     return llama_like(
         config,
         attention=biases(config, "attention_bias", False),
-        default_context=8192,
+        max_positions=integer(config, "model_max_length", integer(config, "max_position_embeddings", 8192)),
         tied_head=True,
         interleaved=True,
         norm=layer_norm(config, bias=False),

@@ -31,7 +31,7 @@ def build(config: Config) -> ArchSpec:
         positions=[sliding if kind == "sliding_attention" else Positions(None) for kind in types],
         head_dim=head_dim,
         attention=biases(config, "attention_bias", False),
-        default_context=8192,
+        max_positions=integer(config, "model_max_length", integer(config, "max_position_embeddings", 8192)),
         tied_head=True,
         norm=layer_norm(config, bias=False),
         norm_placement="parallel",

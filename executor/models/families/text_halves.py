@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family, named_architecture, spec_from_config
+from headrace.executor.models.families._model_types import MODEL_TYPES
 from headrace.ipc.failure import ModelError
 
 ARCHITECTURES = (
@@ -61,7 +62,7 @@ def build(config: Config) -> ArchSpec:
         text["tie_word_embeddings"] = config["tie_word_embeddings"]
     kind = text.get("model_type") or "llama"
     text = {**DEFAULTS.get(kind, {}), **text}
-    text["architectures"] = [QWEN.get(outer) or named_architecture(text | {"model_type": kind})]
+    text["architectures"] = [QWEN.get(outer) or _architecture_of(text, kind)]
     spec = spec_from_config(_with_plain_positions(text))
     names = spec.names
     inner = tuple(f"language_model.{prefix}" for prefix in names.prefixes)
@@ -76,6 +77,12 @@ def build(config: Config) -> ArchSpec:
             ignorable=(*names.ignorable, *OTHER_MEDIA),
         ),
     )
+
+
+def _architecture_of(text: Mapping[str, Any], kind: str) -> str:
+    """The architecture that the section names, if a family has it, else that of its model_type."""
+    of_type = [MODEL_TYPES[kind]] if kind in MODEL_TYPES else []
+    return named_architecture({"architectures": [*(text.get("architectures") or []), *of_type], "model_type": kind})
 
 
 def _with_plain_positions(text: dict[str, Any]) -> dict[str, Any]:
