@@ -9,13 +9,14 @@ by a bound beside it, and what has more digits is refused.
 from __future__ import annotations
 
 import math
-import sys
 from decimal import Decimal
 from typing import Any
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MOST_INTEGER = 1 << 63
 """The libraries' integers have less than this absolute value."""
+MOST_BOUND = 1e18
+"""Upper limit of a `maximum`, and with the other sign lower limit of a `minimum`, of numbers with fractions."""
 MOST_DIGITS = 15
 """Digits of a bound beside an excluded whole number."""
 LEAST_ABOVE_0 = 1e-20
@@ -72,15 +73,16 @@ def with_exact_bounds(schema: dict[str, Any], where: str, *, is_merged: bool) ->
     """
     if not any(isinstance(schema.get(name), int | float) for name in BOUNDS):
         return schema
-    schema = {name: value for name, value in schema.items() if not _is_beyond_doubles(name, value)}
-    for name in BOUNDS:
-        check_exact(schema.get(name), f"{where}/{name}")
     kinds = schema.get("type", "number")
     kinds = kinds if isinstance(kinds, list) else [kinds]
+    if "number" in kinds:
+        schema = {name: _within_reach(name, value) for name, value in schema.items()}
+    for name in BOUNDS:
+        check_exact(schema.get(name), f"{where}/{name}")
     rest = {name: value for name, value in schema.items() if name not in BOUNDS}
     low, high = _bound(schema, "minimum", max), _bound(schema, "maximum", min)
     if "number" not in kinds:
-        return rest | _inclusive(low, high)
+        return rest | _inclusive(low, high, where)
     low, high = _beside(low, high, 1, is_merged=is_merged), _beside(high, low, -1, is_merged=is_merged)
     for name, bound in (("minimum", low), ("maximum", high)):
         if bound is not None:
@@ -99,12 +101,15 @@ def _bound(schema: dict[str, Any], name: str, stricter: Any) -> tuple[float, boo
     return (exclusive, True) if stricter(inclusive, exclusive) == exclusive else (inclusive, False)
 
 
-def _inclusive(low: tuple[float, bool] | None, high: tuple[float, bool] | None) -> dict[str, int]:
+def _inclusive(low: tuple[float, bool] | None, high: tuple[float, bool] | None, where: str) -> dict[str, int]:
+    """Bounds of integers. Raises ValueError, with the place."""
     found = dict[str, int]()
     if low is not None:
         found["minimum"] = math.floor(low[0]) + 1 if low[1] else math.ceil(low[0])
     if high is not None:
         found["maximum"] = math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
+    for name, bound in found.items():
+        check_exact(bound, f"{where}/{name}")
     return found
 
 
@@ -123,8 +128,11 @@ def _beside(
     return float(Decimal(int(bound[0])) + direction * Decimal(10) ** -num_decimals), False
 
 
-def _is_beyond_doubles(name: str, value: Any) -> bool:
-    """Whether a bound has no effect, as every finite double is within it."""
-    if name not in BOUNDS or not isinstance(value, float):
-        return False
-    return value <= -sys.float_info.max if "inimum" in name else value >= sys.float_info.max
+def _within_reach(name: str, value: Any) -> Any:
+    """A bound of numbers with fractions, at most as far as libraries follow one: zod's float64 and float32 have bounds
+    of 1e308 and 1e38."""
+    if name in ("minimum", "exclusiveMinimum") and isinstance(value, float):
+        return max(value, -MOST_BOUND)
+    if name in ("maximum", "exclusiveMaximum") and isinstance(value, float):
+        return min(value, MOST_BOUND)
+    return value

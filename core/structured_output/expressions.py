@@ -109,6 +109,74 @@ def in_json(pattern: str) -> str:
     return written(parts)
 
 
+def leading_assertions(pattern: str) -> tuple[list[str], str]:
+    """Splits an expression that begins with ^ and lookaheads into expressions of which a text must match each, and the
+    rest behind ^. A lookahead that no expression without one can say, and what follows it, stays in the rest."""
+    found, at = list[str](), 1
+    while pattern.startswith(("(?=", "(?!"), at):
+        end = _end_of_group(pattern, at)
+        inner = pattern[at + 3 : end - 1]
+        positive = f"^(?:{inner})" if pattern[at + 2] == "=" else _unlike(inner)
+        if not positive:
+            break
+        found.append(positive)
+        at = end
+    rest = pattern[at:]
+    return ([], pattern) if _has_alternatives(rest) else (found, rest)
+
+
+_ONE = r"\\[^a-zA-Z0-9]|[^\\\[\](){}|^$*+?.]"
+"""One character of an expression, perhaps escaped."""
+_NOT_ALL = re.compile(r"\^?\[(?P<set>[^\^\]\\](?:[^\]\\]|\\.)*)\]\*\$")
+_NOT_FIRST = re.compile(_ONE)
+_NOT_WITHIN = re.compile(rf"\.\*(?:{_ONE})")
+_NOT_TWICE = re.compile(rf"\.\*(?P<one>{_ONE})(?P=one)")
+
+
+def _unlike(inner: str) -> str:
+    """What a text matches if no text of the expression `inner` begins it; "" for most expressions."""
+    if (found := _NOT_ALL.fullmatch(inner)) is not None:
+        return f"[^{found['set']}]"
+    if _NOT_FIRST.fullmatch(inner) is not None:
+        return f"^(?:$|[^{inner}])"
+    if _NOT_WITHIN.fullmatch(inner) is not None:
+        return f"^[^{inner[2:]}]*$"
+    if (found := _NOT_TWICE.fullmatch(inner)) is not None:
+        one = found["one"]
+        return f"^{one}?(?:[^{one}]+{one})*[^{one}]*$"
+    return ""
+
+
+def _end_of_group(pattern: str, at: int) -> int:
+    """The index after the group that begins at `at`."""
+    depth = 0
+    while at < len(pattern):
+        text = _PART.match(pattern, at)[0]  # type: ignore[index]  # its last alternative is any character
+        if text == "[":
+            at = _set_at(pattern, at)[1]
+            continue
+        depth += text.startswith("(") - text.startswith(")")
+        at += 1 if text.startswith(("(", ")")) else len(text)
+        if not depth:
+            break
+    return at
+
+
+def _has_alternatives(pattern: str) -> bool:
+    """Whether | stands outside of all groups."""
+    at = 0
+    while at < len(pattern):
+        if pattern[at] == "|":
+            return True
+        if pattern[at] == "(":
+            at = _end_of_group(pattern, at)
+        elif pattern[at] == "[":
+            at = _set_at(pattern, at)[1]
+        else:
+            at += 2 if pattern[at] == "\\" else 1
+    return False
+
+
 def _leave_out_nul(part: Part) -> None:
     if part.classes & {"p", "P"} and not part.text.startswith("["):
         part.text = rf"[^\x00\{'P' if 'p' in part.classes else 'p'}{part.text[2:]}]"

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.core.structured_output.exact_numbers import check_exact, with_exact_bounds
+from headrace.core.structured_output.expressions import leading_assertions
 
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
@@ -42,6 +43,7 @@ _DROPPED = (
     *("contentSchema", "contentMediaType", "contentEncoding", "discriminator", "externalDocs", "xml"),
 )
 """Annotations. Libraries refuse some of them in some drafts."""
+_NOTES = ("title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _IN_PLACE = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas", "$dynamicRef", "$recursiveRef")
 """Keywords whose schemas apply to the same value."""
@@ -114,7 +116,7 @@ class _Rewriting:
             del found["format"]
         for name in ("items", "propertyNames"):
             if name in found and ("uniqueItems" in found or name == "propertyNames"):
-                found[name] = self._resolved(found[name])
+                found[name] = _without_notes(self._resolved(found[name]))
         for change in _CHANGES:
             found = change(found)
         if isinstance(alternatives := found.get("oneOf"), list):
@@ -203,6 +205,10 @@ def _lookup(root: Any, reference: str) -> Any:
         else:
             return None
     return at
+
+
+def _without_notes(schema: Any) -> Any:
+    return {k: v for k, v in schema.items() if k not in _NOTES} if isinstance(schema, dict) else schema
 
 
 def _types_of(schema: dict[str, Any]) -> set[str]:
@@ -353,6 +359,18 @@ def _without_unevaluated(schema: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _without_assertions(schema: dict[str, Any]) -> dict[str, Any]:
+    """Lookaheads at the beginning of a pattern, as zod and pydantic write them, as further patterns."""
+    pattern = schema.get("pattern")
+    if not isinstance(pattern, str) or not pattern.startswith(("^(?=", "^(?!")):
+        return schema
+    assertions, rest = leading_assertions(pattern)
+    if rest.startswith(("(?=", "(?!")) or not assertions:
+        return schema
+    parts = [*schema.get("allOf", []), *({"pattern": each} for each in assertions)]
+    return {**schema, "pattern": f"^{rest}", "allOf": parts}
+
+
 _CHANGES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
     _without_vain_conditions,
     _without_not,
@@ -360,4 +378,5 @@ _CHANGES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
     _without_unique_items,
     _without_property_names,
     _without_unevaluated,
+    _without_assertions,
 )

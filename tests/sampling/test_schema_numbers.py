@@ -154,8 +154,16 @@ def test_xgrammar_gets_no_range_in_which_it_finds_no_number() -> None:
         assert 0 < written("llguidance", schema) < 1
 
 
+@pytest.mark.parametrize("most", [1.7976931348623157e308, 3.4028234663852886e38, 1e19])
 @each_backend
-def test_a_bound_that_every_double_keeps_has_no_effect(name: str) -> None:
-    most = 1.7976931348623157e308
+def test_far_bounds_are_followed_as_far_as_the_library_can(name: str, most: float) -> None:
     start = compiled(name, "json", json.dumps({"type": "number", "minimum": -most, "maximum": most}))
     assert takes(start, "12345.5")
+    assert takes(start, "-999999999999999999")
+    assert not takes(start, "1e999")
+
+
+@each_backend
+def test_a_far_bound_of_integers_is_refused(name: str) -> None:
+    for bound in ("1e20", "9223372036854775808", "9007199254740993.0"):
+        refused(name, f'{{"type": "integer", "maximum": {bound}}}')

@@ -1,0 +1,232 @@
+"""Schemas as clients emit them: every one is followed, or refused with the keyword and what to write instead.
+
+`client_schemas.json` has the tools that Claude Code 2, codex, opencode and qwen-code send (recorded by a server that
+answers nothing; their descriptions are left out), and what pydantic 2.14, zod 4.6, zod-to-json-schema 3.25 and the
+OpenAI client make of models that use most of their types.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import tiny_models
+from test_grammar_backends import BACKENDS, TOKENIZER, VOCAB_SIZE, compiled, takes
+
+from headrace import InvalidRequestError
+
+SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parent / "client_schemas.json").read_text())
+UNIQUE = "uniqueItems is not followed: it is followed for up to 4 values of enum or const"
+REFUSED = {
+    "pydantic set of texts": f"{UNIQUE}.*/properties/a",
+    "pydantic serialisation": f"{UNIQUE}.*/properties/s",
+    "zod-to-json-schema collections": f"{UNIQUE}.*/properties/s",
+    "pydantic 64 bit integer": "-9223372036854775808 is not followed exactly: integers up to 2",
+    "zod formats": r"\(\?! at 12: lookaheads are not followed.*/properties/dur/pattern",
+}
+FOLLOWED = sorted(SCHEMAS.keys() - REFUSED.keys())
+ENDS = {
+    each: [id for id, text in enumerate(map(TOKENIZER.decode, range(VOCAB_SIZE))) if text == each] for each in '"}]'
+}
+HASTE = 0.5
+"""Share of the tokens that end a part, where one may."""
+
+
+def answer(schema: Any, numbers: random.Random) -> str | None:
+    """An answer by tokens chosen at random, those that end a part more often; None if it becomes long."""
+    matcher = compiled("llguidance", "json", json.dumps(schema))
+    mask, token_ids = np.zeros((1, -(-VOCAB_SIZE // 32)), np.int32), list[int]()
+    while not matcher.is_complete:
+        BACKENDS["llguidance"].fill([(matcher, 0, [])], mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        ends = [each for each in allowed if each in ENDS]
+        token_id = numbers.choice(ends if ends and numbers.random() < HASTE else allowed)
+        token_id = tiny_models.EOS if tiny_models.EOS in allowed else token_id
+        assert matcher.accept(token_id)
+        if len(token_ids) > 400:
+            return None
+        if token_id != tiny_models.EOS:
+            token_ids.append(token_id)
+    return str(TOKENIZER.decode(token_ids))
+
+
+def test_the_schemas_are_those_of_many_clients() -> None:
+    assert len(SCHEMAS) > 120
+    for client in ("claude", "codex", "opencode", "qwen", "pydantic", "zod", "zod-to-json-schema", "openai"):
+        assert sum(name.startswith(f"{client} ") for name in SCHEMAS) >= 5, client
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_clients_schema_is_followed(name: str) -> None:
+    schema, numbers = SCHEMAS[name], random.Random(name)
+    newest = jsonschema.Draft4Validator if "open" in name and "api" in name else jsonschema.Draft202012Validator
+    validator = jsonschema.validators.validator_for(schema, newest)
+    if r"\p{" in json.dumps(schema).replace("\\\\", "\\"):  # which re, and so jsonschema, lacks
+        validator = jsonschema.validators.extend(validator, {"pattern": None})
+    for _ in range(3):
+        if (found := answer(schema, numbers)) is not None:
+            validator(schema).validate(json.loads(found))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_clients_schema_is_refused_by_keyword_and_place(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=REFUSED[name]):
+        compiled("llguidance", "json", json.dumps(SCHEMAS[name]))
+
+
+# --- keywords ---------------------------------------------------------------------------------------------------------
+
+TEXT: dict[str, Any] = {"type": "string"}
+WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
+    "uniqueItems": {"type": "array", "items": TEXT, "uniqueItems": False},
+    "a unique item": {"type": "array", "items": TEXT, "uniqueItems": True, "maxItems": 1},
+    "a whole length": {"type": "string", "minLength": 1.0, "maxLength": 2.0},
+    "a whole count": {"type": "array", "items": TEXT, "minItems": 1.0, "maxItems": 2.0},
+    "a whole number of properties": {"type": "object", "minProperties": 0.0, "maxProperties": 1.0},
+    "an unknown format": {"type": "string", "format": "password"},
+    "a format of numbers": {"type": "integer", "format": "int64"},
+    "a format of any type": {"format": "int32"},
+    "a format that is only an annotation": {"type": "string", "format": "json-pointer"},
+    "if alone": {"type": "string", "if": {"minLength": 2}},
+    "then alone": {"type": "string", "then": {"minLength": 2}, "else": False},
+    "not of nothing": {"type": "string", "not": False},
+    "contains at least none": {"type": "array", "items": TEXT, "contains": {"const": 1}, "minContains": 0},
+    "minContains alone": {"type": "array", "items": TEXT, "minContains": 2, "maxContains": 3},
+    "no dependencies": {"type": "object", "dependentRequired": {}, "dependentSchemas": {}, "dependencies": {"a": []}},
+    "names that are texts": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": TEXT},
+    "unevaluated": {"type": "object", "unevaluatedProperties": True, "unevaluatedItems": {}},
+    "notes": {
+        **{"type": "string", "$comment": "a", "deprecated": True, "readOnly": True, "writeOnly": False},
+        **{"contentSchema": {"type": "object"}, "contentMediaType": "a/b", "contentEncoding": "base64"},
+        **{"discriminator": {"propertyName": "a"}, "xml": {}, "externalDocs": {}, "x-more": 1, "nullable": False},
+    },
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_a_keyword_without_effect_is_no_reason_to_refuse(name: str) -> None:
+    numbers = random.Random(name)
+    for _ in range(3):
+        if (found := answer(WITHOUT_EFFECT[name], numbers)) is not None:
+            jsonschema.Draft202012Validator(WITHOUT_EFFECT[name]).validate(json.loads(found))
+
+
+KIND_A = {"type": "object", "properties": {"kind": {"const": "a"}, "x": TEXT}, "required": ["kind"]}
+KIND_B = {"type": "object", "properties": {"kind": {"enum": ["b", "c"]}}, "required": ["kind"]}
+OPEN_A, OPEN_B = ({"type": "object", "properties": {each: TEXT}, "required": [each]} for each in "ab")
+IN_OTHER_WORDS: dict[str, tuple[Any, list[str], list[str]]] = {
+    "oneOf by types": ({"oneOf": [{"type": "integer"}, TEXT, {"type": "null"}]}, ["1", '"a"', "null"], ["true", "1.5"]),
+    "oneOf by references": (
+        {"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "$defs": {"A": KIND_A, "B": KIND_B}},
+        ['{"kind":"a","x":"y"}', '{"kind":"c"}'],
+        ['{"kind":"d"}', "{}", '{"x":"y"}'],
+    ),
+    "oneOf of objects that only their names tell apart": (
+        {"oneOf": [OPEN_A, OPEN_B]},
+        ['{"a":"x"}', '{"b":"x"}'],
+        ['{"a":"x","b":"y"}', "{}"],
+    ),
+    "oneOf of itself": (
+        {
+            "$ref": "#/$defs/T",
+            "$defs": {
+                "T": {"oneOf": [{"$ref": "#/$defs/leaf"}, {"$ref": "#/$defs/pair"}]},
+                "leaf": {"type": "object", "properties": {"v": TEXT}, "required": ["v"]},
+                "pair": {"type": "object", "properties": {"l": {"$ref": "#/$defs/T"}}, "required": ["l"]},
+            },
+        },
+        ['{"v":"a"}', '{"l":{"l":{"v":"a"}}}'],
+        ['{"l":{"v":"a"},"v":"b"}', '{"l":{}}'],
+    ),
+    "oneOf beside anyOf": (
+        {"oneOf": [TEXT, {"type": "null"}], "anyOf": [{"type": "string", "maxLength": 1}, {"type": "integer"}]},
+        ['"a"'],
+        ['"ab"', "null", "1"],
+    ),
+    "propertyNames of an enum": (
+        {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
+        ['{"a":1}', '{"b":2}', "{}"],
+        ['{"c":1}', '{"a":"x"}'],
+    ),
+    "propertyNames of a pattern": (
+        {"type": "object", "propertyNames": {"pattern": "^x-"}, "additionalProperties": {"type": "integer"}},
+        ['{"x-a":1}', "{}"],
+        ['{"a":1}', '{"x-a":"x"}'],
+    ),
+    "propertyNames of a length": (
+        {"type": "object", "propertyNames": {"minLength": 2, "maxLength": 3}},
+        ['{"ab":1}', "{}"],
+        ['{"a":1}', '{"abcd":1}'],
+    ),
+    "unevaluatedProperties": (
+        {"type": "object", "properties": {"a": TEXT}, "unevaluatedProperties": False},
+        ['{"a":"x"}', "{}"],
+        ['{"b":1}'],
+    ),
+    "unevaluatedItems": (
+        {"type": "array", "prefixItems": [TEXT], "unevaluatedItems": False},
+        ['["x"]'],
+        ['["x",1]'],
+    ),
+    "uniqueItems of an enum": (
+        {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True, "minItems": 1},
+        ['["a"]', '["b","a"]'],
+        ["[]", '["a","a"]', '["a","b","a"]'],
+    ),
+    "contains of anything": ({"type": "array", "items": TEXT, "contains": {}}, ['["a"]', '["a","b"]'], ["[]"]),
+    "not of everything": (
+        {"type": "object", "properties": {"a": TEXT, "n": {"not": {}}}, "required": ["a"]},
+        ['{"a":"x"}'],
+        ['{"a":"x","n":1}'],
+    ),
+    "a lookahead": (
+        {"type": "string", "pattern": r"^(?!\.)(?!.*\.\.)(?=.{2,4}$)[a-c.]+$"},
+        ['"a.b"', '"ab."'],
+        ['".ab"', '"a..b"', '"a"', '"abcab"'],
+    ),
+    "a text of a number": (
+        {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"},
+        ['"-1.5"', '".5"', '"12"'],
+        ['"-"', '"."', '""', '"1a"'],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_OTHER_WORDS)
+def test_a_keyword_is_followed_in_other_words(name: str) -> None:
+    schema, valid, invalid = IN_OTHER_WORDS[name]
+    start, is_valid = (
+        compiled("llguidance", "json", json.dumps(schema)),
+        jsonschema.Draft202012Validator(schema).is_valid,
+    )
+    for text in (*valid, *invalid):
+        assert is_valid(json.loads(text)) == (text in valid), text
+        assert takes(start, text) == (text in valid), text
+
+
+NOT_FOLLOWED: dict[str, Any] = {
+    "not": {"type": "string", "not": {"const": "a"}},
+    "if": {"if": {"type": "string"}, "then": {"minLength": 2}},
+    "contains": {"type": "array", "contains": {"type": "string"}},
+    "uniqueItems": {"type": "array", "items": TEXT, "uniqueItems": True},
+    "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
+    "dependentSchemas": {"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}},
+    "propertyNames": {"type": "object", "propertyNames": {"not": {"const": "a"}}},
+    "unevaluatedProperties": {"allOf": [OPEN_A], "unevaluatedProperties": False},
+    "$dynamicRef": {"$dynamicRef": "#a"},
+    "oneOf": {"oneOf": [TEXT, {"type": "string", "minLength": 2}]},
+}
+
+
+@pytest.mark.parametrize("around", ["{}", '{{"properties": {{"p": {}}}}}'])
+@pytest.mark.parametrize("name", NOT_FOLLOWED)
+def test_a_keyword_that_is_not_followed_is_named_with_its_place_and_what_to_write(name: str, around: str) -> None:
+    where = "/" if around == "{}" else "/properties/p"
+    schema = around.format(json.dumps(NOT_FOLLOWED[name]))
+    with pytest.raises(InvalidRequestError, match=rf"{name.replace('$', '.')} is not followed: .*\(at {where}\)"):
+        compiled("llguidance", "json", schema)
