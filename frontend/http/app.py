@@ -26,11 +26,11 @@ from headrace.frontend.http.development import DEVELOPMENT_ROUTES, is_developmen
 from headrace.frontend.http.errors import ApiError, shortened
 from headrace.frontend.http.exchange import ClientGoneError, Exchange
 from headrace.frontend.http.openai.generation import Receive, Scope, Send
+from headrace.frontend.http.request_log import RequestLine
 from headrace.frontend.http.route_spec import RouteSpec
 from headrace.frontend.http.routes import ROUTES, ServerState
 from headrace.frontend.http.scaling import SCALING_ROUTES
 from headrace.ipc.failure import HeadraceError
-from headrace.ipc.process.log import printable
 
 _TEXT = "/v1/chat/completions and /v1/completions generate text"
 _GENERATION = f"{ONLY_GENERATION}; {_TEXT}"
@@ -142,6 +142,7 @@ class App:
         self._router = Router(routes, redirect_slashes=False, default=self._not_found)
         self._specs = {spec.path: spec for spec in state.routes}
         self._public = frozenset(spec.path for spec in state.routes if spec.public)
+        self._probes = frozenset(spec.path for spec in served if spec.public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         options = self._state.options
@@ -155,6 +156,7 @@ class App:
         scope["app"] = self  # without it, Starlette answers a wrong method itself, in plain text
         began_s = time.monotonic()
         outcome = "done"
+        line = RequestLine.begin() if options.enable_log_requests else None
         self._state.pages.in_flight(1)
         self._state.collector.busy(1)
         try:
@@ -179,11 +181,17 @@ class App:
             path = scope["path"].removeprefix(options.root_path)
             self._state.pages.http_request(path, exchange.status, time.monotonic() - began_s)
             self._state.publish_counts()
-            if options.enable_log_requests:
-                path = printable(scope["path"])
-                logger.info(
-                    "%s %s: %s in %.3f s", scope["method"], path, printable(outcome), time.monotonic() - began_s
-                )
+            if line is not None:
+                self._log(line, scope, exchange, outcome, time.monotonic() - began_s)
+
+    def _log(self, line: RequestLine, scope: Scope, exchange: Exchange, outcome: str, duration_s: float) -> None:
+        try:
+            id = exchange.request_id()
+        except ApiError:  # an invalid one
+            id = "invalid"
+        is_probe = scope["path"].removeprefix(self._state.options.root_path) in self._probes
+        level = logging.DEBUG if is_probe else logging.INFO
+        line.write(level, scope, id=id, status=exchange.status, outcome=outcome, duration_s=duration_s)
 
     def _drop_slash(self, scope: Scope, root_path: str) -> None:
         """A route's path may end in a slash, which clients add that join paths to a base address."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
+import json
 import logging
 import os
 import queue
@@ -20,6 +22,10 @@ import threading
 from typing import Any, TextIO
 
 LEVEL_VARIABLE = "HEADRACE_LOG_LEVEL"
+FORMAT_VARIABLE = "HEADRACE_LOG_FORMAT"
+FORMATS = ("text", "json")
+FIELDS = "fields"
+"""The attribute of a log record whose dict is added to its JSON."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _STDERR = 2
 MOST_QUEUED = 10_000
@@ -29,21 +35,47 @@ DRAIN_S = 1.0
 
 
 def set_up_logging(process: str, default_level: str) -> None:
-    """Log lines look like `INFO 12:00:00 server: message`; HEADRACE_LOG_LEVEL sets the lowest level."""
+    """Log lines look like `INFO 2026-01-31 12:00:00.123 server: message`, in local time, or are JSON objects.
+    HEADRACE_LOG_LEVEL sets the lowest level, HEADRACE_LOG_FORMAT the form: text or json."""
     asked = os.environ.get(LEVEL_VARIABLE, "").upper()
+    form = os.environ.get(FORMAT_VARIABLE, "").lower()
     handler = logging.StreamHandler(_CurrentStderr())
-    handler.setFormatter(LogFormatter(f"%(levelname)s %(asctime)s {process}: %(message)s", "%H:%M:%S"))
+    handler.setFormatter(JsonFormatter(process) if form == "json" else TextFormatter(process))
     logging.basicConfig(level=asked if asked in LEVELS else default_level, handlers=[handler])
-    if asked and asked not in LEVELS:
-        known = ", ".join(LEVELS).lower()
-        logging.getLogger(__name__).warning("%s=%s is none of %s", LEVEL_VARIABLE, printable(asked), known)
+    for variable, given, known in ((LEVEL_VARIABLE, asked, LEVELS), (FORMAT_VARIABLE, form, FORMATS)):
+        if given and given not in known:
+            words = ", ".join(known).lower()
+            logging.getLogger(__name__).warning("%s=%s is none of %s", variable, printable(given), words)
 
 
-class LogFormatter(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """Prevents forged records: continuation lines are indented, and control characters are escaped."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(levelname)s %(asctime)s.%(msecs)03d {process}: %(message)s", "%Y-%m-%d %H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n    ".join(printable(line) for line in super().format(record).split("\n"))
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line, with the time in UTC."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        told = {
+            "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return json.dumps({**told, **getattr(record, FIELDS, {})}, default=str)
 
 
 def printable(text: str) -> str:

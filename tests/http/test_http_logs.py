@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import socket
 
 import pytest
-from http_server import ask, serving
+from http_server import ask, engine_of, serving
 
 from headrace.frontend.client.stats_log import StatsLog
 from headrace.frontend.http.process.launch import ready_text
@@ -31,6 +32,9 @@ COUNTERS = (
     "num_cached_prompt_tokens",
     "num_generated_tokens",
 )
+
+
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
 
 
 def stats(**values: int) -> EngineStats:
@@ -68,8 +72,50 @@ def test_the_server_tells_cache_load_and_requests() -> None:
             ask(client, "/v1/completions", prompt="hi", max_tokens=20)
         server.wait_log(r"Avg generation throughput: [1-9][\d.]* tokens/s, Running: \d+ reqs, Waiting: 0 reqs")
         server.wait_log(r"POST /v1/completions: done in")
-        assert re.search(r"DEBUG [\d:]+ server: ", server.log)
+        assert re.search(rf"DEBUG {TIME} server: ", server.log)
         assert "to read; from this machine alone, unless --host 0.0.0.0" in server.log
+
+
+def test_every_line_has_one_form_with_the_date_also_of_a_death_and_a_return() -> None:
+    with serving("--enable-log-requests", "--restart-engine", "2", "--log-stats-interval", "0.2") as server:
+        engine_of(server).kill()
+        server.wait_log("the engine has ended: (.|\n)*starting the engine again(.|\n)*is there again")
+        with server.client() as client:
+            client.get("/health")
+            client.get("/metrics")
+            client.get("/v1/models")
+            ask(client, "/v1/completions", prompt=[5, 6, 7], max_tokens=4, ignore_eos=True, request_id="named")
+        server.wait_log("POST /v1/completions: done in")
+    lines = [line for line in server.log.splitlines() if not line.startswith("    ")]
+    assert len(lines) > 10
+    assert [line for line in lines if not re.match(rf"(INFO|WARNING|ERROR) {TIME} [\w -]+: ", line)] == []
+    assert re.search(rf"ERROR {TIME} server: the engine has ended: ", server.log)
+    assert "GET /health" not in server.log
+    assert "GET /metrics" not in server.log
+    assert "GET /v1/models: done" in server.log
+    line = re.search(r"POST /v1/completions: done in [\d.]+ s, (.*)", server.log)
+    assert line is not None
+    told = dict(each.split("=") for each in line[1].split())
+    assert told.pop("client").startswith("127.0.0.1:")
+    assert told == {"id": "named", "model": "null", "prompt_tokens": "3", "output_tokens": "4"}
+
+
+def test_the_log_is_json_on_request() -> None:
+    with serving("--enable-log-requests", "--log-format", "json", "--log-level", "debug") as server:
+        with server.client() as client:
+            client.get("/health")
+            ask(client, "/v1/responses", input="hi", max_output_tokens=4, ignore_eos=True)
+        server.wait_log("POST /v1/responses: done in")
+        server.signal()
+        assert server.wait_exit() == 0
+    records = [json.loads(line) for line in server.log.splitlines()]
+    assert all(each.keys() >= {"time", "level", "process", "message"} for each in records)
+    assert {each["process"] for each in records} >= {"server", "engine-core"}
+    (asked,) = [each for each in records if each.get("path") == "/v1/responses"]
+    assert (asked["method"], asked["status"], asked["model"], asked["output_tokens"]) == ("POST", 200, "null", 4)
+    assert asked["duration_s"] > 0
+    assert asked["level"] == "info"
+    assert [each["level"] for each in records if each.get("path") == "/health"] == ["debug"]
 
 
 def test_host_and_levels_come_from_the_environment_unless_options_say_else() -> None:

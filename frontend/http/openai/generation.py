@@ -29,6 +29,7 @@ from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.openai.choosing import Choosing, likeliest, search
 from headrace.frontend.http.openai.event_stream import EVENTS, TURN_S, Chunks, EventStream, KeepAlive, StreamForm
 from headrace.frontend.http.openai.prompts import SPELLINGS, as_api_error, respelt
+from headrace.frontend.http.request_log import note
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError, QueueFullError
 
 logger = logging.getLogger(__name__)
@@ -263,6 +264,7 @@ class Generator:
     async def _counted(self, running: Running) -> AsyncIterator[Running]:
         self._pages.count("http_requests")
         self._running.add(running)
+        note(running)
         try:
             await running.submit()
             yield running

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ from headrace.frontend.http.process.ranks import Ranks, ranks_of
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import Ready
 from headrace.ipc.process.child import STOP_SIGNALS
-from headrace.ipc.process.log import LEVEL_VARIABLE, protect_stderr, set_up_logging
+from headrace.ipc.process.log import FORMAT_VARIABLE, LEVEL_VARIABLE, protect_stderr, set_up_logging
 
 
 class PhaseLog:
@@ -77,9 +76,13 @@ def say_workers(ready: Ready) -> None:
         say(f"the engine's start by process\n{startup_table(ready.startup_s, ready.ranks_startup_s)}")
 
 
-def say(text: str) -> None:
-    """Prints a line to stderr, for the person who started the server."""
-    print(f"headrace: {text}", file=sys.stderr, flush=True)
+def say(text: str, level: int = logging.INFO) -> None:
+    """Logs a line for the person who started the server, whatever the log's level."""
+    _told.log(level, "%s", text)
+
+
+_told = logging.getLogger("headrace.server")
+_told.setLevel(logging.DEBUG)
 
 
 def process_began_s() -> float:
@@ -99,6 +102,8 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
     options = with_environment(options, os.environ)
     if options.log_level is not None:
         os.environ[LEVEL_VARIABLE] = options.log_level  # for this process and those that it starts
+    if options.log_format is not None:
+        os.environ[FORMAT_VARIABLE] = options.log_format
     set_up_server_logging()
     if warning:
         logging.getLogger(__name__).warning("%s", warning)
@@ -215,7 +220,7 @@ def _stop_on_signals(stop: Callable[[float], None], shutdown_timeout_s: float) -
 
 
 def say_engine_ended(failure: Failure) -> None:
-    say(f"the engine has ended: {failure.message}")
+    say(f"the engine has ended: {failure.message}", logging.ERROR)
 
 
 def say_engine_returned(address: str) -> None:

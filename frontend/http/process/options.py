@@ -12,7 +12,7 @@ from headrace.core.options.option import Option, Secret
 from headrace.core.options.values import option_specs, read_options
 from headrace.frontend.text.chat_template import ContentFormat
 from headrace.ipc.failure import OptionError
-from headrace.ipc.process.log import LEVEL_VARIABLE
+from headrace.ipc.process.log import FORMAT_VARIABLE, LEVEL_VARIABLE
 
 ADDRESS, ENGINES, SECURITY, LIMITS, CHAT, STORED, OBSERVED = (
     "Server address",
@@ -348,7 +348,14 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     metrics_prefix: Annotated[
         str, Option(OBSERVED, "What names of metrics begin with; vllm fits dashboards made for it")
     ] = "headrace"
-    enable_log_requests: Annotated[bool, Option(OBSERVED, "Log a line for each request that ends")] = False
+    enable_log_requests: Annotated[
+        bool,
+        Option(
+            OBSERVED,
+            "Log a line for each request that ends: its id, client, model, tokens and duration; for probes (health, "
+            "metrics, version) only at the level debug",
+        ),
+    ] = False
     enable_request_id_headers: Annotated[
         bool, Option(OBSERVED, "Answer with the request's id in the header X-Request-Id, a new one where it had none")
     ] = False
@@ -358,6 +365,14 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             OBSERVED,
             "What server and engine log",
             default_text="the environment's HEADRACE_LOG_LEVEL, else info for the server and warning for its engine",
+        ),
+    ] = None
+    log_format: Annotated[
+        Literal["text", "json"] | None,
+        Option(
+            OBSERVED,
+            "Form of the log's lines, of server and engine: text, or a JSON object per line",
+            default_text="the environment's HEADRACE_LOG_FORMAT, else text",
         ),
     ] = None
     log_stats_interval: Annotated[
@@ -378,19 +393,24 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 LOOPBACK = "127.0.0.1"
 LOG_STATS_EVERY_S = 10.0
-_VARIABLES = {"host": "HEADRACE_HOST", "log_level": LEVEL_VARIABLE, "log_stats_interval": "HEADRACE_LOG_STATS_INTERVAL"}
+_VARIABLES = {
+    "host": "HEADRACE_HOST",
+    "log_level": LEVEL_VARIABLE,
+    "log_format": FORMAT_VARIABLE,
+    "log_stats_interval": "HEADRACE_LOG_STATS_INTERVAL",
+}
 
 
 def with_environment(options: ServeOptions, environment: Mapping[str, str]) -> ServeOptions:
     """The options, with environment variables in the place of those that are not given. Raises OptionError."""
     named = {name: variable for name, variable in _VARIABLES.items() if getattr(options, name) is None}
     given = {name: environment[variable] for name, variable in named.items() if environment.get(variable)}
-    given = {name: text.lower() if name == "log_level" else text for name, text in given.items()}
+    given = {name: text.lower() if name in ("log_level", "log_format") else text for name, text in given.items()}
     found, _ = read_options(ServeOptions, given, lambda name: _VARIABLES[name])
     return msgspec.structs.replace(options, **{name: getattr(found, name) for name in given})
 
 
-_WITHOUT_HTTP = ("log_level",)
+_WITHOUT_HTTP = ("log_level", "log_format")
 _ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^/?#\s]+")
 _OF_ROUTER = ("max_migrations", "heartbeat_timeout", "progress_timeout")
 

@@ -6,6 +6,7 @@ From the start on, all events pass through one queue: signals, messages of child
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import signal
@@ -214,7 +215,7 @@ class _EngineKeeper:
 
     def on_end(self, failure: Failure) -> bool:
         """Returns whether the engine will be restarted, at EngineStartDue after a pause, which doubles each time."""
-        say(f"the engine has ended: {failure.message}")
+        say(f"the engine has ended: {failure.message}", logging.ERROR)
         self.is_ready, self.stopped_since_s = False, None
         if time.monotonic() - self._began_s > _LONG_LIFE_S:
             self._restarts_left = self._restarts
@@ -528,7 +529,7 @@ class _Service:
                     say("stopping at once")
                     _begin_stops(children, 0.0)
                 case EngineEnded():
-                    say(f"the engine has ended: {event.failure.message}")
+                    say(f"the engine has ended: {event.failure.message}", logging.ERROR)
                     status = EXIT_ENGINE_FAILED
                     self._tell(EngineDown(failure=event.failure, comes_back=False))
                 case Stopped():
