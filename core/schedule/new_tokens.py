@@ -73,9 +73,10 @@ def new_tokens(
     completes, problems = np.zeros(len(token_ids), bool), dict[int, str]()
     if grammars is not None:
         completes, problems = followed or grammars.take(table, row_of, token_ids, ends)
-        completes &= ~stops  # an end-of-sequence token also completes a form, but is no part of the answer
+        is_mark = stops | is_eos[token_ids]  # completes a form even with ignore_eos, but is no part of the answer
         stops |= completes
         ends |= completes
+        completes &= ~is_mark
         ends[list(problems)] = True
     new = NewTokens(row_of, num_tokens, token_ids, counts, ends, stops, is_stop_token, completes, problems)
     return new if counts is None else new.up_to_first_end(counts)

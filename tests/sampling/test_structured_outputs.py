@@ -121,6 +121,18 @@ def test_the_end_of_the_form_ends_the_answer_whatever_eos_and_min_tokens_say(llm
     assert tiny_models.EOS not in output.outputs[0].token_ids
 
 
+def test_the_text_of_an_end_token_is_no_part_of_a_form(llm: LLM) -> None:
+    """A form that may go on ends with that token, which skip_special_tokens=False would show."""
+    params = [form(regex="[a-z]{0,30}", seed=seed) for seed in range(6)]
+    for each in params:
+        each.ignore_eos, each.skip_special_tokens, each.logit_bias = True, False, {tiny_models.EOS: 6.0}
+    outputs = llm.generate(["the water"] * len(params), params, use_tqdm=False)
+    assert any(tiny_models.EOS in output.outputs[0].token_ids for output in outputs)
+    for text, output in zip(texts(outputs), outputs, strict=True):
+        assert re.fullmatch("[a-z]{0,30}", text), text
+        assert output.outputs[0].finish_reason == "stop"
+
+
 def test_an_answer_that_may_go_on_ends_with_an_end_of_sequence_token(llm: LLM) -> None:
     params = form(regex="a+")
     params.logit_bias = {tiny_models.EOS: 100.0}
