@@ -261,8 +261,9 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         reader = AnswerReader(tokenizer, prompt.text or "", options, parsers)
         is_delta = sampling_params is not None and sampling_params.output_kind is RequestOutputKind.DELTA
         how.apply(prompt, await self.engine())
-        given = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
-        outputs = self.generate(given, sampling_params, request_id, priority=priority)
+        if reader.is_strict:
+            sampling_params = reader.constrain(prompt, sampling_params or await self.get_default_sampling_params())
+        outputs = self.generate(prompt, sampling_params, request_id, priority=priority)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 reader.read(output, is_delta=is_delta)

@@ -7,11 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.api.outputs import AnswerMessage, CompletionOutput, RequestOutput
+from headrace.frontend.api.parameters.structured_outputs import StructuredOutputsParams, schema_of_answer
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.ipc.failure import InvalidRequestError
 
 if TYPE_CHECKING:
+    from headrace.frontend.api.inputs.prompts import Prompt
+    from headrace.frontend.api.parameters.sampling_params import SamplingParams
     from headrace.frontend.text.formats.choice import OutputFormats
+    from headrace.frontend.text.formats.declaration import ReasoningFormat
     from headrace.frontend.text.formats.parser import OutputParser
     from headrace.frontend.text.tokenizer import Tokenizer
 
@@ -27,6 +31,10 @@ class AnswerReader:
         self._tokenizer = tokenizer
         self._token_ids: dict[int, list[int]] = {}
         self._make_reader: Callable[[], OutputParser] | None = None
+        self._strict: Callable[[Any], str | None] | None = None
+        """For tools with `strict`: the grammar of answers, or None if nothing can hold calls to their schemas. Takes
+        the schema of answers that are no calls, or None."""
+        self._reasoning: ReasoningFormat | None = None
         tools = options.get("tools")
         if not tools and not parsers:
             return
@@ -34,8 +42,41 @@ class AnswerReader:
 
         template = tokenizer.get_chat_template(options.get("chat_template"), tools)
         rendered, choice = RenderedChat(prompt, template), ToolChoice(_as_openai(tools or ()))
-        formats = _formats(parsers.get("tool_call_parser", "auto"), parsers.get("reasoning_parser"))
-        self._make_reader = formats.of(rendered, choice).reader(tokenizer, rendered, choice)
+        known = _formats(parsers.get("tool_call_parser", "auto"), parsers.get("reasoning_parser"))
+        formats = known.of(rendered, choice)
+        self._make_reader = formats.reader(tokenizer, rendered, choice)
+        if choice.asks_for_strict:
+            self._reasoning = formats.reasoning
+
+            def grammar(or_json: Any) -> str | None:
+                return formats.grammar(tokenizer, rendered, choice, several=True, or_json=or_json)
+
+            self._strict = grammar if formats.can_hold_calls(tokenizer) else lambda or_json: None
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a tool has `strict`, so that answers need a form."""
+        return self._strict is not None
+
+    def constrain(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
+        """The parameters with a form in which calls fit their tools' schemas, if a tool has `strict`; the prompt then
+        says how reasoning before that form is marked. Raises InvalidRequestError if that cannot be."""
+        if self._strict is None:
+            return params
+        form, or_json = params.structured_outputs, schema_of_answer(params.structured_outputs)
+        if form is not None and or_json is None:
+            raise InvalidRequestError(
+                "tools: a tool has `strict`, beside which SamplingParams.structured_outputs can be a JSON schema alone"
+            )
+        if (grammar := self._strict(or_json)) is None:
+            raise InvalidRequestError(
+                "tools: a tool has `strict`, and nothing can hold calls to its schema: the chat template speaks for no "
+                "known format of calls. Name one as tool_call_parser, or leave `strict` out"
+            )
+        prompt.reasoning = self._reasoning
+        held = params.clone()
+        held.structured_outputs = StructuredOutputsParams(grammar=grammar)
+        return held
 
     def read(self, request: RequestOutput, *, is_delta: bool = False) -> None:
         """Sets `message` of each finished output. is_delta: outputs hold only their new part."""

@@ -187,12 +187,13 @@ class LLM(Controls, NamesWhatIsMissing):
         chat_template (its text, or the name of one of the model's), chat_template_content_format (auto, string or
         openai: how the template gets a message's content), tools, documents, and chat_template_kwargs, a dict of
         further template variables. With tools, outputs have a `message` that holds the parsed calls; tool_call_parser
-        (by default auto) and reasoning_parser name formats as the server's options do. The output is not constrained
-        to the tools' schemas, even with `strict` in a tool; only the server does that. Raises as `generate` does.
+        (by default auto) and reasoning_parser name formats as the server's options do. With `strict` in a tool, calls
+        fit the schemas of all tools. Raises as `generate` does.
         """
         self._check_usable()
         check_arguments("chat", {"lora_request": lora_request})
         prompts, readers = self._conversations(messages, template_options)
+        sampling_params = self._strict(prompts, readers, sampling_params)
         with ProgressBar(len(prompts), use_tqdm) as bar:
             batch = run_batch(self._client, prompts, sampling_params, priority, self._request_ids, bar.add)
             outputs = self._background.run(batch, bar.show)
@@ -215,7 +216,20 @@ class LLM(Controls, NamesWhatIsMissing):
         self._check_usable()
         check_arguments("enqueue_chat", {"lora_request": lora_request})
         prompts, readers = self._conversations(messages, template_options)
-        return self._enqueue(prompts, readers, sampling_params, priority)
+        return self._enqueue(prompts, readers, self._strict(prompts, readers, sampling_params), priority)
+
+    def _strict(
+        self,
+        prompts: Sequence[Prompt],
+        readers: Sequence[AnswerReader],
+        given: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> SamplingParams | Sequence[SamplingParams] | None:
+        """The sampling parameters with the forms that tools with `strict` need; unchanged if there are none."""
+        if not any(reader.is_strict for reader in readers):
+            return given
+        params = params_for(given, self.get_default_sampling_params(), len(prompts), RequestOutputKind.FINAL_ONLY)
+        work = zip(readers, prompts, params, strict=True)
+        return [reader.constrain(prompt, each) for reader, prompt, each in work]
 
     def _conversations(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], template_options: dict[str, Any]

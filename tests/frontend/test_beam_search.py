@@ -97,7 +97,10 @@ def test_a_search_ends_where_the_models_length_does(llm: LLM) -> None:
 
 def test_a_prompt_as_long_as_the_context_is_refused_as_any_request_is(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=3)
-    for prompt, said in (([5] * 64, "the prompt has 64 tokens, and max_model_len is 64"), ([10**6], "out of vocabulary")):
+    for prompt, said in (
+        ([5] * 64, "the prompt has 64 tokens, and max_model_len is 64"),
+        ([10**6], "out of vocabulary"),
+    ):
         with pytest.raises(InvalidRequestError, match=said):
             llm.beam_search([[5, 6], prompt], params)
 

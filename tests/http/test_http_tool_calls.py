@@ -281,3 +281,20 @@ def test_a_choice_that_cannot_be_is_refused_by_name(client: httpx.Client, choice
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
     assert response.json()["error"]["param"].startswith("tool_choice")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "required": ["a"]}}},
+    ],
+)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_a_call_that_must_come_wins_over_the_form_of_a_text(client: httpx.Client, form, choice):
+    """As with OpenAI, whose response_format is about the answer's text."""
+    body = body_of("hm", tools=[NOW], stop=None, tool_choice=choice, response_format=form, parallel_tool_calls=False)
+    (found,) = ask(client, CHAT, **body)["choices"]
+    assert [each["function"] for each in found["message"]["tool_calls"]] == [{"name": "now", "arguments": "{}"}]
+    refused = client.post(CHAT, json=body_of("hm", tool_choice=choice, structured_outputs={"regex": "a"}, stop=None))
+    assert refused.json()["error"]["param"] == "tool_choice"

@@ -89,6 +89,8 @@ def parse_single_prompt(prompt: Any) -> Prompt:
 
 def parse_prompt(prompt: Any) -> Prompt:
     """Raises InvalidRequestError for an object that is not a prompt, and for unsupported fields of one."""
+    if isinstance(prompt, Prompt):
+        return prompt
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     if _is_list(prompt):

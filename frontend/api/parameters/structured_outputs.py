@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from headrace.core.options.structured_outputs import BACKENDS, split_backend
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import MOST_GRAMMAR_CHARACTERS, StructuredOutput
@@ -332,3 +334,12 @@ def _is_deeper(value: Any, most: int) -> bool:
         if not level:
             return False
     return True
+
+
+def schema_of_answer(form: StructuredOutputsParams | None) -> Any:
+    """The schema of an answer that has to be JSON; None for others. With tools, the answer may be calls instead."""
+    if form is None or (form.json is None and not form.json_object):
+        return None
+    if form.json is None:
+        return {"type": "object"}
+    return msgspec.json.decode(form.json) if isinstance(form.json, str) else form.json

@@ -7,12 +7,11 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace.frontend.api.inputs.prompts import Prompt, truncate
 from headrace.frontend.api.outputs import CompletionOutput
-from headrace.frontend.api.parameters.structured_outputs import StructuredOutputsParams, field_of_body
+from headrace.frontend.api.parameters.structured_outputs import StructuredOutputsParams, field_of_body, schema_of_answer
 from headrace.frontend.api.parameters.thinking import limit_reasoning
 from headrace.frontend.api.parameters.token_rules import check_num_logprobs
 from headrace.frontend.client.request import RequestStream, SequenceState
@@ -229,7 +228,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
         formats = parts.formats.of(prompt, choice)
         # If the engine cannot tell when reasoning ends, the grammar has to include the reasoning.
         thinks_in_channels = formats.channels is not None and not client.welcome.grammars_hold_in_reasoning
-        or_json = _schema_of(form) if (choice.shown or thinks_in_channels) and not choice.forced else None
+        or_json = schema_of_answer(form) if (choice.shown or thinks_in_channels) and not choice.forced else None
         if choice.asks_for_strict and not choice.forced and not formats.can_hold_calls(client.tokenizer):
             raise bad_field("tools", NO_STRICT_CALLS)
         if choice.forced or ((choice.is_strict or or_json is not None) and formats.can_hold_calls(client.tokenizer)):
@@ -238,7 +237,9 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
         grammar = formats.grammar(client.tokenizer, prompt, choice, several=several, or_json=or_json)
         reasoning = formats.reasoning
         if grammar is not None:
-            if form is not None and or_json is None:
+            # A call that must come is no text, whose form a JSON schema is.
+            is_for_text = bool(choice.forced) and schema_of_answer(form) is not None
+            if form is not None and or_json is None and not is_for_text:
                 why = "an answer that calls tools can have no other form besides, but that of a JSON schema"
                 raise bad_field("tool_choice", why)
             params.structured_outputs = StructuredOutputsParams(grammar=grammar)
@@ -264,15 +265,6 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
     answer = Answer(request, id, name_told, client.tokenizer, tells_times=tells_times)
     job = Job(id, tokens, params, request.priority or 0, affinity_of(request))
     return ChatWork(job, answer, reader, choice.is_named, form_field, choosing)
-
-
-def _schema_of(form: StructuredOutputsParams | None) -> Any:
-    """The schema of an answer that has to be JSON; None for others. With tools, the answer may be calls instead."""
-    if form is None or (form.json is None and not form.json_object):
-        return None
-    if form.json is None:
-        return {"type": "object"}
-    return msgspec.json.decode(form.json) if isinstance(form.json, str) else form.json
 
 
 class _Choice:
