@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import DTYPE_BYTES
 from headrace.executor.checkpoints import demo_model
+from headrace.executor.checkpoints.generation_keys import warn_of_what_is_not_applied
 from headrace.executor.checkpoints.hub import HubChoice, cached_config, locate
 from headrace.executor.checkpoints.load_formats import BITSANDBYTES, agreeing_formats, library_of
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
@@ -496,10 +497,10 @@ def _check_default(name: str, value: Any, what: str) -> None:
 
 
 def _sampling_defaults(generation: Mapping[str, Any], options: Options, file: Path) -> dict[str, Any]:
-    """The sampling fields that the generation config sets, under SamplingParams' names; it may have others, which are
-    ignored (`do_sample`)."""
+    """The sampling fields that the generation config sets, under SamplingParams' names."""
     given = {} if options.generation_config == "vllm" else generation
     where = file if options.generation_config == "auto" else Path(options.generation_config) / "generation_config.json"
+    warn_of_what_is_not_applied(where, given, (*SAMPLING_FIELDS, "eos_token_id"))
     known = {name: value for name, value in given.items() if name in SAMPLING_FIELDS}
     for name, value in known.items():
         _check_default(name, value, f"{where}: {name}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.executor.checkpoints.checkpoint import read_optional_json
+from headrace.executor.checkpoints.panics import try_out
 from headrace.ipc.failure import ModelError
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,10 @@ def folder_tokens(folder: Path, config: Mapping[str, Any]) -> FolderTokens:
 
 
 def completed(data: bytes, tokens: FolderTokens) -> bytes:
-    """A tokenizer.json with the folder's tokens that it lacks. What it has stays as it is."""
+    """A tokenizer.json with the folder's tokens that it lacks. What it has stays as it is.
+
+    Raises ModelError for what the files say, and what the library raises for a tokenizer that is not sound.
+    """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_buffer(data)
@@ -98,6 +102,7 @@ def completed(data: bytes, tokens: FolderTokens) -> bytes:
                 "%s: its files give the token %r the id %s, and its tokenizer has it at %s, which holds",
                 tokens.folder, token.text, token.token_id, found,
             )  # fmt: skip
+    try_out(tokenizer)
     return tokenizer.to_str().encode() if missing else data
 
 

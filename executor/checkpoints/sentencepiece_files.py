@@ -16,6 +16,7 @@ from typing import Any
 from headrace.executor.checkpoints.comparison_texts import TEXTS
 from headrace.executor.checkpoints.converted_tokenizers import WITHOUT, is_installed
 from headrace.executor.checkpoints.sentencepiece_tokenizers import (
+    UNKNOWN,
     USER_DEFINED,
     Pieces,
     Prefix,
@@ -102,6 +103,7 @@ def read_model(path: Path, model: Any) -> SentencePieceModel:
         texts=[piece.piece for piece in model.pieces],
         scores=[piece.score for piece in model.pieces],
         types=[piece.type for piece in model.pieces],
+        unknown_id=next((index for index, piece in enumerate(model.pieces) if piece.type == UNKNOWN), None),
         is_unigram=trained.model_type == UNIGRAM,
         byte_fallback=trained.byte_fallback,
         prefix="always" if normal.add_dummy_prefix else "never",
@@ -109,6 +111,7 @@ def read_model(path: Path, model: Any) -> SentencePieceModel:
         charsmap=normal.precompiled_charsmap,
     )
     ids = {"bos_token": trained.bos_id, "eos_token": trained.eos_id, "unk_token": trained.unk_id}
+    ids["pad_token"] = trained.pad_id
     special = {role: pieces.texts[index] for role, index in ids.items() if 0 <= index < len(pieces.texts)}
     return SentencePieceModel(path, pieces, special)
 
@@ -135,7 +138,7 @@ def _prefix(pieces: Pieces, config: Mapping[str, Any]) -> Prefix:
 
 def _check_same(path: Path, pieces: Pieces) -> None:
     """Raises ModelError where the conversion gives other ids than SentencePiece does, and logs single differences."""
-    tokenizer, reference = sentencepiece_tokenizer(path, pieces), _processor(path.read_bytes())
+    tokenizer, reference = sentencepiece_tokenizer(path, pieces), _processor(path, path.read_bytes())
     marks = [text for piece in pieces.of_types(USER_DEFINED)[:5] for text in (piece, f"a{piece}b", f"a {piece} b")]
     _compare(
         path, [*TEXTS, *marks], reference.encode, lambda text: tokenizer.encode(text, add_special_tokens=False).ids
@@ -147,7 +150,7 @@ def check_pieces(model: Any, tokenizer: Any, folder: Path) -> None:
 
     model: a result of `parse`. Raises ModelError as the conversion here does.
     """
-    reference = _processor(model.SerializeToString())
+    reference = _processor(folder, model.SerializeToString())
     _compare(
         folder,
         TEXTS,
@@ -156,10 +159,13 @@ def check_pieces(model: Any, tokenizer: Any, folder: Path) -> None:
     )
 
 
-def _processor(model: bytes) -> Any:
+def _processor(path: Path, model: bytes) -> Any:
     from sentencepiece import SentencePieceProcessor
 
-    return SentencePieceProcessor(model_proto=model)
+    try:
+        return SentencePieceProcessor(model_proto=model)
+    except Exception as error:  # the library raises RuntimeError and others for what is not sound
+        raise ModelError(f"the tokenizer in {path} is not sound: {error}") from error
 
 
 def _compare(path: Path, texts: Sequence[str], wanted: Callable[[str], Any], found: Callable[[str], Any]) -> None:

@@ -7,11 +7,12 @@ Format and meaning of each field: https://github.com/google/sentencepiece/blob/m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from headrace.executor.checkpoints.panics import try_out
 from headrace.ipc.failure import ModelError
 
 SPACE = "▁"
@@ -28,6 +29,8 @@ class Pieces:
     texts: Sequence[str]
     scores: Sequence[float]
     types: Sequence[int]
+    unknown_id: int | None
+    """The piece of characters that no piece spells."""
     is_unigram: bool = False
     byte_fallback: bool = True
     prefix: Prefix = "always"
@@ -38,6 +41,9 @@ class Pieces:
     user_defined_first: bool = False
     """Whether user-defined pieces are looked for before text is normalised, and text begins anew behind them, as in
     llama.cpp; else in normalised text, as in SentencePiece."""
+
+    strips_behind: Container[str] = ()
+    """Special tokens behind which white space is removed."""
 
     def of_types(self, *types: int) -> list[str]:
         return [text for text, kind in zip(self.texts, self.types, strict=True) if kind in types]
@@ -51,17 +57,18 @@ def sentencepiece_tokenizer(path: Path, pieces: Pieces) -> Any:
     try:
         tokenizer = Tokenizer(_unigram(pieces) if pieces.is_unigram else _bpe(pieces))
         tokenizer.normalizer = _normalizer(pieces)
+        try_out(tokenizer)
     except Exception as error:  # the library raises plain Exception for every fault
         raise ModelError(f"the tokenizer in {path} is not sound: {error}") from error
     tokenizer.pre_tokenizer = _pre_tokenizer(pieces)
     tokenizer.decoder = _decoder(pieces.prefix)
-    tokenizer.add_tokens(
-        [AddedToken(text, normalized=False, special=True) for text in pieces.of_types(UNKNOWN, CONTROL)]
-    )
+
+    def added(text: str, special: bool) -> Any:
+        return AddedToken(text, normalized=False, special=special, rstrip=text in pieces.strips_behind)
+
+    tokenizer.add_tokens([added(text, True) for text in pieces.of_types(UNKNOWN, CONTROL)])
     if pieces.user_defined_first:
-        tokenizer.add_tokens(
-            [AddedToken(text, normalized=False, special=False) for text in pieces.of_types(USER_DEFINED)]
-        )
+        tokenizer.add_tokens([added(text, False) for text in pieces.of_types(USER_DEFINED)])
     if tokenizer.get_vocab_size() != len(pieces.texts):
         raise ModelError(f"{path} has {len(pieces.texts)} pieces, of which {tokenizer.get_vocab_size()} are different")
     return tokenizer
@@ -74,7 +81,7 @@ def _bpe(pieces: Pieces) -> Any:
     return models.BPE(
         vocabulary,
         _merges(pieces),
-        unk_token=next(iter(pieces.of_types(UNKNOWN)), None),
+        unk_token=None if pieces.unknown_id is None else pieces.texts[pieces.unknown_id],
         fuse_unk=True,
         byte_fallback=pieces.byte_fallback,
         ignore_merges=bool(_cut_out(pieces)),  # a user-defined piece that is cut out of the text is itself a token
@@ -117,8 +124,7 @@ def _unigram(pieces: Pieces) -> Any:
         (text, score_of(text, score, kind))
         for text, score, kind in zip(pieces.texts, pieces.scores, pieces.types, strict=True)
     ]
-    unknown = next((index for index, kind in enumerate(pieces.types) if kind == UNKNOWN), None)
-    return models.Unigram(vocabulary, unk_id=unknown, byte_fallback=pieces.byte_fallback)
+    return models.Unigram(vocabulary, unk_id=pieces.unknown_id, byte_fallback=pieces.byte_fallback)
 
 
 def _normalizer(pieces: Pieces) -> Any:

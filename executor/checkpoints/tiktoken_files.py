@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.executor.checkpoints.byte_level import byte_level_tokenizer
-from headrace.executor.checkpoints.gguf.tokenizer import SPLITS, Split
+from headrace.executor.checkpoints.gguf.splits import SPLITS, Split
 from headrace.ipc.failure import ModelError
 
 

@@ -34,6 +34,7 @@ from headrace.executor.checkpoints.sentencepiece_files import (
 )
 from headrace.executor.checkpoints.text_ends import add_ends
 from headrace.executor.checkpoints.tiktoken_files import TiktokenKind, tiktoken_json, tiktoken_kind
+from headrace.executor.checkpoints.tokenizer_keys import check_gguf_keys, check_tokenizer_config
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
 
@@ -125,8 +126,9 @@ def _added_tokens(path: Path) -> list[_AddedToken]:
 
 
 def _gguf(header: GGUFHeader) -> TokenizerBundle:
-    architecture = header.metadata.get("general.architecture")
-    made_from = f"gguf {architecture} {header.digest('tokenizer.')} {_library_versions()}"
+    check_gguf_keys(header)
+    architecture, name = (header.metadata.get(f"general.{key}") for key in ("architecture", "name"))
+    made_from = f"gguf {architecture} {name} {header.digest('tokenizer.')} {_library_versions()}"
     return cached_bundle(made_from, lambda: gguf_bundle(header))
 
 
@@ -267,7 +269,5 @@ def _config(folder: Path) -> dict[str, Any]:
     """The content of tokenizer_config.json. Raises ModelError for what it asks for that is not supported."""
     path = folder / "tokenizer_config.json"
     config = read_optional_json(path)
-    others = config.get("fast_tokenizer_files") or ["tokenizer.json"]
-    if list(others) != ["tokenizer.json"]:
-        raise ModelError(f"{path}: fast_tokenizer_files names {others!r:.80}; only tokenizer.json is read")
+    check_tokenizer_config(path, config)
     return config

@@ -233,6 +233,11 @@ def test_a_byte_level_gguf_tokenizer_gives_the_ids_of_transformers(
         ("kimi-k2", ["Paying", " ", "123", "45", "元", "don't", " (", "x", ")\n"]),
         ("starcoder", ["Paying", " ", "1", "2", "3", "4", "5", "元don", "'t", " (", "x", ")", "\n"]),
         ("mpt", ["Paying", " 12345", "元don", "'t", " (", "x", ")", "\n"]),
+        ("falcon", ["Paying", " ", "123", "45", "元don", "'", "t", " ", "(", "x", ")", "\n"]),
+        ("default", ["Paying", " ", "123", "45", "元don", "'", "t", " ", "(", "x", ")", "\n"]),
+        ("bloom", ["Paying", " 12345元don't", " (", "x", ")\n"]),
+        ("deepseek-coder", ["Paying", " ", "1", "2", "3", "4", "5", "元", "don", "'", "t", " (", "x", ")", "\n"]),
+        ("qwen35", ["Paying", " ", "1", "2", "3", "4", "5", "元don", "'t", " (", "x", ")\n"]),
     ],
 )
 def test_a_gguf_tokenizer_cuts_text_as_its_vocabulary_was_trained(
@@ -250,6 +255,30 @@ def test_a_gguf_tokenizer_whose_way_of_cutting_is_not_known_is_refused(tmp_path:
     with pytest.raises(ModelError, match=r"m\.gguf cuts text \(pre-tokenizer kimi-k9\) is not known") as raised:
         bundle_of(path)
     assert "--tokenizer" in raised.value.hint
+
+
+def test_an_end_that_a_gguf_has_as_text_is_a_control_token(private_cache: Path, tmp_path: Path) -> None:
+    metadata = byte_level_metadata("gpt-2")
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    types[tokens.index("<|im_end|>")] = 1
+    bundle = bundle_of(save_gguf(tiny_models.build("llama"), tmp_path / "m.gguf", tokenizer=metadata))
+    assert ids_of(bundle, "<|im_end|>") == [tokens.index("<|im_end|>")]
+    assert Tokenizer.from_buffer(bundle.tokenizer_json).decode(ids_of(bundle, "a<|im_end|>")) == "a"
+
+
+def test_phi3s_tokens_remove_white_space_behind_them(private_cache: Path, tmp_path: Path) -> None:
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "<|user|>"]
+    metadata = {
+        "general.name": "Phi-3-mini",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * len(tokens),
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, 1, 1, 3],
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    model = tiny_models.build("llama", bos_token_id=None, eos_token_id=None)
+    bundle = bundle_of(save_gguf(model, tmp_path / "m.gguf", tokenizer=metadata))
+    assert [tokens[each] for each in ids_of(bundle, "<|user|>\n  a<s> a")] == ["<s>", "<|user|>", "a", "<s>", "▁", "a"]
 
 
 def test_a_llama3_gguf_without_the_flag_adds_bos_as_llama_cpp_does(private_cache: Path, tmp_path: Path) -> None:

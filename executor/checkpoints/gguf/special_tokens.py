@@ -6,11 +6,14 @@ by their text, since many files name the end of a document alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from headrace.executor.checkpoints.gguf.header import GGUFHeader, StringArray
+from headrace.ipc.failure import ModelError
 
 KEY = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -73,6 +76,9 @@ def end_token_ids(header: GGUFHeader) -> list[int]:
     for index, role in enumerate(ENDS):
         if named[index] is None:
             named[index] = next((found[text] for text in FIM_ENDS.get(role, ()) if text in found), None)
+    listed = metadata.get(f"{KEY}eos_token_ids")  # Ollama's
+    if isinstance(listed, np.ndarray):
+        named += [each for each in listed.tolist() if 0 <= each < len(tokens)]
     known = sorted(found[text] for text in KNOWN_ENDS if text in found)
     ends = dict.fromkeys(each for each in (*named, *known) if each is not None)
     if all(any(found.get(text) in ends for text in texts) for texts in AFTER_CHANNELS):
@@ -80,3 +86,18 @@ def end_token_ids(header: GGUFHeader) -> list[int]:
     if any(found.get(text) in ends for text in WITH_ORDINARY_EOS):
         ends.pop(found.get("</s>", -1), None)
     return list(ends)
+
+
+def token_types(header: GGUFHeader, texts: Sequence[str]) -> list[int]:
+    """The type of each token. One that is known as an end by its text is a control token, whatever the file says.
+
+    Raises ModelError if the file has types for fewer tokens than it has.
+    """
+    held = header.metadata.get(f"{KEY}token_type")
+    if held is not None and len(held) < len(texts):
+        raise ModelError(f"{header.path}: {KEY}token_type has {len(held)} entries for {len(texts)} tokens")
+    types: list[int] = [NORMAL] * len(texts) if held is None else held.tolist()[: len(texts)]
+    for token_id in end_token_ids(header):
+        if texts[token_id] in KNOWN_ENDS:
+            types[token_id] = CONTROL
+    return types

@@ -7,20 +7,27 @@ library alone, in a few hundred milliseconds. Others are converted by transforme
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from headrace.executor.checkpoints.converted_tokenizers import WITHOUT
 from headrace.executor.checkpoints.gguf.header import GGUFHeader, StringArray
-from headrace.executor.checkpoints.gguf.special_tokens import CONTROL, KEY, NORMAL, USER_DEFINED, special_token_id
+from headrace.executor.checkpoints.gguf.special_tokens import (
+    CONTROL,
+    KEY,
+    UNKNOWN,
+    USER_DEFINED,
+    special_token_id,
+    token_types,
+)
+from headrace.executor.checkpoints.gguf.splits import SPLITS, UNNAMED
 from headrace.executor.checkpoints.sentencepiece_tokenizers import Pieces, sentencepiece_tokenizer
 from headrace.executor.checkpoints.text_ends import add_ends
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import TokenizerBundle
 
-UNNAMED = "default"
-"""The pre-tokenizer of older files, which do not name one: GPT-2's."""
+ADDED = (UNKNOWN, CONTROL, USER_DEFINED)
+"""Types of tokens that are looked for in a text before it is split."""
 SPECIAL_TOKENS = MappingProxyType(
     {
         "bos_token": "bos",
@@ -28,77 +35,11 @@ SPECIAL_TOKENS = MappingProxyType(
         "unk_token": "unknown",
         "pad_token": "padding",
         "sep_token": "seperator",  # spelt so in the format
+        "cls_token": "cls",
         "mask_token": "mask",
     }
 )
 """The format's names of special tokens, by role."""
-
-
-@dataclass(frozen=True)
-class Split:
-    """A pre-tokenizer: how text is split into pieces before the merges. llama.cpp names it in tokenizer.ggml.pre."""
-
-    regex: str | None = None
-    """Regular expression of a piece; None: GPT-2's, which the library has built in."""
-    single_digits: bool = False
-    """Whether every digit is first split off as a piece."""
-    before: tuple[str, ...] = ()
-    """Regular expressions that split off pieces one after the other; `regex` then splits the text between these."""
-    ignore_merges: bool = False
-    """Whether a piece that is itself a token is taken without applying merges."""
-    adds_bos: bool = False
-    """Whether the bos token is put before a text, if the file does not say."""
-
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = Split(
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}",
-    ignore_merges=True,
-    adds_bos=True,
-)
-_QWEN2 = Split(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}")
-_DEEPSEEK3 = Split(
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_TAIL}",
-    before=(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"),
-)
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_TEKKEN = Split(
-    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
-    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}",
-    ignore_merges=True,
-    adds_bos=True,
-)
-_NO_HAN_UPPER, _NO_HAN_LOWER = rf"[{_UPPER}&&[^\p{{Han}}]]", rf"[{_LOWER}&&[^\p{{Han}}]]"
-_KIMI = Split(
-    r"[\p{Han}]+"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_NO_HAN_UPPER}*{_NO_HAN_LOWER}+{_CONTRACTIONS}?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_NO_HAN_UPPER}+{_NO_HAN_LOWER}*{_CONTRACTIONS}?"
-    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}",
-    ignore_merges=True,
-)
-SPLITS: Mapping[str, Split] = MappingProxyType(
-    {
-        "gpt-2": Split(),
-        "smollm": Split(single_digits=True),
-        "llama-bpe": _LLAMA3,
-        "llama3": _LLAMA3,
-        "llama-v3": _LLAMA3,
-        "smaug-bpe": Split(_LLAMA3.regex),
-        "qwen2": _QWEN2,
-        "deepseek-r1-qwen": _QWEN2,
-        "tekken": _TEKKEN,
-        "stablelm2": _QWEN2,
-        "chatglm-bpe": Split(_LLAMA3.regex),
-        "glm4": Split(_LLAMA3.regex),
-        "deepseek-v3": _DEEPSEEK3,
-        "hunyuan-dense": _DEEPSEEK3,
-        "kimi-k2": _KIMI,
-        **dict.fromkeys(("mpt", "olmo", "jais"), Split()),
-        **dict.fromkeys(("starcoder", "refact", "command-r", "exaone"), Split(single_digits=True)),
-    }
-)
 
 
 def gguf_bundle(header: GGUFHeader) -> TokenizerBundle:
@@ -112,11 +53,10 @@ def gguf_bundle(header: GGUFHeader) -> TokenizerBundle:
         )
     texts = list(tokens)
     special = _special_tokens(metadata, texts)
-    split = SPLITS.get(str(metadata.get(f"{KEY}pre"))) if kind == "gpt2" else None
     if kind in ("llama", "t5"):
         json_text = _sentencepiece(header, texts, special)
-    elif split is not None and isinstance(metadata.get(f"{KEY}merges"), StringArray):
-        json_text = _byte_level(header, texts, split, special)
+    elif kind == "gpt2":
+        json_text = _byte_level(header, texts, special)
     else:
         json_text = _by_transformers(header)
     return TokenizerBundle(
@@ -145,28 +85,41 @@ def _sentencepiece(header: GGUFHeader, texts: list[str], special: Mapping[str, s
     Raises ModelError if the vocabulary is not sound.
     """
     metadata, is_unigram = header.metadata, header.metadata[f"{KEY}model"] == "t5"
-    types, scores = (metadata.get(f"{KEY}{name}") for name in ("token_type", "scores"))
+    scores = metadata.get(f"{KEY}scores")
+    if scores is not None and len(scores) < len(texts):
+        raise ModelError(f"{header.path}: {KEY}scores has {len(scores)} entries for {len(texts)} tokens")
     charsmap = metadata.get(f"{KEY}precompiled_charsmap") if is_unigram else None
-    for name, values in (("token_type", types), ("scores", scores)):
-        if values is not None and len(values) < len(texts):
-            raise ModelError(f"{header.path}: {KEY}{name} has {len(values)} entries for {len(texts)} tokens")
+    if charsmap is not None and getattr(getattr(charsmap, "dtype", None), "itemsize", 0) != 1:
+        raise ModelError(f"{header.path}: {KEY}precompiled_charsmap is no array of bytes")
+    types = token_types(header, texts)
     tokenizer = sentencepiece_tokenizer(
         header.path,
         Pieces(
             texts=texts,
             scores=[0.0] * len(texts) if scores is None else scores.tolist()[: len(texts)],
-            types=[NORMAL] * len(texts) if types is None else types.tolist()[: len(texts)],
+            types=types,
+            unknown_id=special_token_id(metadata, "unknown", len(texts)),
             is_unigram=is_unigram,
             byte_fallback=not is_unigram,
             prefix="always" if metadata.get(f"{KEY}add_space_prefix", not is_unigram) else "never",
             removes_extra_spaces=is_unigram and bool(metadata.get(f"{KEY}remove_extra_whitespaces", False)),
             charsmap=b"" if charsmap is None else charsmap.tobytes(),
             user_defined_first=True,
+            strips_behind=_strips_behind(
+                metadata, [text for text, kind in zip(texts, types, strict=True) if kind in ADDED]
+            ),
         ),
     )
     _put_ends(tokenizer, metadata, special, adds_bos=not is_unigram, adds_eos=is_unigram)
     json_text: str = tokenizer.to_str()
     return json_text
+
+
+def _strips_behind(metadata: Mapping[str, Any], added: list[str]) -> set[str]:
+    """Phi-3's tokens remove white space behind them, which llama.cpp knows by the model's name."""
+    name = str(metadata.get("general.name")).lower()
+    is_phi3 = "phi-3" in name or "phi3" in name
+    return {*added, "</s>"} - {"<unk>", "<s>", "<|endoftext|>"} if is_phi3 else set()
 
 
 def _put_ends(
@@ -180,11 +133,21 @@ def _put_ends(
     add_ends(tokenizer, *(special.get(role) if is_put else None for role, is_put in asked.items()))
 
 
-def _byte_level(header: GGUFHeader, texts: list[str], split: Split, special: Mapping[str, str]) -> str:
-    """The tokenizer.json of a byte-level BPE. Raises ModelError if vocabulary and merges do not agree."""
+def _byte_level(header: GGUFHeader, texts: list[str], special: Mapping[str, str]) -> str:
+    """The tokenizer.json of a byte-level BPE. Raises ModelError if its way of splitting text is not known, or its
+    vocabulary and merges do not agree."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     metadata = header.metadata
+    pre = metadata.get(f"{KEY}pre") or UNNAMED
+    if (split := SPLITS.get(pre)) is None:
+        raise ModelError(
+            f"how the tokenizer in {header.path} cuts text (pre-tokenizer {pre}) is not known; known are "
+            f"{', '.join(sorted(SPLITS))}",
+            hint="--tokenizer names the original model's, and --skip-tokenizer-init runs without",
+        )
+    if not isinstance(metadata.get(f"{KEY}merges"), StringArray):
+        raise ModelError(f"the tokenizer in {header.path} has no {KEY}merges", hint=WITHOUT)
     merges = [tuple(merge.split(" ", 1)) for merge in metadata[f"{KEY}merges"]]
     vocabulary = {text: index for index, text in enumerate(texts)}
     try:
@@ -199,10 +162,8 @@ def _byte_level(header: GGUFHeader, texts: list[str], split: Split, special: Map
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.regex is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    types = metadata.get(f"{KEY}token_type")
-    for text, token_type in zip(texts, [] if types is None else types.tolist(), strict=False):
-        if token_type in (CONTROL, USER_DEFINED):
-            tokenizer.add_tokens([AddedToken(text, normalized=False, special=token_type == CONTROL)])
+    added = [(text, kind) for text, kind in zip(texts, token_types(header, texts), strict=True) if kind in ADDED]
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=kind != USER_DEFINED) for text, kind in added])
     _put_ends(tokenizer, metadata, special, adds_bos=split.adds_bos)
     json_text: str = tokenizer.to_str()
     return json_text
@@ -210,15 +171,8 @@ def _byte_level(header: GGUFHeader, texts: list[str], split: Split, special: Map
 
 def _by_transformers(header: GGUFHeader) -> str:
     from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    path, pre = header.path, header.metadata.get(f"{KEY}pre", UNNAMED)
-    if header.metadata.get(f"{KEY}model") == "gpt2" and pre not in (UNNAMED, *GGUF_PRE_TOKENIZER_SPLITS):
-        raise ModelError(
-            f"how the tokenizer in {path} cuts text (pre-tokenizer {pre}) is not known; known are "
-            f"{', '.join(sorted({*SPLITS, *GGUF_PRE_TOKENIZER_SPLITS}))}",
-            hint="--tokenizer names the original model's, and --skip-tokenizer-init runs without",
-        )
+    path = header.path
     try:
         converted = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
     except Exception as error:  # whatever an unknown kind of vocabulary leads to

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.executor.checkpoints import sentencepiece_tokenizers
 from headrace.executor.checkpoints.sentencepiece_files import BPE, parse
-from headrace.executor.checkpoints.sentencepiece_tokenizers import Pieces
+from headrace.executor.checkpoints.sentencepiece_tokenizers import UNKNOWN, Pieces
 from headrace.ipc.failure import ModelError
 
 
@@ -25,6 +25,7 @@ def sentencepiece_tokenizer(path: Path) -> Any:
             texts=[piece.piece for piece in pieces],
             scores=[piece.score for piece in pieces],
             types=[piece.type for piece in pieces],
+            unknown_id=next((index for index, piece in enumerate(pieces) if piece.type == UNKNOWN), None),
             prefix="first",
         ),
     )
