@@ -194,6 +194,26 @@ def test_a_key_that_the_architecture_does_not_compute_with_is_refused(
         _ = GGUFFile(altered(tmp_path / "model.gguf", keys)).config
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("qwen3_moe", "qwen3moe.expert_weights_scale", 2.5),
+        ("qwen3_moe", "qwen3moe.leading_dense_block_count", 1),
+        ("qwen3_moe", "qwen3moe.expert_gating_func", 2),
+        ("mixtral", "llama.expert_weights_norm", False),
+        ("mixtral", "llama.expert_group_count", 4),
+        ("olmoe", "olmoe.expert_shared_count", 1),
+    ],
+)
+def test_routing_that_a_mixture_does_not_compute_is_refused_by_its_key(
+    name: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    header = GGUFHeader(save_gguf(tiny_models.build(name), tmp_path / "model.gguf"))
+    header.metadata[key] = value
+    with pytest.raises(ModelError, match=f"metadata key {key} is {value}"):
+        config_from_gguf(header)
+
+
 def test_a_yarn_files_attention_factor_multiplies_its_own(tmp_path: Path) -> None:
     keys = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
     own, more = (

@@ -32,6 +32,10 @@ class GGUFArchitecture:
     extra: Extra | None = None
     renormalised: bool = False
     """Whether the chosen experts' weights are scaled to a sum of 1, if the file does not say."""
+    always_renormalises: bool | None = None
+    """What the family computes whatever a file says of `renormalised`; None: what the file says."""
+    routes_in_groups: bool = False
+    """Whether experts are chosen in groups, their sum is scaled, and dense layers come first, as DeepSeek's are."""
     gating: tuple[int, ...] = (0, 1)
     """Values of `expert_gating_func` that the family computes: 0 not said, 1 softmax, 2 sigmoid, 3 softmax of the
     chosen experts."""

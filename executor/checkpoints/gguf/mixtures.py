@@ -11,8 +11,8 @@ from headrace.executor.checkpoints.gguf.architecture import Fields, GGUFArchitec
 from headrace.executor.checkpoints.gguf.dense import Config, granite, layers_with_windows, query_biases, window
 from headrace.executor.models.families._config import longrope_attention_factor
 
-SIGMOID = 2
-"""Value of `expert_gating_func`."""
+SIGMOID, SOFTMAX_OF_CHOSEN = 2, 3
+"""Values of `expert_gating_func`."""
 DEEPSEEK_GROUPS = MappingProxyType({160: (8, 3), 256: (8, 4)})
 """(groups of experts, groups chosen) of DeepSeek V2 and V3 by their number of experts, for older files, which lack
 them."""
@@ -28,17 +28,23 @@ def mixture(fields: Fields, config: Config, architecture: GGUFArchitecture) -> d
     """Config fields that all mixtures have, under the names that several families use."""
     fields.expect("expert_gating_func", *architecture.gating)
     count, chosen = fields.integer("expert_count"), fields.integer("expert_used_count")
-    return {
+    found: dict[str, Any] = {
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), count),
         **dict.fromkeys(("num_experts_per_tok", "moe_k"), chosen),
-        **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), fields.integer("expert_shared_count", 0)),
-        "norm_topk_prob": fields.flag("expert_weights_norm", architecture.renormalised),
-        "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
         "moe_intermediate_size": fields.integer("expert_feed_forward_length", config["intermediate_size"]),
-        "first_k_dense_replace": fields.integer("leading_dense_block_count", 0),
-        "n_group": fields.integer("expert_group_count", 1),
-        "topk_group": fields.integer("expert_group_used_count", 1),
     }
+    if architecture.routes_in_groups:
+        found |= {
+            "n_shared_experts": fields.integer("expert_shared_count", 0),
+            "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
+            "first_k_dense_replace": fields.integer("leading_dense_block_count", 0),
+            "n_group": fields.integer("expert_group_count", 1),
+            "topk_group": fields.integer("expert_group_used_count", 1),
+        }
+    if architecture.always_renormalises is not None:
+        fields.expect("expert_weights_norm", architecture.always_renormalises)
+        return found
+    return found | {"norm_topk_prob": fields.flag("expert_weights_norm", architecture.renormalised)}
 
 
 def _qwen2(fields: Fields, config: Config) -> dict[str, Any]:
@@ -95,6 +101,7 @@ def _ernie(fields: Fields, config: Config) -> dict[str, Any]:
     return {
         "moe_layer_start_index": fields.integer("leading_dense_block_count", 0),
         "moe_layer_interval": fields.integer("interleave_moe_layer_step", 1),
+        "moe_num_shared_experts": fields.integer("expert_shared_count", 0),
         "use_bias": fields.holds("blk.0.attn_q.bias"),
     }
 
@@ -133,34 +140,62 @@ def _phimoe(fields: Fields, config: Config) -> dict[str, Any]:
 MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
     {
         "deepseek2": GGUFArchitecture(
-            "DeepseekV2ForCausalLM", "deepseek_v2", is_mixture=True, extra=_deepseek2, gating=(0, 1, SIGMOID)
+            "DeepseekV2ForCausalLM",
+            "deepseek_v2",
+            is_mixture=True,
+            extra=_deepseek2,
+            routes_in_groups=True,
+            gating=(0, 1, SIGMOID),
         ),
         "dots1": GGUFArchitecture(
-            "Dots1ForCausalLM", "dots1", is_mixture=True, extra=query_biases, gating=(0, SIGMOID)
+            "Dots1ForCausalLM", "dots1", is_mixture=True, extra=query_biases, routes_in_groups=True, gating=(0, SIGMOID)
         ),
         "ernie4_5-moe": GGUFArchitecture(
-            "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", is_mixture=True, extra=_ernie, renormalised=True
+            "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", is_mixture=True, extra=_ernie, always_renormalises=True
         ),
         "glm4moe": GGUFArchitecture(
-            "Glm4MoeForCausalLM", "glm4_moe", is_mixture=True, extra=_glm4, renormalised=True, gating=(0, SIGMOID)
+            "Glm4MoeForCausalLM",
+            "glm4_moe",
+            is_mixture=True,
+            extra=_glm4,
+            renormalised=True,
+            routes_in_groups=True,
+            gating=(0, SIGMOID),
         ),
         "gpt-oss": GGUFArchitecture(
-            "GptOssForCausalLM", "gpt_oss", is_mixture=True, extra=_gpt_oss, renormalised=True, gating=(0, 1, 3)
+            "GptOssForCausalLM",
+            "gpt_oss",
+            is_mixture=True,
+            extra=_gpt_oss,
+            always_renormalises=True,
+            gating=(0, 1, SOFTMAX_OF_CHOSEN),
         ),
         "granitemoe": GGUFArchitecture(
-            "GraniteMoeForCausalLM", "granitemoe", permuted=True, is_mixture=True, extra=granite, renormalised=True
+            "GraniteMoeForCausalLM",
+            "granitemoe",
+            permuted=True,
+            is_mixture=True,
+            extra=granite,
+            always_renormalises=True,
         ),
         "llama4": GGUFArchitecture(
-            "Llama4ForCausalLM", "llama4_text", is_mixture=True, extra=_llama4, gating=(0, SIGMOID)
+            "Llama4ForCausalLM",
+            "llama4_text",
+            is_mixture=True,
+            extra=_llama4,
+            always_renormalises=False,
+            gating=(0, SIGMOID),
         ),
         "minimax-m2": GGUFArchitecture(
-            "MiniMaxM2ForCausalLM", "minimax_m2", is_mixture=True, renormalised=True, gating=(0, SIGMOID)
+            "MiniMaxM2ForCausalLM", "minimax_m2", is_mixture=True, always_renormalises=True, gating=(0, SIGMOID)
         ),
         "olmoe": GGUFArchitecture("OlmoeForCausalLM", "olmoe", is_mixture=True),
-        "phimoe": GGUFArchitecture("PhimoeForCausalLM", "phimoe", is_mixture=True, extra=_phimoe),
+        "phimoe": GGUFArchitecture(
+            "PhimoeForCausalLM", "phimoe", is_mixture=True, extra=_phimoe, always_renormalises=False
+        ),
         "qwen2moe": GGUFArchitecture("Qwen2MoeForCausalLM", "qwen2_moe", is_mixture=True, extra=_qwen2),
         "qwen3moe": GGUFArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", is_mixture=True, renormalised=True),
     }
 )
-MIXTRAL = GGUFArchitecture("MixtralForCausalLM", "mixtral", permuted=True, is_mixture=True, renormalised=True)
+MIXTRAL = GGUFArchitecture("MixtralForCausalLM", "mixtral", permuted=True, is_mixture=True, always_renormalises=True)
 """The architecture of files that have experts and the architecture name llama."""

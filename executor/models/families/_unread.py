@@ -41,7 +41,7 @@ _REASONS: Mapping[str, str] = {
         unsloth_fixed unsloth_version""",
     "tokens: read with the tokenizer and where generation ends": """
         begin_suppress_tokens bos_token_id bos_token decoder_start_token_id eos_token eos_token_id end_token_id
-        forced_bos_token_id forced_eos_token_id mask_token_id pad_token pad_token_id prefix sep_token_id
+        _pad_token_id forced_bos_token_id forced_eos_token_id mask_token_id pad_token pad_token_id prefix sep_token_id
         suppress_tokens unk_token_id bad_words_ids""",
     "defaults of generation, which generation_config.json gives": """
         diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
