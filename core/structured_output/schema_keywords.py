@@ -114,6 +114,8 @@ class _Rewriting:
                 found[name] = int(value)
         if isinstance(form := found.get("format"), str) and form not in FORMATS:
             del found["format"]
+        if not found.keys() & _REWRITTEN:
+            return found
         for name in ("items", "propertyNames"):
             if name in found and ("uniqueItems" in found or name == "propertyNames"):
                 found[name] = _without_notes(self._resolved(found[name]))
@@ -371,6 +373,8 @@ def _without_assertions(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "pattern": f"^{rest}", "allOf": parts}
 
 
+_REWRITTEN = frozenset({*REFUSED, "pattern", "then", "else", "minContains", "maxContains"})
+"""Keywords that _CHANGES look for."""
 _CHANGES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
     _without_vain_conditions,
     _without_not,
