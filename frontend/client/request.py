@@ -100,8 +100,7 @@ class SequenceState:
             return repeats
         text = self.detokenizer.extend(self.token_ids[self.num_text_tokens :]) if self.detokenizer else ""
         self.num_text_tokens = len(self.token_ids)
-        if self.num_text_tokens > self.min_tokens:
-            text = self.stops.add(text)
+        text = self.stops.add(text, counts=self.num_text_tokens > self.min_tokens)
         self._new_text.append(text)
         return repeats or self.stops.matched is not None
 
@@ -124,9 +123,7 @@ class SequenceState:
             text += rest
             self.num_text_tokens = end
             if self.stops is not None:
-                if len(self.token_ids) > self.min_tokens:
-                    text = self.stops.add(text)
-                text += self.stops.finish()
+                text = self.stops.add(text, counts=len(self.token_ids) > self.min_tokens) + self.stops.finish()
                 if self.stops.matched is not None:
                     self.finish_reason, self.stop_reason = "stop", self.stops.matched
             self._new_text.append(text)

@@ -117,7 +117,8 @@ class WindowDetokenizer:
 class StopChecker:
     """Finds stop strings in text that arrives in pieces, and holds back text that could still become one.
 
-    The stop string that is complete first matches; of several that are complete at once, the longest.
+    The stop string that is complete first matches; of several that are complete at once, the longest. One that is
+    complete in text that does not count (before min_tokens) is none; one that begins there and is complete later is.
     """
 
     __slots__ = ("_first_characters", "_held", "_include", "_stops", "matched")
@@ -130,12 +131,16 @@ class StopChecker:
         self.matched: str | None = None
         """The stop string that was found; callers must not call `add` after that."""
 
-    def add(self, text: str) -> str:
+    def add(self, text: str, *, counts: bool = True) -> str:
         """The new text that is final. If this call sets `matched`, it is the last text."""
         if not text:
             return ""
-        text = self._held + text
-        if ends := [(at + len(stop), -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]:
+        known, text = len(self._held), self._held + text
+        ends = []
+        for stop in self._stops if counts else ():
+            if (at := text.find(stop, max(0, known + 1 - len(stop)))) >= 0:
+                ends.append((at + len(stop), -len(stop), stop))
+        if ends:
             end, _, self.matched = min(ends)
             self._held = ""
             return text[: end if self._include else end - len(self.matched)]

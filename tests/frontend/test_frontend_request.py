@@ -214,6 +214,29 @@ def test_min_tokens_lets_a_stop_string_pass() -> None:
     assert text == "a a "  # tokens: a, _a, _a; the text of the third does not count, that of the fourth does
 
 
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "text"),
+    [
+        ("bcd", 2, "a"),  # began before and is complete after
+        ("bcd", 3, "a"),
+        ("bcd", 4, "abcdef"),  # complete before
+        (["bcd", "cde"], 4, "ab"),
+        (["bc", "abcd"], 3, ""),  # within the beginning of one that counts, another is complete too early
+        (["bc", "e"], 3, "abcd"),
+        ("z", 3, "abcdef"),
+    ],
+)
+def test_a_stop_string_that_begins_before_min_tokens_and_is_complete_after_it_counts(
+    kind: RequestOutputKind, stop: Any, min_tokens: int, text: str
+) -> None:
+    params = SamplingParams(max_tokens=6, stop=stop, min_tokens=min_tokens, output_kind=kind)
+    ids = [token for letter in "abcdef" for token in tokenizer().encode(letter)]
+    assert len(ids) == 6
+    ((found, *_),) = merged(drive(params, [ids])[0], params)
+    assert found == text
+
+
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abc")])
 def test_a_stop_token_stays_in_the_ids_and_out_of_the_text(include: bool, text: str) -> None:
     (stop_token,) = tokenizer().encode("c")
