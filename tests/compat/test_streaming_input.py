@@ -10,6 +10,7 @@ import pytest
 
 from headrace import AsyncLLM, InvalidRequestError, RequestOutput, RequestOutputKind, SamplingParams
 from headrace.engine.protocol import StreamingInput
+from headrace.frontend.api.outputs import FlatLogprobs
 
 DELTA = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 PIECES = ("Hello, my name is", " Bob and I work", " at the mill")
@@ -82,6 +83,33 @@ def test_an_answer_is_part_of_the_next_prompt_but_for_its_last_token(address: st
         assert [len(output.outputs[0].token_ids) for output in told] == sorted(
             len(output.outputs[0].token_ids) for output in told
         )
+
+    attached(address, work)
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_log_probabilities_are_those_of_all_answers(address: str, kind: RequestOutputKind, is_flat: bool) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=5, ignore_eos=True, logprobs=1, flat_logprobs=is_flat, output_kind=kind
+    )
+
+    async def work(llm: AsyncLLM) -> None:
+        told = await taken(llm.generate(bunched(*PIECES), params))
+        rows: list[Any] = []
+        for output in told:
+            found = output.outputs[0].logprobs or ()
+            assert isinstance(found, FlatLogprobs) == is_flat or not found
+            rows = [*rows, *found] if kind is RequestOutputKind.DELTA else list(found)
+            chosen = token_ids(told) if kind is RequestOutputKind.DELTA else output.outputs[0].token_ids
+            total = sum(row[token].logprob for row, token in zip(rows, chosen, strict=False))
+            assert output.outputs[0].cumulative_logprob == pytest.approx(total)
+        assert len(rows) == 15
+        plain = StreamingInput(PIECES[1], sampling_params=params.clone())
+        plain.sampling_params.logprobs = None
+        mixed = await taken(llm.generate(bunched(PIECES[0], plain), params))
+        five = sum(row[token].logprob for row, token in zip(rows[:5], chosen[:5], strict=True))
+        assert mixed[-1].outputs[0].cumulative_logprob == pytest.approx(five)
 
     attached(address, work)
 

@@ -61,6 +61,8 @@ class StreamingSession:
         self._token_ids: list[int] = []
         self._told: CompletionOutput | None = None
         """The joined answers to earlier pieces, for cumulative outputs."""
+        self._logprob: float | None = None
+        """The sum of the log-probabilities of the answers to earlier pieces; None if no piece asked for them."""
 
     async def outputs(
         self, pieces: AsyncGenerator[StreamingInput, None], params: SamplingParams
@@ -103,9 +105,10 @@ class StreamingSession:
         new = await self._prompt_of(piece.prompt)
         prompt = Prompt(token_ids=[*self._token_ids, *(new.token_ids or ())], cache_salt=new.cache_salt)
         stream = self._client.submit(self._request_id, prompt, params, self._priority)
-        told = self._told
+        told, logprob = self._told, self._logprob
         try:
             async for output in stream:
+                self._logprob = output.outputs[0].cumulative_logprob = _sum(logprob, output.outputs[0])
                 if output.finished:
                     output.finished = self._is_last(stream)
                     self._token_ids = [*(prompt.token_ids or ()), *stream.sequences[0].token_ids[:-1]]
@@ -136,12 +139,21 @@ class StreamingSession:
         )
 
 
+def _sum(earlier: float | None, output: CompletionOutput) -> float | None:
+    own = output.cumulative_logprob
+    return earlier if own is None else own + (earlier or 0.0)
+
+
 def _joined(earlier: CompletionOutput | None, output: CompletionOutput) -> CompletionOutput:
     if earlier is None:
         return output
     logprobs = output.logprobs
-    if isinstance(earlier.logprobs, list) and isinstance(logprobs, list):
-        logprobs = [*earlier.logprobs, *logprobs]
+    if logprobs is None:  # this piece does not ask for them
+        logprobs = earlier.logprobs
+    elif earlier.logprobs is not None:
+        later, logprobs = logprobs, type(logprobs)()
+        for each in (earlier.logprobs, later):
+            logprobs.extend(each)
     return CompletionOutput(
         output.index,
         earlier.text + output.text,
