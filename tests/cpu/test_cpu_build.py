@@ -275,6 +275,30 @@ def test_a_level_beyond_the_cpu_is_refused(folder: Path, monkeypatch: pytest.Mon
         build.build("avx512", folder)
 
 
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="CPUs of x86-64")
+@pytest.mark.parametrize(
+    "cpu",
+    [
+        "-march=x86-64",
+        "-march=sandybridge",  # AVX
+        "-march=ivybridge",  # and F16C
+        "-march=bdver2",  # and FMA
+        "-march=haswell -mno-f16c",
+        "-march=haswell -mno-fma",
+        "-march=skylake-avx512 -mno-avx512vl",
+        "-march=skylake-avx512",
+        "-march=sapphirerapids",
+    ],
+)
+def test_the_sources_compile_for_every_mixture_of_features(tmp_path: Path, cpu: str) -> None:
+    units, _ = build.sources(build.FOLDER)
+    small = tmp_path / "small.cpp"  # which the build compiles as one, too
+    small.write_text("".join(f'#include "{unit}"\n' for unit in units if unit.stem not in build.LARGE_UNITS))
+    flags = [*build.BASE_FLAGS, "-O0", "-fsyntax-only", *cpu.split()]
+    done = subprocess.run([*build.find_compiler(), *flags, str(small)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 
 
