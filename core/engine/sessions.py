@@ -6,6 +6,7 @@ client can attach quickly while a long step runs.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import queue
 import threading
@@ -73,17 +74,25 @@ InboxMessage = (
 InboxItem = tuple[int, InboxMessage]
 
 
-class Inbox(queue.SimpleQueue[InboxItem]):
-    """The queue of messages to the loop. Limits the bytes of messages that one client may have in it.
+class Inbox:
+    """The queue of messages to the loop: of each client in the order in which they came, and of several clients in
+    turn, so that thousands of one do not delay a command of another. Limits the bytes that one client may have in it.
 
-    The port's thread counts the bytes put, the loop's thread those taken, each in its own dict, so neither needs a
-    lock.
+    Any thread may put messages, and one thread gets them. The port's thread counts the bytes put, the loop's thread
+    those taken, each in its own dict, so neither needs a lock.
     """
 
     def __init__(self, max_client_bytes: int = 256 << 20) -> None:
         self._max_client_bytes = max_client_bytes
+        self._arrived: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
+        self._sorted: dict[int, collections.deque[InboxMessage]] = {}  # by client; the next one to be served is first
+        self._num_sorted = 0
         self._put_bytes: dict[int, int] = {}  # by client
         self._taken_bytes: dict[int, int] = {}
+
+    def put(self, item: InboxItem) -> None:
+        """Puts a message, without a limit. Client 0 is the engine itself."""
+        self._arrived.put(item)
 
     def offer(self, client: int, message: InboxMessage) -> bool:
         """Puts a client's message. Returns False, and drops it, if the client would exceed its limit."""
@@ -94,14 +103,36 @@ class Inbox(queue.SimpleQueue[InboxItem]):
         self.put((client, message))
         return True
 
-    def get(self, block: bool = True, timeout: float | None = None) -> InboxItem:
-        client, message = super().get(block, timeout)
+    def empty(self) -> bool:
+        return not self._num_sorted and self._arrived.empty()
+
+    def qsize(self) -> int:
+        """Any thread may ask."""
+        return self._num_sorted + self._arrived.qsize()
+
+    def get(self, timeout: float | None = None) -> InboxItem:
+        """The next message; waits for one. Raises queue.Empty after `timeout` seconds."""
+        while not self._arrived.empty():
+            self._sort(self._arrived.get())
+        if not self._sorted:
+            self._sort(self._arrived.get(timeout=timeout))
+        client, messages = next(iter(self._sorted.items()))
+        message = messages.popleft()
+        self._num_sorted -= 1
+        del self._sorted[client]
+        if messages:
+            self._sorted[client] = messages
         if isinstance(message, ClientGone):
             self._put_bytes.pop(client, None)
             self._taken_bytes.pop(client, None)
         elif client:  # 0 is the engine itself
             self._taken_bytes[client] = self._taken_bytes.get(client, 0) + _size_bytes(message)
         return client, message
+
+    def _sort(self, item: InboxItem) -> None:
+        client, message = item
+        self._sorted.setdefault(client, collections.deque()).append(message)
+        self._num_sorted += 1
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda tensor: None)

@@ -1,7 +1,7 @@
 """The port for clients in other processes: a ROUTER socket, read by the I/O thread and written mostly by the loop's.
 
     loop thread                          I/O thread                              clients
-       inbox  <--- SimpleQueue ---  sessions <--- decode <--- ROUTER  <------------  DEALER
+       inbox  <-------------------  sessions <--- decode <--- ROUTER  <------------  DEALER
        send() ---> encode ------------------------------> ROUTER  ------------>  DEALER
 
 The loop's thread sends a step's outputs itself: waking another thread would take longer, and that thread would then

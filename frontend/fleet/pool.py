@@ -237,6 +237,12 @@ class EnginePool:
         """Addresses of the engines that were added."""
         return self._by_address.keys()
 
+    async def stats(self) -> dict[Engine, EngineStats]:
+        """The statistics of the engines that answer in time. All are asked at once."""
+        engines = list(self.engines)
+        answers = await asyncio.gather(*(engine.stats() for engine in engines))
+        return {engine: stats for engine, stats in zip(engines, answers, strict=True) if stats is not None}
+
     def num_in_flight(self) -> int:
         return len(self._streams)
 

@@ -170,9 +170,8 @@ class Exposition:
     async def text(self) -> bytes:
         from prometheus_client import CollectorRegistry, generate_latest
 
-        for engine in self._pool.engines:
-            if (stats := await engine.stats()) is not None:
-                self._last_stats[engine.index] = stats
+        for engine, stats in (await self._pool.stats()).items():
+            self._last_stats[engine.index] = stats
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return generate_latest(registry)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import queue
+
+import pytest
 from engine_parts import SteppedCore
 
 from headrace.core.engine.loop import MESSAGES_BESIDE_STEPS
+from headrace.core.engine.sessions import Inbox
 from headrace.core.schedule.scheduler import ADMITTED_BESIDE_DECODES
-from headrace.ipc.messages import Abort, FinishReason, GetStats
+from headrace.ipc.messages import Abort, FinishReason, GetStats, Reply, ResetPrefixCache
 
 FLOOD = 10 * MESSAGES_BESIDE_STEPS
 
@@ -44,6 +48,41 @@ def test_questions_of_one_client_do_not_keep_anothers_request_waiting() -> None:
     assert len(asks.heard) <= MESSAGES_BESIDE_STEPS + 1
     core.run_until_idle()
     assert len(asks.heard) >= FLOOD
+
+
+def test_a_flood_of_one_client_does_not_delay_the_commands_of_another() -> None:
+    core = SteppedCore(async_scheduling=False)
+    runs, floods, asks = core.open(), core.open(), core.open()
+    runs.add(1, [5, 6], max_tokens=8, ignore_eos=True)
+    core.loop.turn()
+    for slot in range(FLOOD):
+        floods.add(slot, [7, 8], max_tokens=1)
+        floods.send(Abort(slots=(slot,)))
+    asks.send(GetStats(call=1))
+    asks.send(ResetPrefixCache(call=2))
+    asks.add(1, [5, 6], max_tokens=1)
+    core.loop.turn()
+    replies = [message.call for message in asks.heard if isinstance(message, Reply)]
+    assert replies == [1, 2]
+    core.loop.turn()
+    assert [finish.slot for finish in asks.finishes()] == [1]
+    assert core.inbox.qsize() > FLOOD, "the flood is not over"
+    core.run_until_idle()
+
+
+def test_messages_of_one_client_stay_in_order_and_clients_take_turns() -> None:
+    inbox = Inbox()
+    for slot in range(3):
+        for client in (1, 2, 2, 3):
+            inbox.put((client, Abort(slots=(slot,))))
+    got = [inbox.get() for _ in range(12)]
+    assert [client for client, _ in got] == [1, 2, 3] * 3 + [2, 2, 2]
+    for client in (1, 2, 3):
+        slots = [message.slots[0] for of, message in got if of == client]
+        assert slots == sorted(slots)
+    assert inbox.empty()
+    with pytest.raises(queue.Empty):
+        inbox.get(timeout=0)
 
 
 def test_an_engine_that_runs_nothing_takes_all_that_came_before_its_first_step() -> None:

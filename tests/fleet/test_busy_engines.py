@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from busy_executor import BUSY
@@ -19,6 +21,11 @@ from headrace import LLM, SamplingParams
 from headrace.frontend.client import engine_process
 from headrace.frontend.client.engine_process import EngineProcess
 from headrace.frontend.fleet.client import FleetClient
+from headrace.frontend.fleet.pool import Engine, EnginePool
+from headrace.frontend.fleet.sources import Attached
+from headrace.frontend.http.metrics import Exposition, Pages
+from headrace.frontend.http.process.engines import log_load
+from headrace.ipc.failure import HeadraceError
 from headrace.sampling_params import StructuredOutputsParams
 
 SPIN = "print('begun', flush=True)\nwhile True: pass"
@@ -95,3 +102,37 @@ def test_requests_stay_at_their_engines_on_a_host_with_ten_times_more_to_run_tha
             outputs = llm.generate([f"prompt {n}" for n in range(12)], params, use_tqdm=False)
             assert all(output.finished for output in outputs)
         assert dict(client.pool.router.migrations) == {}
+
+
+def test_the_metrics_and_the_log_ask_all_engines_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that those which say nothing are waited for once, and not one after the other."""
+    asked: list[Engine] = []
+
+    async def main() -> None:
+        all_asked = asyncio.Event()
+
+        async def stats(engine: Engine, timeout_s: float = 0.0) -> None:
+            asked.append(engine)
+            if len(asked) == 3:
+                all_asked.set()
+            await all_asked.wait()
+
+        monkeypatch.setattr(Engine, "stats", stats)
+        pool = EnginePool([Attached(f"ipc:///none-{number}") for number in range(3)])
+        await asyncio.wait_for(Exposition(Pages(), pool, "vllm").text(), 30)
+        asked.clear()
+        all_asked.clear()
+        for engine in pool.engines:
+            engine.client = SimpleNamespace(describe_engine=never)  # type: ignore[assignment]
+        await asyncio.wait_for(next_line(pool), 30)
+
+    async def never() -> None:
+        raise HeadraceError("not now")
+
+    async def next_line(pool: EnginePool) -> None:
+        logging = asyncio.create_task(log_load(pool, 3600.0))
+        while len(asked) < 3:
+            await asyncio.sleep(0)
+        logging.cancel()
+
+    asyncio.run(main())

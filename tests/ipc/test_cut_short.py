@@ -98,7 +98,7 @@ def test_the_client_that_a_message_fails_for_ends_with_the_cause_and_no_other(
     async def main() -> None:
         client = await CoreClient.connect(core.address)
         stats = asyncio.ensure_future(client.get_stats())
-        _, asked = await asyncio.to_thread(inbox.get, True, 20)
+        _, asked = await asyncio.to_thread(inbox.get, 20)
         assert isinstance(asked, GetStats)
         with WireClient(core.address) as other:
             wait_until(lambda: core.clients == [1, 2], 30, "the port knows both, which it has answered")

@@ -58,14 +58,17 @@ async def log_load(pool: EnginePool, interval_s: float) -> None:
     logs: dict[Engine, StatsLog] = {}
     while True:
         logs = {engine: log for engine, log in logs.items() if engine in pool.engines}
-        for engine in list(pool.engines):
-            if (log := logs.get(engine)) is None:
-                if engine.client is None:
-                    continue
-                log = logs[engine] = StatsLog(engine.index)
-                with contextlib.suppress(HeadraceError):
-                    logger.info("%s", cache_line(await engine.client.describe_engine(), engine.index))
-            if (stats := await engine.stats()) is not None:
-                line = log.line(stats, time.monotonic())
-                logger.log(logging.DEBUG if log.is_idle else logging.INFO, "%s", line)
+        await asyncio.gather(*(_log_load_of(engine, logs) for engine in pool.engines))
         await asyncio.sleep(interval_s)
+
+
+async def _log_load_of(engine: Engine, logs: dict[Engine, StatsLog]) -> None:
+    if (log := logs.get(engine)) is None:
+        if engine.client is None:
+            return
+        log = logs[engine] = StatsLog(engine.index)
+        with contextlib.suppress(HeadraceError):
+            logger.info("%s", cache_line(await engine.client.describe_engine(), engine.index))
+    if (stats := await engine.stats()) is not None:
+        line = log.line(stats, time.monotonic())
+        logger.log(logging.DEBUG if log.is_idle else logging.INFO, "%s", line)
