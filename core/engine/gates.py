@@ -14,6 +14,7 @@ GateOpened or GateFailed into the loop's inbox, from any thread. Several request
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
 from collections.abc import Iterable
@@ -49,6 +50,11 @@ class GateFailed(msgspec.Struct, frozen=True):
 class Gatekeeper(Protocol):
     """Decides and fulfils the conditions of one reason. Called on the loop's thread, so it must not block."""
 
+    @property
+    def timeout_s(self) -> float:
+        """The longest time that a request may wait for its gates of this reason."""
+        ...
+
     def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
         """The closed gates that the request needs. Each is later reported as opened or failed.
 
@@ -61,16 +67,17 @@ class _Gated(NamedTuple):
     request: Request
     priority: int
     closed: set[Gate]
+    timeout_s: float
     deadline_s: float
 
 
 class Gates:
     """Requests that wait for gates, in order of arrival. Used only by the loop's thread."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self) -> None:
         self._gatekeepers: list[Gatekeeper] = []
         self._gated: dict[Request, _Gated] = {}
+        self._of_timeout: dict[float, dict[Request, _Gated]] = {}  # the same, by time-out: each expires in order
         self._of_gate: dict[Gate, dict[Request, None]] = {}
 
     def __len__(self) -> int:
@@ -81,10 +88,15 @@ class Gates:
 
     def hold(self, request: Request, message: AddRequest) -> bool:
         """Holds the request if any of its gates is closed. False: it may be scheduled."""
-        closed = {gate for gatekeeper in self._gatekeepers for gate in gatekeeper.closed_gates(request, message)}
+        closed, timeout_s = set[Gate](), math.inf
+        for gatekeeper in self._gatekeepers:
+            if gates := set(gatekeeper.closed_gates(request, message)):
+                closed |= gates
+                timeout_s = min(timeout_s, gatekeeper.timeout_s)
         if not closed:
             return False
-        self._gated[request] = _Gated(request, message.priority, closed, time.monotonic() + self.timeout_s)
+        gated = _Gated(request, message.priority, closed, timeout_s, time.monotonic() + timeout_s)
+        self._gated[request] = self._of_timeout.setdefault(timeout_s, {})[request] = gated
         for gate in closed:
             self._of_gate.setdefault(gate, {})[request] = None
         return True
@@ -99,7 +111,7 @@ class Gates:
             gated = self._gated[request]
             gated.closed.discard(gate)
             if not gated.closed:
-                del self._gated[request]
+                self._forget(gated)
                 ready.append((request, gated.priority))
         if not waiting:
             self._of_gate.pop(gate, None)
@@ -114,29 +126,38 @@ class Gates:
 
     def remove(self, request: Request) -> bool:
         """Removes a request from all gates. False if it does not wait for any."""
-        gated = self._gated.pop(request, None)
-        for gate in gated.closed if gated is not None else ():
+        gated = self._gated.get(request)
+        if gated is None:
+            return False
+        self._forget(gated)
+        for gate in gated.closed:
             waiting = self._of_gate[gate]
             del waiting[request]
             if not waiting:
                 del self._of_gate[gate]
-        return gated is not None
+        return True
+
+    def _forget(self, gated: _Gated) -> None:
+        del self._gated[gated.request]
+        del self._of_timeout[gated.timeout_s][gated.request]
 
     def expired(self) -> list[tuple[Request, Failure]]:
-        """Removes and returns the requests that have waited for longer than the time-out, each with its failure."""
+        """Removes and returns the requests that have waited for longer than their time-out, each with its failure."""
         now_s = time.monotonic()
         late = []
-        for gated in self._gated.values():  # the time-out is the same for all, so they expire in order of arrival
-            if gated.deadline_s > now_s:
-                break
-            late.append(gated)
+        for waiting in self._of_timeout.values():
+            for gated in waiting.values():
+                if gated.deadline_s > now_s:
+                    break
+                late.append(gated)
         for gated in late:
             self.remove(gated.request)
         return [(gated.request, self._timeout_failure(gated)) for gated in late]
 
     def next_deadline_s(self) -> float | None:
         """When the next request expires (monotonic seconds). None if no request waits."""
-        return next((gated.deadline_s for gated in self._gated.values()), None)
+        firsts = (next(iter(waiting.values())) for waiting in self._of_timeout.values() if waiting)
+        return min((gated.deadline_s for gated in firsts), default=None)
 
     def waiting_by_reason(self) -> dict[str, int]:
         """How many requests wait for each reason; a request that waits for several counts for each."""
@@ -149,7 +170,7 @@ class Gates:
     def _timeout_failure(self, gated: _Gated) -> Failure:
         wanted = ", ".join(f"{gate.reason} {gate.key}".strip() for gate in sorted(gated.closed))
         return Failure(
-            message=f"the request waited {self.timeout_s:g} s for {wanted}, which did not become ready",
+            message=f"the request waited {gated.timeout_s:g} s for {wanted}, which did not become ready",
             type="GateTimeout",
             process="engine-core",
             phase="gate",

@@ -13,7 +13,7 @@ import os
 import queue
 import sys
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -83,8 +83,8 @@ IDLE_CHECK_AFTER_S = 1.0
 """After this idle time the accounting of blocks and rows is audited. A request that arrives interrupts the audit."""
 MESSAGES_BESIDE_STEPS = 32
 """Most messages handled between two steps of running requests; they take a few milliseconds."""
-GATE_TIMEOUT_S = 120.0
-"""The longest time that a request may wait for a gate."""
+MOST_CHECKED = 1024
+"""Sampling parameters of which the workers' answer is remembered."""
 
 
 class Port(Protocol):
@@ -149,7 +149,7 @@ class Loop:
         self._in_flight: deque[tuple[StepPlan, StepEvents]] = deque()
         self._held: deque[tuple[int, InboxMessage]] = deque()  # messages held until `Runs.agree` lets them be handled
         self._next_turn: list[GateOpened] = []  # gates with more requests to admit after the next step
-        self.gates = Gates(GATE_TIMEOUT_S)
+        self.gates = Gates()
         """Gatekeepers register here, before the loop runs."""
         self._admission = Admission(plan, facts)
         self._controller = Controller(plan, facts, executor, self.scheduler, port.send)
@@ -168,6 +168,9 @@ class Loop:
         """The number of steps at the last complete audit."""
         self._compiler: GrammarCompiler | None = None
         self._checks_sampling = plan.model.checks_sampling
+        self._checked: OrderedDict[bytes, str] = OrderedDict()
+        """The workers' refusals of sampling parameters, "" for those that they accept; the last asked for at the
+        end."""
 
     def follow_grammars(self, backend: Backends, *, prepares: bool) -> None:
         """Allows structured outputs. Call before the loop runs. prepares: prepare the library in the background now
@@ -372,17 +375,26 @@ class Loop:
 
     def _refused_by_workers(self, message: AddRequest) -> Failure | None:
         """Asks the workers whether the user's logits processors, which only they load, accept a request's parameters.
-        Returns the refusal, or None."""
+        Returns the refusal, or None.
+
+        Asking needs that no step is in flight, so the answers are remembered: most requests have the parameters of
+        another.
+        """
         assert isinstance(message.task, Generate), "only a checked message comes here"
-        self._drain()
-        sampling = msgspec.Raw(msgspec.msgpack.encode(message.task.sampling))
-        try:
-            answers = self._executor.control(CheckSampling(sampling=sampling))
-        except EngineDeadError:
-            raise
-        except HeadraceError as error:
-            return Failure.of(error, process="engine-core", phase="admission")
-        why = next((answer.refusal for answer in answers if answer.refusal), "")
+        sampling = msgspec.msgpack.encode(message.task.sampling)
+        if (why := self._checked.get(sampling)) is None:
+            self._drain()
+            try:
+                answers = self._executor.control(CheckSampling(sampling=msgspec.Raw(sampling)))
+            except EngineDeadError:
+                raise
+            except HeadraceError as error:
+                return Failure.of(error, process="engine-core", phase="admission")
+            why = self._checked[sampling] = next((answer.refusal for answer in answers if answer.refusal), "")
+            if len(self._checked) > MOST_CHECKED:
+                self._checked.popitem(last=False)
+        else:
+            self._checked.move_to_end(sampling)
         return self._admission.refusal(why) if why else None
 
     def _drop(self, request: Request) -> None:

@@ -8,7 +8,8 @@ drafts only cost time. So the length of a row's next draft depends on its last o
     none accepted                    1, after a rest of 2, 4, 8 ... 64 tokens
 
 There is no index of tokens: a search reads a row once (a few microseconds per thousand tokens), and resting rows are
-not searched.
+not searched. A step searches MOST_SEARCHED tokens at most: of a longer row the last ones, and of several rows those
+that have waited longest.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ LONGEST_REST = 64
 """Most tokens before the next draft of a row whose drafts were rejected."""
 LONGEST_PAUSE = 3
 """Most tokens before the next search of a row in which none was found: few, so that a repetition is noticed soon."""
+MOST_SEARCHED = 1 << 17
+"""Most tokens that are searched for one step, all rows together: half a millisecond's work."""
 _NOTHING = np.empty(0, np.int32)
 
 
@@ -54,6 +57,12 @@ class NgramDrafter:
         self._num_missed = np.zeros(num_rows, np.int32)  # consecutive searches that found nothing
         self._distance = np.zeros(num_rows, np.int32)  # how many tokens back the last draft was found
         self._in_flight = np.zeros(num_rows, np.int32)  # draft tokens whose step has no result yet
+        self._searched_at = np.zeros(num_rows, np.int64)  # when the row was last searched, counted in searches
+        self._num_searches = 0
+        self._columns: tuple[np.ndarray, ...] = (
+            self._due_at, self._num_failed, self._num_missed, self._distance, self._in_flight, self._searched_at
+        )  # fmt: skip
+        """What begins at 0 for a row's next request."""
 
     # --- planning -----------------------------------------------------------------------------------------------
 
@@ -64,8 +73,13 @@ class NgramDrafter:
         return is_pending & ((self._in_flight[rows] > 0) | self._is_due(table, rows))
 
     def due(self, table: RowTable, rows: np.ndarray) -> np.ndarray:
-        """Indices of the rows that get a draft in this step if one is found."""
-        return (self._is_due(table, rows) & (table.num_known_tokens[rows] == table.num_tokens[rows])).nonzero()[0]
+        """Indices of the rows that get a draft in this step if one is found, ascending."""
+        due = (self._is_due(table, rows) & (table.num_known_tokens[rows] == table.num_tokens[rows])).nonzero()[0]
+        num_tokens = np.minimum(table.num_tokens[rows[due]], MOST_SEARCHED)
+        if num_tokens.sum() <= MOST_SEARCHED:
+            return due
+        in_turn = np.argsort(self._searched_at[rows[due]], kind="stable")
+        return np.sort(due[in_turn[np.cumsum(num_tokens[in_turn]) <= MOST_SEARCHED]])
 
     def _is_due(self, table: RowTable, rows: np.ndarray) -> np.ndarray:
         if np.count_nonzero(table.active) > self._most_running:
@@ -78,8 +92,13 @@ class NgramDrafter:
         if limit <= 0:
             return _NOTHING
         speculation = self.speculation
+        self._num_searches += 1
+        self._searched_at[row] = self._num_searches
         distance = self._find(
-            token_ids, int(self._distance[row]), speculation.prompt_lookup_min, speculation.prompt_lookup_max
+            token_ids[-MOST_SEARCHED:],
+            int(self._distance[row]),
+            speculation.prompt_lookup_min,
+            speculation.prompt_lookup_max,
         )
         if not distance:
             self._num_missed[row] += 1
@@ -117,7 +136,7 @@ class NgramDrafter:
         draft. None: any number."""
         for new in plan.new_rows:
             self._limit[new.row] = self.speculation.num_speculative_tokens
-            for column in (self._due_at, self._num_failed, self._num_missed, self._distance, self._in_flight):
+            for column in self._columns:
                 column[new.row] = 0
         drafts = plan.drafts
         if drafts is not None:

@@ -40,7 +40,7 @@ from headrace.core.schedule.policies import PrefillLimits, in_turn, order_of, pr
 from headrace.core.schedule.repeated_decode import RepeatedDecode
 from headrace.core.schedule.requests import Request, RowTable, State, WaitingQueue
 from headrace.ipc.messages import FinishReason
-from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.step import StepPlan, StepResult, TokenMasks
 
 HASHED_AT_ONCE = 64
 """Blocks of a waiting prompt that are hashed before the prefix cache is asked whether it holds them."""
@@ -111,7 +111,8 @@ class _Refusal(NamedTuple):
     request: Request
     num_available: int
     num_running: int
-    next_block: BlockHash | None  # the first block that its prefix hit lacked; None if not known
+    num_published: int
+    next_block: BlockHash | None  # the first block of tokens that its prefix hit lacked; None: it lacked none
 
 
 class Scheduler:
@@ -294,6 +295,7 @@ class Scheduler:
             if count == 0:
                 break
             self.waiting.pop()
+            self._refusal = None
             row = table.enter(request, self.config.max_model_len, self._step + 1)
             self.tables.enter(row, hit)
             table.num_computed_tokens[row] = num_cached
@@ -309,22 +311,20 @@ class Scheduler:
         return missing + growth > self.pool.num_available - self.pool.num_unheld(hit.all_blocks)
 
     def _refuse(self, request: Request, hit: PrefixHit) -> _Refusal:
-        hashes, next_block = request.block_hashes, None
-        if len(self.tables.groups) == 1 and hit.num_blocks < len(hashes):
-            next_block = hashes[hit.num_blocks]
-        return _Refusal(request, self.pool.num_available, self.num_running, next_block)
+        hashes, end = request.block_hashes, hit.num_blocks
+        next_block = hashes[end] if end < len(hashes) else None
+        return _Refusal(request, self.pool.num_available, self.num_running, self.pool.num_published, next_block)
 
     def _is_refused_still(self, request: Request) -> bool:
         """Whether nothing relevant has changed since the request was refused, so that looking it up again is futile."""
         last = self._refusal
-        return (
-            last is not None
-            and last.request is request
-            and self.pool.num_available <= last.num_available
-            and self.num_running >= last.num_running
-            and last.next_block is not None
-            and not self.pool.named(last.next_block)
-        )
+        if last is None or last.request is not request:
+            return False
+        if self.pool.num_available > last.num_available or self.num_running < last.num_running:
+            return False
+        if last.next_block is None or self.pool.num_published == last.num_published:
+            return True
+        return not self.tables.may_go_on((last.next_block,))  # else its hit may have grown
 
     def _top_up_prefills(self, builder: PlanBuilder) -> None:
         """Gives the rest of the budget to prompts that were limited to a share of it."""
@@ -392,6 +392,7 @@ class Scheduler:
             self._last_step[plan.rows] = self._step
         self.num_in_flight += 1
         decodes_alone = len(builder.decodes) == self.num_running == len(plan.rows) and not self.waiting
+        decodes_alone &= all(isinstance(each, TokenMasks) for each in plan.attachments)  # no other kind is made again
         if decodes_alone and self.config.rows_run_ahead and not self._has_own_stages and quiet_steps != 0:
             self._repeated = self._repeat(plan)
             self._repeated.limit(quiet_steps)

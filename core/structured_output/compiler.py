@@ -36,10 +36,14 @@ NICENESS = 10
 of a core, so that other requests' steps take at most a tenth longer. Two that compute at once would cost a fifth, since
 each core's part of a step waits for the others: so plain forms share one thread, and all others another."""
 REASON = "grammar"
+TIMEOUT_S = 120.0
+"""The longest time that a request may wait for its grammar."""
 
 
 class GrammarCompiler:
     """A `Gatekeeper`. Its threads set the matchers of gated requests, which nothing else accesses meanwhile."""
+
+    timeout_s = TIMEOUT_S
 
     def __init__(
         self,

@@ -306,3 +306,26 @@ def test_a_long_request_is_answered_in_a_cache_that_could_not_hold_all_of_it(fol
         many = tokens_of(generate_all_at_once(llm, prompts, LONG))
     assert many[0] == cold[0]
     expect_greedy(name, prompts, many)
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (5,), (None, 9, 3)])
+def test_a_request_that_waits_for_blocks_is_not_looked_up_in_every_step(
+    windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = SteppedCore(windows=windows, num_blocks=17, max_num_batched_tokens=64, async_scheduling=False)
+    scheduler, looked_up = core.loop.scheduler, list[int]()
+    look_up = type(scheduler)._look_up
+    monkeypatch.setattr(
+        type(scheduler), "_look_up", lambda self, request: looked_up.append(request.slot) or look_up(self, request)
+    )
+    client = core.open()
+    client.add(0, [3] * 30, max_tokens=30, ignore_eos=True)
+    core.loop.turn()
+    client.add(1, [4] * 60, max_tokens=2)
+    for _ in range(20):
+        core.loop.turn()
+    assert not any(finish.slot == 0 for finish in client.finishes()), "the first ends too soon to tell"
+    num_blocks_filled = 20 // core.plan.block_size
+    assert 1 <= looked_up.count(1) <= num_blocks_filled + 2, "at most when a block was filled, which may be its own"
+    core.run_until_idle()
+    assert sorted(finish.slot for finish in client.finishes()) == [0, 1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from engine_parts import SteppedClient, SteppedCore
 
@@ -18,13 +18,17 @@ ADAPTER, GRAMMAR = Gate("adapter", "fr"), Gate("grammar", "json")
 class OfSalt:
     """Gates by words of the request's cache salt, in the place of adapters and grammars."""
 
+    def __init__(self, timeout_s: float = 60.0, gates: Sequence[Gate] = (ADAPTER, GRAMMAR)) -> None:
+        self.timeout_s, self._gates = timeout_s, gates
+
     def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
-        return [gate for gate in (ADAPTER, GRAMMAR) if gate.key in message.cache_salt]
+        return [gate for gate in self._gates if gate.key in message.cache_salt]
 
 
-def gated_core() -> tuple[SteppedCore, SteppedClient]:
+def gated_core(*gatekeepers: OfSalt) -> tuple[SteppedCore, SteppedClient]:
     core = SteppedCore()
-    core.loop.gates.register(OfSalt())
+    for each in gatekeepers or (OfSalt(),):
+        core.loop.gates.register(each)
     return core, core.open()
 
 
@@ -109,8 +113,7 @@ def test_a_gate_that_fails_ends_its_requests_with_the_cause() -> None:
 
 
 def test_a_gate_that_never_opens_times_out_in_an_idle_engine_with_a_clear_failure() -> None:
-    core, client = gated_core()
-    core.loop.gates.timeout_s = 0.05
+    core, client = gated_core(OfSalt(0.05))
     client.add(0, [5, 6], cache_salt="fr")
     core.loop.turn()
     core.loop.turn()  # waits for a message, until the time is up
@@ -118,6 +121,24 @@ def test_a_gate_that_never_opens_times_out_in_an_idle_engine_with_a_clear_failur
     assert finish.reason is FinishReason.FAILED
     assert finish.failure is not None
     assert finish.failure.message == "the request waited 0.05 s for adapter fr, which did not become ready"
+
+
+def test_each_kind_of_gate_has_its_own_time_out() -> None:
+    core, client = gated_core(OfSalt(60.0, [GRAMMAR]), OfSalt(0.05, [ADAPTER]))
+    client.add(0, [5, 6], cache_salt="json")
+    client.add(1, [5, 6], cache_salt="json fr")
+    client.add(2, [5, 6], cache_salt="fr")
+    core.run_until_idle()
+    for _ in range(3):
+        core.loop.turn()
+        if len(client.finishes()) == 2:
+            break
+    assert sorted(finish.slot for finish in client.finishes()) == [1, 2]
+    assert core.loop.gates.waiting_by_reason() == {"grammar": 1}
+    core.inbox.put((0, GateOpened(GRAMMAR)))
+    core.run_until_idle()
+    assert len(client.finishes()) == 3
+    assert core.loop.gates.next_deadline_s() is None
 
 
 def test_gated_requests_count_as_waiting_by_reason() -> None:

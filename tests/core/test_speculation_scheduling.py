@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from test_async_scheduling import KINDS
 
 from headrace.core.options.speculation import Speculation
-from headrace.core.schedule.ngram_drafter import NgramDrafter
+from headrace.core.schedule.ngram_drafter import MOST_SEARCHED, NgramDrafter
+from headrace.core.schedule.requests import RowTable
 from headrace.executor.sampling.verification import SampledPositions
 from headrace.executor.testing.null import NullModel
 from headrace.ipc.messages import FinishReason
@@ -170,10 +171,10 @@ def test_no_more_is_drafted_with_many_requests_and_a_step_stays_small() -> None:
     assert all(plan.total_tokens <= 32 for plan in with_drafts)
 
 
-def drafter(**changes: Any) -> NgramDrafter:
+def drafter(num_rows: int = 1, **changes: Any) -> NgramDrafter:
     values = {"num_speculative_tokens": 8, "prompt_lookup_max": 3, "prompt_lookup_min": 2, **changes}
-    made = NgramDrafter(Speculation(**values), 1)
-    made._limit[0] = values["num_speculative_tokens"]
+    made = NgramDrafter(Speculation(**values), num_rows)
+    made._limit[:] = values["num_speculative_tokens"]
     return made
 
 
@@ -245,3 +246,33 @@ def test_tokens_count_as_far_as_drafts_are_right_and_something_could_be_sampled(
         wanted = list(expected)
         wanted[owner] = min(wanted[owner], bad - int(places.starts[owner]))
         assert found == wanted
+
+
+def test_a_step_searches_only_so_many_tokens_and_rows_take_turns() -> None:
+    lengths = [MOST_SEARCHED // 2, MOST_SEARCHED // 2, MOST_SEARCHED // 2, 3 * MOST_SEARCHED, 100]
+    made = drafter(len(lengths))
+    table = RowTable(len(lengths), 4 * MOST_SEARCHED)
+    for row, length in enumerate(lengths):
+        table.active[row] = True
+        table.num_tokens[row] = table.num_known_tokens[row] = length
+        table.token_ids[row, :length] = np.arange(length)  # without a repetition
+    rows = np.arange(len(lengths))
+    searched: list[list[int]] = []
+    for _ in range(8):
+        due = made.due(table, rows).tolist()
+        searched.append(due)
+        assert sum(min(lengths[row], MOST_SEARCHED) for row in due) <= MOST_SEARCHED
+        for row in due:
+            made.propose(row, table.token_ids[row, : lengths[row]], 3)
+        made._due_at[:] = 0
+    assert searched[:4] == [[0, 1], [2], [3], [0, 4]]
+    assert {row for each in searched[4:] for row in each} == set(range(len(lengths)))
+
+
+def test_of_a_very_long_row_the_last_tokens_are_searched() -> None:
+    made = drafter()
+    row = np.arange(3 * MOST_SEARCHED, dtype=np.int32)
+    row[-3:] = [7, 8, 9]  # occur at the beginning too
+    assert made.propose(0, row, 3).tolist() == []
+    row[-1000:-994] = [7, 8, 9, 60, 61, 62]
+    assert made.propose(0, row, 3).tolist() == [60, 61, 62]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from engine_parts import EOS, VOCAB_SIZE, SteppedCore
 
+from headrace.core.schedule.plan_builder import PlanBuilder
 from headrace.core.schedule.scheduler import Scheduler
 from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.messages import Abort, FinishReason
@@ -122,3 +124,21 @@ def test_no_step_repeats_while_somebody_waits_or_a_scheduler_has_stages_of_its_o
 class OneStageOfItsOwn(Scheduler):
     def _top_up_prefills(self, draft: Any) -> None:
         super()._top_up_prefills(draft)
+
+
+def test_an_attachment_that_the_repeated_plans_do_not_make_is_in_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(msgspec.Struct):
+        """As a policy of one's own attaches."""
+
+    seal = PlanBuilder.seal
+    monkeypatch.setattr(
+        PlanBuilder,
+        "seal",
+        lambda *arguments: msgspec.structs.replace(seal(*arguments), attachments=(Other(),)),
+    )
+    core = SteppedCore(executor_class=Noting, async_scheduling=False)
+    client = core.open()
+    client.add(1, [5, 6], max_tokens=20, ignore_eos=True)
+    core.run_until_idle()
+    assert isinstance(core.executor, Noting)
+    assert [[type(each) for each in plan.attachments] for plan in core.executor.plans] == [[Other]] * 20
