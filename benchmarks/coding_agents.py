@@ -5,9 +5,9 @@
 Each is installed into a folder of its own under DIR (kept if one is given) and runs unchanged, with no network but the
 server on the loopback interface. The server has 32,768 tokens of context, Qwen 3's tokenizer and chat template (from
 npm), and a model that follows a script (tests/support/scripted_model.py): a coding agent writes a file, reads it, and
-says what it says; a library calls a tool by its own choice, and where it must. Each has two conversations in a folder,
-and the report says for both how many tokens of their prompts came from the prefix cache. Exit status 1 when one fails.
-Needs npm and PyPI.
+says what it says, and Claude Code also reads more than the context holds; a library calls a tool by its own choice, and
+where it must. Each has two conversations in a folder, and the report says for both how many tokens of their prompts
+came from the prefix cache. Exit status 1 when one fails. Needs npm and PyPI.
 """
 
 from __future__ import annotations
@@ -50,8 +50,13 @@ def steps(write: str, read: str) -> list[str]:
 
 FILE = "FOLDER/hello.txt"
 WEATHER = call_of("weather", city="Zürich")
+NUM_READ = 20
+"""Files of 1,600 tokens, more than the context holds."""
+ALL_READ = "All is read."
 SCRIPTS: dict[str, list[str]] = {
     "claude-code": steps(call_of("Write", file_path=FILE, content="hello\n"), call_of("Read", file_path=FILE)),
+    "claude-code-long": [call_of("Bash", command=f"cat FOLDER/{n}.txt") for n in range(NUM_READ)],
+    "claude-code-long-after": [ALL_READ] * NUM_READ,  # it keeps the last turns behind the summary
     "codex": steps(call_of("exec_command", cmd="echo hello > hello.txt"), call_of("exec_command", cmd="cat hello.txt")),
     "opencode": steps(call_of("write", filePath=FILE, content="hello\n"), call_of("read", filePath=FILE)),
     "qwen-code": steps(call_of("write_file", file_path=FILE, content="hello\n"), call_of("read_file", file_path=FILE)),
@@ -88,6 +93,8 @@ class Agent(NamedTuple):
     writes_file: bool = True
     expects: tuple[str, ...] = (SAYS,)
     """Lines that it prints."""
+    installed_as: str | None = None
+    """The agent of which it is another task."""
 
 
 def npm_program(place: Place, name: str) -> str:
@@ -105,7 +112,19 @@ def claude_code(place: Place) -> Command:
         "DISABLE_AUTOUPDATER": "1",
         "DISABLE_ERROR_REPORTING": "1",
     }
-    return Command([npm_program(place, "claude"), "-p", place.task, "--allowedTools", "Write", "Read"], environment)
+    return Command(
+        [npm_program(place, "claude"), "-p", place.task, "--allowedTools", "Write", "Read", "Bash"], environment
+    )
+
+
+def claude_code_long(place: Place) -> Command:
+    """A conversation that outgrows the context: it has to shorten it by itself, from what the server's errors say."""
+    for number in range(NUM_READ):
+        text = "".join(f"line {number} {line} some words are here\n" for line in range(140))
+        (place.folder / f"{number}.txt").write_text(text)
+    asked = claude_code(place)
+    # With all of its tools, what it says by itself after a summary leaves no room in a context of this size.
+    return Command([*asked.arguments, "--tools", "Bash"], asked.environment)
 
 
 def codex(place: Place) -> Command:
@@ -237,6 +256,13 @@ def tool_runner(place: Place) -> Command:
 LOOPS = (f"whole: {SUNNY} 2", f"streamed: {SUNNY} 2")
 AGENTS: dict[str, Agent] = {
     "claude-code": Agent(("@anthropic-ai/claude-code",), claude_code),
+    "claude-code-long": Agent(
+        ("@anthropic-ai/claude-code",),
+        claude_code_long,
+        writes_file=False,
+        expects=(ALL_READ,),
+        installed_as="claude-code",
+    ),
     "codex": Agent(("@openai/codex",), codex),
     "opencode": Agent(("opencode-ai",), opencode),
     "qwen-code": Agent(("@qwen-code/qwen-code",), qwen_code),
@@ -326,7 +352,7 @@ def conversation(name: str, url: str, work: Path, number: int) -> dict[str, Any]
     for each in (folder, home):
         each.mkdir(parents=True, exist_ok=True)
     task = f"TASK {name} IN {folder}: write hello.txt and read it. This is the conversation {number}."
-    place, before = Place(work / name, folder, home, url, task), cache_counts(url)
+    place, before = Place(work / (agent.installed_as or name), folder, home, url, task), cache_counts(url)
     done = run(agent.command(place), place)
     said, file = done.stdout.splitlines(), folder / "hello.txt"
     faults = [] if done.returncode == 0 else [f"exit status {done.returncode}"]
@@ -360,7 +386,8 @@ def main() -> None:
         with program(serve_command(model, port), log, environment, Path(folder)) as process:
             wait_ready(process, url, log)
             for name in arguments.only:
-                versions = install(AGENTS[name], work / name)
+                agent = AGENTS[name]
+                versions = install(agent, work / (agent.installed_as or name))
                 runs = [conversation(name, url, work, number) for number in (1, 2)]
                 results[name] = {"versions": versions, "conversations": runs}
                 told = [f"{run['cached_tokens']} of {run['prompt_tokens']} prompt tokens cached" for run in runs]

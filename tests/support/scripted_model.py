@@ -1,7 +1,8 @@
 """A model that follows a script, on Qwen's tokenizer, so that agents' tool loops can be run without weights.
 
 The prompt says which script: its last `TASK name IN folder`. Each answer of the model so far is a step of the script
-that was taken; after the last one, and in prompts without a task (of titles and summaries), it says "Done.".
+that was taken; after the last one, and in prompts without a task (of titles, say), it says "Done.". Asked for a summary
+of the conversation, it says that the task is now the one with "-after" behind its name.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from headrace.ipc.step import NewRow
 
 _TASK = re.compile(r"TASK ([\w-]+) IN ([\w/.-]+)")
 DONE = "Done."
-_TURN = "<|im_start|>assistant"
+_TURN, _SAID = "<|im_start|>assistant", "<|im_start|>user"
 
 
 def answer(scripts: dict[str, list[str]], prompt: str) -> str:
@@ -31,6 +32,9 @@ def answer(scripts: dict[str, list[str]], prompt: str) -> str:
     if not tasks:
         return DONE
     name, folder = tasks[-1].groups()
+    last_said = prompt.rpartition(_SAID)[2]
+    if (after := f"{name}-after") in scripts and "summary" in last_said and "<tool_response>" not in last_said:
+        return f"<summary>TASK {after} IN {folder} </summary>"
     steps, begin = scripts.get(name, []), prompt.index(tasks[-1].group())
     taken = prompt.count(_TURN, begin) - 1  # the last one is the turn to write
     step = steps[taken] if taken < len(steps) else DONE
