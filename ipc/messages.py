@@ -450,6 +450,10 @@ class Welcome(Message):
     max_num_batched_tokens: int = 0
     reads_priority: bool = True
     """Whether the order of requests depends on their priority."""
+    kv_cache_tokens: int = 0
+    """How many tokens the cache holds."""
+    kv_cache_requests: float = 0.0
+    """How many requests of max_model_len it holds."""
     model_version: str = ""
     """Engines with the same version generate the same tokens for the same request. It changes when weights are
     reloaded; the core then sends Welcome again."""

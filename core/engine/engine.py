@@ -22,7 +22,7 @@ from headrace.core.engine.memory_port import MemoryPort
 from headrace.core.engine.sessions import ExecutorFailed, Inbox, PeersStep, Sessions, StopOrder
 from headrace.core.engine.zmq_port import ZmqPort
 from headrace.core.options.engine_options import Options
-from headrace.core.options.memory import fit_cache, ledger
+from headrace.core.options.memory import cache_size, fit_cache, ledger
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.options.resolve import check_stored_format, resolve, steps_in_flight
 from headrace.core.process.child_output import LoadBar, startup_table
@@ -167,6 +167,7 @@ class EngineCore:
         if bundle is not None:
             encoded = msgspec.msgpack.encode(bundle)
             info = TokenizerInfo(content_hash=hashlib.sha256(encoded).hexdigest(), size_bytes=len(encoded))
+        kv_cache_tokens, kv_cache_requests = cache_size(facts, plan)
         return Welcome(
             version=version("headrace"),
             pid=os.getpid(),
@@ -192,6 +193,8 @@ class EngineCore:
             grammars_hold_in_reasoning=plan.structured_outputs.enable_in_reasoning,
             enable_prefix_caching=plan.enable_prefix_caching,
             max_num_batched_tokens=plan.max_num_batched_tokens,
+            kv_cache_tokens=kv_cache_tokens,
+            kv_cache_requests=kv_cache_requests,
             reads_priority=plan.options.scheduling_policy != "fcfs" or bool(plan.options.scheduler_cls),
             model_version=plan.model_version(plan.model.weights),
         )

@@ -220,13 +220,18 @@ class Exposition:
         info = GaugeMetricFamily(
             f"{self._prefix}:cache_config_info",
             "The cache's shape.",
-            labels=("engine", "block_size", "num_gpu_blocks"),
+            labels=(
+                *("engine", "block_size", "num_gpu_blocks", "enable_prefix_caching"),
+                *("kv_cache_size_tokens", "kv_cache_max_concurrency"),
+            ),
         )
         for engine in self._pool.engines:
             up.add_metric((str(engine.index),), float(engine.usable))
             if engine.client is not None:
                 welcome = engine.client.welcome
-                info.add_metric((str(engine.index), str(welcome.block_size), str(welcome.num_blocks)), 1.0)
+                shape = (welcome.block_size, welcome.num_blocks, welcome.enable_prefix_caching)
+                size = (welcome.kv_cache_tokens, welcome.kv_cache_requests)
+                info.add_metric(tuple(map(str, (engine.index, *shape, *size))), 1.0)
         yield from (up, info)
 
     def _step_families(self) -> Iterator[Any]:

@@ -105,6 +105,11 @@ def test_metrics_have_vllms_names_and_count_and_no_panel_of_its_dashboards_is_em
         'engine_sleep_state{engine="0",model_name="null",sleep_state="awake"}',
     ):
         assert re.search(rf"^vllm:{name}[ {{]", text, re.MULTILINE), name
+    info = re.search(r"^vllm:cache_config_info\{(.*)\} 1", text, re.MULTILINE)
+    assert info is not None
+    shape = dict(re.findall(r'(\w+)="([^"]*)"', info[1]))
+    assert int(shape["kv_cache_size_tokens"]) == (int(shape["num_gpu_blocks"]) - 1) * int(shape["block_size"])
+    assert float(shape["kv_cache_max_concurrency"]) == int(shape["kv_cache_size_tokens"]) / 512
     handler = r'\{handler="/v1/completions",method="POST"'
     assert re.search(rf'^http_requests_total{handler},status="2xx"\}} [1-9]', text, re.MULTILINE)
     assert re.search(rf"^http_request_duration_seconds_count{handler}\}} [1-9]", text, re.MULTILINE)

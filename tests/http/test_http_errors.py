@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -190,6 +191,46 @@ def check_error(response: httpx.Response, status: int, param: str | None, said: 
 )
 def test_a_bad_field_of_a_completion_is_named(client, body, param, said):
     check_error(client.post(COMPLETIONS, json=body), 400, param, said)
+
+
+@pytest.mark.parametrize(
+    ("extra", "param", "words"),
+    [
+        (
+            {"prompt": None, "prompt_embeds": []},
+            "prompt",
+            r"Either prompt or prompt_embeds must be provided and non-empty\.",
+        ),
+        ({"prompt": []}, "prompt", "prompt or prompt_embeds"),
+        ({"prompt": [10**6]}, "prompt", "out of vocabulary"),
+        ({"prompt": [-1]}, "prompt", "greater than or equal to 0"),
+        ({"prompt": [[-1]]}, "prompt", "greater than or equal to 0"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema.*must be provided"),
+        ({"logprob_token_ids": []}, "logprob_token_ids", "must not be an empty list"),
+        ({"logprob_token_ids": [], "logprobs": 1}, "logprob_token_ids", "must not be an empty list"),
+        ({"logprob_token_ids": [10]}, "logprob_token_ids", "when using `logprob_token_ids`"),
+        ({"logprobs": 1000}, "logprobs", "greater than max allowed"),
+        ({"prompt_logprobs": 1000}, "prompt_logprobs", "greater than max allowed"),
+        (
+            {"stream_options": {"include_usage": True}},
+            "stream_options",
+            "Stream options can only be defined when `stream=True`",
+        ),
+        ({"thinking_token_budget": -2}, "thinking_token_budget", "thinking_token_budget"),
+        ({"cache_salt": ""}, "cache_salt", "cache_salt"),
+        ({"logit_bias": {"bad1": 1, "bad2": 2}}, "logit_bias", "bad1.*bad2"),
+        ({"stop_token_ids": [401]}, "stop_token_ids", "401"),
+        ({"use_beam_search": True, "n": 5}, "n", "at most 4"),
+        ({"use_beam_search": True, "best_of": 5}, "best_of", "at most 4"),
+        ({"bad_words": ["x"] * 1025}, "bad_words", "length <= 1024"),
+        ({"bad_words": ["x" * 20_000]}, "bad_words", "16384 characters together"),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
+)
+def test_errors_have_the_words_that_vllms_own_tests_look_for(client, extra, param, words):
+    answer = client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1, **extra})
+    error = check_error(answer, 400, param, "")
+    assert re.search(words, error["message"]), error
 
 
 @pytest.mark.parametrize(

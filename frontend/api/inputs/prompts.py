@@ -199,7 +199,7 @@ def check_request(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> i
         index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < welcome.vocab_size)
         raise InvalidRequestError(
             f"prompt_token_ids[{index}] is {bad}, which is out of vocabulary: the model's token ids are 0 to "
-            f"{welcome.vocab_size - 1}"
+            f"{welcome.vocab_size - 1}{', greater than or equal to 0' if bad < 0 else ''}"
         )
     room = welcome.max_model_len - len(token_ids)
     if room < 1:

@@ -262,7 +262,8 @@ def _from_json_schema(wrapped: Any) -> StructuredOutputsParams:
     schema = wrapped.get("schema") if isinstance(wrapped, Mapping) else None
     if not isinstance(schema, Mapping):
         raise InvalidRequestError(
-            'SamplingParams.response_format.json_schema must be an object such as {"name": "answer", "schema": {...}}'
+            "SamplingParams.response_format.json_schema must be an object, and must be provided with its schema: "
+            '{"name": "answer", "schema": {...}}'
         )
     if not isinstance(wrapped.get("strict"), bool | None):
         raise InvalidRequestError("SamplingParams.response_format.json_schema.strict must be true or false")

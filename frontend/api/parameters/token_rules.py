@@ -42,7 +42,7 @@ def verify_token_ids(name: str, token_ids: Any) -> None:
     if not isinstance(token_ids, list | tuple):
         raise bad(name, token_ids, "must be a list or tuple of token ids")
     if not token_ids:
-        raise bad(name, token_ids, "names no token; leave it out, or None")
+        raise bad(name, token_ids, "must not be an empty list: that names no token; leave it out")
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) <= _MOST_ID:
         return  # fast: the list may hold a whole vocabulary
     for token_id in token_ids:
@@ -99,7 +99,7 @@ def check_num_logprobs(params: SamplingParams, vocab_size: int, max_logprobs: in
             whole = f", the whole vocabulary of {vocab_size}" if value == -1 else ""
             raise InvalidRequestError(
                 f"SamplingParams.{name} = {value}{whole}: the engine gives at most {limit} per token (its option "
-                "max_logprobs)"
+                f"max_logprobs), so this is greater than max allowed: {limit}"
             )
 
 

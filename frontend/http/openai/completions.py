@@ -30,7 +30,7 @@ from headrace.frontend.http.openai.prompts import (
     sampling_params,
     tokenize_texts,
 )
-from headrace.frontend.http.openai.requests import CompletionRequest, affinity_of
+from headrace.frontend.http.openai.requests import NO_PROMPT, CompletionRequest, affinity_of
 from headrace.frontend.http.openai.responses import (
     Answer,
     CompletionChoice,
@@ -118,7 +118,7 @@ def _prompts(
     if isinstance(given, str):
         items: list[str | list[int]] = [given]
     elif not given:
-        raise bad_field("prompt", "prompt is an empty list: give a text, token ids, or a list of either")
+        raise bad_field("prompt", f"prompt is an empty list: give a text, token ids, or a list of either. {NO_PROMPT}")
     elif all(isinstance(each, int) for each in given):
         items = [given]  # type: ignore[list-item]
     else:

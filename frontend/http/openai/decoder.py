@@ -20,7 +20,9 @@ from headrace.frontend.http.openai.foreign_fields import ANY, Neutral, SameAs
 from headrace.frontend.http.openai.requests import (
     MOST_MESSAGES,
     NEUTRAL_OF,
+    NO_PROMPT,
     UNREAD_IN_MESSAGES,
+    CompletionRequest,
     ResponsesRequest,
 )
 from headrace.ipc.failure import InvalidRequestError
@@ -70,6 +72,8 @@ class RequestDecoder:
             self._note_ignored(name)
         if (message_kind := getattr(kind, "message_kind", None)) is not None:
             self._check_messages(fields.get("messages"), message_kind)
+        if kind is CompletionRequest and fields.get("prompt") is None:
+            raise bad_field("prompt", f"prompt is required. {NO_PROMPT}", "missing_required_parameter")
         with renamed(taken_as):
             return self._convert(fields, kind)
 

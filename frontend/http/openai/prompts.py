@@ -80,7 +80,7 @@ def sampling_params(
     chosen: values of fields that the two APIs name differently.
     """
     if request.stream_options is not None and not request.stream:
-        raise bad_field("stream_options", "stream_options needs stream: true")
+        raise bad_field("stream_options", "Stream options can only be defined when `stream=True` (stream: true)")
     if request.n is not None and request.n > options.max_n:
         raise bad_field("n", f"n is {request.n}; this server gives at most {options.max_n} outputs for a prompt")
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
@@ -92,9 +92,11 @@ def sampling_params(
     given |= {"prompt_logprobs": request.prompt_logprobs, "logit_bias": openai_bias(request.logit_bias)}
     given["structured_outputs"] = from_body(request)
     given["extra_args"] = request.vllm_xargs or None
-    if given["logprob_token_ids"] is not None:
+    if given["logprob_token_ids"]:
         if chosen.get("logprobs") is None:
-            raise bad_field("logprob_token_ids", "logprob_token_ids needs logprobs, which asks for log-probabilities")
+            raise bad_field(
+                "logprob_token_ids", "logprob_token_ids needs logprobs: give it, too, when using `logprob_token_ids`"
+            )
         chosen["logprobs"] = None  # these tokens replace a number of top tokens
     values = {name: value for name, value in (given | chosen).items() if value is not None}
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY

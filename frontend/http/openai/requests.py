@@ -138,6 +138,10 @@ else:
     """GenerationFields, and the fields of SamplingParams (`Field.in_body`)."""
 
 
+NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty. (Embeddings are not supported yet.)"
+"""vLLM's words, which clients written for it look for."""
+
+
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
@@ -352,7 +356,7 @@ NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
         "access_programs": Neutral("there are none", ({}, []), is_harmless=True),
         "early_stopping": Neutral("as in vLLM, a search goes on until max_tokens or the last beam's end", (False,)),
         "logits_processors": Neutral("code in requests is not supported", ([],)),
-        "prompt_embeds": Neutral("not supported yet; give text or token ids"),
+        "prompt_embeds": Neutral("not supported yet; give text or token ids", ([],)),
         "mm_processor_kwargs": Neutral(_TEXT_ONLY),
         "media_io_kwargs": Neutral(_TEXT_ONLY, ({},)),
         "mm_payload": Neutral(_TEXT_ONLY, ("none",)),
