@@ -224,13 +224,43 @@ LLAMA = {
             "rope_type is 'linear' and its type",
         ),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor must be a number, got nothing"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 1e300}}, "rope factor is 1e\\+300; at most"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 1e300}}, "factor is 1e\\+300; at most"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 1e30}}, "rope factor is 1e\\+30; at most"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 1e8}}, "rope factor 1e\\+08 makes a context of 5.12e\\+10"),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         spec_from_config(LLAMA | changes)
+
+
+NONSENSE: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"hidden_act": ""}, "hidden_act is ''; supported are silu"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e300}}, r"rope_theta is 1e\+300; at most 3\.403e\+38"),
+    (
+        "llama_yarn",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": -1}},
+        "beta_fast must be positive",
+    ),
+    ("qwen2", {"num_hidden_layers": -1}, "num_hidden_layers must not be negative, got -1"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size must not be negative"),
+    ("qwen2_moe", {"mlp_only_layers": [None]}, r"mlp_only_layers must be a list of layers, got \[None\]"),
+    ("deepseek_v3_moe", {"n_shared_experts": -1}, "n_shared_experts must not be negative"),
+    ("deepseek_v2_moe", {"scoring_func": "tanh"}, "scoring_func is 'tanh'; supported are softmax and sigmoid"),
+    ("deepseek_v2_moe", {"topk_method": ""}, "topk_method is ''; supported are greedy and group_limited_greedy"),
+    ("ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index must not be negative, got -2"),
+    ("exaone4", {"sliding_window_pattern": "LLx"}, "sliding_window_pattern must be a number, or L and G"),
+    ("granite", {"embedding_multiplier": 1e300}, r"embedding_multiplier is 1e\+300"),
+    ("llama4", {"moe_layers": [7]}, r"moe_layers must be a list of layers from 0 to 3, got \[7\]"),
+    ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim must be at least 1"),
+    ("smollm3", {"no_rope_layers": [1, 0, 5, 1]}, "no_rope_layers must have 0 or 1 for each layer"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), NONSENSE)
+def test_nonsense_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        spec_from_config(configs()[name] | changes)
 
 
 def test_two_names_of_one_field_must_agree() -> None:

@@ -40,6 +40,10 @@ ROPE_KINDS: dict[str, RopeKind] = {
 
 LARGEST = 2**31 - 1
 """The largest int32, which kernels count with."""
+LARGEST_FLOAT = 3.4028234663852886e38
+"""The largest float32, which kernels compute with."""
+MAY_BE_NEGATIVE = {"moe_layer_end_index": -1}
+"""Fields of whole numbers that may be below 0, with their least values: -1 is the last layer."""
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts"), 4096),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 65536),
@@ -54,6 +58,8 @@ def integer(config: Config, key: str, default: int | None = None) -> int:
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int):
         raise ModelError(f"the config's {_spelt(config, key)} must be a whole number, got {_shown(config, key)}")
+    if value < MAY_BE_NEGATIVE.get(key, 0) and config.get(key) is not None:
+        raise ModelError(f"the config's {_spelt(config, key)} must not be negative, got {_shown(config, key)}")
     most = MOST.get(key, LARGEST)
     if abs(value) > most:
         said = f"the config's {_spelt(config, key)} is {_shown(config, key)}"
@@ -62,11 +68,14 @@ def integer(config: Config, key: str, default: int | None = None) -> int:
 
 
 def number(config: Config, key: str, default: float | None = None) -> float:
-    """A finite number; null counts as missing. Raises ModelError."""
+    """A number that float32 can hold; null counts as missing. Raises ModelError."""
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ModelError(f"the config's {_spelt(config, key)} must be a number, got {_shown(config, key)}")
+    if abs(value) > LARGEST_FLOAT:
+        said = f"the config's {_spelt(config, key)} is {_shown(config, key)}"
+        raise ModelError(f"{said}; at most {LARGEST_FLOAT:.4g} can be computed with")
     return float(value)
 
 
@@ -79,6 +88,14 @@ def positive(config: Config, key: str, default: float | None = None) -> float:
 
 def optional_number(config: Config, key: str) -> float | None:
     return None if config.get(key) is None else number(config, key)
+
+
+def one_of(config: Config, key: str, *names: str) -> str:
+    """One of these names; the first if the field is missing or null. Raises ModelError."""
+    name = names[0] if config.get(key) is None else config[key]
+    if name not in names:
+        raise ModelError(f"the config's {_spelt(config, key)} is {name!r:.80}; supported are {' and '.join(names)}")
+    return str(name)
 
 
 def optional_integer(config: Config, key: str) -> int | None:
@@ -94,8 +111,8 @@ def flag(config: Config, key: str, default: bool) -> bool:
 
 
 def activation(config: Config, key: str, default: str) -> Activation:
-    name = config.get(key) or default
-    if name not in ACTIVATIONS:
+    name = default if config.get(key) is None else config[key]
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ModelError(f"the config's {_spelt(config, key)} is {name!r}; supported are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
@@ -153,8 +170,8 @@ def rope(config: Config, head_dim: int, default_theta: float, layer_type: str | 
         factor,
         original,
         attention_factor=_yarn_attention_factor(given, factor),
-        beta_fast=number(given, "beta_fast", 32.0),
-        beta_slow=number(given, "beta_slow", 1.0),
+        beta_fast=positive(given, "beta_fast", 32.0),
+        beta_slow=positive(given, "beta_slow", 1.0),
         truncate=flag(given, "truncate", True),
     )
 
@@ -421,7 +438,7 @@ def sparse_layers(config: Config, mixture: Experts) -> Callable[[int], Ffn]:
     dense_layers = config.get("mlp_only_layers") or []
     if step < 1:
         raise ModelError(f"the config's decoder_sparse_step must be at least 1, got {step}")
-    if not isinstance(dense_layers, list):
+    if not isinstance(dense_layers, list) or not all(type(each) is int for each in dense_layers):
         raise ModelError(f"the config's mlp_only_layers must be a list of layers, got {dense_layers!r}")
     return lambda index: mixture if index not in dense_layers and (index + 1) % step == 0 else dense(config)
 

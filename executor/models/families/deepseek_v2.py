@@ -3,22 +3,19 @@
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Routing
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import flag, integer, number
+from headrace.executor.models.families._config import flag, integer, number, one_of
 from headrace.executor.models.families._latent import deepseek
-from headrace.ipc.failure import ModelError
 from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
 
 
 def build(config: Config) -> ArchSpec:
-    method = config.get("topk_method") or "greedy"
-    if method not in ("greedy", "group_limited_greedy"):
-        raise ModelError(f"the config's topk_method is {method!r}; supported are greedy and group_limited_greedy")
+    method = one_of(config, "topk_method", "greedy", "group_limited_greedy")
     groups = ALL_EXPERTS
     if method == "group_limited_greedy":
         groups = ExpertGroups(integer(config, "n_group"), integer(config, "topk_group"))
     routing = Routing(
         integer(config, "num_experts_per_tok"),
-        config.get("scoring_func") or "softmax",
+        "sigmoid" if one_of(config, "scoring_func", "softmax", "sigmoid") == "sigmoid" else "softmax",
         renormalise=flag(config, "norm_topk_prob", False),
         scale=number(config, "routed_scaling_factor", 1.0),
         groups=groups,

@@ -11,6 +11,7 @@ from headrace.executor.models.families._config import (
     optional_integer,
     rope,
 )
+from headrace.ipc.failure import ModelError
 
 
 def build(config: Config) -> ArchSpec:
@@ -19,6 +20,10 @@ def build(config: Config) -> ArchSpec:
     pattern = config.get("sliding_window_pattern") or 4
     if isinstance(pattern, int):
         pattern = "L" * (pattern - 1) + "G"  # local and global layers
+    if not isinstance(pattern, str) or not set(pattern) <= {"L", "G"}:
+        raise ModelError(
+            f"the config's sliding_window_pattern must be a number, or L and G for layers, got {pattern!r}"
+        )
     slides = [window is not None and pattern[index % len(pattern)] == "L" for index in range(num_layers)]
     default = ["sliding_attention" if each else "full_attention" for each in slides]
     rotary = rope(config, head_dim, 1e6)

@@ -42,7 +42,7 @@ def build(config: Config) -> ArchSpec:
         raise NotNativeError("the config's attn_config is without alibi or with qk_ln, which are not supported")
     if (steepest := number(attention, "alibi_bias_max", 8)) != 8:
         raise NotNativeError(f"the config's alibi_bias_max is {steepest}; only 8 is supported")
-    if (kind := attention.get("attn_type") or "multihead_attention") != "multihead_attention":
+    if (kind := attention.get("attn_type", "multihead_attention")) not in (None, "multihead_attention"):
         raise NotNativeError(f"the config's attn_type is {kind!r}; only multihead_attention is supported")
     config.section("ffn_config")  # of which `assumes` has what is supported
     clip = optional_number(attention, "clip_qkv")

@@ -25,6 +25,8 @@ def build(config: Config) -> ArchSpec:
     if num_heads < 1 or hidden_size % num_heads:
         raise ModelError(f"the config's hidden_size {hidden_size} is not a multiple of its {num_heads} heads")
     head_dim = hidden_size // num_heads
+    if (width := integer(config, "word_embed_proj_dim", hidden_size)) < 1:
+        raise ModelError(f"the config's word_embed_proj_dim must be at least 1, got {width}")
     bias = flag(config, "enable_bias", True)
     before = flag(config, "do_layer_norm_before", True)
     mixer = Attention(
@@ -48,7 +50,7 @@ def build(config: Config) -> ArchSpec:
         norm=NormSpec("layer", 1e-5, affine=flag(config, "layer_norm_elementwise_affine", True)),
         norm_placement="pre" if before else "post",
         tied_head=flag(config, "tie_word_embeddings", True),
-        embedding_size=integer(config, "word_embed_proj_dim", hidden_size),
+        embedding_size=width,
         learned_position_offset=POSITION_OFFSET,
         final_norm=before and not flag(config, "_remove_final_layer_norm", False),
         names=NAMES,
