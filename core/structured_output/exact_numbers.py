@@ -9,6 +9,7 @@ by a bound beside it, and what has more digits is refused.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from decimal import Decimal
 from typing import Any
 
@@ -88,6 +89,19 @@ def with_exact_bounds(schema: dict[str, Any], where: str, *, is_merged: bool) ->
         if bound is not None:
             rest[f"exclusive{name.capitalize()}" if bound[1] else name] = bound[0]
     return rest
+
+
+def check_multiples(steps: Collection[float]) -> None:
+    """Raises ValueError if llguidance may miss a common multiple of several `multipleOf`: it computes it in 32 bits."""
+    exact = [Decimal(repr(each)).as_tuple() for each in steps]
+    if len(exact) < 2:
+        return
+    scale = -min(0, *(int(each.exponent) for each in exact))
+    whole = sorted(int("".join(map(str, each.digits))) * 10 ** (scale + int(each.exponent)) for each in exact)
+    if whole[-1] * whole[-2] >= 1 << 32:
+        raise ValueError(
+            f"several multipleOf of one number are followed if they have few digits, and not {max(steps)!r}"
+        )
 
 
 def _bound(schema: dict[str, Any], name: str, stricter: Any) -> tuple[float, bool] | None:

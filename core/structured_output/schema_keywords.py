@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from headrace.core.structured_output.exact_numbers import check_exact, with_exact_bounds
+from headrace.core.structured_output.exact_numbers import check_exact, check_multiples, with_exact_bounds
 from headrace.core.structured_output.expressions import leading_assertions
 
 FORMATS = frozenset(
@@ -72,6 +72,8 @@ class _Rewriting:
         """References whose schema is needed closed, and the names of the definitions to add for that."""
 
     def whole(self) -> Any:
+        if self._is_merged:
+            check_multiples(set(_steps(self._root)))
         found = self._rewritten(self._root, "")
         if not self._closed:
             return found
@@ -257,10 +259,18 @@ def _adds_bounds(schema: Any) -> bool:
         return any(map(_adds_bounds, schema))
     if not isinstance(schema, dict):
         return False
-    has_bounds = any("inimum" in name or "aximum" in name for name in schema)
+    has_bounds = any("inimum" in name or "aximum" in name or name == "multipleOf" for name in schema)
     if "allOf" in schema or (has_bounds and any(name in schema for name in _IN_PLACE)):
         return True
     return any(_adds_bounds(each) for name, each in schema.items() if name not in _VALUES)
+
+
+def _steps(schema: Any) -> Iterator[float]:
+    """All values of `multipleOf` within a schema."""
+    for each in schema if isinstance(schema, list) else schema.values() if isinstance(schema, dict) else ():
+        yield from _steps(each)
+    if isinstance(schema, dict) and isinstance(step := schema.get("multipleOf"), int | float) and step:
+        yield abs(step)
 
 
 # --- single keywords --------------------------------------------------------------------------------------------------

@@ -167,3 +167,18 @@ def test_far_bounds_are_followed_as_far_as_the_library_can(name: str, most: floa
 def test_a_far_bound_of_integers_is_refused(name: str) -> None:
     for bound in ("1e20", "9223372036854775808", "9007199254740993.0"):
         refused(name, f'{{"type": "integer", "maximum": {bound}}}')
+
+
+def test_common_multiples_are_followed_or_refused() -> None:
+    """llguidance computes them in 32 bits, and takes what overflows for another number."""
+    few = compiled("llguidance", "json", '{"allOf": [{"multipleOf": 0.5}, {"type": "number", "multipleOf": 0.3}]}')
+    assert takes(few, "1.5")
+    assert not takes(few, "0.5")
+    for many in (
+        {"allOf": [{"type": "integer", "multipleOf": 65536}, {"multipleOf": 65537}]},
+        {"$ref": "#/$defs/a", "multipleOf": 65537, "$defs": {"a": {"type": "integer", "multipleOf": 65536}}},
+        {"allOf": [{"type": "number", "multipleOf": 0.0003}, {"multipleOf": 500003}]},
+    ):
+        refused("llguidance", json.dumps(many), "several multipleOf of one number")
+    alone = compiled("llguidance", "json", '{"properties": {"a": {"multipleOf": 65537}, "b": {"multipleOf": 65536}}}')
+    assert not takes(alone, '{"a":65536}')
