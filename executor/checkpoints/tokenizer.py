@@ -78,34 +78,23 @@ def load_bundle(checkpoint: Checkpoint, options: Options) -> TokenizerBundle | N
 
 def end_of_tokenizer(checkpoint: Checkpoint, options: Options) -> int | None:
     """The id of the eos token of the tokenizer that `load_bundle` returns, which ends an answer whatever the model's
-    config says: fine-tunes often name their end of turn in the tokenizer alone. None if it has none.
+    config says: fine-tunes often name their end of turn in the tokenizer alone. None if it has none, or if it is a GGUF
+    file's own, whose ends the checkpoint has.
 
-    Of a tokenizer.json only the list of added tokens is decoded. Raises ModelError and OptionError as `load_bundle`.
+    Mostly, only the list of added tokens is decoded. Raises ModelError and OptionError as `load_bundle`.
     """
-    if options.skip_tokenizer_init:
+    if options.skip_tokenizer_init or (checkpoint.gguf is not None and not options.tokenizer):
         return None
-    folder = checkpoint.path
-    if not options.tokenizer and options.tokenizer_mode != "mistral" and (folder / "tokenizer.json").is_file():
-        text = folder_tokens(folder, _config(folder)).roles.get("eos_token")
-        if text is None:
-            return None
-        for token in _added_tokens(folder / "tokenizer.json"):
-            if token.content == text:
-                return token.id
+    file = checkpoint.path / "tokenizer.json"
+    if not options.tokenizer and options.tokenizer_mode != "mistral" and file.is_file():
+        text = folder_tokens(checkpoint.path, _config(checkpoint.path)).roles.get("eos_token")
+        found = None if text is None else _added_id(file.read_bytes(), text)
+        if text is None or found is not None:
+            return found
     bundle = load_bundle(checkpoint, options)
     assert bundle is not None
-    return token_id_of(bundle, "eos_token")
-
-
-def token_id_of(bundle: TokenizerBundle, role: str) -> int | None:
-    """The id of the special token with this role; None if the tokenizer has none."""
-    from tokenizers import Tokenizer
-
-    text = bundle.special_tokens.get(role)
-    if text is None:
-        return None
-    found: int | None = Tokenizer.from_buffer(bundle.tokenizer_json).token_to_id(text)
-    return found
+    text = bundle.special_tokens.get("eos_token")
+    return None if text is None else _added_id(bundle.tokenizer_json, text)
 
 
 class _AddedToken(msgspec.Struct):
@@ -117,12 +106,13 @@ class _TokenizerFile(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
 
 
-def _added_tokens(path: Path) -> list[_AddedToken]:
-    """The added tokens of a tokenizer.json; empty if it cannot be decoded, of which reading it as a whole will tell."""
+def _added_id(tokenizer_json: bytes, text: str) -> int | None:
+    """The id of an added token; None if it is no such token, or the tokenizer cannot be decoded."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_TokenizerFile).added_tokens
-    except (OSError, msgspec.MsgspecError):
-        return []
+        added = msgspec.json.decode(tokenizer_json, type=_TokenizerFile).added_tokens
+    except msgspec.MsgspecError:
+        return None
+    return next((token.id for token in added if token.content == text), None)
 
 
 def _gguf(header: GGUFHeader) -> TokenizerBundle:

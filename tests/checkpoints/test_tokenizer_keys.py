@@ -256,14 +256,15 @@ def test_each_key_of_a_tokenizer_json_counts_or_is_known_not_to(folder: Path) ->
 @pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json", "generation_config.json"])
 def test_each_key_of_the_files_beside_counts(name: str, folder: Path) -> None:
     tool = {"content": "<|tool|>", "lstrip": True, "rstrip": True, "single_word": False, "normalized": False}
-    content: dict[str, Any] = {
+    contents: dict[str, dict[str, Any]] = {
         "special_tokens_map.json": {
             "bos_token": "<s>", "eos_token": {"content": "</s>"}, "unk_token": tool, "image_token": "<|b|>",
             "additional_special_tokens": ["<|a|>"],
         },
         "added_tokens.json": {"<think>": 320, "<|tool|>": 321, "<|a|>": 325},
         "generation_config.json": {"eos_token_id": [1, 7], "bos_token_id": 0, "pad_token_id": 0},
-    }[name]  # fmt: skip
+    }  # fmt: skip
+    content = contents[name]
 
     def read(changed: Any) -> Any:
         write(folder, name, changed)
