@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import codecs
 import collections
+import contextlib
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.ipc.messages import Progress
 from headrace.ipc.process.log import write_beside_bars
 from headrace.ipc.wait import Deadline
 
@@ -70,7 +72,7 @@ class LoadBar:
         if self._bar is None:
             shows = self._wanted
             if shows is None:
-                shows = sys.stderr is not None and sys.stderr.isatty()
+                shows = is_watched()
             if not shows:
                 return
             from tqdm import tqdm
@@ -94,6 +96,41 @@ class LoadBar:
                 self._bar.update(self._bar.total - self._bar.n)
             self._bar.close()
             self._bar = None
+
+
+class StartLine:
+    """One line on a terminal, or in a notebook, that names what a starting engine does; it goes when the start ends."""
+
+    def __init__(self, wanted: bool | None) -> None:
+        """wanted: the option use_tqdm_on_load; False shows nothing."""
+        self._shows = wanted is not False and is_watched()
+        self._bar: Any = None
+
+    def __enter__(self) -> StartLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            with contextlib.suppress(Exception):
+                self._bar.close()
+
+    def show(self, progress: Progress) -> None:
+        """Takes what the engine reports when a phase begins."""
+        if not self._shows:
+            return
+        with contextlib.suppress(Exception):  # the terminal may be gone; the engine starts all the same
+            if self._bar is None:
+                from tqdm import tqdm
+
+                self._bar = tqdm(bar_format="{desc} [{elapsed}]", leave=False, dynamic_ncols=True, file=sys.stderr)
+            self._bar.set_description_str(f"Starting the engine: {progress.phase}")
+
+
+def is_watched() -> bool:
+    """Whether somebody sees what is written to stderr: a terminal, or a notebook's cell."""
+    if sys.stderr is None:
+        return False
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 MOST_RANKS = 8

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+from headrace.core.process.child_output import StartLine
 from headrace.frontend.api.batch import params_for
 from headrace.frontend.api.beam_search import BeamSearchParams, as_request_output, beam_search
 from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
@@ -37,7 +38,7 @@ from headrace.frontend.client.own_engine import CAUSE_GRACE_S, STOP_DEADLINE_S, 
 from headrace.frontend.client.request_metrics import RequestCounts
 from headrace.frontend.client.transport import Transport, ZmqTransport
 from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
-from headrace.frontend.fleet.sources import Owned
+from headrace.frontend.fleet.sources import Owned, Reconnecting
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         children = start_ranks(parsed)
         fleet = owned_ranks(parsed, children, RESTARTS) if len(children) > 1 else []
         self._prepare(fleet or children, FleetClient(fleet) if fleet else None)
+        self._shows_start = parsed.use_tqdm_on_load
 
     @classmethod
     def from_engine_args(
@@ -98,20 +100,32 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         return self
 
     @classmethod
-    async def connect(cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S, *, keys: str | None = None) -> AsyncLLM:
+    async def connect(
+        cls,
+        address: str,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+        *,
+        keys: str | None = None,
+        reconnect: bool = False,
+    ) -> AsyncLLM:
         """Attaches to the engine-core that listens at `address`. Closing detaches, and leaves the engine running.
 
-        keys: the key file for a tcp:// address (`headrace keys`), by default the one that HEADRACE_KEYS names.
+        keys, reconnect, and what it raises: see LLM.connect.
         """
-        return await cls.attach(ZmqTransport(address, keys=keys), timeout_s)
+        if not reconnect:
+            return await cls.attach(ZmqTransport(address, keys=keys), timeout_s)
+        return await cls._attach(FleetClient([Reconnecting(address, keys=keys)]), timeout_s)
 
     @classmethod
     async def attach(cls, transport: Transport, timeout_s: float = CONNECT_TIMEOUT_S) -> AsyncLLM:
         """Attaches over any transport, such as a MemoryTransport to a core in this process. Raises as `connect`."""
+        return await cls._attach(CoreClient(transport), timeout_s)
+
+    @classmethod
+    async def _attach(cls, client: CoreClient | FleetClient, timeout_s: float) -> AsyncLLM:
         self = cls.__new__(cls)
         self._prepare([])
         self._loop = asyncio.get_running_loop()
-        client = CoreClient(transport)
         await client.start(timeout_s)
         self._take(client)
         return self
@@ -120,6 +134,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         """children: the engines that `close` stops."""
         self._children = children
         self._fleet = fleet
+        self._shows_start: bool | None = False
         self._client: CoreClient | FleetClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[CoreClient | FleetClient] | None = None
@@ -453,6 +468,8 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
                 "this AsyncLLM is in use in another asyncio loop: create one in each, or run everything in one loop"
             )
         if self._client is not None:
+            if isinstance(self._client, FleetClient) and not self._client.is_usable:
+                await self._client.until_usable()
             return self._client
         if self._starting is None:
             self._starting = loop.create_task(self._start())
@@ -470,7 +487,8 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
             return self._take(self._fleet)
         (child,) = self._children
         assert not isinstance(child, Owned), "those belong to a fleet"
-        ready = await asyncio.to_thread(child.wait_ready)
+        with StartLine(self._shows_start) as line:
+            ready = await asyncio.to_thread(child.wait_ready, on_progress=line.show)
         client = CoreClient(ZmqTransport(ready.address, ready.peer_timeout_s), cause_grace_s=CAUSE_GRACE_S)
         await client.start()
         child.on_exit(client.fail_threadsafe)

@@ -8,6 +8,7 @@ import contextlib
 import heapq
 import logging
 import numbers
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
@@ -191,6 +192,8 @@ class ProgressBar:
         self._began_s = time.time()
         self._num_tokens = 0
         self._ended: collections.deque[int] = collections.deque()  # tokens of requests that `show` has not counted
+        self._lock = threading.RLock()
+        """Held while the bar is used, by one of several threads that wait."""
 
     def __enter__(self) -> ProgressBar:
         """Raises the error of a user's function that should make the bar, unless it is one of output."""
@@ -210,8 +213,19 @@ class ProgressBar:
         """Counts a request that has ended. Thread-safe."""
         self._ended.append(stream.metrics.num_generation_tokens)
 
+    def grow(self, count: int) -> None:
+        """Counts on `count` more requests."""
+        with self._lock:
+            self._total += count
+            if self._bar is not None:
+                self._bar.total = self._total
+
     def show(self) -> None:
         """Shows what was counted."""
+        with self._lock:
+            self._show()
+
+    def _show(self) -> None:
         if self._shown and self._bar is None and self._total:
             self._guarded(self._make)
         count = 0
@@ -224,8 +238,9 @@ class ProgressBar:
             self.update(count)
 
     def update(self, count: int) -> None:
-        if self._bar is not None:
-            self._guarded(self._bar.update, count)
+        with self._lock:
+            if self._bar is not None:
+                self._guarded(self._bar.update, count)
 
     @property
     def _given(self) -> dict[str, Any]:
@@ -246,6 +261,35 @@ class ProgressBar:
             with contextlib.suppress(Exception):
                 self._bar.disable = True  # so that it writes nothing when it is collected
             self._bar, self._shown = None, False
+
+
+class SharedBar:
+    """The progress bar of all threads that wait for one LLM at a time: each adds its requests to it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bar: ProgressBar | None = None
+        self._num_waiting = 0
+
+    @contextlib.contextmanager
+    def open(self, total: int, shown: bool | Callable[..., Any]) -> Iterator[ProgressBar]:
+        """shown: False shows none; a function makes a bar for this thread's requests alone, and may raise."""
+        if shown is not True:
+            with ProgressBar(total, shown) as own:
+                yield own
+            return
+        with self._lock:
+            bar = self._bar = self._bar or ProgressBar(0, True).__enter__()
+            bar.grow(total)
+            self._num_waiting += 1
+        try:
+            yield bar
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+                if not self._num_waiting:
+                    self._bar = None
+                    bar.__exit__(None)
 
 
 def _defaults(client: RequestClient) -> SamplingParams:

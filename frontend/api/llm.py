@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
-from headrace.frontend.api.batch import ProgressBar, enqueue_batch, finish_batch, params_for, run_batch
+from headrace.core.process.child_output import StartLine
+from headrace.frontend.api.batch import SharedBar, enqueue_batch, finish_batch, params_for, run_batch
 from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
 from headrace.frontend.api.engine_config import ModelConfig, engine_config
@@ -43,6 +44,7 @@ from headrace.frontend.client.own_engine import (
 from headrace.frontend.client.request_metrics import RequestCounts
 from headrace.frontend.client.transport import Transport, ZmqTransport
 from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
+from headrace.frontend.fleet.sources import Reconnecting
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -89,7 +91,8 @@ class LLM(Controls, NamesWhatIsMissing):
             if len(children) > 1:
                 self._open(FleetClient(owned_ranks(parsed, children, RESTARTS)), None)
                 return
-            ready = children[0].wait_ready()
+            with StartLine(parsed.use_tqdm_on_load) as line:
+                ready = children[0].wait_ready(on_progress=line.show)
             self._open(_own_client(ZmqTransport(ready.address, ready.peer_timeout_s)), children[0])
         except BaseException:
             for child in children:
@@ -102,14 +105,27 @@ class LLM(Controls, NamesWhatIsMissing):
         return cls(**vars(engine_args))
 
     @classmethod
-    def connect(cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S, *, keys: str | None = None) -> LLM:
+    def connect(
+        cls,
+        address: str,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+        *,
+        keys: str | None = None,
+        reconnect: bool = False,
+    ) -> LLM:
         """Attaches to the engine-core that listens at `address`. Closing detaches, and leaves the engine running.
 
         keys: the key file for a tcp:// address (`headrace keys`), by default the one that HEADRACE_KEYS names.
+        reconnect: when the engine is lost, requests wait up to 30 s for one at the same address, and continue there;
+        without it they fail at once, and so does this LLM from then on.
 
         Raises EngineDeadError when no engine listens there, and AddressError for an invalid address.
         """
-        return cls.attach(ZmqTransport(address, keys=keys), timeout_s)
+        if not reconnect:
+            return cls.attach(ZmqTransport(address, keys=keys), timeout_s)
+        self = cls.__new__(cls)
+        self._open(FleetClient([Reconnecting(address, keys=keys)]), None, timeout_s)
+        return self
 
     @classmethod
     def attach(cls, transport: Transport, timeout_s: float = CONNECT_TIMEOUT_S) -> LLM:
@@ -131,6 +147,7 @@ class LLM(Controls, NamesWhatIsMissing):
         self._request_ids = itertools.count()
         self._enqueued: list[tuple[RequestStream, AnswerReader | None]] = []
         self._engine: LLMEngine | None = None
+        self._bars = SharedBar()
         self._stat_loggers = StatLoggers(None)
         # Runs once: at close, when this object is collected, or when the interpreter exits.
         self._close = weakref.finalize(self, _shut_down, self._process_id, self._background, self._client, child)
@@ -167,7 +184,7 @@ class LLM(Controls, NamesWhatIsMissing):
         self._check_usable()
         check_arguments("generate", {"lora_request": lora_request, **others})
         parsed = self._tokenized(parse_prompts(prompts), tokenization_of(tokenization_kwargs))
-        with ProgressBar(len(parsed), use_tqdm) as bar:
+        with self._bars.open(len(parsed), use_tqdm) as bar:
             batch = run_batch(self._client, parsed, sampling_params, priority, self._request_ids, bar.add)
             return self._background.run(batch, bar.show)
 
@@ -194,7 +211,7 @@ class LLM(Controls, NamesWhatIsMissing):
         check_arguments("chat", {"lora_request": lora_request})
         prompts, readers = self._conversations(messages, template_options)
         sampling_params = self._strict(prompts, readers, sampling_params)
-        with ProgressBar(len(prompts), use_tqdm) as bar:
+        with self._bars.open(len(prompts), use_tqdm) as bar:
             batch = run_batch(self._client, prompts, sampling_params, priority, self._request_ids, bar.add)
             outputs = self._background.run(batch, bar.show)
         for reader, output in zip(readers, outputs, strict=True):
@@ -285,7 +302,7 @@ class LLM(Controls, NamesWhatIsMissing):
         self._check_usable()
         if output_type not in (None, RequestOutput):
             raise InvalidRequestError(f"output_type is {output_type!r}: requests give RequestOutput")
-        with ProgressBar(len(self._enqueued), use_tqdm) as bar:
+        with self._bars.open(len(self._enqueued), use_tqdm) as bar:
             enqueued, self._enqueued = self._enqueued, []
             streams = [stream for stream, _ in enqueued]
             outputs = self._background.run(finish_batch(self._client, streams, bar.add), bar.show)
@@ -313,7 +330,7 @@ class LLM(Controls, NamesWhatIsMissing):
         if at_once < 1 and parsed:
             raise InvalidRequestError(f"concurrency_limit = {concurrency_limit}: must be at least 1")
         found: list[BeamSearchOutput] = []
-        with ProgressBar(len(parsed), use_tqdm) as bar:
+        with self._bars.open(len(parsed), use_tqdm) as bar:
             for first in range(0, len(parsed), max(1, at_once)):
                 some = parsed[first : first + at_once]
                 found += self._background.run(beam_search(self._client, some, params, self._request_ids))
@@ -321,7 +338,8 @@ class LLM(Controls, NamesWhatIsMissing):
         return found
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> SyncStream:
-        """Streams the completion of one prompt: an iterator of RequestOutputs that each hold only the new part (DELTA).
+        """Streams the completion of one prompt: an iterator of RequestOutputs that each hold only the new part (DELTA),
+        where `AsyncLLM.generate` yields all text so far unless `output_kind` asks for deltas.
 
         Closing it (or leaving its `with` block, or dropping it) aborts the request. Raises as `generate` does.
         """
@@ -407,6 +425,11 @@ class LLM(Controls, NamesWhatIsMissing):
         """The engine's description of itself: model, limits, start-up times."""
         return self._client.welcome
 
+    def __repr__(self) -> str:
+        welcome = self._client.welcome
+        state = "" if self._close.alive else ", closed"
+        return f"LLM(model={welcome.model!r}, dtype={welcome.dtype!r}, max_model_len={welcome.max_model_len}{state})"
+
     def shutdown(self) -> None:
         """`close`, under vLLM's name."""
         self.close()
@@ -438,6 +461,8 @@ class LLM(Controls, NamesWhatIsMissing):
         return parsed, params
 
     def _tokenized(self, prompts: list[Prompt], how: Tokenization = AS_THE_MODEL_HAS_IT) -> list[Prompt]:
+        if isinstance(self._client, FleetClient) and not self._client.is_usable:
+            self._background.run(self._client.until_usable())
         tokenize(prompts, self._client.tokenizer, how)
         for prompt in prompts:
             how.apply(prompt, self._client.welcome)
@@ -457,9 +482,11 @@ class LLM(Controls, NamesWhatIsMissing):
             raise HeadraceError("this LLM is closed")
 
 
-def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S, *, keys: str | None = None) -> LLM:
+def connect(
+    address: str, timeout_s: float = CONNECT_TIMEOUT_S, *, keys: str | None = None, reconnect: bool = False
+) -> LLM:
     """Attaches to the engine-core that listens at `address`; see LLM.connect."""
-    return LLM.connect(address, timeout_s, keys=keys)
+    return LLM.connect(address, timeout_s, keys=keys, reconnect=reconnect)
 
 
 def _own_client(transport: Transport) -> CoreClient:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,7 @@ from headrace.frontend.client.own_engine import STOP_DEADLINE_S
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity, RouterOptions
 from headrace.frontend.fleet.discovery import Discovery
-from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.pool import HELD_S, EnginePool
 from headrace.frontend.fleet.sources import EngineProcess, Owned, Source
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.control import ExtensionAnswers
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from headrace.core.options.engine_options import Options
 
 logger = logging.getLogger(__name__)
+_LOOK_S = 0.1
 RESTARTS = 10
 """How often in a row a dead engine is restarted, if there are several."""
 
@@ -113,6 +115,7 @@ class FleetClient(AsyncControls):
         self._sources, self._options = sources, options
         self._coordinators, self._peer_timeout_s = coordinators, peer_timeout_s
         self._pool: EnginePool | None = None
+        self._last_client: CoreClient | None = None
 
     async def start(self, timeout_s: float | None = None) -> None:
         """Waits until all engines are ready, or, with coordinators, the first one.
@@ -132,7 +135,9 @@ class FleetClient(AsyncControls):
                     at = ", ".join(self._coordinators)
                     raise EngineDeadError(f"no engine was found within {limit_s:g} s by the coordinator at {at}")
                 assert pool.failure is not None, "it is dead for a reason"
-                raise HeadraceError.from_failure(pool.failure)
+                are_own = any(source.is_own for source in self._sources)
+                raise (HeadraceError if are_own else EngineDeadError).from_failure(pool.failure)
+            self._last_client = next((each.client for each in pool.engines if each.client is not None), None)
         except BaseException:
             await self.close()
             raise
@@ -154,18 +159,40 @@ class FleetClient(AsyncControls):
         return clients
 
     @property
+    def _some_client(self) -> CoreClient:
+        """An engine's client, of one that has gone if none is there now but may be again. Raises EngineDeadError."""
+        try:
+            self._last_client = self._clients[0]
+        except EngineDeadError:
+            if self._last_client is None or self.failure is not None:
+                raise
+        return self._last_client
+
+    @property
     def welcome(self) -> Welcome:
-        """Of the first available engine; all accept the same requests."""
-        return self._clients[0].welcome
+        """Of the first available engine; all accept the same requests. Of the last one while none is there."""
+        return self._some_client.welcome
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self._clients[0].tokenizer
+        return self._some_client.tokenizer
 
     @property
     def failure(self) -> Failure | None:
         """Why no engine is left and none will return; None while there is one, or one may return."""
         return self._pool.failure if self._pool is not None else None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether an engine is there now."""
+        return any(engine.usable for engine in self.pool.engines)
+
+    async def until_usable(self) -> None:
+        """Waits until an engine is there, as long as requests that had one do (HELD_S), and while one may return."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HELD_S):
+                while not self.is_usable and any(engine.source.waits_alone for engine in self.pool.engines):
+                    await asyncio.sleep(_LOOK_S)
 
     def submit(
         self,

@@ -61,7 +61,7 @@ _RETRY_LONGEST_S = 30.0
 _ATTACH_RETRY_LONGEST_S = 2.0
 """For an engine that someone else runs: trying to connect to it costs little."""
 HELD_S = 30.0
-"""How long requests wait when no engine is left, for one of several that someone else runs to return."""
+"""How long requests wait when no engine is left, for one that someone else runs to return."""
 SILENT_AFTER_S = 5.0
 """An engine with requests that sends nothing for this long is reported as silent by health checks."""
 STATS_TIMEOUT_S = 2.0
@@ -380,7 +380,7 @@ class EnginePool:
     def _rescue(self, engine: Engine, streams: Sequence[RequestStream], failure: Failure) -> None:
         """Handles the death of an engine that ran these requests."""
         is_awaited = engine.is_awaited
-        if engine.is_foreign and len(self.engines) > 1:
+        if engine.is_foreign and (len(self.engines) > 1 or engine.source.waits_alone):
             is_awaited = True  # until `hold` expires
             loop = asyncio.get_running_loop()
             engine.hold = loop.call_later(HELD_S, lambda: self._carry_out(self.router.give_up(engine.name, failure)))

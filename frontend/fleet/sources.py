@@ -44,6 +44,9 @@ class Source:
         """Whether requests that no other engine can run wait for its return, and its model's name stays listed."""
         return False  # it is unknown whether it will return
 
+    waits_alone = False
+    """Whether requests wait a while for its return also where there is no other engine."""
+
     async def open(self) -> CoreClient:
         """Connects to the engine, waiting until it is ready. Raises HeadraceError if it cannot become ready."""
         raise NotImplementedError
@@ -66,18 +69,27 @@ class Source:
 class Attached(Source):
     """An engine that someone else runs, who may restart it at its address, or resume it if it was stopped."""
 
-    def __init__(self, address: str, peer_timeout_s: float | None = None, *, comes_back: bool = True) -> None:
+    def __init__(
+        self, address: str, peer_timeout_s: float | None = None, *, keys: str | None = None, comes_back: bool = True
+    ) -> None:
+        """keys: the key file for its address, by default the one that HEADRACE_KEYS names."""
         self.address, self._comes_back = address, comes_back
-        self._peer_timeout_s = peer_timeout_s
+        self._peer_timeout_s, self._keys = peer_timeout_s, keys
 
     @property
     def comes_back(self) -> bool:
         return self._comes_back
 
     async def open(self) -> CoreClient:
-        client = CoreClient(ZmqTransport(self.address, self._peer_timeout_s))
+        client = CoreClient(ZmqTransport(self.address, self._peer_timeout_s, keys=self._keys))
         await client.start()
         return client
+
+
+class Reconnecting(Attached):
+    """The only engine of a client that goes on with whichever engine listens at this address next."""
+
+    waits_alone = True
 
 
 class Discovered(Attached):
