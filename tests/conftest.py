@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -98,9 +98,9 @@ def no_process_left_over() -> Iterator[None]:
     """Fails a test that leaves a child process behind, and ends it so that the next test is not blamed."""
     before, began_s = _descendants(), time.clock_gettime(time.CLOCK_BOOTTIME)
     yield
-    # What a server of a fixture starts for itself, such as the process that tries grammars, ends with that server.
+    # What a server of a fixture starts for itself, such as the processes that try grammars, ends with that server.
     since = [process for process in _descendants() - before if _started_s(process) >= began_s]
-    left = [process for process in since if _parent(process) not in before]
+    left = [process for process in since if not before & set(_ancestors(process))]
     _, alive = psutil.wait_procs(left, timeout=LEFTOVER_GRACE_S)
     names = [f"{process.pid} {_command(process)}" for process in alive]
     for process in alive:
@@ -138,11 +138,11 @@ def _started_s(process: psutil.Process) -> float:
         return 0.0
 
 
-def _parent(process: psutil.Process) -> psutil.Process | None:
+def _ancestors(process: psutil.Process) -> Sequence[psutil.Process]:
     try:
-        return process.parent()
+        return process.parents()
     except psutil.Error:
-        return None
+        return ()
 
 
 def _is_alive(process: psutil.Process) -> bool:
