@@ -6,6 +6,7 @@ Several workers of one host each take a share of its cores.
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ import psutil
 
 PROC_CGROUP = Path("/proc/self/cgroup")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+SHARE_OF_ADDRESSES = 0.75
+"""Share of the addresses left that may be taken: the stacks and arenas of threads reserve more than they use."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class HostMemory:
 
 
 def host_memory(proc_cgroup: Path = PROC_CGROUP, cgroup_root: Path = CGROUP_ROOT) -> HostMemory:
-    """The machine's memory, reduced to the limits of this process's control groups (version 1 or 2)."""
+    """The machine's memory, reduced to the limits of this process's control groups (version 1 or 2), and to that of its
+    address space (`ulimit -v`)."""
     machine = psutil.virtual_memory()
     total_bytes, available_bytes = machine.total, machine.available
     for folder in _control_groups("memory", proc_cgroup, cgroup_root):
@@ -36,6 +40,11 @@ def host_memory(proc_cgroup: Path = PROC_CGROUP, cgroup_root: Path = CGROUP_ROOT
         total_bytes = min(total_bytes, limit_bytes)
         used_bytes -= _reclaimable_bytes(folder / "memory.stat")
         available_bytes = min(available_bytes, max(0, limit_bytes - used_bytes))
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY:
+        total_bytes = min(total_bytes, addresses)
+        left = max(0, addresses - psutil.Process().memory_info().vms)
+        available_bytes = min(available_bytes, int(left * SHARE_OF_ADDRESSES))
     return HostMemory(total_bytes, available_bytes)
 
 

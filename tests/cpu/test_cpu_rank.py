@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tiny_models
 import torch
 from plan_maker import PlanMaker
 
+from headrace import LLM, SamplingParams
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, Plan
 from headrace.core.options.resolve import resolve
@@ -190,6 +194,28 @@ def test_without_a_limit_memory_is_the_machines(tmp_path: Path) -> None:
     write(root / "memory" / "task", **{"memory.limit_in_bytes": str(1 << 62), "memory.usage_in_bytes": "1"})
     missing = host_memory(tmp_path / "none", root)
     assert host_memory(proc, root).total_bytes == missing.total_bytes > 1 << 28
+
+
+@pytest.fixture
+def few_addresses() -> Iterator[int]:
+    """Limits this process's address space (`ulimit -v`) to so many bytes, 3 GiB more than it has."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limit = psutil.Process().memory_info().vms + (3 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    yield limit
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_a_limited_address_space_gives_a_smaller_cache(tmp_path: Path, few_addresses: int) -> None:
+    found = host_memory()
+    assert found.total_bytes <= few_addresses
+    assert found.available_bytes <= 3 << 30
+    long = {"max_position_embeddings": 1 << 20, "hidden_size": 512, "num_key_value_heads": 4}
+    model = tiny_models.save("llama", tmp_path, **long)
+    options = {"in_process": True, "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 8}
+    with LLM(str(model), **options) as llm:
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        assert len(llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids) == 2
 
 
 # --- cores ------------------------------------------------------------------------------------------------------
