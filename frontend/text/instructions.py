@@ -10,12 +10,14 @@ copy of the conversation with short texts, in this order, and the first in which
     in the first user message   before its text
 
 Where the template refuses two user messages in a row, as which those on both sides of a moved instruction stand, they
-are joined too.
+are joined too. Agents also send a user's text, such as a reminder, right behind a tool's result: templates in which the
+user and the assistant have to alternate refuse it, so that it becomes a part of the result.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -39,7 +41,8 @@ def place_instructions(
     render: renders a conversation with the template. Raises InvalidRequestError where the template refuses it."""
     messages = _without_service_lines(messages)
     places = [index for index, message in enumerate(messages) if _instructs(message)]
-    if not places or (places == [0] and messages[0]["role"] == "system" and _shows_system(template)):
+    is_usual = not places or (places == [0] and messages[0]["role"] == "system" and _shows_system(template))
+    if is_usual and not _has_text_behind_result(messages):
         return messages
     marked, marks = _marked(messages)
     for place in (_as_they_are, *_PLACINGS) if "developer" in template else _PLACINGS:
@@ -122,16 +125,16 @@ def _as_system(messages: Sequence[Message]) -> list[Message]:
 
 def _in_first(messages: Sequence[Message]) -> list[Message]:
     said, rest = _apart(messages)
-    return [{"role": "system", "content": said}, *rest]
+    return [{"role": "system", "content": said}, *rest] if said else rest
 
 
 def _in_user(messages: Sequence[Message]) -> list[Message]:
     said, rest = _apart(messages)
     for index, message in enumerate(rest):
-        if message.get("role") == "user":
+        if said and message.get("role") == "user":
             content = _joined(said, message.get("content"))
             return [*rest[:index], {**message, "content": content}, *rest[index + 1 :]]
-    return [{"role": "user", "content": said}, *rest]
+    return [{"role": "user", "content": said}, *rest] if said else rest
 
 
 def _apart(messages: Sequence[Message]) -> tuple[str, list[Message]]:
@@ -140,11 +143,18 @@ def _apart(messages: Sequence[Message]) -> tuple[str, list[Message]]:
     return _BETWEEN.join(said), [message for message in messages if message.get("role") not in ROLES]
 
 
-def _with_joined_users(place: Placing) -> Placing:
+def _has_text_behind_result(messages: Sequence[Message]) -> bool:
+    roles = [message.get("role") for message in messages]
+    return ("tool", "user") in itertools.pairwise(roles)
+
+
+def _joining(place: Placing, *pairs: tuple[str, str]) -> Placing:
+    """The placing, with messages of such roles in a row joined to one of the first role."""
+
     def joined(messages: Sequence[Message]) -> list[Message]:
         kept: list[Message] = []
         for message in place(messages):
-            if kept and kept[-1].get("role") == message.get("role") == "user":
+            if kept and (kept[-1].get("role"), message.get("role")) in pairs:
                 kept[-1] = {**kept[-1], "content": _joined(kept[-1].get("content"), message.get("content"))}
             else:
                 kept.append(message)
@@ -167,10 +177,13 @@ def _parts(content: Any) -> list[Any]:
 
 
 Placing = Callable[[Sequence[Message]], list[Message]]
+_USERS, _BEHIND_RESULT = ("user", "user"), ("tool", "user")
 _PLACINGS: tuple[Placing, ...] = (
     _as_system,
-    _in_first,
-    _with_joined_users(_in_first),
-    _in_user,
-    _with_joined_users(_in_user),
+    _joining(_as_system, _BEHIND_RESULT),
+    *(
+        _joining(place, *pairs)
+        for place in (_in_first, _in_user)
+        for pairs in ((), (_USERS,), (_USERS, _BEHIND_RESULT))
+    ),
 )

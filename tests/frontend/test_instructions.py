@@ -94,6 +94,26 @@ def test_every_instruction_is_in_the_prompt(template: str, turns: Any, expected:
     assert prompt(template, *turns) == expected
 
 
+CALLED = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]})
+RESULT, REMINDER = {"role": "tool", "content": "r"}, {"role": "user", "content": "do not forget"}
+ALTERNATING = BEGINNING.replace("{% if m.role != 'tool' %}", "{% if m.role != 'tool' and not m.tool_calls %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "more", "expected"),
+    [
+        (ALTERNATING, [], "<u>a<a><t>r\n\ndo not forget"),
+        (ALTERNATING, [{"role": "system", "content": "T"}], "<s>T<u>a<a><t>r\n\ndo not forget"),
+        (ANYWHERE, [], "<u>a<a><t>r<u>do not forget"),
+        (ANYWHERE, [{"role": "system", "content": "T"}], "<u>a<a><t>r<u>do not forget<s>T"),
+    ],
+)
+def test_a_users_text_behind_a_tools_result_is_no_obstacle(template: str, more: Any, expected: str) -> None:
+    """As Claude Code sends its reminders."""
+    render = functools.partial(render_chat, template)
+    assert render(place_instructions(template, [*CALLED, RESULT, REMINDER, *more], render)) == expected
+
+
 def test_a_text_that_stands_elsewhere_too_is_no_proof_that_the_instruction_is_shown() -> None:
     assert prompt(LEFT_OUT, ("system", "yes"), ("user", "say yes")) == "<u>yes\n\nsay yes"
 
