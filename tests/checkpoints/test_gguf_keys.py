@@ -185,6 +185,11 @@ def test_divisors_of_frequencies_that_follow_no_rule_are_applied_as_they_are(tmp
         ({"attention.scale": 0.5}, "llama.attention.scale is 0.5"),
         ({"attention.value_length": 8}, "llama.attention.value_length is 8, and 16 is computed"),
         ({"made_up": 3}, "llama.made_up is 3"),
+        ({"rope.freq_base": -1.0}, "llama.rope.freq_base is -1.0; more than 1 is expected"),
+        ({"rope.freq_base": float("nan")}, "llama.rope.freq_base is nan; a number is expected"),
+        ({"rope.dimension_count": 0}, "llama.rope.dimension_count is 0; from 1 to"),
+        ({"attention.head_count_kv": 0}, "llama.attention.head_count_kv is 0; from 1 to"),
+        ({"block_count": 10**9}, "llama.block_count is 1000000000; from 1 to 4,096"),
     ],
 )
 def test_a_key_that_the_architecture_does_not_compute_with_is_refused(

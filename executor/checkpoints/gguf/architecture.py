@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from headrace.executor.checkpoints.gguf.header import GGUFHeader, StringArray
+from headrace.executor.models.families._config import LARGEST
 from headrace.ipc.failure import ModelError
 
 Extra = Callable[["Fields", Mapping[str, Any]], dict[str, Any]]
@@ -116,14 +118,27 @@ class Fields:
         return self.integer(key, default)
 
     def floats(self, key: str) -> list[float] | None:
-        """One number per layer; None if the key is missing or no array of floats."""
+        """One number per layer; None if the key is missing. Raises ModelError if it is no array of floats."""
         values = self._stored(key)
-        if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
+        if values is None:
             return None
+        if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
+            raise ModelError(f"{self._named(key)} is {values!r:.80}; a number for each layer is expected")
         return [float(each) for each in values]
 
     def number(self, key: str, default: float | None = None) -> float:
-        return float(self.get(key, (int, float), default))
+        """A finite number. Raises ModelError."""
+        value = float(self.get(key, (int, float), default))
+        if not math.isfinite(value):
+            raise ModelError(f"{self._named(key)} is {value}; a number is expected")
+        return value
+
+    def count(self, key: str, default: int | None = None, most: int = LARGEST) -> int:
+        """A whole number from 1 to `most`. Raises ModelError."""
+        value = self.integer(key, default)
+        if not 1 <= value <= most:
+            raise ModelError(f"{self._named(key)} is {value}; from 1 to {most:,} are expected")
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
         value: bool = self.get(key, (bool,), default)

@@ -16,6 +16,7 @@ from headrace.executor.checkpoints.gguf.dense import DENSE
 from headrace.executor.checkpoints.gguf.header import GGUFHeader
 from headrace.executor.checkpoints.gguf.mixtures import MIXTRAL, MIXTURES, mixture
 from headrace.executor.checkpoints.gguf.special_tokens import end_token_ids
+from headrace.executor.models.families._config import MOST
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.log import printable
 
@@ -57,13 +58,12 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     tensors = header.tensors
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{header.path} has no tensor token_embd.weight; it is not a whole language model")
-    num_heads, hidden_size = fields.integer("attention.head_count"), fields.integer("embedding_length")
-    if num_heads < 1:
-        raise ModelError(f"{header.path}: {fields.prefix}.attention.head_count is {num_heads}; at least 1 is expected")
-    num_layers = fields.integer("block_count") - fields.integer("nextn_predict_layers", 0)
+    num_heads = fields.count("attention.head_count", most=MOST["num_attention_heads"])
+    hidden_size = fields.count("embedding_length")
+    num_layers = fields.count("block_count", most=MOST["num_hidden_layers"]) - fields.integer("nextn_predict_layers", 0)
     if num_layers < 1:
         raise ModelError(f"{header.path}: {num_layers} layers ({fields.prefix}.block_count less nextn_predict_layers)")
-    rotary_dim = fields.integer("rope.dimension_count", 0)
+    rotary_dim = fields.count("rope.dimension_count") if fields.has("rope.dimension_count") else 0
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     if head_dim < 1:
         raise ModelError(
@@ -78,11 +78,11 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         "intermediate_size": fields.integers("feed_forward_length", 0 if architecture.is_mixture else None),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": fields.integer("attention.head_count_kv", num_heads),
+        "num_key_value_heads": fields.count("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": fields.integer("context_length"),
         **_eps(fields),
-        "rope_theta": fields.number("rope.freq_base", 10000.0),
+        "rope_theta": _theta(fields),
         "tie_word_embeddings": "output.weight" not in tensors,
     }
     if rotary_dim:
@@ -96,6 +96,13 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     _expect_common(fields, config)
     fields.check_unread()
     return config | _token_ids(header)
+
+
+def _theta(fields: Fields) -> float:
+    theta = fields.number("rope.freq_base", 10000.0)
+    if theta <= 1:
+        raise ModelError(f"{fields.header.path}: {fields.prefix}.rope.freq_base is {theta}; more than 1 is expected")
+    return theta
 
 
 def _expect_common(fields: Fields, config: Mapping[str, Any]) -> None:
@@ -173,7 +180,7 @@ def _longrope(fields: Fields, config: dict[str, Any], factor: float) -> dict[str
         [float(str(each)) * factor for each in tensors[name].data.reshape(-1).view("<f4")]
         for name in (SHORT_FACTORS, LONG_FACTORS)
     )
-    original = fields.integer("rope.scaling.original_context_length", config["max_position_embeddings"])
+    original = fields.count("rope.scaling.original_context_length", config["max_position_embeddings"])
     found = {
         "rope_type": "longrope",
         "short_factor": short,

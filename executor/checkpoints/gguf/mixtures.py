@@ -36,7 +36,7 @@ def mixture(fields: Fields, config: Config, architecture: GGUFArchitecture) -> d
     if architecture.routes_in_groups:
         found |= {
             "n_shared_experts": fields.integer("expert_shared_count", 0),
-            "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
+            "routed_scaling_factor": fields.number("expert_weights_scale", 0.0) or 1.0,
             "first_k_dense_replace": fields.integer("leading_dense_block_count", 0),
             "n_group": fields.integer("expert_group_count", 1),
             "topk_group": fields.integer("expert_group_used_count", 1),
