@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 from example_tools import NOW, weather
+from fake_tokenizers import bundle_of, byte_level_tokenizer
 from family_answers import V3
 from read_answers import Read, read
 
+from headrace.frontend.text.chat_template import RenderedChat
+from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import load_format
 from headrace.frontend.text.formats.parser import OutputParser
+from headrace.frontend.text.tokenizer import Tokenizer
 
 ANY: dict[str, Any] = {"note": {}, "count": {"description": "how many"}}
 TOOLS = [weather(**ANY), NOW]
@@ -178,3 +182,19 @@ def test_an_object_that_has_a_long_name_is_not_held_back(name: str):
     parser = OutputParser(None, load_format(name), tools=TOOLS)
     said = "".join(each.content for piece in '{"name": "' + "x" * 2000 for each in parser.feed(piece))
     assert len(said) > 1600
+
+
+def test_slips_are_text_where_a_grammar_holds_calls_to_their_schemas():
+    """It cannot hold those: a strict tool would get arguments that do not fit."""
+    tools = [{"type": "function", "function": {**NOW["function"], "strict": True}}]
+    prompt = RenderedChat("", '{# <tool_call> "arguments" <think></think> #}')
+    tokenizer = Tokenizer(bundle_of(byte_level_tokenizer()))
+    for given, num_calls in ((tools, 0), ([NOW], 1)):
+        choice = ToolChoice(given)
+        make = OutputFormats(reasoning_parser="auto").of(prompt, choice).reader(tokenizer, prompt, choice)
+        assert make is not None
+        for answer in (f"```json\n{NOW_CALL}\n```", f"<think>hm<tool_call>{NOW_CALL}</tool_call>"):
+            parser = make()
+            found = Read.of([*parser.feed(answer), *parser.finish()])
+            assert len(found.calls) == num_calls
+            assert num_calls or NOW_CALL in found.content + found.reasoning

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from fake_tokenizers import bundle_of, byte_level_tokenizer
+from tokenizers import AddedToken
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.testing.null import FIRST_ORDINARY_TOKEN, NullExecutor, NullModel, _Rows
@@ -12,6 +13,8 @@ from headrace.ipc.failure import HeadraceError
 from headrace.ipc.step import NewRow
 
 VOCAB_SIZE = 400
+MARKERS = ("<tool_call>", "</tool_call>")
+"""Added tokens that are text, as Qwen's are."""
 BACKEND = "null_with_tokenizer:TokenizingNullExecutor"
 PARROT = "null_with_tokenizer:ParrotExecutor"
 
@@ -20,7 +23,9 @@ class TokenizingNullExecutor(NullExecutor):
     """A null executor with a tokenizer; hf_overrides set the fields of its NullModel, as for NullExecutor."""
 
     def __init__(self, options: Options, model: NullModel | None = None) -> None:
-        super().__init__(options, model, bundle_of(byte_level_tokenizer(VOCAB_SIZE)))
+        tokenizer = byte_level_tokenizer(VOCAB_SIZE - len(MARKERS))
+        tokenizer.add_tokens([AddedToken(each, special=False) for each in MARKERS])
+        super().__init__(options, model, bundle_of(tokenizer))
 
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
         """Confirms every command without doing anything, except calls of a worker extension, which it refuses."""

@@ -202,7 +202,13 @@ class AnswerFormats(NamedTuple):
         if self.calls is None and self.reading is None:
             return None
         return functools.partial(
-            OutputParser, self.reading, self.calls, prompt=prompt.text, tools=choice.shown or (), hidden=hidden
+            OutputParser,
+            self.reading,
+            self.calls,
+            prompt=prompt.text,
+            tools=choice.shown or (),
+            hidden=hidden,
+            reads_slips=not (choice.forced or choice.is_strict),
         )
 
 

@@ -51,15 +51,18 @@ _BARE = ('{"name"', '{ "name"', '{\n"name"', '{\n  "name"', '{\n    "name"', '[{
 
 
 @functools.lru_cache(maxsize=64)
-def _marks_of(reasoning: OutputFormat | None, calls: OutputFormat | None, hidden: tuple[str, ...]) -> _Marks:
+def _marks_of(
+    reasoning: OutputFormat | None, calls: OutputFormat | None, hidden: tuple[str, ...], *, reads_slips: bool
+) -> _Marks:
     """Cached: a tokenizer may have hundreds of special tokens, which are the same for every answer."""
     ends, loose, strays = dict[str, str](), dict[str, str](), set[str]()
     if calls is not None and (form := calls.calls) is not None:
         ends = {form.opener: form.call[1], "": form.call[1], **dict(form.also)}
-        loose = {begin: end for begin, end in form.loose if begin}
-        if any(not begin for begin, _ in form.loose):
+        if reads_slips:
+            loose = {begin: end for begin, end in form.loose if begin}
+        if reads_slips and any(not begin for begin, _ in form.loose):
             loose |= dict.fromkeys(_BARE, "")
-        if form.body == "xml" and form.name[0] and form.section is None:
+        if reads_slips and form.body == "xml" and form.name[0] and form.section is None:
             loose[form.name[0]] = form.call[1]  # the marker before a name may be all that a model writes
         strays = {form.call[1], form.after_arguments, *(form.section or ())[1:], *(end for _, end in form.also)}
         strays -= {"", "```"}  # a fence may be another's
@@ -75,7 +78,14 @@ def _marks_of(reasoning: OutputFormat | None, calls: OutputFormat | None, hidden
         frozenset(strays),
         frozenset(ignored),
         make_markers((*openers, begin, *ignored)),
-        make_markers((end, *(["\n" + end] if thinking and thinking.has_lines else []), *sorted(ends), *ignored)),
+        make_markers(
+            (
+                end,
+                *(["\n" + end] if thinking and thinking.has_lines else []),
+                *(sorted(ends) if reads_slips else ()),
+                *ignored,
+            )
+        ),
     )
 
 
@@ -90,13 +100,16 @@ class OutputParser(CallReader):
         prompt: str = "",
         tools: Sequence[Mapping[str, Any]] = (),
         hidden: Sequence[str] = (),
+        reads_slips: bool = True,
     ) -> None:
         """reasoning, calls: the formats to parse; None leaves that part as content. prompt: the text before the answer,
         which may have opened the reasoning. tools: as in OpenAI's requests; their schemas say which values of xml
-        formats are strings. hidden: special tokens to drop; the text has them only because they may be markers."""
+        formats are strings. hidden: special tokens to drop; the text has them only because they may be markers.
+        reads_slips: read calls in other markers, and within reasoning. No grammar holds those to their schemas."""
         super().__init__(calls.calls if calls else None, tools)
         self._reasoning = reasoning.reasoning if reasoning else None
-        self._marks, self._hidden = _marks_of(reasoning, calls, tuple(hidden)), frozenset(hidden)
+        self._marks = _marks_of(reasoning, calls, tuple(hidden), reads_slips=reads_slips)
+        self._hidden = frozenset(hidden)
         self._call_end = ""
         self._reader = self._read(prompt)
 
