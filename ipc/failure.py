@@ -98,7 +98,7 @@ class InvalidRequestError(HeadraceError, ValueError):
             return "messages"
         if text.startswith("a request with the id"):
             return "request_id"
-        return text.partition(" ")[0] if text.startswith(("priority", "data_parallel_rank")) else None
+        return text.partition(" ")[0] if text.startswith(("priority", "data_parallel_rank", "request_id")) else None
 
 
 def _sendable(text: str) -> str:

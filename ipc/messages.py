@@ -487,7 +487,8 @@ class PrefixEvents(Message):
 
 
 class Refused(Message):
-    """The client's last message could not be accepted: a wrong version, garbage, or a message out of order.
+    """The client's last message could not be accepted: a wrong version, garbage, or a message out of order. A request
+    or call that the message still names gets its Finish or Reply instead, as something waits for that.
 
     The client's other requests are not affected. The first field has the same position in every version.
     """

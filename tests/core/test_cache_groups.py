@@ -24,8 +24,10 @@ from headrace import LLM, SamplingParams
 from headrace.core.options.cache_groups import CacheGroup, group_layers, longest_request, request_blocks
 from headrace.core.options.memory import block_bytes, fit_cache, ledger, requests_at_once
 from headrace.core.options.plan import MemoryReading, Plan
-from headrace.core.schedule.block_tables import BlockTables
+from headrace.core.schedule.block_tables import BlockTables, PrefixHit
 from headrace.core.schedule.blocks import NULL_BLOCK, BlockPool
+from headrace.core.schedule.requests import Request
+from headrace.core.schedule.scheduler import Scheduler
 from headrace.executor.cpu import rank as cpu_rank
 from headrace.executor.models import kv_cache
 from headrace.executor.models.families import spec_from_config
@@ -315,9 +317,12 @@ def test_a_request_that_waits_for_blocks_is_not_looked_up_in_every_step(
     core = SteppedCore(windows=windows, num_blocks=17, max_num_batched_tokens=64, async_scheduling=False)
     scheduler, looked_up = core.loop.scheduler, list[int]()
     look_up = type(scheduler)._look_up
-    monkeypatch.setattr(
-        type(scheduler), "_look_up", lambda self, request: looked_up.append(request.slot) or look_up(self, request)
-    )
+
+    def noting(self: Scheduler, request: Request) -> PrefixHit:
+        looked_up.append(request.slot)
+        return look_up(self, request)
+
+    monkeypatch.setattr(type(scheduler), "_look_up", noting)
     client = core.open()
     client.add(0, [3] * 30, max_tokens=30, ignore_eos=True)
     core.loop.turn()
