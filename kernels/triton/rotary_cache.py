@@ -193,6 +193,7 @@ def store_rows(
         if ROW_SCALES:
             largest = tl.max(tl.abs(x), 1)
             divisor = tl.where(largest > 0, tl.div_rn(largest, tl.zeros_like(largest) + most), 1.0)
+            divisor += tl.sum(x * 0.0, 1)  # NaN for a row that is not finite, so that what reads it is not either
             tl.store(scales + rows, divisor, mask=in_heads)
             small = tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape))
         else:
@@ -201,9 +202,9 @@ def store_rows(
         if KIND == 1:
             tl.store(target, int8_of(small), mask=inside)
         elif KIND == 5:
-            tl.store(target, e5m2_of(small), mask=inside)
+            tl.store(target, tl.where(x * 0.0 == 0.0, e5m2_of(small), 0x7F).to(tl.uint8), mask=inside)
         else:
-            tl.store(target, e4m3_of(small), mask=inside)
+            tl.store(target, tl.where(x * 0.0 == 0.0, e4m3_of(small), 0x7F).to(tl.uint8), mask=inside)
 
 
 @triton.jit

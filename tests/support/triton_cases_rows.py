@@ -121,6 +121,26 @@ def case_write_cache_stores_scaled_rows_as_the_reference_does() -> None:
             assert torch.equal(scales[0].values, scales[1].values)
 
 
+def case_write_cache_hides_nothing_that_is_not_finite() -> None:
+    for dtype, stored, per_row in itertools.product(DTYPES, LARGEST_STORED, (True, False)):
+        if stored == torch.int8 and not per_row:
+            continue  # int8 has scales per row alone
+        batch, keys, _ = make_batch([(3, 20), (1, 5)], 4, 2, 24, torch.float32)
+        key, value = torch.randn(2, 4, 2, 24).to(dtype)
+        key[1, 0, 3], value[2, 1, 5] = float("nan"), float("inf")
+        cache = torch.zeros(2, *keys.shape).to(stored)
+        rows = torch.ones(2, *keys.shape[:3])
+        scales = CacheScales(keys=rows[0], values=rows[1]) if per_row else CacheScales(key=0.9, value=0.3)
+        rotary_cache.write_cache(key, value, cache[0], cache[1], batch, scales)
+        found = cache.float() * rows[..., None]
+        slots = batch.slot_mapping
+        for written, given in zip(found, (key, value), strict=True):
+            spoilt = ~given.isfinite()
+            expected = spoilt.any(-1, keepdim=True).expand_as(spoilt) if per_row else spoilt
+            stored_rows = written.permute(0, 2, 1, 3).flatten(0, 1)[slots]
+            assert torch.equal(~stored_rows.isfinite(), expected)
+
+
 def case_embedding_of_a_part_of_the_vocabulary() -> None:
     for dtype, scale, ids_dtype in itertools.product(DTYPES, (1.0, 5.6568), (torch.int32, torch.int64)):
         table = torch.randn(11, 40).to(dtype)
