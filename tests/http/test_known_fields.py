@@ -17,6 +17,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from server_here import MODEL, ServerHere, serving_here
 
+from headrace.frontend.api.parameters.structured_outputs import from_response_format
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.known_fields import GENERATING, OTHERS
 from headrace.frontend.http.messages import MessagesRequest
@@ -393,3 +394,43 @@ def test_a_priority_that_the_engine_does_not_read_is_told_once(caplog):
         for priority in (3, 4):
             assert client.post(path, json={**body, "priority": priority}).status_code == 200
     assert caplog.text.count(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("response_format", "expected"),
+    [
+        ({"type": "json_object", "schema": SCHEMA}, ("json", SCHEMA)),
+        ({"type": "json_object", "value": SCHEMA}, ("json", SCHEMA)),
+        ({"type": "json_schema", "schema": SCHEMA}, ("json", SCHEMA)),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}, "schema": None}, ("json", SCHEMA)),
+        ({"type": "regex", "value": "a+"}, ("regex", "a+")),
+        ({"type": "grammar", "grammar": 'root ::= "a"'}, ("grammar", 'root ::= "a"')),
+        ({"type": "json_object"}, ("json_object", True)),
+    ],
+)
+def test_other_servers_forms_of_a_response_format_are_followed(response_format, expected):
+    params = from_response_format(response_format)
+    assert params is not None
+    assert getattr(params, expected[0]) == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "extra", "said"),
+    [
+        ("/v1/chat/completions", {"response_format": {"type": "text", "schema": {}}}, "'schema' is unknown"),
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_object", "json_schema": {}}},
+            "'json_schema' is",
+        ),
+        ("/v1/chat/completions", {"response_format": {"type": "regex"}}, "response_format.regex must be a text"),
+        ("/v1/responses", {"text": {"formats": {"type": "json_object"}}}, "unknown field 'formats' of text; did you"),
+        ("/v1/responses", {"reasoning": {"max_tokens": 5}}, "unknown field 'max_tokens' of reasoning"),
+    ],
+)
+def test_an_unknown_field_inside_another_is_refused_by_name(server, path, extra, said):
+    body = next(body for each, body in ROUTES.values() if each == path)
+    with server.client() as client:
+        answer = client.post(path, json={**body, **extra})
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -236,26 +237,49 @@ def _with_backend(params: StructuredOutputsParams | None, backend: str | None) -
     return dataclasses.replace(params, backend=backend)
 
 
+_KEYS_OF_FORMATS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {
+        "text": (),
+        "json_object": ("schema", "value"),
+        "json_schema": ("json_schema", "schema", "value"),
+        "regex": ("regex", "pattern", "value"),
+        "grammar": ("grammar", "value"),
+    }
+)
+"""By type of a response_format, the keys that say more: OpenAI's first, then those of llama.cpp, TGI and Fireworks."""
+
+
 def from_response_format(response_format: Any) -> StructuredOutputsParams | None:
     """From OpenAI's response_format; None if it sets no constraint. Raises InvalidRequestError."""
     if response_format is None:
         return None
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        if (schema := response_format.get("schema")) is not None:  # llama.cpp's way to give one
-            if not isinstance(schema, Mapping):
-                raise InvalidRequestError("SamplingParams.response_format.schema must be an object: a JSON schema")
-            return StructuredOutputsParams(json=dict(schema))
-        return StructuredOutputsParams(json_object=True)
-    if kind == "json_schema":
-        return _from_json_schema(response_format.get("json_schema"))
     if kind == "structural_tag":
         return StructuredOutputsParams(structural_tag={k: v for k, v in response_format.items() if k != "type"})
-    raise InvalidRequestError(
-        "SamplingParams.response_format must be an object of type text, json_object, json_schema or structural_tag"
-    )
+    if kind not in _KEYS_OF_FORMATS:
+        raise InvalidRequestError(
+            "SamplingParams.response_format must be an object of type text, json_object, json_schema, structural_tag, "
+            "regex or grammar"
+        )
+    given = {key: value for key, value in response_format.items() if key != "type" and value is not None}
+    keys = _KEYS_OF_FORMATS[kind]
+    if unknown := [key for key in given if key not in keys]:
+        has = f"has {', '.join(keys)}" if keys else "has nothing besides its type"
+        raise InvalidRequestError(f"SamplingParams.response_format: {unknown[0]!r:.80} is unknown; one of {kind} {has}")
+    form = next((given[key] for key in keys if key in given), None)
+    if kind == "text":
+        return None
+    if kind == "json_schema" and (form is None or "json_schema" in given):
+        return _from_json_schema(form)
+    if kind in ("json_object", "json_schema"):
+        if form is None:
+            return StructuredOutputsParams(json_object=True)
+        if not isinstance(form, Mapping):
+            raise InvalidRequestError("SamplingParams.response_format.schema must be an object: a JSON schema")
+        return StructuredOutputsParams(json=dict(form))
+    if not isinstance(form, str):
+        raise InvalidRequestError(f"SamplingParams.response_format.{keys[0]} must be a text")
+    return StructuredOutputsParams(**{kind: form})
 
 
 def _from_json_schema(wrapped: Any) -> StructuredOutputsParams:

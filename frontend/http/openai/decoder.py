@@ -70,6 +70,10 @@ class RequestDecoder:
                 raise _unknown(name, known)
             del fields[name]
             self._note_ignored(name)
+        for name, known_inside in getattr(kind, "inner_fields", {}).items():
+            for inner in fields[name] if isinstance(fields.get(name), dict) else ():
+                if inner not in known_inside and fields[name][inner] is not None:
+                    raise _unknown(inner, known_inside, name)
         if (message_kind := getattr(kind, "message_kind", None)) is not None:
             self._check_messages(fields.get("messages"), message_kind)
         if kind is CompletionRequest and fields.get("prompt") is None:

@@ -237,6 +237,14 @@ class ChatBatchRequest(ChatCompletionRequest):
 class ResponsesFields(SharedFields, kw_only=True):
     """Fields of OpenAI's Responses API, besides those of SamplingParams."""
 
+    inner_fields: ClassVar[Mapping[str, tuple[str, ...]]] = types.MappingProxyType(
+        {
+            "text": ("format", "verbosity"),
+            "reasoning": ("effort", "summary", "generate_summary", "context", "mode"),
+        }
+    )
+    """By field that is an object, the fields in it; others are refused."""
+
     input: Annotated[str | Many[dict[str, Any]], Meta(description="A text, or items: messages, calls, their outputs")]
     instructions: Annotated[str | None, Meta(description="A system message before all else")] = None
     previous_response_id: Annotated[str | None, Meta(description="The stored response that this one follows")] = None
