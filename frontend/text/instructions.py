@@ -9,9 +9,9 @@ copy of the conversation with short texts, in this order, and the first in which
     in the first message        all of them joined, as the system message at the beginning
     in the first user message   before its text
 
-Where the template refuses two user messages in a row, as which those on both sides of a moved instruction stand, they
-are joined too. Agents also send a user's text, such as a reminder, right behind a tool's result: templates in which the
-user and the assistant have to alternate refuse it, so that it becomes a part of the result.
+Agents, which always give instructions, also send several user messages in a row, and a user's text, such as a reminder,
+right behind a tool's result. Templates in which the user and the assistant have to alternate refuse both, so such
+messages are joined for these: users' to one, and the text behind a result to the result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def place_instructions(
     messages = _without_service_lines(messages)
     places = [index for index, message in enumerate(messages) if _instructs(message)]
     is_usual = not places or (places == [0] and messages[0]["role"] == "system" and _shows_system(template))
-    if is_usual and not _has_text_behind_result(messages):
+    pairs = set(itertools.pairwise(message.get("role") for message in messages))
+    if is_usual and _BEHIND_RESULT not in pairs and not (places and _USERS in pairs):
         return messages
     marked, marks = _marked(messages)
     for place in (_as_they_are, *_PLACINGS) if "developer" in template else _PLACINGS:
@@ -143,11 +144,6 @@ def _apart(messages: Sequence[Message]) -> tuple[str, list[Message]]:
     return _BETWEEN.join(said), [message for message in messages if message.get("role") not in ROLES]
 
 
-def _has_text_behind_result(messages: Sequence[Message]) -> bool:
-    roles = [message.get("role") for message in messages]
-    return ("tool", "user") in itertools.pairwise(roles)
-
-
 def _joining(place: Placing, *pairs: tuple[str, str]) -> Placing:
     """The placing, with messages of such roles in a row joined to one of the first role."""
 
@@ -178,12 +174,8 @@ def _parts(content: Any) -> list[Any]:
 
 Placing = Callable[[Sequence[Message]], list[Message]]
 _USERS, _BEHIND_RESULT = ("user", "user"), ("tool", "user")
-_PLACINGS: tuple[Placing, ...] = (
-    _as_system,
-    _joining(_as_system, _BEHIND_RESULT),
-    *(
-        _joining(place, *pairs)
-        for place in (_in_first, _in_user)
-        for pairs in ((), (_USERS,), (_USERS, _BEHIND_RESULT))
-    ),
+_PLACINGS: tuple[Placing, ...] = tuple(
+    _joining(place, *pairs)
+    for place in (_as_system, _in_first, _in_user)
+    for pairs in ((), (_BEHIND_RESULT,), (_USERS,), (_USERS, _BEHIND_RESULT))
 )

@@ -114,6 +114,15 @@ def test_a_users_text_behind_a_tools_result_is_no_obstacle(template: str, more: 
     assert render(place_instructions(template, [*CALLED, RESULT, REMINDER, *more], render)) == expected
 
 
+def test_several_user_messages_are_one_for_a_template_that_refuses_them_where_an_agent_instructs() -> None:
+    """As codex sends its surroundings and the task."""
+    assert prompt(BEGINNING, ("system", "S"), ("user", "a"), ("user", "b")) == "<s>S<u>a\n\nb"
+    assert prompt(NOWHERE, ("system", "S"), ("user", "a"), ("user", "b")) == "<u>S\n\na\n\nb"
+    assert prompt(ANYWHERE, ("system", "S"), ("user", "a"), ("user", "b")) == "<s>S<u>a<u>b"
+    with pytest.raises(InvalidRequestError, match="roles must alternate"):
+        prompt(BEGINNING, ("user", "a"), ("user", "b"))
+
+
 def test_a_text_that_stands_elsewhere_too_is_no_proof_that_the_instruction_is_shown() -> None:
     assert prompt(LEFT_OUT, ("system", "yes"), ("user", "say yes")) == "<u>yes\n\nsay yes"
 
