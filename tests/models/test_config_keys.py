@@ -274,3 +274,22 @@ def test_two_names_of_one_field_must_agree() -> None:
 def test_a_key_that_nobody_knows_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     spec_from_config(LLAMA | {"my_note": "x", "rope_scaling": {"rope_type": "default", "of_mine": 3}})
     assert "keys my_note, rope_scaling.of_mine are not known" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("llama", {"position_embedding_type": "rope", "ffn_dim": 96, "use_rms_norm": False}),
+        (
+            "llama_yarn",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 1.0, "finetuned": True}},
+        ),
+        ("qwen2", {"attention_bias": True}),
+        ("stablelm", {"partial_rotary_factor": 0.25, "rope_pct": 0.25}),
+    ],
+)
+def test_keys_that_say_what_is_computed_anyway_are_taken(
+    name: str, more: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    spec_from_config(configs()[name] | more)
+    assert "nothing reads them" not in caplog.text

@@ -41,8 +41,8 @@ _REASONS: Mapping[str, str] = {
         unsloth_fixed unsloth_version""",
     "tokens: read with the tokenizer and where generation ends": """
         begin_suppress_tokens bos_token_id bos_token decoder_start_token_id eos_token eos_token_id end_token_id
-        _pad_token_id forced_bos_token_id forced_eos_token_id mask_token_id pad_token pad_token_id prefix sep_token_id
-        suppress_tokens unk_token_id bad_words_ids""",
+        _pad_token_id forced_bos_token_id forced_eos_token_id mask_token_id pad_token pad_token_id prefix
+        sep_token_id suppress_tokens unk_token_id bad_words_ids""",
     "defaults of generation, which generation_config.json gives": """
         diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
         length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups num_beams
@@ -71,8 +71,9 @@ _REASONS: Mapping[str, str] = {
         audio_soft_tokens_per_image vision_aspect_ratio vision_start_token_id vision_token_id visual
         downsample_ratio adapter_layer_norm_eps alignment_intermediate_size use_image_token""",
     "sizes: the shapes of weights are checked": """
-        d_ff ff_factor head_dim initial_context_length intermediate_size intermediate_size_mlp mlp_intermediate_size
-        moe_intermediate_size n_ctx n_head_kv num_key_value_heads num_kv_heads qk_head_dim shared_intermediate_size""",
+        d_ff ff_factor ffn_dim ffn_hidden_size head_dim initial_context_length intermediate_size
+        intermediate_size_mlp mlp_intermediate_size moe_intermediate_size n_ctx n_head_kv num_key_value_heads
+        num_kv_heads qk_head_dim shared_intermediate_size""",
     "the trained context before scaling, which the scaled rotations alone need": """
         original_max_position_embeddings""",
     "how a rotary scaling came about": "finetuned",
@@ -100,6 +101,7 @@ ASSUMED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "logits_scaling": (1.0,),
         "n_group": (1,),
         "partial_rotary_factor": (1.0,),
+        "position_embedding_type": ("rope", "rotary"),
         "residual_multiplier": (1.0,),
         "routed_scaling_factor": (1.0,),
         "topk_group": (1,),
@@ -147,6 +149,7 @@ ALIASES: tuple[tuple[str, ...], ...] = (
     ("num_hidden_layers", "n_layer", "n_layers"),
     ("hidden_act", "hidden_activation", "activation_function", "activation"),
     ("first_k_dense_replace", "moe_layer_start_index"),
+    ("partial_rotary_factor", "rotary_pct", "rope_pct", "rope_percent"),
     ("sliding_window", "sliding_window_size"),
 )
 """Names of one field."""

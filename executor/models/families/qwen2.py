@@ -11,4 +11,8 @@ def build(config: Config) -> ArchSpec:
     return llama_like(config, positions=positions, head_dim=head_dim, attention={"bias": True}, default_context=32768)
 
 
-FAMILY = Family(("Qwen2ForCausalLM",), build)
+FAMILY = Family(
+    ("Qwen2ForCausalLM",),
+    build,
+    ignored={"attention_bias": "which matrices have biases does not differ between its models"},
+)

@@ -32,4 +32,8 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("Qwen2MoeForCausalLM",), build)
+FAMILY = Family(
+    ("Qwen2MoeForCausalLM",),
+    build,
+    ignored={"attention_bias": "which matrices have biases does not differ between its models"},
+)
