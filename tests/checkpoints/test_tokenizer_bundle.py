@@ -237,6 +237,11 @@ def test_a_byte_level_gguf_tokenizer_gives_the_ids_of_transformers(
         ("default", ["Paying", " ", "123", "45", "元don", "'", "t", " ", "(", "x", ")", "\n"]),
         ("bloom", ["Paying", " 12345元don't", " (", "x", ")\n"]),
         ("deepseek-coder", ["Paying", " ", "1", "2", "3", "4", "5", "元", "don", "'", "t", " (", "x", ")", "\n"]),
+        ("deepseek-llm", ["Paying", " ", "12345", "元", "don", "'", "t", " (", "x", ")", "\n"]),
+        ("seed-coder", ["Paying", " ", "1", "2", "3", "4", "5", "元don", "'t", " (", "x", ")", "\n"]),
+        ("bailingmoe", ["Paying", " ", "1", "2", "3", "4", "5", "元don", "'t", " (", "x", ")\n"]),
+        ("minicpm5", ["Paying", " ", "123", "45", "元don", "'t", " (", "x", ")\n"]),
+        ("ufakzeka", ["Paying", " ", "1", "2", "3", "4", "5", "元don", "'t", " (", "x", ")\n"]),
         ("qwen35", ["Paying", " ", "1", "2", "3", "4", "5", "元don", "'t", " (", "x", ")\n"]),
     ],
 )

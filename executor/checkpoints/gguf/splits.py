@@ -39,8 +39,17 @@ _QWEN35 = Split(
 _CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _AFTER_MARK = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
 _DEEPSEEK3 = Split(rf"{_AFTER_MARK}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_TAIL}", before=(r"\p{N}{1,3}", _CJK))
-_DEEPSEEK_CODER = Split(
-    r"\p{N}", before=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+")
+_WIDE = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK_CODER = Split(r"\p{N}", before=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _WIDE))
+_DEEPSEEK = Split(
+    r"\p{N}+",
+    before=(
+        r"[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _WIDE,
+    ),
 )
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
@@ -62,6 +71,11 @@ _KIMI = Split(
     rf"|\p{{N}}{{1,3}}|{_MARKS}|{_TAIL}",
     ignore_merges=True,
 )
+_BAILING = Split(rf"'(?i:[sdmt]|ll|ve|re)|{_WORD}|\p{{N}}|{_MARKS}|\s*[\r\n]|\s+(?!\S)|\s+")
+_EXAONE_MOE = Split(
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 _GPT2 = Split()
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _OF_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -82,6 +96,14 @@ SPLITS: Mapping[str, Split] = MappingProxyType(
         "qwen35": _QWEN35,
         **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3),
         "deepseek-coder": _DEEPSEEK_CODER,
+        "deepseek-llm": _DEEPSEEK,
+        "seed-coder": Split(rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_TAIL}"),
+        **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING),
+        "exaone-moe": _EXAONE_MOE,
+        "minicpm5": Split(
+            rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}+|{_MARKS}|{_TAIL}", before=(r"\p{N}{1,3}",), ignore_merges=True
+        ),
+        "ufakzeka": Split(rf"{_WORD}|\p{{N}}|{_MARKS}|{_TAIL}"),
         "tekken": _TEKKEN,
         **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
         "kimi-k2": _KIMI,
