@@ -198,3 +198,16 @@ def test_slips_are_text_where_a_grammar_holds_calls_to_their_schemas():
             found = Read.of([*parser.feed(answer), *parser.finish()])
             assert len(found.calls) == num_calls
             assert num_calls or NOW_CALL in found.content + found.reasoning
+
+
+@pytest.mark.parametrize("calls", ["hermes", None])
+@pytest.mark.parametrize(
+    ("answer", "content"),
+    [("</think>Hello.", "Hello."), ("\n</think>\n\nHello.", "Hello."), ("So </think> no.", "So </think> no.")],
+)
+def test_an_end_of_reasoning_before_the_answer_is_no_content(calls: str | None, answer: str, content: str):
+    """As models write it whose reasoning the prompt has ended already. Within an answer it is text."""
+    for pieces in ([answer], answer):
+        parser = OutputParser(load_format("qwen3"), None if calls is None else load_format(calls), tools=TOOLS)
+        found = Read.of([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()])
+        assert (found.content.strip(), found.reasoning, found.calls) == (content, "", [])

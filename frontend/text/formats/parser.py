@@ -38,7 +38,7 @@ class _Marks(NamedTuple):
     loose: Mapping[str, str]
     """The same for markers that are no calls' unless a tool's name follows."""
     strays: frozenset[str]
-    """Markers that are dropped after a call, where they close nothing."""
+    """Markers that are dropped after a call, where they close nothing; that of reasoning also before any content."""
     ignored: frozenset[str]
     openers: Markers
     """Markers that begin calls or reasoning, and those that are dropped."""
@@ -69,7 +69,7 @@ def _marks_of(
     thinking = reasoning.reasoning if reasoning else None
     begin, end = (thinking.begin, thinking.end) if thinking else ("", "")
     left_out = (*(reasoning.left_out if reasoning else ()), *(calls.left_out if calls else ()), *hidden)
-    strays = (strays | ({end} if calls else set())) - {begin, *ends, *loose, ""}
+    strays = (strays | {end}) - {begin, *ends, *loose, ""}
     ignored = tuple(each for each in left_out if each not in (*ends, *strays, begin, end))
     openers = sorted({*ends, *loose, *strays} - {""})
     return _Marks(
@@ -158,18 +158,18 @@ class OutputParser(CallReader):
         if self._reasoning is not None:
             yield from self._first_reasoning(prompt)
         yield from self._bare_calls()
-        told = as_it_is if self._calls is None else self._told_content
         openers = self._marks.openers
         may_begin = openers.may_begin_in if self._calls is None else openers.may_begin_or_end_in_space
         while True:
-            how = None if self._is_past_calls else told
+            how = None if self._is_past_calls else self._told_content
             marker = yield from self._until(openers, self._content, told=how, stops=may_begin)
             if marker is None:
                 break
             if marker in self._marks.ends or marker in self._marks.loose:
                 yield from self._try_calls(marker, self._content)
             elif marker in self._marks.strays:
-                if not self.num_calls and marker not in self._hidden:
+                is_first = not self._has_said and self._reasoning is not None and marker == self._reasoning.end
+                if not self.num_calls and not is_first and marker not in self._hidden:
                     self._content(marker)
             elif marker not in self._marks.ignored:
                 yield from self._reason()
@@ -218,13 +218,15 @@ class OutputParser(CallReader):
             return
         text = self._space + text
         num_said = len(text) if self._calls is None else max(len(text.rstrip(SPACE)), len(text) - MOST_SPACE)
-        self._space, self._has_said = text[num_said:], self._has_said or num_said > 0
+        self._space = text[num_said:]
+        self._has_said = self._has_said or bool(text[:num_said].strip(SPACE))
         self._events.append(Event(content=text[:num_said]))
 
     def _told_content(self, text: str) -> str:
         """`_content` on the fast path, for text that does not end in white space."""
-        text, self._space, self._has_said = self._space + text, "", True
-        self._told = as_it_is
+        text, self._space = self._space + text, ""
+        self._has_said = self._has_said or not text.isspace()
+        self._told = as_it_is if self._has_said else self._told_content
         return text
 
     def _bare_calls(self) -> Reads:
