@@ -162,15 +162,22 @@ class Running:
     def _on_done(self, stream: RequestStream) -> None:
         """Called before the last `on_step`; if the request failed, without one."""
         self._num_running -= 1
-        if stream.error is not None and self.error is None:
-            self.error = self._named(stream.error)
-            if not self.news.done():
-                self.news.set_result(None)
-            if self.events is not None:
-                self.events.fail(self.error)
+        try:
+            if stream.error is not None and self.error is None:
+                self._fail(self._named(stream.error))
+            self._meters[stream].on_done(stream)
+        except Exception as error:  # the HTTP request must end too
+            logger.exception("the end of a request could not be handled")
+            self._fail(HeadraceError(f"the end of the request could not be handled: {type(error).__name__}: {error}"))
         if (self._num_running == 0 or self.error is not None) and not self.ended.done():
             self.ended.set_result(None)
-        self._meters[stream].on_done(stream)
+
+    def _fail(self, error: HeadraceError) -> None:
+        self.error = error
+        if not self.news.done():
+            self.news.set_result(None)
+        if self.events is not None:
+            self.events.fail(error)
 
     def _named(self, error: HeadraceError) -> HeadraceError:
         """The same error, with fields under the names that the request's body has for them."""

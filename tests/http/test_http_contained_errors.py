@@ -1,0 +1,32 @@
+"""An error of the server's own, at the end of a request, ends that HTTP request: its client does not wait for ever."""
+
+from __future__ import annotations
+
+import pytest
+from server_here import serving_here
+
+from headrace.frontend.client.request_metrics import RequestMeter
+from headrace.frontend.http.openai.generation import Running
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("of", "method", "prompt"),
+    [(Running, "_named", [5, 13]), (RequestMeter, "on_done", [5, 6])],
+    ids=["of a request that fails", "of one that ends well"],
+)
+def test_an_error_at_a_requests_end_ends_the_http_request(
+    of: type, method: str, prompt: list[int], streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise ZeroDivisionError("in the server")
+
+    with serving_here(null_model={"fail_token_id": 13}) as server, server.client() as client:
+        body = {"model": "null", "prompt": prompt, "max_tokens": 4, "stream": streams}
+        with monkeypatch.context() as patched:
+            patched.setattr(of, method, fail)
+            answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 500 or (streams and answer.status_code == 200)
+        assert "ZeroDivisionError: in the server" in answer.text
+        good = {**body, "prompt": [5, 6], "stream": False}
+        assert client.post("/v1/completions", json=good).status_code == 200
