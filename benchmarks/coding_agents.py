@@ -13,6 +13,7 @@ came from the prefix cache. Exit status 1 when one fails. Needs npm and PyPI.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 from http_overhead import free_port, program, wait_ready
 from report import write_report
 
@@ -299,6 +301,19 @@ def run(command: Command, place: Place) -> subprocess.CompletedProcess[str]:
     )
 
 
+def end_left_over(home: Path) -> None:
+    """Ends what an agent has left running in its home, such as a daemon of its own."""
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("HOME") == str(home):
+                left.append(process)
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    psutil.wait_procs(left, timeout=10)
+
+
 def install(agent: Agent, folder: Path) -> dict[str, str]:
     """Installs what is missing. Returns the versions of its packages."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -354,6 +369,7 @@ def conversation(name: str, url: str, work: Path, number: int) -> dict[str, Any]
     task = f"TASK {name} IN {folder}: write hello.txt and read it. This is the conversation {number}."
     place, before = Place(work / (agent.installed_as or name), folder, home, url, task), cache_counts(url)
     done = run(agent.command(place), place)
+    end_left_over(home)
     said, file = done.stdout.splitlines(), folder / "hello.txt"
     faults = [] if done.returncode == 0 else [f"exit status {done.returncode}"]
     faults += [f"{line!r} is missing" for line in set(agent.expects) if said.count(line) < agent.expects.count(line)]
