@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from headrace.ipc.messages import StructuredOutput
 
 THREE = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
 OPEN = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
-EITHER = {"oneOf": [{"type": "boolean"}, {"type": "null"}]}
+DATE = {"type": "string", "format": "date"}
 
 
 @pytest.fixture(scope="module")
@@ -75,19 +76,19 @@ def test_fields_of_the_engines_config_hold_for_every_request(folder: str) -> Non
 )
 def test_a_library_without_another_to_fall_back_on(folder: str, options: dict[str, Any]) -> None:
     with LLM(model=folder, in_process=True, **options, **ENGINE) as llm:
-        with pytest.raises(InvalidRequestError, match="does not follow oneOf"):
-            ask(llm, form(json=EITHER))
+        with pytest.raises(InvalidRequestError, match="does not follow format"):
+            ask(llm, form(json=DATE))
         assert ask(llm, form(choice=["still here"])) == ["still here"]
         # The request's own library, which the engine has none of.
-        assert ask(llm, form(json=EITHER, backend="llguidance"))[0] in ("true", "false", "null")
+        assert date.fromisoformat(json.loads(ask(llm, form(json=DATE, backend="llguidance"))[0]))
 
 
 def test_a_request_chooses_its_library(folder: str) -> None:
     with LLM(model=folder, in_process=True, **ENGINE) as llm:
-        with pytest.raises(InvalidRequestError, match="does not follow oneOf"):
-            ask(llm, form(json=EITHER, backend="xgrammar:no-fallback"))
+        with pytest.raises(InvalidRequestError, match="does not follow format"):
+            ask(llm, form(json=DATE, backend="xgrammar:no-fallback"))
         for backend in ("xgrammar", "auto", "guidance", None):
-            assert ask(llm, form(json=EITHER, backend=backend))[0] in ("true", "false", "null")
+            assert date.fromisoformat(json.loads(ask(llm, form(json=DATE, backend=backend))[0]))
         params = GuidedDecodingParams(choice=["left"], backend="xgrammar:no-fallback,disable-any-whitespace")
         assert ask(llm, SamplingParams(guided_decoding=params)) == ["left"]
     wrong: list[tuple[Any, str]] = [
@@ -96,7 +97,7 @@ def test_a_request_chooses_its_library(folder: str) -> None:
     ]
     for value, said in wrong:
         with pytest.raises(InvalidRequestError, match=said):
-            form(json=EITHER, backend=value)
+            form(json=DATE, backend=value)
 
 
 def test_a_form_is_compiled_once_for_all_that_ask_for_it(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
