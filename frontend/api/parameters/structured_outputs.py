@@ -256,7 +256,7 @@ def from_response_format(response_format: Any) -> StructuredOutputsParams | None
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
     if kind == "structural_tag":
         return StructuredOutputsParams(structural_tag={k: v for k, v in response_format.items() if k != "type"})
-    if kind not in _KEYS_OF_FORMATS:
+    if not isinstance(kind, str) or kind not in _KEYS_OF_FORMATS:
         raise InvalidRequestError(
             "SamplingParams.response_format must be an object of type text, json_object, json_schema, structural_tag, "
             "regex or grammar"
@@ -279,7 +279,7 @@ def from_response_format(response_format: Any) -> StructuredOutputsParams | None
         return StructuredOutputsParams(json=dict(form))
     if not isinstance(form, str):
         raise InvalidRequestError(f"SamplingParams.response_format.{keys[0]} must be a text")
-    return StructuredOutputsParams(**{kind: form})
+    return StructuredOutputsParams(regex=form) if kind == "regex" else StructuredOutputsParams(grammar=form)
 
 
 def _from_json_schema(wrapped: Any) -> StructuredOutputsParams:
