@@ -30,9 +30,7 @@ def written(folder: Path, described: tuple[dict[str, Any], made.Writer], beside:
     whole = json.loads((folder / "config.json").read_text())
     own = whole.pop("quantization_config") | config
     own = {key: value for key, value in own.items() if value is not None}
-    if beside == "text_config":
-        whole["text_config"] = {"quantization_config": own}
-    elif beside:
+    if beside:
         (folder / beside).write_text(json.dumps(own))
     (folder / "config.json").write_text(json.dumps(whole))
     return dict(model.state_dict())[DOWN].float()
@@ -54,8 +52,6 @@ GPTQ, AWQ = made.gptq(symmetric=False), made.awq()
             id="awq by the names of AutoAWQ",
         ),
         pytest.param(AWQ, "quantize_config.json", {}, id="awq"),
-        pytest.param(GPTQ, "text_config", {}, id="gptq of the text model"),
-        pytest.param(made.fp8("blocks"), "text_config", {}, id="fp8 of the text model"),
     ],
 )
 def test_a_config_in_another_place_counts(
@@ -64,6 +60,18 @@ def test_a_config_in_another_place_counts(
     values = written(tmp_path, described, beside, **config)
     found = open_checkpoint(Options(model=str(tmp_path))).weights().get(DOWN)
     assert torch.allclose(found.float(), values, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("described", [GPTQ, made.fp8("blocks")], ids=["gptq", "fp8"])
+def test_the_config_of_the_text_model_counts(described: tuple[dict[str, Any], made.Writer], tmp_path: Path) -> None:
+    written(tmp_path / "outer", described)
+    made.write(tmp_path / "whole", tiny_models.build("llama"), *described)
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    within = {"architectures": config["architectures"], "text_config": config}
+    (tmp_path / "outer" / "config.json").write_text(json.dumps(within))
+    outer, whole = (open_checkpoint(Options(model=str(tmp_path / name))) for name in ("outer", "whole"))
+    assert outer.quantisation is not None
+    assert outer.quantisation == whole.quantisation
 
 
 def test_the_config_itself_takes_precedence(tmp_path: Path) -> None:
