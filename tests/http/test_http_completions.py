@@ -53,9 +53,9 @@ def test_openai_client_biases_and_limits(sdk):
 PLACE = {"type": "object", "properties": {"at": {"enum": ["sea", "hill"]}}, "required": ["at"]}
 ONLY_PLACE = {**PLACE, "additionalProperties": False}
 FORMS = [
-    {"response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE, "strict": True}}},
-    {"structured_outputs": {"json": PLACE}},
-    {"guided_json": json.dumps(PLACE)},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "at", "schema": ONLY_PLACE, "strict": True}}},
+    {"structured_outputs": {"json": ONLY_PLACE}},
+    {"guided_json": json.dumps(ONLY_PLACE)},
     {"structured_outputs": {"choice": ['{"at":"sea"}', '{"at":"hill"}']}},
     {"guided_regex": r'\{"at":"(sea|hill)"\}'},
     {"guided_grammar": 'root ::= "{\\"at\\":\\"" ("sea" | "hill") "\\"}"'},
