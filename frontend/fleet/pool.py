@@ -156,8 +156,14 @@ class EnginePool:
         options: RouterOptions | None = None,
         chance: random.Random | None = None,
         discovery: Discovery | None = None,
+        *,
+        serves_early: bool = False,
     ) -> None:
-        """The engines of `sources`, and those that are discovered or added later."""
+        """The engines of `sources`, and those that are discovered or added later.
+
+        serves_early: requests come as soon as one engine is ready, so from then on no other one ends the start.
+        """
+        self._serves_early = serves_early
         self.engines = [
             Engine(index if source.rank is None else source.rank, source, is_needed=True)
             for index, source in enumerate(sources)
@@ -460,6 +466,16 @@ class EnginePool:
             engine.task.cancel()
             self._forget(engine, engine.failure or Failure(message="it has left", phase="serve"))
 
+    async def remove(self, engine: Engine) -> None:
+        """Removes an own engine that does not serve, and ends its process if there is one."""
+        engine.source.let_go()
+        if engine.task is not None:
+            engine.task.cancel()
+            await asyncio.gather(engine.task, return_exceptions=True)
+        if engine in self.engines:
+            self._forget(engine, engine.failure or Failure(message="it has left", phase="serve"))
+        await engine.source.close(0.0)
+
     def note_loads(self, loads: Loads) -> None:
         """Records loads that coordinators report. Engines that run requests of this process report theirs directly."""
         now_s, by_address, note = time.monotonic(), self._by_address, self.router.load_elsewhere
@@ -485,7 +501,7 @@ class EnginePool:
             engine.disconnected(failure)
             self._health.forget(engine.name)
             self._forget_names()
-            if is_news and self.on_death is not None and self.started.is_set():
+            if is_news and self.on_death is not None and (self.started.is_set() or self._may_start_without(engine)):
                 self.on_death(news)
             self._note_start()
             fails_start = engine.is_needed and not (self.started.is_set() or self._may_start_without(engine))
@@ -519,7 +535,7 @@ class EnginePool:
         if self.started.is_set():
             return
         is_settled = all(
-            each.client is not None or (each.failure is not None and each.is_foreign)
+            each.client is not None or (each.failure is not None and (each.is_foreign or self._serves_early))
             for each in self.engines
             if each.is_needed
         )
@@ -529,7 +545,9 @@ class EnginePool:
     def _may_start_without(self, engine: Engine) -> bool:
         """Whether another engine is connected, or has not been tried yet."""
         others = [each for each in self.engines if each is not engine]
-        return engine.is_foreign and any(each.client is not None or each.failure is None for each in others)
+        if engine.is_foreign:
+            return any(each.client is not None or each.failure is None for each in others)
+        return self._serves_early and any(each.client is not None for each in others)
 
     async def _serve(self, engine: Engine) -> Failure:
         """Connects to the engine and waits until the connection ends; returns the failure."""

@@ -42,39 +42,76 @@ class OwnScaler:
         self._scaling = asyncio.Lock()
 
     async def scale(self, size: int, drain_timeout_s: float) -> None:
+        """Returns once `size` engines serve. Engines that have ended for good do not count, and go first; then those
+        that are being restarted; then those of the highest ranks."""
         pool = self.pool
         assert pool is not None, "it serves"
         check_size(size)
         async with self._scaling:
-            own = [engine for engine in pool.engines if isinstance(engine.source, Owned)]
+            for engine in [each for each in _own(pool) if _has_ended(each)]:
+                await pool.remove(engine)
+            own = _own(pool)
             if len(own) < size:
                 await self._grow(pool, own, size)
             elif len(own) > size:
-                await self._shrink(pool, own[size:], drain_timeout_s)
+                by_state = sorted(own, key=lambda engine: (not engine.usable, engine.index))
+                await self._shrink(pool, by_state[size:], drain_timeout_s)
+            await self._until_all_serve(pool, size)
 
     async def _grow(self, pool: EnginePool, own: list[Engine], size: int) -> None:
-        """Adds engines one after another, as starting engines share the machine's disk and cores."""
+        """Adds engines one after another, as starting engines share the machine's disk and cores. One that does not
+        start is not kept."""
         taken = {engine.index for engine in own}
-        for rank in [each for each in range(size) if each not in taken]:
+        for rank in [each for each in range(size) if each not in taken][: size - len(own)]:
             options = of_rank(msgspec.structs.replace(self._options, data_parallel_size=size), rank)
             source = await asyncio.to_thread(_start, options, self._restarts)
             engine = pool.add(source, rank)
             while not engine.usable:
-                if engine.task is None or engine.task.done():
+                if engine.failure is not None or _has_ended(engine):
                     why = engine.failure.message if engine.failure is not None else "it ended"
-                    raise EngineStartError(f"the engine of rank {rank} did not start: {why}")
+                    await pool.remove(engine)
+                    raise EngineStartError(
+                        f"the engine of rank {rank} did not start, so there are {_num_serving(pool)}: {why}"
+                    )
                 await asyncio.sleep(_LOOK_S)
 
     async def _shrink(self, pool: EnginePool, leaving: list[Engine], drain_timeout_s: float) -> None:
+        draining = []
         for engine in leaving:
-            assert isinstance(engine.source, Owned), "the caller has chosen"
-            engine.source.drain(drain_timeout_s)
+            if engine.usable and isinstance(engine.source, Owned):
+                engine.source.drain(drain_timeout_s)
+                draining.append(engine)
+            else:
+                await pool.remove(engine)  # it is being restarted, and has no requests
         end_s = time.monotonic() + drain_timeout_s + DRAIN_GRACE_S
-        while any(each in pool.engines for each in leaving) and time.monotonic() < end_s:
+        while any(each in pool.engines for each in draining) and time.monotonic() < end_s:
             await asyncio.sleep(_LOOK_S)
-        left = [each.name for each in leaving if each in pool.engines]
+        left = [each.name for each in draining if each in pool.engines]
         if left:
             raise HeadraceError(f"{', '.join(left)} did not leave within {drain_timeout_s + DRAIN_GRACE_S:g} s")
+
+    async def _until_all_serve(self, pool: EnginePool, size: int) -> None:
+        """Waits for engines that are being restarted. Raises HeadraceError, with the number there is, if they do not
+        serve in time or have ended for good."""
+        end_s = time.monotonic() + self._options.startup_timeout
+        while _num_serving(pool) != size:
+            if time.monotonic() > end_s or any(map(_has_ended, _own(pool))) or len(_own(pool)) != size:
+                why = next((each.failure.message for each in _own(pool) if each.failure is not None), "one has ended")
+                raise HeadraceError(f"there are {_num_serving(pool)} engines, and not {size}: {why}")
+            await asyncio.sleep(_LOOK_S)
+
+
+def _own(pool: EnginePool) -> list[Engine]:
+    return [engine for engine in pool.engines if isinstance(engine.source, Owned)]
+
+
+def _has_ended(engine: Engine) -> bool:
+    """For good: it is not connected, and nothing tries to connect it again."""
+    return engine.client is None and (engine.task is None or engine.task.done())
+
+
+def _num_serving(pool: EnginePool) -> int:
+    return sum(engine.usable for engine in _own(pool))
 
 
 def check_size(size: int) -> None:

@@ -177,7 +177,12 @@ class Owned(Source):
             if self._child.alive:
                 raise EngineStartError(f"engine-core (pid {self._child.pid}) does not end, so no other is started")
             self.on_restart()
-            self._child = await asyncio.to_thread(self._start)
+            starting = asyncio.ensure_future(asyncio.to_thread(self._start))
+            try:
+                self._child = await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                self._child = await starting  # so that `close` ends it
+                raise
         self._used = True
         report = self.on_progress
         ready = await asyncio.to_thread(

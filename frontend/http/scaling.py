@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from headrace.frontend.http.errors import ApiError
+from headrace.frontend.http.errors import ApiError, unavailable
 from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.route_spec import RouteSpec
 from headrace.frontend.http.routes import ServerState
@@ -43,7 +43,7 @@ async def scale(state: ServerState, exchange: Exchange) -> None:
     try:
         await state.scaler.scale(request.new_data_parallel_size, request.drain_timeout)
     except HeadraceError as error:
-        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error).partition("\n")[0], code="scaling_failed") from None
+        raise unavailable(str(error).partition("\n")[0], code="scaling_failed") from None
     finally:
         state.num_scaling -= 1
     await exchange.answer(ScaleResponse(f"Scaled to {request.new_data_parallel_size} data parallel engines"))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
+import httpx
 import pytest
 from http_server import Server, metric, serving, wait_until
+from null_with_tokenizer import LATE, MISSABLE
 from test_serve_fleet import engines_of, stream
 
 from headrace.frontend.cli.main import main
@@ -94,3 +98,116 @@ def test_engines_of_others_are_not_scaled() -> None:
             refused = attached.post("/scale_elastic_ep", json={"new_data_parallel_size": 2})
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_scalable")
         assert client.get("/health").status_code == 200
+
+
+def kill_rank(server: Server, rank: int) -> int:
+    """Kills the engine of this rank, by the order of their starts, and returns the process id of the other."""
+    engines = sorted(engines_of(server), key=lambda each: each.create_time())
+    engines[rank].kill()
+    return engines[1 - rank].pid
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_scaling_down_takes_the_dead_and_leaves_those_that_serve(processes: str, rank: int) -> None:
+    arguments = ("-dp", "2", "--restart-engine", "0", "--api-server-count", processes)
+    with serving(*arguments, null_model={}) as server, server.client() as client:
+        expected = stream(server, 1)
+        survivor = kill_rank(server, rank)
+        wait_until(lambda: metric(client, "headrace:engine_up") == 1, 30, "the death to be seen")
+        scale(server, 1)
+        assert [each.pid for each in engines_of(server)] == [survivor]
+        assert stream(server, 1) == expected
+        scale(server, 2)
+        assert len(engines_of(server)) == 2
+        assert survivor in [each.pid for each in engines_of(server)]
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_scaling_that_fails_leaves_nothing_that_counts_and_can_be_tried_again(
+    processes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    monkeypatch.setenv("HEADRACE_TEST_MODEL_FOLDER", str(folder))
+    arguments = ("-dp", "2", "--api-server-count", processes, "--distributed-executor-backend", MISSABLE)
+    with serving(*arguments, null_model={}) as server, server.client() as client:
+        expected = stream(server, 1)
+        folder.rmdir()
+        for _ in range(2):
+            refused = client.post("/scale_elastic_ep", json={"new_data_parallel_size": 4}, timeout=120)
+            assert refused.status_code == 503, refused.text
+            error = refused.json()["error"]
+            assert (error["code"], error["type"]) == ("scaling_failed", "server_error")
+            assert "the model's folder is away" in error["message"]
+            assert "there are 2" in error["message"]
+        assert stream(server, 1) == expected
+        folder.mkdir()
+        scale(server, 3)
+        assert len(engines_of(server)) == 3
+        scale(server, 1)
+        assert len(engines_of(server)) == 1
+        assert stream(server, 1) == expected
+
+
+def test_two_scalings_at_once_both_end() -> None:
+    with serving("-dp", "2", null_model={}) as server, ThreadPoolExecutor(2) as pool:
+        wanted = [pool.submit(scale, server, size) for size in (3, 1)]
+        for each in wanted:
+            each.result(120)
+        assert len(engines_of(server)) in (1, 3)
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_an_engine_that_dies_while_it_joins_ends_no_stream(processes: str) -> None:
+    model = {"load_delay_s": 3.0, "step_delay_s": 0.05}
+    arguments = ("-dp", "2", "--api-server-count", processes)
+    with serving(*arguments, null_model=model) as server, ThreadPoolExecutor(1) as pool:
+        expected = stream(server, 1)
+        running = pool.submit(stream, server, 1)
+        scaling = ThreadPoolExecutor(1).submit(scale, server, 3)
+        wait_until(lambda: len(engines_of(server)) == 3, 30, "the third to be started")
+        newest = max(engines_of(server), key=lambda each: each.create_time())
+        newest.kill()
+        with pytest.raises(AssertionError, match="there are 2"):
+            scaling.result(120)
+        assert running.result(60) == expected
+        assert len(engines_of(server)) == 2
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_once_a_server_serves_no_engine_that_dies_in_its_start_ends_it(
+    processes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server serves from its first engine on."""
+    folder = tmp_path / "model"
+    monkeypatch.setenv("HEADRACE_TEST_MODEL_FOLDER", str(folder))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = ("-dp", "2", "--api-server-count", processes, "--port", str(port))
+    server = Server(*arguments, "--distributed-executor-backend", LATE, null_model={"step_delay_s": 0.05})
+    server.url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: _is_healthy(server), 60, "the first engine to serve")
+        expected = stream(server, 1)
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(stream, server, 1)
+            wait_until(lambda: len(engines_of(server)) == 2, 30, "the second engine to be started")
+            max(engines_of(server), key=lambda each: (each.create_time(), each.pid)).kill()
+            assert running.result(60) == expected
+        folder.mkdir()
+        server.wait_log("has ended")
+        with server.client() as client:
+            wait_until(lambda: metric(client, "headrace:engine_up") == 2, 60, "the second engine to serve")
+        assert stream(server, 1) == expected
+    finally:
+        server.close()
+
+
+def _is_healthy(server: Server) -> bool:
+    try:
+        with server.client() as client:
+            return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False

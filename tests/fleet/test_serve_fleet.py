@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,8 +22,13 @@ NUM_TOKENS = 300
 
 
 def engines_of(server: Server) -> list[psutil.Process]:
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    return [each for each in children if "headrace.core.process.daemon" in each.cmdline()]
+    """Those that live: one that has just ended is a zombie until its parent waits for it."""
+    found = []
+    for child in psutil.Process(server.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "headrace.core.process.daemon" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def asked(number: int) -> dict[str, Any]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import numpy as np
 from fake_tokenizers import bundle_of, byte_level_tokenizer
 from tokenizers import AddedToken
 
 from headrace.core.options.engine_options import Options
+from headrace.core.options.plan import ModelDescription
+from headrace.executor.rank import Report
 from headrace.executor.testing.null import FIRST_ORDINARY_TOKEN, NullExecutor, NullModel, _Rows
 from headrace.ipc.control import CallExtension, WorkerAnswer, WorkerCommand
-from headrace.ipc.failure import HeadraceError
+from headrace.ipc.failure import HeadraceError, ModelError
 from headrace.ipc.step import NewRow
 
 VOCAB_SIZE = 400
@@ -17,6 +22,8 @@ MARKERS = ("<tool_call>", "</tool_call>")
 """Added tokens that are text, as Qwen's are."""
 BACKEND = "null_with_tokenizer:TokenizingNullExecutor"
 PARROT = "null_with_tokenizer:ParrotExecutor"
+LATE = "null_with_tokenizer:LateExecutor"
+MISSABLE = "null_with_tokenizer:MissableExecutor"
 
 
 class TokenizingNullExecutor(NullExecutor):
@@ -32,6 +39,24 @@ class TokenizingNullExecutor(NullExecutor):
         if isinstance(command, CallExtension):
             raise HeadraceError(f"there is no worker extension with a method {command.method}")
         return (WorkerAnswer(),)
+
+
+class MissableExecutor(TokenizingNullExecutor):
+    """Starts only while the folder exists that HEADRACE_TEST_MODEL_FOLDER names."""
+
+    def describe(self, report: Report) -> ModelDescription:
+        if not os.path.isdir(os.environ["HEADRACE_TEST_MODEL_FOLDER"]):
+            raise ModelError("the model's folder is away")
+        return super().describe(report)
+
+
+class LateExecutor(TokenizingNullExecutor):
+    """Of rank 0 it starts at once, of others once the folder exists that HEADRACE_TEST_MODEL_FOLDER names."""
+
+    def describe(self, report: Report) -> ModelDescription:
+        while self._options.data_parallel_rank and not os.path.isdir(os.environ["HEADRACE_TEST_MODEL_FOLDER"]):
+            time.sleep(0.02)
+        return super().describe(report)
 
 
 class ParrotExecutor(TokenizingNullExecutor):

@@ -195,7 +195,7 @@ class HttpServer:
         router_options = RouterOptions(
             max_migrations=self._options.max_migrations, suspect_after_s=self._options.heartbeat_timeout
         )
-        pool = EnginePool(sources, router_options, discovery=discovery)
+        pool = EnginePool(sources, router_options, discovery=discovery, serves_early=True)
         pool.on_death, pool.on_return = self.on_engine_end, self.on_engine_return
         state = ServerState(self._options, pool, self._pages, keys=self._keys, template=self._template)
         state.scaler = self.scaler

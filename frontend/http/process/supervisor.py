@@ -22,6 +22,7 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.process.supervisor import Child, ChildOptions, start_coordinator, start_engine
 from headrace.frontend.fleet.client import of_rank
+from headrace.frontend.fleet.scaling import MOST_ENGINES
 from headrace.frontend.http.metrics import pages_bytes
 from headrace.frontend.http.process.launch import PhaseLog, ready_text, say, say_workers
 from headrace.frontend.http.process.options import ServeOptions
@@ -34,7 +35,14 @@ from headrace.frontend.http.process.server import (
     listen,
     url_of,
 )
-from headrace.frontend.http.process.worker import EngineDown, EngineLost, EngineUp, ScaleTo, WorkerOptions
+from headrace.frontend.http.process.worker import (
+    EngineDown,
+    EngineGaveUp,
+    EngineLost,
+    EngineUp,
+    ScaleTo,
+    WorkerOptions,
+)
 from headrace.ipc.failure import EngineStartError, Failure
 from headrace.ipc.messages import SCHEMA_HASH, ChildMessage, Ready, Start
 from headrace.ipc.process.child import STOP_SIGNALS
@@ -301,6 +309,8 @@ class _Service:
         os.ftruncate(self._pages, pages_bytes(options.api_server_count))
         self._engine_news: EngineUp | EngineDown | None = None
         self._was_ready = False
+        self._joining: set[int] = set()
+        """Ranks of engines that a scaling has started and that have not been ready yet."""
         self.on_engine: Callable[[], None] = lambda: None
         """Called when all engines are ready, before `on_ready`."""
         self.on_ready: Callable[[], None] = lambda: None
@@ -381,13 +391,16 @@ class _Service:
                     say("stopping; a second signal does not wait")
                     return EXIT_DONE, self._shutdown_timeout_s
                 case EngineReady():
+                    if event.rank not in self._keepers:
+                        continue  # it was to leave while it started
                     self._keepers[event.rank].is_ready = True
+                    self._joining.discard(event.rank)
                     if not self._was_ready and all(keeper.is_ready for keeper in self._keepers.values()):
                         self.on_engine()
                     self._check_ready()
                     if not self._are_found:
                         self._tell(EngineUp(address=event.address, peer_timeout_s=event.peer_timeout_s))
-                case EngineEnded() | ProcessEnded() if not self._was_ready:
+                case EngineEnded() | ProcessEnded() if not self._serves:
                     raise EngineStartError.from_failure(event.failure)
                 case EngineEnded() | EngineLost():
                     if not self._on_engine_end(event):
@@ -398,6 +411,13 @@ class _Service:
                         return status, _LAST_EVENTS_S if status == EXIT_ENGINE_FAILED else 0.0
                 case _:
                     self._take(event)
+
+    @property
+    def _serves(self) -> bool:
+        """Whether there may be requests: an engine and an HTTP process are, or were, ready."""
+        return self._was_ready or (
+            any(keeper.is_ready for keeper in self._keepers.values()) and any(each.is_ready for each in self._processes)
+        )
 
     def _take(self, event: Event) -> None:
         """Handles an event that never ends the service."""
@@ -437,26 +457,37 @@ class _Service:
         has_left = keeper.is_leaving or (self._are_found and keeper.child.status == EXIT_DONE)
         if has_left:
             say(f"the engine of rank {keeper.rank} was drained and has left")
-        comes_back = not has_left and keeper.on_end(failure)
+        comes_back = not has_left and keeper.rank not in self._joining and keeper.on_end(failure)
         if not self._are_found:
             self._tell(EngineDown(failure=failure, comes_back=comes_back))
             return comes_back
+        if not has_left and keeper.rank in self._joining:  # a scaling that fails is not tried again by itself
+            say(f"the engine of rank {keeper.rank} did not start: {failure.message}", logging.ERROR)
+            comes_back = False
+        self._joining.discard(keeper.rank)
         if not comes_back:
             del self._keepers[keeper.rank]
+            if not has_left:
+                self._tell_all(EngineGaveUp(rank=keeper.rank, why=failure.message))
+        self._check_ready()
         return bool(self._keepers)
 
     def _scale(self, wanted: ScaleTo) -> None:
-        """Starts engines, or drains those of the highest ranks, for which EngineEnded follows."""
+        """Starts the engines that lack, or drains some: first those that do not serve, then those of the highest ranks.
+        EngineReady or EngineEnded follow."""
         say(f"there are to be {wanted.size} engines")
+        staying = [rank for rank, keeper in self._keepers.items() if not keeper.is_leaving]
         options = msgspec.structs.replace(self._engine_options, data_parallel_size=wanted.size)
-        for rank in [each for each in range(wanted.size) if each not in self._keepers]:
+        lacking = [each for each in range(MOST_ENGINES) if each not in self._keepers][: wanted.size - len(staying)]
+        for rank in lacking if len(staying) < wanted.size else ():
             of_this = of_rank(options, rank)
             restarts = self._options.num_restarts(wanted.size)
             self._keepers[rank] = keeper = _EngineKeeper(
                 of_this, restarts, start_engine(of_this, self._ranks.new_address()), self._events
             )
+            self._joining.add(rank)
             keeper.watch_start()
-        for rank in sorted(self._keepers)[wanted.size :]:
+        for rank in sorted(staying, key=lambda each: (not self._keepers[each].is_ready, each))[wanted.size :]:
             self._keepers[rank].drain(wanted.drain_timeout_s)
 
     def _restart_coordinator(self, failure: Failure) -> None:
@@ -503,6 +534,12 @@ class _Service:
                 say(f"{child.name} (pid {child.pid}) is stopped by a signal or a debugger; {waits}")
             elif now_s - each.stopped_since_s > (self._peer_timeout_s or peer_timeout_s()):
                 os.kill(child.pid, signal.SIGKILL)  # ProcessEnded or EngineEnded follows
+
+    def _tell_all(self, news: EngineGaveUp) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ChannelClosedError, WaitTimeoutError):  # ProcessEnded follows
+                if process.child is not None:
+                    process.child.send(news, Deadline(_TELL_S))
 
     def _tell(self, news: EngineUp | EngineDown, processes: Sequence[_HttpProcess] = ()) -> None:
         self._engine_news = news

@@ -65,6 +65,13 @@ class EngineLost(Message, frozen=True):
     failure: Failure
 
 
+class EngineGaveUp(Message, frozen=True):
+    """An engine of the parent's has ended for good, or one that a scaling started did not become ready."""
+
+    rank: int
+    why: str
+
+
 class ScaleTo(Message, frozen=True):
     """A client asked this process to change the number of engines, which the parent runs."""
 
@@ -78,18 +85,28 @@ class ParentScaler:
     def __init__(self, ask: Callable[[ScaleTo], None]) -> None:
         self._ask = ask
         self.pool: EnginePool | None = None
+        self._num_given_up = 0
+        self._why = ""
+        self._scaling = asyncio.Lock()
+
+    def note(self, news: EngineGaveUp) -> None:
+        """Thread-safe."""
+        self._why, self._num_given_up = news.why, self._num_given_up + 1
 
     async def scale(self, size: int, drain_timeout_s: float) -> None:
         pool = self.pool
         assert pool is not None, "it serves"
         check_size(size)
-        self._ask(ScaleTo(size=size, drain_timeout_s=drain_timeout_s))
-        end_s = time.monotonic() + drain_timeout_s + START_TIMEOUT_S
-        while sum(engine.usable for engine in pool.engines) != size:
-            if time.monotonic() > end_s:
-                num = sum(engine.usable for engine in pool.engines)
-                raise HeadraceError(f"there are {num} engines, and not {size}; the server's log says why")
-            await asyncio.sleep(0.05)
+        async with self._scaling:
+            before = self._num_given_up
+            self._ask(ScaleTo(size=size, drain_timeout_s=drain_timeout_s))
+            end_s = time.monotonic() + drain_timeout_s + START_TIMEOUT_S
+            while (num := sum(engine.usable for engine in pool.engines)) != size:
+                if self._num_given_up > before:
+                    raise HeadraceError(f"there are {num} engines, and not {size}: {self._why}")
+                if time.monotonic() > end_s:
+                    raise HeadraceError(f"there are {num} engines, and not {size}; the server's log says why")
+                await asyncio.sleep(0.05)
 
 
 class ParentEngine(Source):
@@ -183,7 +200,7 @@ def main(fd: int) -> int:
     die_with_parent()
     leave_signals_to_parent()
     set_up_server_logging()
-    channel = Channel.inherited(fd, Start | Stop | EngineUp | EngineDown)
+    channel = Channel.inherited(fd, Start | Stop | EngineUp | EngineDown | EngineGaveUp)
     try:
         start = channel.receive(Deadline(10.0))
         if not isinstance(start, Start) or start.schema_hash != SCHEMA_HASH:
@@ -219,12 +236,19 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
 
     server.on_ready = on_ready
     server.logs_stats = options.logs_stats
-    if options.parent_scales:
-        server.scaler = ParentScaler(tell_parent)
+    scaler = ParentScaler(tell_parent) if options.parent_scales else None
+    server.scaler = scaler
+
+    def take(news: EngineUp | EngineDown | EngineGaveUp) -> None:
+        if not isinstance(news, EngineGaveUp):
+            kept.tell(news)
+        elif scaler is not None:
+            scaler.note(news)
+
     if not options.parent_has_engine and options.index == 0:  # all processes notice it; only one prints it
         server.on_engine_end, server.on_engine_return = say_engine_ended, say_engine_returned
     threading.Thread(
-        target=obey_parent, args=(channel, server.stop_threadsafe, EXIT_ERROR, kept.tell), name="parent", daemon=True
+        target=obey_parent, args=(channel, server.stop_threadsafe, EXIT_ERROR, take), name="parent", daemon=True
     ).start()
     return run_async(lambda: server.run(sources, options.coordinators, options.peer_timeout_s))
 
