@@ -79,8 +79,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
             return
         children = start_ranks(parsed)
         fleet = owned_ranks(parsed, children, RESTARTS) if len(children) > 1 else []
-        self._prepare(fleet or children, FleetClient(fleet) if fleet else None)
-        self._shows_start = parsed.use_tqdm_on_load
+        self._prepare(fleet or children, FleetClient(fleet) if fleet else None, parsed.use_tqdm_on_load)
 
     @classmethod
     def from_engine_args(
@@ -130,11 +129,16 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         self._take(client)
         return self
 
-    def _prepare(self, children: Sequence[EngineProcess | Owned], fleet: FleetClient | None = None) -> None:
-        """children: the engines that `close` stops."""
+    def _prepare(
+        self,
+        children: Sequence[EngineProcess | Owned],
+        fleet: FleetClient | None = None,
+        shows_start: bool | None = False,
+    ) -> None:
+        """children: the engines that `close` stops. shows_start: the option use_tqdm_on_load."""
+        self._shows_start = shows_start
         self._children = children
         self._fleet = fleet
-        self._shows_start: bool | None = False
         self._client: CoreClient | FleetClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[CoreClient | FleetClient] | None = None

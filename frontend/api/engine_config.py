@@ -56,7 +56,7 @@ class CacheConfig(Explained, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(Explained, frozen=True, kw_only=True):
-    max_num_seqs: int
+    max_num_seqs: int | None
     max_num_batched_tokens: int | None
     max_model_len: int | None
 

@@ -65,7 +65,7 @@ class EngineWatch:
         except EngineDeadError as error:
             problem = error.failure.message if error.failure is not None else str(error)
         record = None if self._welcome is not None or self.gone else record_of(self.address)
-        pid = self._welcome.pid if self._welcome is not None else record and record.pid
+        pid = self._welcome.pid if self._welcome is not None else None if record is None else record.pid
         if record is not None and not record.is_ready:
             problem = "it is starting"
         return EngineSnapshot(

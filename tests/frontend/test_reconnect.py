@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,8 @@ from headrace.core.process.child_output import StartLine
 from headrace.frontend.api.batch import SharedBar
 from headrace.ipc.messages import Progress
 
-NULL = {"distributed_executor_backend": "headrace.executor.testing.null:NullExecutor", "skip_tokenizer_init": True}
+BACKEND = "headrace.executor.testing.null:NullExecutor"
+NULL: dict[str, Any] = {"distributed_executor_backend": BACKEND, "skip_tokenizer_init": True}
 PROMPT = {"prompt_token_ids": [5]}
 PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
 
@@ -26,7 +28,7 @@ PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
 @contextlib.contextmanager
 def engine_at(address: str) -> Iterator[subprocess.Popen[str]]:
     command = [str(Path(sys.executable).with_name("engine-core")), "null", "--address", address]
-    command += ["--distributed-executor-backend", NULL["distributed_executor_backend"], "--skip-tokenizer-init"]
+    command += ["--distributed-executor-backend", BACKEND, "--skip-tokenizer-init"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None

@@ -186,7 +186,8 @@ def test_an_object_that_has_a_long_name_is_not_held_back(name: str):
 
 def test_slips_are_text_where_a_grammar_holds_calls_to_their_schemas():
     """It cannot hold those: a strict tool would get arguments that do not fit."""
-    tools = [{"type": "function", "function": {**NOW["function"], "strict": True}}]
+    function: dict[str, Any] = NOW["function"]  # type: ignore[assignment]
+    tools = [{"type": "function", "function": {**function, "strict": True}}]
     prompt = RenderedChat("", '{# <tool_call> "arguments" <think></think> #}')
     tokenizer = Tokenizer(bundle_of(byte_level_tokenizer()))
     for given, num_calls in ((tools, 0), ([NOW], 1)):

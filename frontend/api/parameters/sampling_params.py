@@ -281,7 +281,8 @@ class SamplingParams:
         """
         self._verify_values()
         if model_config is not None:
-            check_model_limits(self, model_config.get_vocab_size(), model_config.max_logprobs)
+            vocab_size = model_config.get_vocab_size()
+            check_model_limits(self, INT32 if vocab_size is None else vocab_size, model_config.max_logprobs)
 
     def update_from_tokenizer(self, tokenizer: Any) -> None:
         """Tokenises `bad_words` with this tokenizer (any with vLLM's `encode`), so that none is needed later."""
