@@ -220,7 +220,7 @@ def fit_half(weight: Tensor, bits: int, group_size: int) -> bool:
     largest = torch.maximum(most, -least)
     small = (steps > 0) & (steps < LEAST_STEP)
     if bits == 4:  # a minimum errs by up to half a unit of float16, which must be small beside the step
-        error = torch.maximum(least.abs() * 2**-12, least.new_tensor(2**-25))
+        error = (least.abs() * 2**-12).clamp_min(2**-25)
         small |= error > torch.where(steps > 0, steps / 16, largest / 256).masked_fill(largest == 0, torch.inf)
     limit = torch.finfo(torch.float16).max
     return not bool(small.any()) and bool((steps if bits == 8 else largest).amax() <= limit)

@@ -219,7 +219,9 @@ def to_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scale_type(weight: Tensor, bits: int, group: int) -> torch.dtype:
-    """float16 where it holds the scales of all rows, else float32."""
+    """float16 where it holds the scales of all rows, else float32. Of a weight without values, on meta, float16."""
+    if weight.is_meta:
+        return torch.float16
     parts = (weight[start : start + ROWS_AT_ONCE] for start in range(0, len(weight), ROWS_AT_ONCE))
     return torch.float16 if all(fit_half(part, bits, group) for part in parts) else torch.float32
 

@@ -136,7 +136,7 @@ def test_workers_account_for_their_whole_start() -> None:
 def test_a_server_shows_the_table_of_its_engines_start(processes: str) -> None:
     flags = ["--model=null", "--worker-cls=null_rank:NullRank", "--tensor-parallel-size=2", "--skip-tokenizer-init"]
     with serving(*flags, "--api-server-count", processes, attached=True) as server:
-        lines = server.log.splitlines()
+        lines = [line.removeprefix("    ") for line in server.log.splitlines()]  # the further lines of a log entry
         at = next(number for number, line in enumerate(lines) if line.startswith("seconds"))
         assert lines[at].split() == ["seconds", "core", "rank", "0", "rank", "1"]
         end = next(number for number in range(at, len(lines)) if lines[number].startswith("sum"))

@@ -49,7 +49,8 @@ QWEN3 = {
 GEMMA2 = {
     **LLAMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584, "head_dim": 256,
     "num_attention_heads": 16, "vocab_size": 256000, "max_position_embeddings": 8192, "sliding_window": 4096,
-    "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
     "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
 }  # fmt: skip
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
