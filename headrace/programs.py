@@ -18,7 +18,8 @@ def _exit_at_once(*_: object) -> None:
 
 
 # Before any other import, as imports take most of the start-up time.
-signal.signal(signal.SIGINT, _exit_at_once)
+if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a signal that is ignored at the start stays ignored
+    signal.signal(signal.SIGINT, _exit_at_once)
 # Registered first, so called last: during the interpreter's shutdown SIGINT is ignored, as the status is decided.
 atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
@@ -28,7 +29,8 @@ def headrace() -> int:
     from headrace.frontend.cli.main import main
 
     sys.unraisablehook = _exit_on_lost_interrupt
-    signal.signal(signal.SIGINT, _exit_at_once)  # a command may leave another handler when it is interrupted
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _exit_at_once)  # a command may leave another handler when it is interrupted
     try:
         return main()
     except KeyboardInterrupt:  # a second interrupt, while the first one was being handled

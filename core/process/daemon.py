@@ -27,8 +27,8 @@ from headrace.core.process.supervisor import START_GRACE_S
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start
 from headrace.ipc.process.child import (
-    STOP_SIGNALS,
     exit_when_slow,
+    heeded_signals,
     leave,
     leave_signals_to_parent,
     show_stacks_when_asked,
@@ -167,10 +167,13 @@ def new_port(options: Options, address: str) -> ZmqPort:
 def run_as_node(options: Options) -> int:
     """Runs the workers of a host whose engine core is on another host, and ends with that core. Returns the exit
     status."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    heeded = heeded_signals()
+    if signal.SIGTERM in heeded:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         check_node_rank(options)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.SIGINT in heeded:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         importlib.import_module("headrace.executor.placement.node_agent").run_node(
             options
         )  # by name: the core imports no executor
@@ -273,7 +276,7 @@ def _stop_on_signals(core: EngineCore, shutdown_timeout_s: float) -> None:
             raise SystemExit(128 + number)
         core.stop(shutdown_timeout_s if len(received) == 1 else 0.0)
 
-    for number in STOP_SIGNALS:
+    for number in heeded_signals():
         signal.signal(number, handle)
 
 

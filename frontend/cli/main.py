@@ -65,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _set_interrupt(handler: Any) -> None:
-    if threading.current_thread() is threading.main_thread():
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # since the start, so it stays so
+    if threading.current_thread() is threading.main_thread() and not is_ignored:
         signal.signal(signal.SIGINT, handler)
 
 

@@ -27,7 +27,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 def exiting_when_interrupted() -> Iterator[None]:
     """Meanwhile SIGINT ends the process at once: for work that has nothing to close or to lose, but tasks that would
     each report an interrupt. Does nothing in a thread, as only the main one handles signals."""
-    if threading.current_thread() is not threading.main_thread():
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if threading.current_thread() is not threading.main_thread() or is_ignored:
         yield
         return
     before = signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
@@ -44,7 +45,8 @@ def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     process. A signal while the loop is created or closed is remembered, as an exception would leave half a loop.
     `work` may install its own handlers in the loop.
     """
-    if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # since the program's start, so it stays so
+    if threading.current_thread() is not threading.main_thread() or is_ignored:  # only the main thread handles signals
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(work())
     received: list[int] = []

@@ -20,6 +20,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Each of them asks for an orderly shutdown."""
 
 
+def heeded_signals() -> list[signal.Signals]:
+    """Those of STOP_SIGNALS that this program was not started to ignore: `nohup` has it ignore SIGHUP, and a shell's
+    script SIGINT in what it runs in the background."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 def die_with_parent() -> None:
     """Makes the kernel kill this process when the thread that started it ends, in case orderly shutdown fails."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     import signal
 
     from headrace.core.coordinator.program import Coordinator
-    from headrace.ipc.process.child import STOP_SIGNALS
+    from headrace.ipc.process.child import heeded_signals
     from headrace.ipc.process.log import set_up_logging
     from headrace.ipc.transport.keys import use_keys
 
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     def stop(number: int, frame: FrameType | None) -> None:
         coordinator.stop()
 
-    for number in STOP_SIGNALS:
+    for number in heeded_signals():
         signal.signal(number, stop)
     print(f"coordinator: ready at {coordinator.address}", flush=True)
     try:

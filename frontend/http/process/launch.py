@@ -30,7 +30,7 @@ from headrace.frontend.http.process.options import LOOPBACK, ServeOptions, with_
 from headrace.frontend.http.process.ranks import Ranks, ranks_of
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import Ready
-from headrace.ipc.process.child import STOP_SIGNALS
+from headrace.ipc.process.child import heeded_signals
 from headrace.ipc.process.log import FORMAT_VARIABLE, LEVEL_VARIABLE, protect_stderr, set_up_logging
 
 
@@ -215,7 +215,7 @@ def _stop_on_signals(stop: Callable[[float], None], shutdown_timeout_s: float) -
         stop(shutdown_timeout_s if len(received) == 1 else 0.0)
 
     loop = asyncio.get_running_loop()
-    for number in STOP_SIGNALS:
+    for number in heeded_signals():
         loop.add_signal_handler(number, handle, number)
 
 

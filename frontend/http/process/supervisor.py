@@ -45,7 +45,7 @@ from headrace.frontend.http.process.worker import (
 )
 from headrace.ipc.failure import EngineStartError, Failure
 from headrace.ipc.messages import SCHEMA_HASH, ChildMessage, Ready, Start
-from headrace.ipc.process.child import STOP_SIGNALS
+from headrace.ipc.process.child import heeded_signals
 from headrace.ipc.process.limits import raise_file_limit
 from headrace.ipc.process.own_folder import OwnFolder
 from headrace.ipc.transport.channel import ChannelClosedError
@@ -148,7 +148,7 @@ def serve_with_processes(
             options = msgspec.structs.replace(options, port=sock.getsockname()[1])
     raise_file_limit()
     events: Events = queue.SimpleQueue()
-    for number in STOP_SIGNALS:
+    for number in heeded_signals():
         signal.signal(number, lambda number, frame: _on_signal(events, number, frame))
     with sock or contextlib.nullcontext(), _shared_stores(options) as options:
         restarts = options.num_restarts(engine_options.data_parallel_size if ranks.coordinator else len(engines))
