@@ -188,7 +188,8 @@ def run_node(options: Options) -> None:
 
 
 def cluster_key() -> str:
-    return os.environ.get(KEY_VARIABLE, "")
+    """Without the line break that a secret from a file ends in."""
+    return os.environ.get(KEY_VARIABLE, "").strip("\r\n")
 
 
 def _join(options: Options, where: str) -> tuple[Channel, str]:

@@ -150,7 +150,7 @@ def target_of(options: TargetOptions) -> Target:
     """The server's address and headers, with an API key from the environment. Raises OptionError."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     headers = records.parse_pairs(options.header, "header")
-    key = os.environ.get("OPENAI_API_KEY") or os.environ.get("HEADRACE_API_KEY")
+    key = (os.environ.get("OPENAI_API_KEY") or os.environ.get("HEADRACE_API_KEY") or "").strip()
     if key and "authorization" not in {name.lower() for name in headers}:
         headers["Authorization"] = f"Bearer {key}"
     return Target(options.base_url or f"http://{host}:{options.port}", headers, insecure=options.insecure)

@@ -82,7 +82,7 @@ class RemoteLLM:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise OptionError(f"--url={url}: it must look like http://127.0.0.1:8000")
         self._parts, self._root = parts, parts.path.rstrip("/").removesuffix("/v1")
-        key = api_key or os.environ.get("HEADRACE_API_KEY")
+        key = (api_key or os.environ.get("HEADRACE_API_KEY") or "").strip()
         self._headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
         models = self._ask("GET", "/v1/models")["data"]
         try:

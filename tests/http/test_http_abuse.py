@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +24,7 @@ from fake_tokenizers import bundle_of, byte_level_tokenizer
 from http_server import Server, ask, connection, read_all, serving, wait_until
 
 from headrace.core.options.option import Secret
+from headrace.executor.placement.node_agent import cluster_key
 from headrace.frontend.http.errors import LONGEST_MESSAGE, LONGEST_PARAM, ApiError
 from headrace.frontend.http.exchange import MOST_CONTAINERS, LargeBodies, check_shape
 from headrace.frontend.http.openai.decoder import RequestDecoder
@@ -33,6 +35,8 @@ from headrace.frontend.http.process.server import read_keys
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import OptionError
 from headrace.ipc.process.gc_pauses import CollectorHold
+from headrace.ipc.transport.keys import make_key_file
+from headrace.ipc.transport.keys import read_keys as read_engine_file
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -355,6 +359,22 @@ def test_a_key_of_any_characters_opens(monkeypatch):
         for key, status in (("schlüssel-π", 200), ("schlüssel", 401)):
             headers = {"authorization": f"Bearer {key}".encode()}
             assert client.get("/v1/models", headers=headers).status_code == status
+
+
+def test_a_secret_that_ends_in_a_line_break_is_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of Kubernetes' secrets and of `echo secret > file` do; an editor of Windows adds a byte order mark."""
+    monkeypatch.setenv("HEADRACE_API_KEY", "secret\n")
+    assert read_keys(ServeOptions()) == ["secret"]
+    monkeypatch.setenv("HEADRACE_CLUSTER_KEY", "secret\r\n")
+    assert cluster_key() == "secret"
+    assert read_keys(ServeOptions(api_key=(Secret("mine\r\n"),))) == ["mine"]
+    file = tmp_path / "keys"
+    file.write_bytes("\ufefffirst\r\nsecond\r\n".encode())
+    assert read_keys(ServeOptions(api_key_file=str(file))) == ["first", "second"]
+    make_key_file(keys := tmp_path / "engine.keys")
+    before = read_engine_file(keys)
+    keys.write_bytes("\ufeff".encode() + keys.read_bytes())
+    assert read_engine_file(keys) == before
 
 
 @pytest.mark.parametrize("name", ["HEADRACE_API_KEY", "VLLM_API_KEY"])

@@ -54,7 +54,7 @@ class HubChoice:
     @classmethod
     def of(cls, options: Options) -> HubChoice:
         """The choice for the model itself. Raises OptionError for an invalid token."""
-        token = options.hf_token
+        token = options.hf_token and Secret(options.hf_token.value.strip())
         if token is not None and not (token.value.isascii() and token.value.isprintable() and token.value.strip()):
             raise OptionError("hf_token is no token: it must be printable ASCII characters, and some")
         return cls(

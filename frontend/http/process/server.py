@@ -110,11 +110,12 @@ def url_of(options: ServeOptions, sock: socket.socket) -> str:
 
 
 def read_keys(options: ServeOptions) -> list[str]:
-    """All API keys. Raises OptionError for an empty one, and for a file that cannot be read or holds none."""
-    keys = [key.value for key in options.api_key]
+    """All API keys, without the line breaks that secrets from files and volumes end in. Raises OptionError for an empty
+    one, and for a file that cannot be read or holds none."""
+    keys = [key.value.strip() for key in options.api_key]
     if options.api_key_file is not None:
         try:
-            lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()
+            lines = Path(options.api_key_file).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise OptionError(f"api_key_file={options.api_key_file} cannot be read: {error}") from None
         in_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
@@ -123,10 +124,10 @@ def read_keys(options: ServeOptions) -> list[str]:
         keys += in_file
     named = [name for name in KEY_VARIABLES if name in os.environ]
     if not keys and named:
-        keys = [os.environ[named[0]]]
-        if not keys[0].strip():
+        keys = [os.environ[named[0]].strip()]
+        if not keys[0]:
             raise OptionError(f"{named[0]} is set and empty: unset it for a server without a key, or put one in it")
-    if any(not key.strip() for key in keys):
+    if not all(keys):
         raise OptionError("api_key is empty: leave it out for a server without a key, or give one")
     return keys
 
