@@ -47,7 +47,7 @@ from headrace.ipc.process.program import (
     starting_folder,
 )
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
-from headrace.ipc.transport.sockets import new_ipc_address, remove_leftover
+from headrace.ipc.transport.sockets import new_ipc_address, remove_leftover, remove_leftovers_of
 from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
 
 logger = logging.getLogger(__name__)
@@ -79,9 +79,9 @@ class ChildOptions(msgspec.Struct, frozen=True):
     """How long the child may take until it is ready."""
     shows_loading: bool | None = False
     """Show a progress bar while the child reads weights. None: if stderr is a terminal."""
-    bind: str = ""
-    """Where the child is to listen, if anywhere; empty for an address of its own choice, which it reports. Once it has
-    ended, for any reason, the socket that a killed one leaves behind is removed."""
+    bind: str | None = None
+    """Where the child is to listen; empty for an address of its own choice, which it reports. Once it has ended, for
+    any reason, the socket that a killed one leaves behind is removed. None: it does not listen."""
 
 
 class Child:
@@ -324,9 +324,10 @@ class Child:
             process.stdout.close()
         self._channel.close()
         self._bar.close(is_done=False)
-        if bound := self.ready.address if self.ready else self.options.bind:
+        if self.options.bind is not None:
+            bound = self.ready.address if self.ready else self.options.bind
             try:
-                remove_leftover(bound)
+                remove_leftover(bound) if bound else remove_leftovers_of(self.pid)
             except (HeadraceError, OSError) as error:  # the end must still be reported to all that wait for it
                 logger.warning("after the end of %s: %s", self.name, error)
         with self._changed:

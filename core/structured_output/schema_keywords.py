@@ -390,7 +390,7 @@ _CHANGES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
     _without_not,
     _without_contains,
     _without_unique_items,
-    _without_property_names,
     _without_unevaluated,
+    _without_property_names,  # after it: what names allow is evaluated
     _without_assertions,
 )

@@ -101,6 +101,14 @@ def remove_leftover(address: str) -> None:
     sweep_sockets()
 
 
+def remove_leftovers_of(pid: int) -> None:
+    """Removes what a child of this process, which has ended before it could tell its address, has bound."""
+    for path in runtime_directory().glob(f"*-{pid}-{this_kernel()}*.sock"):
+        if _OWN_NAME.fullmatch(path.name) and _refuses(path):
+            path.unlink(missing_ok=True)
+    sweep_sockets()
+
+
 def new_ipc_address(name: str) -> str:
     """A new ipc:// address in the runtime directory; removes unused sockets from it."""
     directory = sweep_sockets()

@@ -23,4 +23,10 @@ def build(config: Config) -> ArchSpec:
     return deepseek(config, routing, correction=False)
 
 
-FAMILY = Family(("DeepseekV2ForCausalLM",), build, assumes={"mlp_bias": (False,)})
+_BY_GROUPS = "experts have groups with topk_method group_limited_greedy alone, which reads it"
+FAMILY = Family(
+    ("DeepseekV2ForCausalLM",),
+    build,
+    ignored={"n_group": _BY_GROUPS, "topk_group": _BY_GROUPS},
+    assumes={"mlp_bias": (False,)},
+)
