@@ -468,7 +468,8 @@ class _Service:
         if not comes_back:
             del self._keepers[keeper.rank]
             if not has_left:
-                self._tell_all(EngineGaveUp(rank=keeper.rank, why=failure.message))
+                num_left = sum(each.is_ready and not each.is_leaving for each in self._keepers.values())
+                self._tell_all(EngineGaveUp(rank=keeper.rank, why=failure.message, num_left=num_left))
         self._check_ready()
         return bool(self._keepers)
 

@@ -70,6 +70,8 @@ class EngineGaveUp(Message, frozen=True):
 
     rank: int
     why: str
+    num_left: int
+    """How many engines serve now: an HTTP process may not have met all of them yet."""
 
 
 class ScaleTo(Message, frozen=True):
@@ -85,13 +87,14 @@ class ParentScaler:
     def __init__(self, ask: Callable[[ScaleTo], None]) -> None:
         self._ask = ask
         self.pool: EnginePool | None = None
-        self._num_given_up = 0
+        self._num_given_up = self._num_left = 0
         self._why = ""
         self._scaling = asyncio.Lock()
 
     def note(self, news: EngineGaveUp) -> None:
         """Thread-safe."""
-        self._why, self._num_given_up = news.why, self._num_given_up + 1
+        self._why, self._num_left = news.why, news.num_left
+        self._num_given_up += 1
 
     async def scale(self, size: int, drain_timeout_s: float) -> None:
         pool = self.pool
@@ -103,7 +106,7 @@ class ParentScaler:
             end_s = time.monotonic() + drain_timeout_s + START_TIMEOUT_S
             while (num := sum(engine.usable for engine in pool.engines)) != size:
                 if self._num_given_up > before:
-                    raise HeadraceError(f"there are {num} engines, and not {size}: {self._why}")
+                    raise HeadraceError(f"there are {self._num_left} engines, and not {size}: {self._why}")
                 if time.monotonic() > end_s:
                     raise HeadraceError(f"there are {num} engines, and not {size}; the server's log says why")
                 await asyncio.sleep(0.05)
