@@ -73,7 +73,7 @@ def engine_records() -> list[EngineRecord]:
 def sweep_records(directory: Path, kernel: str) -> None:
     """Removes the records of engines of this kernel whose address refuses a connection."""
     for path, record in _read(directory):
-        if record.kernel == kernel and _refuses(record.address):
+        if record.kernel == kernel and refuses(record.address):
             path.unlink(missing_ok=True)
 
 
@@ -83,7 +83,8 @@ def _read(directory: Path) -> Iterator[tuple[Path, EngineRecord]]:
             yield path, msgspec.json.decode(path.read_bytes(), type=EngineRecord)
 
 
-def _refuses(address: str) -> bool:
+def refuses(address: str) -> bool:
+    """Whether nobody listens at an ipc:// or tcp:// address, as at the leftover of a dead process."""
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
     family = socket.AF_UNIX if scheme == "ipc" else socket.AF_INET6 if host.startswith("[") else socket.AF_INET

@@ -22,7 +22,7 @@ import zmq
 from headrace.ipc.codec import Frame
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.runtime_directory import UNIX_PATH_BYTES, AddressError, runtime_directory
-from headrace.ipc.transport.engine_records import sweep_records
+from headrace.ipc.transport.engine_records import refuses, sweep_records
 from headrace.ipc.transport.keys import is_insecure, key_file, read_engine_keys, read_keys
 
 HEARTBEAT_INTERVAL_MS = 1_000
@@ -314,14 +314,4 @@ def ipc_path(address: str) -> Path | None:
 
 def _refuses(path: Path) -> bool:
     """Whether this is a leftover socket of a dead process, on which nobody listens."""
-    import socket as plain
-
-    with plain.socket(plain.AF_UNIX, plain.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(os.fspath(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return True
-        except OSError:
-            return False  # its listener accepts no connections just now, or it belongs to another user
-        return False
+    return refuses(f"ipc://{path}")

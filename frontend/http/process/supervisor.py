@@ -469,7 +469,7 @@ class _Service:
             del self._keepers[keeper.rank]
             if not has_left:
                 num_left = sum(each.is_ready and not each.is_leaving for each in self._keepers.values())
-                self._tell_all(EngineGaveUp(rank=keeper.rank, why=failure.message, num_left=num_left))
+                self._send(EngineGaveUp(rank=keeper.rank, why=failure.message, num_left=num_left))
         self._check_ready()
         return bool(self._keepers)
 
@@ -536,14 +536,12 @@ class _Service:
             elif now_s - each.stopped_since_s > (self._peer_timeout_s or peer_timeout_s()):
                 os.kill(child.pid, signal.SIGKILL)  # ProcessEnded or EngineEnded follows
 
-    def _tell_all(self, news: EngineGaveUp) -> None:
-        for process in self._processes:
-            with contextlib.suppress(ChannelClosedError, WaitTimeoutError):  # ProcessEnded follows
-                if process.child is not None:
-                    process.child.send(news, Deadline(_TELL_S))
-
     def _tell(self, news: EngineUp | EngineDown, processes: Sequence[_HttpProcess] = ()) -> None:
         self._engine_news = news
+        self._send(news, processes)
+
+    def _send(self, news: EngineUp | EngineDown | EngineGaveUp, processes: Sequence[_HttpProcess] = ()) -> None:
+        """processes: by default all."""
         for process in processes or self._processes:
             with contextlib.suppress(ChannelClosedError, WaitTimeoutError):  # ProcessEnded follows
                 if process.child is not None:
