@@ -10,6 +10,9 @@ answered is buffered unparsed; past MAX_HEADER_BYTES of it, reading pauses.
 A client that closes its sending side after a request may still read the answer, or may have left: TCP tells both in the
 same way. So the connection stays open, and something that every client skips (an interim response, or a stream's
 comment) is written from time to time: a client that has left resets the connection.
+
+While the server drains, the last response to what has arrived says `Connection: close`. An idle connection stays open
+for a moment, since closing it would lose a request that is on its way: a proxy resends no POST that it has sent once.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState as UvicornState
 
 from headrace.frontend.http.errors import ApiError
 
@@ -31,6 +35,24 @@ MAX_PIPELINED = 16
 _FIRST_PROBE_S, _LONGEST_PROBE_S = 0.02, 5.0
 """Time between two writes to a client that has closed its sending side; doubled each time."""
 _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
+
+
+class Connections(UvicornState):
+    """What the connections of a server share."""
+
+    is_draining = False
+
+    def drain(self) -> None:
+        """From now on responses close their connections, but for those that have begun already."""
+        self.is_draining = True
+        for each in self.connections:
+            if isinstance(each, Connection):
+                each.close_after_last()
+
+    @property
+    def have_requests(self) -> bool:
+        """Whether a request is arriving, waiting or being answered on any of them."""
+        return any(isinstance(each, Connection) and each.has_request for each in self.connections)
 
 
 class Connection(HttpToolsProtocol):
@@ -53,6 +75,8 @@ class Connection(HttpToolsProtocol):
         self._reader_timer: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
         """The request whose handler began last; `cycle` is the one that was parsed last, which may be a later one."""
+        self._is_last_closing = False
+        """`_answering` closes the connection because the server drains, not because its client asked for that."""
         self.refusal: ApiError | None = None
         """The error because of which nothing more is read from this connection."""
         self._await_headers()
@@ -70,6 +94,23 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         # uvicorn leaves this timer of a connection that was reset, and with it everything that the connection holds.
         self._unset_keepalive_if_required()
+
+    @property
+    def has_request(self) -> bool:
+        """Whether a request is arriving, waiting or being answered."""
+        is_in_headers = self._header_timer is not None and self._num_unframed_bytes > 0
+        return is_in_headers or bool(self._ahead) or (self.cycle is not None and not self.cycle.response_complete)
+
+    def close_after_last(self) -> None:
+        """Lets the response to the last request that has arrived say that the connection closes, unless it has begun:
+        then the next request is answered."""
+        cycle = self._answering
+        if cycle is None or cycle.response_started:
+            return
+        if cycle.keep_alive and not (self.pipeline or self._ahead):
+            cycle.keep_alive, self._is_last_closing = False, True
+        elif self._is_last_closing and self.pipeline:  # parsed with the one before it
+            cycle.keep_alive, self._is_last_closing = True, False
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client has closed its sending side. If its request is incomplete, it can still read the error, and if it
@@ -113,6 +154,10 @@ class Connection(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         """A request has arrived in full, and its response is not complete."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+    @property
+    def _drains(self) -> bool:
+        return isinstance(self.server_state, Connections) and self.server_state.is_draining
 
     def _parse(self, data: bytes) -> None:
         if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
@@ -178,6 +223,8 @@ class Connection(HttpToolsProtocol):
         self.scope["extensions"] = {EXTENSION: {"connection": self}}
         super().on_headers_complete()
         self._is_in_body = True
+        if self._drains:
+            self.close_after_last()
 
     def _check_headers(self) -> None:
         version = self.parser.get_http_version()
@@ -213,7 +260,9 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answering = cycle
+        self._answering, self._is_last_closing = cycle, False
+        if self._drains:
+            self.close_after_last()
         super()._start_asgi_task(cycle, app if self._speaks_11(cycle) else _WithoutChunks(cycle, app))
 
     def on_response_complete(self) -> None:

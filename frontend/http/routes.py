@@ -10,7 +10,7 @@ import hmac
 import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -124,7 +124,10 @@ class ServerState:
         self.routes: Sequence[RouteSpec] = ()
         """The routes that are served; set by the application."""
         self.draining = False
-        """Set when the server begins to stop: running requests continue, new ones are refused."""
+        """Set when the server begins to stop. It is not ready, takes no new connections, and answers what comes over
+        those that there are."""
+        self.refusing = False
+        """Set when the server ends: the time that running requests had is over."""
         self.scaler: Scaler | None = None
         """Changes the number of engines; None if it is fixed or the engines are not the server's own."""
         self.num_scaling = 0
@@ -132,10 +135,14 @@ class ServerState:
 
     def check_accepting(self) -> None:
         """Raises ApiError (503) if the server accepts no new requests."""
-        if self.draining and self.pool.dead.is_set():
+        if self.refusing:
+            self.refuse_stopping()
+
+    def refuse_stopping(self) -> NoReturn:
+        """Raises ApiError (503) that says why the server ends."""
+        if self.pool.dead.is_set():
             raise why_unavailable(self.pool)
-        if self.draining:
-            raise unavailable("the server is shutting down and takes no new requests", code="shutting_down")
+        raise unavailable("the server is shutting down and takes no new requests", code="shutting_down")
 
     def publish_counts(self) -> None:
         """Copies the counts of the engine pool and the router to this process's page of metrics."""
@@ -349,8 +356,9 @@ async def live(state: ServerState, exchange: Exchange) -> None:
 
 
 async def ready(state: ServerState, exchange: Exchange) -> None:
-    """200 while the server accepts new requests."""
-    state.check_accepting()
+    """200 while the server accepts new connections."""
+    if state.draining:
+        state.refuse_stopping()
     if not state.pool.answers:
         raise why_unavailable(state.pool)
     await exchange.answer(HealthResponse("ok"))

@@ -23,6 +23,7 @@ from http_server import (
     metric,
     null_engine_arguments,
     processor_share,
+    refuses,
     serving,
     wait_until,
 )
@@ -245,11 +246,14 @@ def test_one_of_several_prompts_that_fails_ends_the_stream_with_the_cause():
 
 def test_sigterm_drains():
     with serving(null_model=SLOW) as server, server.client() as client, server.client() as other:
+        assert other.get("/health/ready").status_code == 200
         with streaming(client, max_tokens=100) as lines:
             server.signal()
-            wait_until(lambda: other.get("/health/ready").status_code == 503, 30, "readiness to turn off")
-            assert other.get("/health/live").status_code == 200
-            assert other.post(COMPLETIONS, json={"prompt": [5]}).json()["error"]["code"] == "shutting_down"
+            wait_until(lambda: refuses(server), 20, "the end of listening")
+            refused = other.get("/health/ready")  # on a connection that was open before
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            with pytest.raises(httpx.ConnectError):
+                other.get("/health/live")
             rest = [line for line in lines if line]
         assert '"finish_reason":"length"' in rest[-2]
         assert rest[-1] == "data: [DONE]"

@@ -170,6 +170,15 @@ def connection(server: Server) -> Iterator[socket.socket]:
         yield sock
 
 
+def refuses(server: Server) -> bool:
+    """Whether it has stopped listening."""
+    try:
+        with connection(server):
+            return False
+    except ConnectionRefusedError:
+        return True
+
+
 def read_all(sock: socket.socket) -> bytes:
     """Reads until the server closes the connection."""
     data = b""

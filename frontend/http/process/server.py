@@ -23,7 +23,7 @@ from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.scaling import Scaler
 from headrace.frontend.fleet.sources import Source
 from headrace.frontend.http.app import make_app
-from headrace.frontend.http.connection import with_limits
+from headrace.frontend.http.connection import Connections, with_limits
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.openai.prompts import load_template
 from headrace.frontend.http.process.engines import log_load
@@ -41,6 +41,8 @@ _SWITCH_S = 5e-4
 _LAST_WORDS_S = 1.0
 """How long clients have to read their last event when the server ends."""
 _IDLE_LOOK_S = 0.02
+_LINGER_S = 0.5
+"""How long an idle connection stays open once the server drains, for a request that is on its way."""
 
 
 def listen(options: ServeOptions, *, shared: bool = False) -> socket.socket:
@@ -162,7 +164,8 @@ class HttpServer:
         """Whether this process logs the engines' load; one of several does."""
 
     def stop(self, deadline_s: float) -> None:
-        """Refuses new requests, and ends when no request runs, or after `deadline_s`. The shortest deadline counts."""
+        """Takes no new connections, and ends when no request runs, or after `deadline_s`. The shortest deadline
+        counts."""
         at_s = time.monotonic() + deadline_s
         self._stop_at_s = at_s if self._stop_at_s is None else min(at_s, self._stop_at_s)
         if self._stop_asked is not None:
@@ -202,7 +205,7 @@ class HttpServer:
         state.scaler = self.scaler
         if self.scaler is not None:
             self.scaler.pool = pool
-        server = _UvicornServer(self._config(make_app(state)))
+        server = _UvicornServer(self._config(make_app(state)), self._sock)
         raise_file_limit()
         serving = asyncio.create_task(server.serve(sockets=[self._sock]))
         pool.start()
@@ -212,12 +215,11 @@ class HttpServer:
                 failure = await self._serve(state, server, serving)
         finally:
             server.should_exit = True
+            self._stop_listening(server)
             await asyncio.gather(serving, return_exceptions=True)
             await state.responses.close()
             await state.files.close()
             await pool.close(max(0.0, (self._stop_at_s or 0.0) - time.monotonic()))
-            if self._options.uds is not None:
-                Path(self._options.uds).unlink(missing_ok=True)
         if failure is None:
             return EXIT_DONE
         if not pool.started.is_set():
@@ -245,8 +247,10 @@ class HttpServer:
             if serving.done():
                 await serving  # raises what ended it
             state.draining = True
+            self._stop_listening(server)
             if not dead.done():
-                await self._drain(state, dead)
+                await self._drain(state, server.connections, dead)
+            state.refusing = True
             if state.generator.num_running:
                 state.generator.end_all(EngineDeadError("the server has shut down before this request was complete"))
             await _until_idle(state, time.monotonic() + _LAST_WORDS_S)
@@ -255,15 +259,28 @@ class HttpServer:
             for task in filter(None, (stop, dead, started, telling)):
                 task.cancel()
 
+    def _stop_listening(self, server: _UvicornServer) -> None:
+        """May be called again."""
+        if not server.connections.is_draining and self._options.uds is not None:
+            Path(self._options.uds).unlink(
+                missing_ok=True
+            )  # at once: a successor may listen there while this one drains
+        server.stop_listening()
+
     async def _settle(self, state: ServerState) -> None:
         """Called once all engines are ready."""
         state.collector.start()
         if self.on_ready is not None:
             self.on_ready()
 
-    async def _drain(self, state: ServerState, dead: asyncio.Task[Any]) -> None:
-        """Waits for running requests, until the deadline (which a second signal brings forward) or the engines' end."""
-        while state.generator.num_running and not dead.done() and time.monotonic() < (self._stop_at_s or 0.0):
+    async def _drain(self, state: ServerState, connections: Connections, dead: asyncio.Task[Any]) -> None:
+        """Waits until all is answered that came over the connections that there are, or for the deadline (which a
+        second signal brings forward) or the engines' end."""
+        linger_until_s = time.monotonic() + _LINGER_S
+        while not dead.done() and (now_s := time.monotonic()) < (self._stop_at_s or 0.0):
+            is_busy = state.generator.num_running or connections.have_requests
+            if not is_busy and (not connections.connections or now_s > linger_until_s):
+                return
             await asyncio.sleep(_IDLE_LOOK_S)
 
     def _config(self, app: Any) -> uvicorn.Config:
@@ -283,10 +300,44 @@ class HttpServer:
 
 
 class _UvicornServer(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, sock: socket.socket) -> None:
+        super().__init__(config)
+        self.server_state = self.connections = Connections()
+        self._sock = sock
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Installs no handlers: signals belong to the program that created this server."""
         yield
+
+    def stop_listening(self) -> None:
+        """Accepts the connections that clients have opened already, and refuses others from then on, so that balancers
+        turn to another server. Nothing comes between the two but what the kernel does within microseconds."""
+        if self.connections.is_draining:
+            return
+        self.connections.drain()
+        if not self.started:
+            return
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # BlockingIOError: no more
+            while True:
+                accepted, _ = self._sock.accept()
+                accepted.setblocking(False)
+                task = loop.create_task(self._serve_accepted(accepted))
+                self.connections.tasks.add(task)
+                task.add_done_callback(self.connections.tasks.discard)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)  # ends the listening at once, while closing may take a turn of the loop
+        for each in self.servers:
+            each.close()
+
+    async def _serve_accepted(self, accepted: socket.socket) -> None:
+        def connection() -> asyncio.Protocol:
+            made = self.config.http_protocol_class  # as uvicorn makes them
+            return made(config=self.config, server_state=self.connections, app_state=self.lifespan.state)  # type: ignore[call-arg]
+
+        with contextlib.suppress(OSError):  # the client has left, or its handshake failed
+            await asyncio.get_running_loop().connect_accepted_socket(connection, accepted, ssl=self.config.ssl)
 
 
 async def _until_idle(state: ServerState, deadline_s: float) -> None:
