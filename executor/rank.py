@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.executor.library_caches import trust_library_caches
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.messages import TokenizerBundle
@@ -130,6 +131,7 @@ def make_rank(options: Options, place: RankPlace) -> Rank:
 
     Raises OptionError if the device cannot be used, or if there is no such class.
     """
+    trust_library_caches()
     if options.worker_cls != "auto":
         rank: Rank = load_class("worker_cls", options.worker_cls)(options, place=place)
         return rank

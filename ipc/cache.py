@@ -12,7 +12,6 @@ def cache_folder() -> Path:
     """HEADRACE_CACHE, or ~/.cache/headrace by default. It may not exist yet.
 
     A user without a home (no HOME, and no entry in /etc/passwd, as in containers) has it in the runtime directory.
-    kernels/cpu/build.py imports nothing of Headrace and keeps nothing then.
     """
     named = os.environ.get("HEADRACE_CACHE") or "~/.cache/headrace"
     try:

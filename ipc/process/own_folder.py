@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import shutil
 import tempfile
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from headrace.ipc.process.trusted_files import why_untrusted
 
 _LEAST_AGE_S = 60.0
 """A folder without a lock may be just created, by a process that is about to lock it."""
@@ -33,8 +36,10 @@ def temporary_folders() -> Iterator[Path]:
 
 
 def temporary_folder() -> Path:
-    """The first of `temporary_folders`. Raises OSError, which says what to do, if there is none."""
-    for folder in temporary_folders():
+    """The first of `temporary_folders` in which other users cannot replace what this one makes; without such a one the
+    first. Raises OSError, which says what to do, if there is none."""
+    folders = list(temporary_folders())
+    for folder in [each for each in folders if not why_untrusted(each / "anything")] or folders:
         return folder
     raise FileNotFoundError("there is no folder for temporary files that can be written: set TMPDIR to one")
 
@@ -57,6 +62,12 @@ class OwnFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@functools.cache
+def private_folder(kind: str) -> OwnFolder:
+    """This process's own folder of a kind, for what cannot be kept in a cache."""
+    return OwnFolder(kind)
 
 
 def _hold(folder: Path) -> int | None:

@@ -1,10 +1,18 @@
 """Compiles the C++ of this folder once for this machine, with the system's compiler, and loads it through ctypes.
 
-A library is cached as `<cache>/kernels/cpu-<key>.so`. The key is a digest of everything that determines the machine
-code: sources, flags, the compiler's version and the CPU's features. An edited source, another compiler or a cache
-copied from another machine therefore leads to a new file, never to the use of a wrong one. The last 32 bytes of the
-file are the SHA-256 of the rest (an ELF loader ignores bytes after the sections), so that a truncated or damaged file
-is detected and rebuilt. It is written under a temporary name and renamed, so two processes may build at once.
+A library is cached as `<cache>/kernels/cpu-<sources>-<machine>.so`. The first part of the name is a digest of sources,
+flags and architecture, the second of the instruction set: the level's flags and, of native ones, the CPU. So an edited
+source or a cache copied from another machine leads to a new file, never to the use of a wrong one. No compiler needs to
+be asked: a library that was made before, here or in a container's image (`SHARED_CACHE`), is loaded without one. If
+there is none for just this CPU and none can be compiled, one is taken whose instructions this CPU has.
+
+    ELF file | what it was made for and by, as JSON | length of the JSON (4 bytes) | SHA-256 of all before (32 bytes)
+
+An ELF loader ignores bytes after the sections. By the digest a truncated or damaged file is detected and rebuilt. It is
+written under a temporary name and renamed, so two processes may build at once. A library is code: only one that nobody
+but this user and root can have written is loaded (`ipc/process/trusted_files.py`).
+
+    python -m headrace.kernels.cpu.build [LEVEL]        compiles all libraries into the cache, as for an image
 
 The sources select code paths by the compiler's macros (`__AVX512BF16__`, `__ARM_FEATURE_BF16` ...). The instruction
 set that they are compiled for is chosen here, at run time, from the features of the CPU. `level` asks for a lower one,
@@ -17,12 +25,14 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import json
 import logging
 import os
 import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -30,10 +40,24 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from headrace.ipc.cache import cache_folder as users_cache
+from headrace.ipc.failure import HeadraceError
+from headrace.ipc.process.own_folder import temporary_folder
+from headrace.ipc.process.trusted_files import (
+    UntrustedFileError,
+    read_trusted,
+    trusted_folder,
+    trusted_path,
+    warn_of,
+)
 
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
+SHARED_CACHE = Path("/var/cache/headrace")
+"""Where a container's image or an administrator may keep libraries for all users."""
 COMPILE_TIMEOUT_S = 120.0
 ROOM_BYTES = 64 << 20
 """With less free space than this the cache is not used: a build that fills the disk would fail, which leaves only the
@@ -127,47 +151,122 @@ def why_not(level: str = "native", part: str = CORE) -> str | None:
 
 
 def build(level: str = "native", folder: Path = FOLDER, part: str = CORE) -> Library:
-    """Compiles the library of a part of the C++ files in `folder`, or finds it in the cache, and loads it.
+    """Finds the library of a part of the C++ files in `folder` in the caches, or compiles it, and loads it.
 
     Raises BuildError."""
-    flags = _level_flags(level)
-    compiler = find_compiler()
-    key, units = build_key(folder, compiler, flags, part), units_of(part, sources(folder)[0])
+    name = library_name(folder, level, part)
+    passed_over: list[str] = []
+    for place in _places():
+        if found := _load(place / name, level, passed_over):
+            return found
+    try:
+        return _build(level, folder, part, name)
+    except BuildError as error:
+        if level == "native" and (found := _load_other(folder, part, error, passed_over)):
+            return found
+        if not passed_over:
+            raise
+        raise BuildError(f"{error} What is in the cache does not fit: {'; '.join(passed_over)}.") from None
+
+
+def _build(level: str, folder: Path, part: str, name: str) -> Library:
+    flags, compiler, units = _level_flags(level), find_compiler(), units_of(part, sources(folder)[0])
+    made_for = {"level": level, "features": sorted(_needed_features(level)), "compiler": _compiler_version(compiler)}
     cache = cache_folder()
-    if cache is not None:
-        path = cache / f"cpu-{key}.so"
-        if _intact(path):
-            return Library(_open(path), level, str(path), compiled=False)
-        if _has_room(cache):
-            with _lock(cache / f"cpu-{key}.lock"):
-                found = _intact(path)  # another process may have built it while we waited
-                if not found:
-                    _compile(units, compiler, flags, path)
-            return Library(_open(path), level, str(path), compiled=not found)
-    where = _cache_path() or "a home folder, as there is none (HEADRACE_CACHE names another)"
+    if cache is not None and _has_room(cache):
+        path = cache / name
+        with _lock(path.with_suffix(".lock")):
+            found = _load(path, level, [])  # another process may have built it while we waited
+            if found is None:
+                _compile(units, compiler, flags, path, made_for)
+        return found or Library(_open(path), level, str(path), compiled=True)
+    where = _kernels_of_user() or "a home folder, as there is none (HEADRACE_CACHE names another)"
     logger.warning("The CPU kernels are compiled at every start: nothing can be kept in %s.", where)
     # No usable cache: the private folder is deleted once the file is mapped.
     try:
-        private = tempfile.TemporaryDirectory(prefix="headrace-kernels-")
+        private = tempfile.TemporaryDirectory(prefix="headrace-kernels-", dir=temporary_folder())
     except OSError as error:
         raise BuildError(f"there is no folder to compile the CPU kernels in: {error}") from error
     with private:
-        path = Path(private.name) / f"cpu-{key}.so"
-        _compile(units, compiler, flags, path)
+        try:
+            path = trusted_folder(private.name) / name
+        except OSError as error:
+            raise BuildError(f"there is no folder to compile the CPU kernels in: {error}") from error
+        _compile(units, compiler, flags, path, made_for)
         return Library(_open(path), level, str(path), compiled=True)
 
 
+def _load(path: Path, level: str, passed_over: list[str]) -> Library | None:
+    """The library at a path, if it is whole and may be believed. The reason why not is added to `passed_over`."""
+    try:
+        if _content(path) is None:
+            passed_over.append(f"{path} is damaged")
+            return None
+        library = Library(_open(path), level, str(path), compiled=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except UntrustedFileError as error:
+        warn_of(str(error), f"The CPU kernels in {path.parent} are not loaded.")
+        passed_over.append(str(error))
+        return None
+    except (OSError, BuildError) as error:  # of another system's C library, for example
+        passed_over.append(f"{path}: {error}")
+        return None
+    logger.info("The CPU kernels of %s are loaded.", path)
+    return library
+
+
+def _load_other(folder: Path, part: str, why: BuildError, passed_over: list[str]) -> Library | None:
+    """A library of the same sources that was compiled for other CPUs, if this one has all the features that it needs;
+    of several the one that uses most."""
+    candidates = []
+    for place in _places():
+        for path in sorted(place.glob(f"cpu-{_sources_key(folder, part)}-*.so")):
+            try:
+                made_for = _content(path)
+            except OSError:
+                continue  # `_load` says why, of the one that is looked for
+            if made_for is None or (made_for["level"] == "native" and not made_for["features"]):
+                continue  # damaged, or nobody knows for which CPUs
+            if missing := sorted(set(made_for["features"]) - cpu_features()):
+                passed_over.append(f"{path} needs {', '.join(missing[:5])}{' ...' if missing[5:] else ''}")
+            else:
+                candidates.append((len(made_for["features"]), path))
+    for _, path in sorted(candidates, reverse=True):
+        if library := _load(path, "native", passed_over):
+            logger.warning("The CPU kernels are those of %s, not for just this CPU, as %s", path, why)
+            return library
+    return None
+
+
 def cache_folder() -> Path | None:
-    """`$HEADRACE_CACHE/kernels` (default `~/.cache/headrace/kernels`), or None if it is not writable."""
-    folder = _cache_path()
+    """The `kernels` folder of the user's cache, or None if it cannot be written or others may write there."""
+    folder = _kernels_of_user()
     if folder is None:
         return None
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = trusted_folder(folder)
         with tempfile.TemporaryFile(dir=folder):
             return folder
+    except UntrustedFileError as error:
+        warn_of(str(error), "The CPU kernels are compiled for this process alone; HEADRACE_CACHE names another folder.")
+        return None
     except OSError:
         return None
+
+
+def _kernels_of_user() -> Path | None:
+    """None where there is neither a home nor another folder of the user."""
+    try:
+        return users_cache() / "kernels"
+    except HeadraceError:
+        return None
+
+
+def _places() -> list[Path]:
+    """The folders in which libraries may be, writable or not."""
+    own = _kernels_of_user()
+    return [*([own] if own is not None else []), SHARED_CACHE / "kernels"]
 
 
 def _has_room(folder: Path) -> bool:
@@ -176,14 +275,6 @@ def _has_room(folder: Path) -> bool:
         return shutil.disk_usage(folder).free >= ROOM_BYTES
     except OSError:
         return True
-
-
-def _cache_path() -> Path | None:
-    """None where it would be in the home folder of a user who has none."""
-    try:
-        return Path(os.environ.get("HEADRACE_CACHE") or "~/.cache/headrace").expanduser() / "kernels"
-    except RuntimeError:
-        return None
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -240,18 +331,33 @@ def units_of(part: str, units: list[Path]) -> list[Path]:
     return [unit for unit in units if unit.stem in wanted]
 
 
-def build_key(folder: Path, compiler: tuple[str, ...], flags: tuple[str, ...], part: str = CORE) -> str:
-    """The digest that names a library: part, sources, flags, compiler version, CPU."""
+def library_name(folder: Path, level: str, part: str = CORE) -> str:
+    """The name of a library's file. Raises BuildError for a level that this CPU lacks, and if there are no sources."""
+    digest = hashlib.sha256()
+    cpu = (*sorted(cpu_features()), cpu_model()) if level == "native" else ()
+    for word in (*_level_flags(level), *cpu):
+        digest.update(word.encode() + b"\0")
+    return f"cpu-{_sources_key(folder, part)}-{digest.hexdigest()[:16]}.so"
+
+
+def _sources_key(folder: Path, part: str) -> str:
+    """A digest of what libraries of one part and architecture share: sources and flags."""
     digest = hashlib.sha256()
     units, headers = sources(folder)
     if not units:
         raise BuildError(f"no C++ sources in {folder}; the installation is incomplete.")
     for path in [*units, *headers]:
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    for words in ((part,), compiler, flags, BASE_FLAGS, sorted(UNROLLED_UNITS), LINK_FLAGS, sorted(cpu_features())):
+    for words in ((part, platform.machine()), BASE_FLAGS, sorted(UNROLLED_UNITS), LINK_FLAGS):
         digest.update("\0".join(words).encode() + b"\1")
-    digest.update(_compiler_version(compiler).encode() + b"\1" + cpu_model().encode())
-    return digest.hexdigest()[:32]
+    return digest.hexdigest()[:24]
+
+
+def _needed_features(level: str) -> frozenset[str]:
+    """What a CPU must have to run a library that is compiled here for a level."""
+    if level == "native":
+        return cpu_features()
+    return LEVELS[platform.machine()][level][1] if platform.machine() in LEVELS else frozenset()
 
 
 def _level_flags(level: str) -> tuple[str, ...]:
@@ -303,8 +409,11 @@ def _compilers(pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
 
 
-def _compile(units: list[Path], compiler: tuple[str, ...], flags: tuple[str, ...], target: Path) -> None:
-    """Compiles all units in parallel, links them, appends the checksum and renames the file to its final name."""
+def _compile(
+    units: list[Path], compiler: tuple[str, ...], flags: tuple[str, ...], target: Path, made_for: dict[str, Any]
+) -> None:
+    """Compiles all units in parallel, links them, appends what the file was made for and the checksum, and renames the
+    file to its final name."""
     _sweep(target.parent)
     try:
         with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
@@ -329,9 +438,11 @@ def _compile(units: list[Path], compiler: tuple[str, ...], flags: tuple[str, ...
             linked = os.path.join(scratch, "linked.so")
             _run([*compiler, *LINK_FLAGS, *objects, "-o", linked], "linking")
             with open(linked, "r+b") as file:
-                seal = hashlib.sha256(file.read()).digest()
-                file.write(seal)
+                code, made = file.read(), json.dumps(made_for).encode()
+                tail = made + len(made).to_bytes(4, "little")
+                file.write(tail + hashlib.sha256(code + tail).digest())
                 file.flush()
+                os.fchmod(file.fileno(), 0o644)  # whatever the umask: nobody else may write what we load
                 os.fsync(file.fileno())
             os.replace(linked, target)
     except OSError as error:
@@ -347,17 +458,20 @@ def _sweep(folder: Path) -> None:
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _intact(path: Path) -> bool:
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
+def _content(path: Path) -> dict[str, Any] | None:
+    """What a library was made for; None if the file is damaged. Raises OSError, and UntrustedFileError if others can
+    have written it."""
+    content = read_trusted(path)
+    if len(content) <= 36 or hashlib.sha256(content[:-32]).digest() != content[-32:]:
+        return None
+    length = int.from_bytes(content[-36:-32], "little")
+    made_for: dict[str, Any] = json.loads(content[-36 - length : -36])
+    return made_for
 
 
 def _open(path: Path) -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(trusted_path(path)))
     except OSError as error:
         raise BuildError(f"the library {path} could not be loaded: {error}") from error
 
@@ -367,6 +481,22 @@ def _lock(path: Path) -> Iterator[None]:
     """Admits one builder at a time if the file system has locks. The system releases the lock if its holder dies."""
     with ExitStack() as stack:
         with suppress(OSError):
-            file = stack.enter_context(open(path, "w", encoding="utf-8"))
+            file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            stack.callback(os.close, file)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def main() -> int:
+    level = sys.argv[1] if sys.argv[1:] else "native"
+    for part in (CORE, PACKED, GROUPED):
+        try:
+            print(build(level, FOLDER, part).path)
+        except BuildError as error:
+            sys.stderr.write(f"{error}\n")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.ipc.process.trusted_files import UntrustedFileError, trusted_folder, warn_of
+
 from .build import Library
 
 SPIN_US = 20
@@ -125,12 +127,13 @@ def claim_cpus(cpus: list[int], folder: Path | None = None) -> list[int] | None:
     """
     held: list[int] = []
     try:
-        folder = folder or Path(tempfile.gettempdir()) / f"headrace-cpus-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder = trusted_folder(folder or Path(tempfile.gettempdir()) / f"headrace-cpus-{os.getuid()}")
         for cpu in cpus:
             held.append(os.open(folder / f"{cpu}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
             fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
+        if isinstance(error, UntrustedFileError):
+            warn_of(str(error), "The threads of the CPU kernels are not pinned to cores.")
         for file in held:
             os.close(file)
         return None

@@ -125,3 +125,22 @@ def test_what_has_no_such_code_is_refused(hub: Path) -> None:
     assert "there is no mills/own, or it is private" in private
     assert "hf_WrongOne" not in private
     assert re.search("code_revision=main is of a model on the hub; .* has its code with it", folder)
+
+
+def test_code_that_others_can_have_changed_in_a_cache_is_not_run(
+    hub: Path, private_cache: Path, tmp_path: Path
+) -> None:
+    models: tuple[tuple[str, dict[str, Any]], ...] = (("mills/own", {}), ("mills/weights", {}))
+    straight = answers(*models)
+    assembled = list(private_cache.glob("remote_code/*/own.py"))
+    fetched = [file.resolve() for file in (tmp_path / "home" / "hub").rglob("own.py")]
+    imported = list((tmp_path / "home" / "modules").rglob("own.py"))
+    assert assembled
+    assert fetched
+    assert imported
+    for file in (*assembled, *fetched, *imported):
+        status = file.stat()
+        file.write_bytes(file.read_bytes().replace(b"1 *", b"0 *"))  # of the same size and time, as far as one can see
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        file.chmod(0o666)
+    assert answers(*models) == straight

@@ -153,4 +153,4 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     monkeypatch.setenv("HEADRACE_RUNTIME_DIR", str(tmp_path / "run"))
     assert cache_folder() == tmp_path / "run" / "cache"
-    assert build.cache_folder() is None
+    assert build.cache_folder() == tmp_path / "run" / "cache" / "kernels"

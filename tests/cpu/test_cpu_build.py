@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -74,20 +75,134 @@ def test_the_second_load_compiles_nothing(folder: Path, cache: Path) -> None:
     assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".so"]
 
 
-def test_another_source_flag_compiler_or_cpu_is_another_library(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gcc = build.find_compiler()
-    keys = [build.build_key(folder, gcc, ("-O1",)), build.build_key(folder, gcc, ("-O2",))]
+def test_another_source_level_or_cpu_is_another_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [build.library_name(folder, "native"), build.library_name(folder, "portable")]
     (folder / "extra.h").write_text("// a header counts too\n")
-    keys.append(build.build_key(folder, gcc, ("-O1",)))
-    monkeypatch.setattr(build, "_compiler_version", lambda compiler: "g++ 99")
-    keys.append(build.build_key(folder, gcc, ("-O1",)))
+    names.append(build.library_name(folder, "native"))
     monkeypatch.setattr(build, "cpu_features", lambda: frozenset({"sse2"}))
-    keys.append(build.build_key(folder, gcc, ("-O1",)))
+    names.append(build.library_name(folder, "native"))
     monkeypatch.setattr(build, "cpu_model", lambda: "model: 1")
-    keys.append(build.build_key(folder, gcc, ("-O1",)))
-    assert len(set(keys)) == len(keys)
+    names.append(build.library_name(folder, "native"))
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("compiler", ["/nonexistent", "a folder without one", "broken", "another"])
+def test_what_is_in_the_cache_needs_no_compiler(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    kept = build.build("native", folder)
+    other = tmp_path / "compiler"
+    other.write_text("#!/bin/sh\n" + ("echo 99" if compiler == "another" else "exit 4") + "\n")
+    other.chmod(0o755)
+    if compiler == "a folder without one":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        monkeypatch.setenv("CXX", compiler if compiler == "/nonexistent" else str(other))
+    again = build.build("native", folder)
+    assert (again.path, again.compiled, answer_of(again)) == (kept.path, False, 42)
+    assert [record.getMessage() for record in caplog.records] == [f"The CPU kernels of {kept.path} are loaded."]
+
+
+def test_a_cache_that_cannot_be_written_is_read(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = build.build("native", folder)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: os.open(dir / "new", os.O_PATH))
+    assert build.cache_folder() is None
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert build.build("native", folder).path == kept.path
+
+
+def test_libraries_of_an_image_are_loaded_beside_the_users_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = build.build("native", folder)
+    monkeypatch.setattr(build, "SHARED_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert build.build("native", folder).path == kept.path
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="levels of x86-64")
+def test_without_a_compiler_a_library_for_lesser_cpus_is_loaded_and_none_for_greater_ones(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    features = build.cpu_features()
+    monkeypatch.setattr(build, "cpu_features", lambda: features | {"avx9"})
+    build.build("native", folder)
+    monkeypatch.setattr(build, "cpu_features", lambda: features)
+    monkeypatch.setenv("CXX", "/nonexistent")
+    with pytest.raises(build.BuildError, match=r"CXX='/nonexistent' was not found.* does not fit: .*\.so needs avx9"):
+        build.build("native", folder)
+    monkeypatch.delenv("CXX")
+    portable = build.build("portable", folder)
+    monkeypatch.setenv("CXX", "/nonexistent")
+    found = build.build("native", folder)
+    assert (found.path, answer_of(found)) == (portable.path, 42)
+    assert f"The CPU kernels are those of {portable.path}, not for just this CPU, as CXX=" in caplog.text
+
+
+def relink(path: Path) -> None:
+    open_to_all = path.parents[2] / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    path.rename(open_to_all / "library.so")
+    path.symlink_to(open_to_all / "library.so")
+
+
+OPENED = {
+    "the file": lambda path: path.chmod(0o666),
+    "its group's file": lambda path: path.chmod(0o664),
+    "the folder": lambda path: path.parent.chmod(0o777),
+    "a folder above": lambda path: path.parents[1].chmod(0o777),
+    "a link to it": relink,
+}
+
+
+@pytest.mark.parametrize("opened", OPENED)
+def test_a_library_that_others_can_have_written_is_not_loaded(
+    folder: Path, caplog: pytest.LogCaptureFixture, opened: str
+) -> None:
+    planted = build.build("native", folder)
+    OPENED[opened](Path(planted.path))
+    found = build.build("native", folder)
+    assert found.compiled, "made anew"
+    assert answer_of(found) == 42
+    assert "can be written by other users" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("what", ["the file", "its folder", "a folder above"])
+def test_a_library_of_another_user_is_not_loaded(folder: Path, caplog: pytest.LogCaptureFixture, what: str) -> None:
+    path = Path(build.build("native", folder).path)
+    os.chown({"the file": path, "its folder": path.parent, "a folder above": path.parents[1]}[what], 12345, -1)
+    assert build.build("native", folder).compiled
+    assert "belongs to user 12345" in caplog.text
+
+
+def test_the_umask_does_not_open_what_is_compiled(folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        path = Path(build.build("native", folder).path)
+    finally:
+        os.umask(before)
+    assert [each.stat().st_mode & 0o022 for each in (path, path.parent, path.parents[1])] == [0, 0, 0]
+    assert not build.build("native", folder).compiled
+
+
+def test_the_libraries_of_an_image_are_compiled_by_a_command(tmp_path: Path) -> None:
+    """With a compiler that makes nothing of the sources but a library: compiling them takes minutes."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exec g++ --version\nfor last; do :; done\n'
+        'case "$last" in *.so) echo | exec g++ -shared -x c++ - -o "$last";; *) : >"$last";; esac\n'
+    )
+    compiler.chmod(0o755)
+    environment = {**os.environ, "CXX": str(compiler), "HEADRACE_CACHE": str(tmp_path / "image")}
+    command = [sys.executable, "-m", "headrace.kernels.cpu.build", "portable"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    names = [build.library_name(build.FOLDER, "portable", part) for part in (build.CORE, build.PACKED, build.GROUPED)]
+    assert done.stdout.splitlines() == [str(tmp_path / "image" / "kernels" / name) for name in names]
 
 
 def test_a_cache_from_another_cpu_is_not_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
