@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
+from headrace.frontend.api.inputs.lists import elements
 from headrace.frontend.api.inputs.prompts import Prompt, check_request, checked_priority
 from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
@@ -322,13 +323,14 @@ def params_for(given: Any, default: SamplingParams, count: int, kind: RequestOut
         given = default
     if isinstance(given, SamplingParams):
         return [_copy(given, kind)] * count
-    if not isinstance(given, Sequence) or not all(isinstance(each, SamplingParams) for each in given):
+    several = elements(given)
+    if several is None or not all(isinstance(each, SamplingParams) for each in several):
         raise InvalidRequestError(
             f"sampling_params must be a SamplingParams, or a list with one for each prompt, not {given!r:.100}"
         )
-    if len(given) != count:
-        raise InvalidRequestError(f"there are {count} prompts and {len(given)} sampling_params; give one for each")
-    return [_copy(each, kind) for each in given]
+    if len(several) != count:
+        raise InvalidRequestError(f"there are {count} prompts and {len(several)} sampling_params; give one for each")
+    return [_copy(each, kind) for each in several]
 
 
 def priorities_for(given: Any, count: int) -> list[int]:
@@ -336,9 +338,10 @@ def priorities_for(given: Any, count: int) -> list[int]:
         return [0] * count
     if isinstance(given, numbers.Integral):
         return [checked_priority(given)] * count
-    if not isinstance(given, Sequence) or len(given) != count:
+    several = elements(given)
+    if several is None or len(several) != count:
         raise InvalidRequestError(f"priority must be an integer, or a list with one for each of the {count} prompts")
-    return list(map(checked_priority, given))
+    return list(map(checked_priority, several))
 
 
 def _copy(params: SamplingParams, kind: RequestOutputKind) -> SamplingParams:

@@ -9,13 +9,14 @@ when no beam is left.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from headrace.frontend.api.batch import run_batch
-from headrace.frontend.api.inputs.prompts import Prompt, check_request
+from headrace.frontend.api.inputs.prompts import Prompt, TokensInput, check_request, tokens_input
 from headrace.frontend.api.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.client import RequestClient
@@ -23,7 +24,7 @@ from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
 
 
-class BeamSearchParams(msgspec.Struct, forbid_unknown_fields=True):
+class BeamSearchParams(msgspec.Struct, dict=True, omit_defaults=True, forbid_unknown_fields=True):
     """How to search. Its constructor raises InvalidRequestError, which names the field."""
 
     beam_width: int
@@ -60,9 +61,11 @@ class BeamSearchParams(msgspec.Struct, forbid_unknown_fields=True):
                 raise _bad(name, getattr(self, name), "is not supported; leave it out")
 
 
-class BeamSearchSequence(msgspec.Struct):
+@dataclasses.dataclass
+class BeamSearchSequence:
     """A sequence, complete or still growing (a beam)."""
 
+    orig_prompt: TokensInput
     tokens: list[int]
     """Token ids of prompt and output, including an end-of-sequence token."""
     logprobs: list[LogprobsOfPosition]
@@ -76,8 +79,13 @@ class BeamSearchSequence(msgspec.Struct):
     stop_reason: int | str | None = None
     """The end-of-sequence token that ended it."""
 
+    def get_prompt(self) -> TokensInput:
+        """The sequence so far as a prompt."""
+        return TokensInput(**{**self.orig_prompt, "prompt_token_ids": self.tokens})
 
-class BeamSearchOutput(msgspec.Struct):
+
+@dataclasses.dataclass
+class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
     """The best beam_width sequences, best first."""
 
@@ -128,7 +136,9 @@ class _Search:
 
     def __init__(self, prompt: Prompt, params: BeamSearchParams, eos_token_ids: frozenset[int]) -> None:
         self.salt = prompt.cache_salt
-        self.beams = [BeamSearchSequence(list(prompt.token_ids or ()), [])]
+        token_ids = list(prompt.token_ids or ())
+        self._asked = tokens_input(token_ids, prompt=prompt.text, cache_salt=prompt.cache_salt or None)
+        self.beams = [BeamSearchSequence(self._asked, token_ids, [])]
         self._params, self._eos_token_ids = params, eos_token_ids
         self._complete: list[BeamSearchSequence] = []
 
@@ -138,7 +148,10 @@ class _Search:
         for beam, (position,) in zip(self.beams, logprobs, strict=True):
             for token_id, logprob in position.items():
                 new = BeamSearchSequence(
-                    [*beam.tokens, token_id], [*beam.logprobs, position], cum_logprob=beam.cum_logprob + logprob.logprob
+                    self._asked,
+                    [*beam.tokens, token_id],
+                    [*beam.logprobs, position],
+                    cum_logprob=beam.cum_logprob + logprob.logprob,
                 )
                 if token_id in self._eos_token_ids:
                     new.finish_reason, new.stop_reason = "stop", token_id

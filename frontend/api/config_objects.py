@@ -18,6 +18,12 @@ class ConfigDict(dict[str, Any]):
         except KeyError:
             raise AttributeError(f"{type(self).__name__} was made without {name!r}") from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value  # checked by the option, as the constructor's
+
+    def __delattr__(self, name: str) -> None:
+        del self[name]
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 

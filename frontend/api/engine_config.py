@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
@@ -14,14 +13,15 @@ from headrace.frontend.api.unsupported import CONFIG_FIELDS, DECISIONS, no_attri
 from headrace.ipc.messages import Welcome
 
 
-class Explained(msgspec.Struct, frozen=True, kw_only=True):
-    """A struct whose AttributeError says where to find a field of vLLM's that it lacks."""
+class Explained:
+    """A dataclass, as vLLM's are, whose AttributeError says where to find a field of vLLM's that it lacks."""
 
     def __getattr__(self, name: str) -> Any:
         raise no_attribute(type(self).__name__, name, CONFIG_FIELDS, None if name.startswith("_") else DECISIONS)
 
 
-class ModelConfig(Explained, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Explained):
     """vLLM's ModelConfig, as `LLM.llm_engine.model_config` and `AsyncLLM.model_config` return it."""
 
     model: str
@@ -48,20 +48,23 @@ class ModelConfig(Explained, frozen=True, kw_only=True):
         return SamplingParams(**self.generation_defaults)
 
 
-class CacheConfig(Explained, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig(Explained):
     block_size: int
     num_gpu_blocks: int | None
     """None before an engine has decided it."""
     enable_prefix_caching: bool
 
 
-class SchedulerConfig(Explained, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(Explained):
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     max_model_len: int | None
 
 
-class EngineConfig(Explained, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(Explained):
     """vLLM's VllmConfig, as `LLMEngine.vllm_config` and `AsyncLLM.vllm_config` return it."""
 
     model_config: ModelConfig

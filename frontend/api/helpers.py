@@ -19,7 +19,7 @@ from typing import Any
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, ModelError, OptionError
 
 
-class UsageContext(enum.Enum):
+class UsageContext(enum.StrEnum):
     """The kind of caller in vLLM's usage reports. Headrace sends none."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"

@@ -17,6 +17,7 @@ from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
 from headrace.frontend.api.engine_config import ModelConfig, engine_config
 from headrace.frontend.api.helpers import EngineSignature, get_tokenizer
 from headrace.frontend.api.inputs.chat_prompts import chat_options, chat_prompt
+from headrace.frontend.api.inputs.lists import elements
 from headrace.frontend.api.inputs.prompts import (
     AS_THE_MODEL_HAS_IT,
     Prompt,
@@ -252,10 +253,11 @@ class LLM(Controls, NamesWhatIsMissing):
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], template_options: dict[str, Any]
     ) -> tuple[list[Prompt], list[AnswerReader]]:
         """The tokenised prompts of conversations, and a reader for the answers to each."""
-        if not isinstance(messages, Sequence) or isinstance(messages, str):
+        several = elements(messages)
+        if several is None:
             raise InvalidRequestError(f"messages must be a list of dicts, not {type(messages).__name__}")
-        one = not messages or isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = [messages] if one else messages
+        one = not several or isinstance(several[0], Mapping)
+        conversations: Sequence[Any] = [several] if one else several
         how = tokenization_of(template_options.pop("tokenization_kwargs", None))
         parsers = take_parsers(template_options)
         options = chat_options(template_options)

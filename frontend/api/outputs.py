@@ -1,4 +1,7 @@
-"""The outputs of a request, under vLLM's names."""
+"""The outputs of a request, under vLLM's names.
+
+They are plain dataclasses, as vLLM's are: scripts use `vars` and `dataclasses.asdict` on them, and set attributes.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,9 @@ import dataclasses
 from collections.abc import Iterable, MutableSequence
 from typing import Any, Literal, overload
 
-import msgspec
 
-
-class Logprob(msgspec.Struct, gc=False):
+@dataclasses.dataclass
+class Logprob:
     """One token's log-probability at one position."""
 
     logprob: float
@@ -86,7 +88,8 @@ PromptLogprobs = list[LogprobsOfPosition | None] | FlatLogprobs
 """One entry per prompt token; the first is None, since no token precedes it."""
 
 
-class RequestMetrics(msgspec.Struct):
+@dataclasses.dataclass
+class RequestMetrics:
     """Durations of a request's phases in seconds; None until known. With several outputs (n > 1), the slowest one's."""
 
     arrival_time: float
@@ -106,22 +109,24 @@ class RequestMetrics(msgspec.Struct):
 
     # vLLM's current and former names. All are seconds since the epoch, except time_in_queue, a duration. Until known,
     # the *_ts are 0 and the others None.
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    is_corrupted: bool = False
+    """Always False: an output that is not finite ends its request with an error."""
 
-    @property
-    def queued_ts(self) -> float:
-        return 0.0 if self.queued_s is None else self.arrival_time
+    def __post_init__(self) -> None:
+        self.set_timestamps()
 
-    @property
-    def scheduled_ts(self) -> float:
-        return 0.0 if self.queued_s is None else self.arrival_time + self.queued_s
-
-    @property
-    def first_token_ts(self) -> float:
-        return 0.0 if self.prefill_s is None else self.scheduled_ts + self.prefill_s
-
-    @property
-    def last_token_ts(self) -> float:
-        return 0.0 if self.decode_s is None else self.first_token_ts + self.decode_s
+    def set_timestamps(self) -> None:
+        """Derives the *_ts from the durations that are known."""
+        if self.queued_s is not None:
+            self.queued_ts, self.scheduled_ts = self.arrival_time, self.arrival_time + self.queued_s
+        if self.prefill_s is not None:
+            self.first_token_ts = self.scheduled_ts + self.prefill_s
+        if self.decode_s is not None:
+            self.last_token_ts = self.first_token_ts + self.decode_s
 
     @property
     def time_in_queue(self) -> float | None:
@@ -136,28 +141,32 @@ class RequestMetrics(msgspec.Struct):
         return None if self.total_s is None else self.arrival_time + self.total_s
 
 
-class FunctionCall(msgspec.Struct):
+@dataclasses.dataclass
+class FunctionCall:
     name: str
     arguments: str
     """JSON text, as the model wrote it."""
 
 
-class ToolCall(msgspec.Struct):
+@dataclasses.dataclass
+class ToolCall:
     id: str
     function: FunctionCall
     type: Literal["function"] = "function"
 
 
-class AnswerMessage(msgspec.Struct):
+@dataclasses.dataclass
+class AnswerMessage:
     """A parsed chat answer, in the form in which the next request repeats it as the assistant's message."""
 
     content: str | None
     """None when the answer has tool calls alone."""
     reasoning: str = ""
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ToolCall] = dataclasses.field(default_factory=list)
 
 
-class CompletionOutput(msgspec.Struct):
+@dataclasses.dataclass
+class CompletionOutput:
     """One of a request's `n` outputs."""
 
     index: int
@@ -166,30 +175,36 @@ class CompletionOutput(msgspec.Struct):
     cumulative_logprob: float | None = None
     """Sum of the sampled tokens' log-probabilities; None unless `logprobs` was asked for."""
     logprobs: SampleLogprobs | None = None
+    routed_experts: None = None
+    """This field and the other ones that are always None are vLLM's: scripts construct and read outputs with them."""
     finish_reason: str | None = None
     """stop, length, repetition or abort; None while it runs."""
     stop_reason: int | str | None = None
     """The stop string or stop_token_ids entry that ended it; None for an end-of-sequence token."""
+    lora_request: None = None
+    sampling_mask: None = None
+    spec_decode_metrics: None = None
+    weight_versions: None = None
     message: AnswerMessage | None = None
     """The parsed answer of `chat`, set when the output has finished, if tools or a parser were given."""
-
-    lora_request: None = None
-    """This and the next field exist for scripts that construct outputs with all of vLLM's fields."""
-    routed_experts: None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
 
 
-class RequestOutput(msgspec.Struct):
-    """A request's outputs so far (CUMULATIVE, FINAL_ONLY), or their new part (DELTA)."""
+@dataclasses.dataclass(eq=False)
+class RequestOutput:
+    """A request's outputs so far (CUMULATIVE, FINAL_ONLY), or their new part (DELTA).
+
+    As vLLM's, it is equal to itself alone, and may be a key or in a set.
+    """
 
     request_id: str
     prompt: str | None
     """The prompt's text; None when token ids were given."""
     prompt_token_ids: list[int]
     prompt_logprobs: PromptLogprobs | None = None
-    outputs: list[CompletionOutput] = []
+    outputs: list[CompletionOutput] = dataclasses.field(default_factory=list)
     finished: bool = False
     metrics: RequestMetrics | None = None
     """Set on the request's last output."""
@@ -200,5 +215,8 @@ class RequestOutput(msgspec.Struct):
     encoder_prompt_token_ids: None = None
     num_cached_tokens: int | None = None
     """Prompt tokens that came from the prefix cache; None until the request is scheduled."""
+    num_cache_creation_tokens: None = None
     multi_modal_placeholders: None = None
+    prompt_token_id_logprobs: None = None
     kv_transfer_params: None = None
+    ec_transfer_params: None = None

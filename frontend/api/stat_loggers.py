@@ -34,14 +34,21 @@ _LAST_S = 1.0
 """How long a closing client waits for the engine's last statistics."""
 
 
-class FinishReason(enum.StrEnum):
-    """How a request ended. vLLM's enum has integers, whose texts are these values."""
+class FinishReason(enum.IntEnum):
+    """How a request ended; `str` gives the word that outputs have. FinishReason("stop") takes the word too."""
 
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
-    REPETITION = "repetition"
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+    REPETITION = 4
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+    @classmethod
+    def _missing_(cls, value: object) -> FinishReason | None:
+        return cls.__members__.get(value.upper()) if isinstance(value, str) else None
 
 
 @dataclass
@@ -260,7 +267,7 @@ def _finished(stream: RequestStream) -> FinishedRequestStats:
     prefill_s, decode_s = metrics.prefill_s or 0.0, metrics.decode_s or 0.0
     reason = "error" if stream.error is not None else stream.sequences[0].finish_reason or "abort"
     return FinishedRequestStats(
-        finish_reason=FinishReason(reason),
+        finish_reason=FinishReason[reason.upper()],
         request_id=stream.request_id,
         e2e_latency=metrics.total_s or 0.0,
         num_prompt_tokens=len(stream.prompt.token_ids or ()),

@@ -7,6 +7,7 @@ import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from headrace.frontend.api.inputs.lists import asks_for_nothing
 from headrace.ipc.failure import InvalidRequestError
 
 ONLY_GENERATION = "only generation is supported so far"
@@ -79,15 +80,15 @@ ARGUMENTS: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
         "prompt_token_ids": (TOKENS, ()),
         "truncate_prompt_tokens": (TOKENS, ()),
         "prompt_text": ("a prompt's text goes with its tokens: {'prompt': ..., 'prompt_token_ids': [...]}", ()),
-        "mm_processor_kwargs": (NO_MEDIA, ({},)),
-        "media_io_kwargs": (NO_MEDIA, ({},)),
+        "mm_processor_kwargs": (NO_MEDIA, ()),
+        "media_io_kwargs": (NO_MEDIA, ()),
         "reasoning_ended": ("reasoning is not told apart from the answer", (False,)),
-        "trace_headers": (NO_TRACES, ({},)),
+        "trace_headers": (NO_TRACES, ()),
         "arrival_time": ("a request arrives when it is submitted", ()),
         "data_parallel_rank": ("the least busy engine takes each prompt; AsyncLLM.generate lets one be named", (0,)),
         "session_id": ("a request goes where its prefix is cached, without a name for it", (ANY,)),
-        "kv_hints": ("the prefix cache decides by itself what it keeps", ({},)),
-        "reasoning_parser_kwargs": ("reasoning is not told apart from the answer", ({},)),
+        "kv_hints": ("the prefix cache decides by itself what it keeps", ()),
+        "reasoning_parser_kwargs": ("reasoning is not told apart from the answer", ()),
         "start_engine_loop": ("the engine runs from its start on", (True,)),
         "usage_context": ("nothing is reported to anybody", (ANY,)),
         "enable_log_requests": ("the engine never logs requests", (False,)),
@@ -100,8 +101,8 @@ ARGUMENTS: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
         "executor_class": ("it is an option: distributed_executor_backend=module:Class", ()),
     }
 )
-"""Arguments of vLLM's methods that Headrace refuses: the reason, and the values, besides None, that it accepts because
-they have no effect."""
+"""Arguments of vLLM's methods that Headrace refuses: the reason, and the values, besides None and empty ones, that it
+accepts because they have no effect."""
 
 
 def check_arguments(method: str, given: Mapping[str, Any]) -> None:
@@ -110,7 +111,9 @@ def check_arguments(method: str, given: Mapping[str, Any]) -> None:
         if name not in ARGUMENTS:
             raise InvalidRequestError(f"{method} has no argument {name!r}")
         reason, neutral = ARGUMENTS[name]
-        if value is None or any(each is ANY or (type(value) is type(each) and value == each) for each in neutral):
+        if asks_for_nothing(value) or any(
+            each is ANY or (type(value) is type(each) and value == each) for each in neutral
+        ):
             continue
         raise InvalidRequestError(f"{method}: {name} is refused: {reason}")
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-
-import msgspec
+from dataclasses import dataclass
 
 from headrace.frontend.client.request_metrics import (
     FINISH_REASONS,
@@ -109,32 +108,37 @@ METRICS_BY_LABEL: tuple[tuple[str, str, str, str, Callable[[EngineStats], Mappin
 """Kind, name, help, name of the additional label, and a function that reads the values by that label's value."""
 
 
-class Metric(msgspec.Struct, kw_only=True):
+@dataclass
+class Metric:
     """One metric of one engine."""
 
     name: str
     labels: dict[str, str]
 
 
-class Counter(Metric, kw_only=True):
+@dataclass
+class Counter(Metric):
     """A sum since the engine's start."""
 
     value: int | float
 
 
-class Gauge(Metric, kw_only=True):
+@dataclass
+class Gauge(Metric):
     """A current value."""
 
     value: float
 
 
-class Vector(Metric, kw_only=True):
+@dataclass
+class Vector(Metric):
     """One counter per position."""
 
     values: list[int]
 
 
-class Histogram(Metric, kw_only=True):
+@dataclass
+class Histogram(Metric):
     """For each bound, how many observations were at most that large."""
 
     count: int

@@ -333,6 +333,7 @@ class RequestStream:
     def _end(self, now_s: float) -> None:
         self._ended = True
         self.metrics.total_s = now_s - self._submitted_s
+        self.metrics.set_timestamps()
         self.metrics.num_generation_tokens = sum(len(each.token_ids) for each in self.sequences)
         self._wake()
         self._report_done()

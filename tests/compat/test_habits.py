@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -16,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy
 import openai
 import pytest
 from http_server import Server
@@ -70,6 +73,9 @@ def test_a_habit_works_as_it_is_written(what: str, line: str, llm: LLM, client: 
         "LLM": LLM,
         "client": client,
         "import_module": importlib.import_module,
+        "dataclasses": dataclasses,
+        "msgspec": msgspec,
+        "numpy": numpy,
         "llm": llm,
         "tokenizer": llm.get_tokenizer(),
         "greedy": GREEDY,

@@ -96,7 +96,7 @@ def test_fields_that_are_not_there_are_named() -> None:
         "skip_clone": True,
         "watermarking": None,
     }
-    assert SamplingParams(**nothing) == SamplingParams()
+    assert SamplingParams(**nothing).to_wire(9) == SamplingParams().to_wire(9)
     for name, value in (("trace_decode_token_ids", [5]), ("prompt_logprob_token_ids", [[5]]), ("watermarking", True)):
         with pytest.raises(InvalidRequestError, match=f"SamplingParams.{name} is not supported by this version"):
             SamplingParams(**{name: value})

@@ -75,7 +75,7 @@ def test_a_logger_is_told_what_ran_and_logs_when_asked(address: str) -> None:
     assert Broken.last.calls == ["initialized"]
     assert sum(each.num_generation_tokens for _, each in told.records) >= 4
     (mine,) = [one for _, each in told.records for one in each.finished_requests]
-    assert (mine.request_id, mine.finish_reason, mine.num_generation_tokens) == ("mine", "length", 4)
+    assert (mine.request_id, str(mine.finish_reason), mine.num_generation_tokens) == ("mine", "length", 4)
     assert mine.e2e_latency >= mine.inference_time > 0
     assert any(each.time_to_first_tokens_iter for _, each in told.records)
     assert all(0 <= each.kv_cache_usage <= 1 for each, _ in told.records)

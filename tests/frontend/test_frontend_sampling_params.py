@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import pickle
 from typing import Any
@@ -72,7 +71,7 @@ def test_a_bad_value_is_refused_by_name_and_value(field: str, value: Any) -> Non
     assert f"SamplingParams.{field} = {value!r}: " in str(caught.value)
 
 
-@pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(SamplingParams)])
+@pytest.mark.parametrize("field", [each for each in SamplingParams.__struct_fields__ if each[0] != "_"])
 def test_no_field_takes_an_object_of_another_kind(field: str) -> None:
     with pytest.raises(InvalidRequestError, match=rf"SamplingParams.{field}\b"):
         SamplingParams(**{field: object()})

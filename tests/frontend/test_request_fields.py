@@ -143,7 +143,7 @@ def test_an_output_that_repeats_itself_ends_with_that_reason(llm: LLM) -> None:
     ("fields", "said"),
     [
         ({"max_pattern_size": -1}, "max_pattern_size = -1: must be an integer of 0 to 1024"),
-        ({"max_pattern_size": 3, "min_pattern_size": 4}, "min_pattern_size = 4: must be an integer of 1 to 3"),
+        ({"max_pattern_size": 3, "min_pattern_size": 4}, "min_pattern_size = 4: must be an integer of 0 to 3"),
         (
             {"max_pattern_size": 3, "min_count": 1},
             r"SamplingParams\.repetition_detection\.min_count = 1: must be",
@@ -161,9 +161,9 @@ def test_a_repetition_that_cannot_be_is_refused_by_name(fields: dict[str, int], 
 def test_a_repetition_may_be_a_dict() -> None:
     params = SamplingParams(repetition_detection={"max_pattern_size": 4})  # type: ignore[arg-type]
     assert params.repetition_detection == RepetitionDetectionParams(max_pattern_size=4)
-    for wrong, said in (({}, "max_pattern_size"), ({"max_pattern_size": 4, "max_count": 2}, "max_count")):
-        with pytest.raises(InvalidRequestError, match=rf"SamplingParams\.repetition_detection: .*{said}"):
-            SamplingParams(repetition_detection=wrong)  # type: ignore[arg-type]
+    wrong = {"max_pattern_size": 4, "max_count": 2}
+    with pytest.raises(InvalidRequestError, match=r"SamplingParams\.repetition_detection: .*max_count"):
+        SamplingParams(repetition_detection=wrong)  # type: ignore[arg-type]
 
 
 def test_bodies_have_the_same_fields() -> None:

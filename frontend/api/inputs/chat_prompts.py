@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace.frontend.api.inputs.lists import elements
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.unsupported import ARGUMENTS, check_arguments
 from headrace.frontend.text.chat_template import complete_message
@@ -23,6 +24,7 @@ def chat_prompt(tokenizer: Tokenizer, conversation: Sequence[Message], options: 
         text: str = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
         return text
 
+    conversation = elements(conversation) or conversation
     if isinstance(conversation, Sequence) and all(isinstance(message, Mapping) for message in conversation):
         template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
         checked = [_checked(message, f"messages[{at}]") for at, message in enumerate(conversation)]
@@ -61,6 +63,8 @@ def chat_options(given: dict[str, Any]) -> dict[str, Any]:
 def _checked(message: Message, where: str) -> dict[str, Any]:
     """The message as templates expect it (`complete_message`). An object as content is passed on, for templates that
     support one. Raises InvalidRequestError."""
+    lists = {name: elements(message.get(name)) for name in ("content", "tool_calls")}
+    message = {**message, **{name: value for name, value in lists.items() if value is not None}}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str | None):
         raise InvalidRequestError(f"{where}.role must be a text, not {role!r:.100}")

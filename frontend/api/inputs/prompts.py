@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 
+from headrace.frontend.api.inputs.lists import asks_for_nothing, elements
 from headrace.frontend.api.parameters.sampling_fields import plain_integer
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.api.parameters.token_rules import check_token_rules
@@ -72,19 +73,30 @@ def packed(token_ids: Sequence[int]) -> Sequence[int]:
 
 
 def parse_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or a list of them, as `LLM.generate` takes them. Raises InvalidRequestError."""
-    if isinstance(prompts, str | Mapping) or (_is_list(prompts) and len(prompts) > 0 and isinstance(prompts[0], int)):
+    """One prompt or a list of them (`elements`), as `LLM.generate` takes them. Raises InvalidRequestError."""
+    if isinstance(prompts, str | Mapping | Prompt):
         return [parse_prompt(prompts)]
-    if not _is_list(prompts):
+    several = elements(prompts)
+    if several is None:
         raise InvalidRequestError(f"{_FORMS}, or a list of these, not {type(prompts).__name__}")
-    return [parse_prompt(prompt) for prompt in prompts]
+    if several and _is_number(several[0]):
+        return [parse_prompt(several)]
+    return [_parse_nth(prompt, index) for index, prompt in enumerate(several)]
 
 
 def parse_single_prompt(prompt: Any) -> Prompt:
     """For a call that takes a single prompt. Raises InvalidRequestError, with that reason for a list of prompts."""
-    if _is_list(prompt) and len(prompt) > 0 and (isinstance(prompt[0], str | Mapping) or _is_list(prompt[0])):
-        raise InvalidRequestError(f"this takes one prompt, not a list of {len(prompt)}; {_FORMS}")
-    return parse_prompt(prompt)
+    several = elements(prompt)
+    if several and (isinstance(several[0], str | Mapping) or elements(several[0]) is not None):
+        raise InvalidRequestError(f"this takes one prompt, not a list of {len(several)}; {_FORMS}")
+    return parse_prompt(prompt if several is None else several)
+
+
+def _parse_nth(prompt: Any, index: int) -> Prompt:
+    try:
+        return parse_prompt(prompt)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"prompts[{index}]: {error}") from None
 
 
 def parse_prompt(prompt: Any) -> Prompt:
@@ -93,20 +105,23 @@ def parse_prompt(prompt: Any) -> Prompt:
         return prompt
     if isinstance(prompt, str):
         return Prompt(text=prompt)
-    if _is_list(prompt):
-        return Prompt(token_ids=_plain_ids(prompt))
+    if hasattr(prompt, "as_py"):  # an element of a column of pyarrow's
+        return parse_prompt(prompt.as_py())
     if not isinstance(prompt, Mapping):
-        raise InvalidRequestError(f"{_FORMS}, not {type(prompt).__name__}")
+        if (token_ids := elements(prompt)) is None:
+            raise InvalidRequestError(f"{_FORMS}, not {type(prompt).__name__}")
+        return Prompt(token_ids=_plain_ids(token_ids))
     for key, value in prompt.items():
-        if key not in _KEYS and value is not None and (key, value) != ("type", "token"):
+        if key not in _KEYS and (key, value) != ("type", "token") and not asks_for_nothing(value):
             raise InvalidRequestError(f"the prompt has a field {key!r}, which is not supported; {_FORMS}")
-    text, token_ids, salt = (prompt.get(key) for key in _KEYS)
-    if text is None and token_ids is None:
+    text, given, salt = (prompt.get(key) for key in _KEYS)
+    token_ids = elements(given)
+    if text is None and given is None:
         raise InvalidRequestError(f"the prompt has neither 'prompt' nor 'prompt_token_ids'; {_FORMS}")
     if text is not None and not isinstance(text, str):
         raise InvalidRequestError(f"'prompt' must be a string, not {type(text).__name__}")
-    if token_ids is not None and not _is_list(token_ids):
-        raise InvalidRequestError(f"'prompt_token_ids' must be a list of integers, not {type(token_ids).__name__}")
+    if given is not None and token_ids is None:
+        raise InvalidRequestError(f"'prompt_token_ids' must be a list of integers, not {type(given).__name__}")
     if not isinstance(salt, str | None):
         raise InvalidRequestError(f"'cache_salt' must be a string, not {type(salt).__name__}")
     return Prompt(text=text, token_ids=None if token_ids is None else _plain_ids(token_ids), cache_salt=str(salt or ""))
@@ -231,8 +246,9 @@ def checked_priority(priority: Any) -> int:
     return plain
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+def _is_number(value: Any) -> bool:
+    """Whether it is one token id, of any integer type, or meant as one."""
+    return isinstance(value, int) or (hasattr(value, "__index__") and elements(value) is None)
 
 
 def _plain_ids(token_ids: Sequence[Any]) -> list[int]:

@@ -26,7 +26,7 @@ MOST_WAITING = 64
 """Most pieces that are read ahead from the generator while earlier ones are being answered."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StreamingInput:
     """One piece: a prompt in any form, and sampling parameters for its answer if they differ from `generate`'s."""
 
@@ -160,6 +160,6 @@ def _joined(earlier: CompletionOutput | None, output: CompletionOutput) -> Compl
         [*earlier.token_ids, *output.token_ids],
         output.cumulative_logprob,
         logprobs,
-        output.finish_reason,
-        output.stop_reason,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
     )

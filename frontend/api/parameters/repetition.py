@@ -13,18 +13,23 @@ STOP_REASON = "repetition_detected"
 _FIELD = "SamplingParams.repetition_detection"
 
 
-class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RepetitionDetectionParams(msgspec.Struct, dict=True, forbid_unknown_fields=True):
     """Ends an output with finish_reason `repetition` once its last tokens are min_count equal patterns in a row."""
 
-    max_pattern_size: int
+    max_pattern_size: int = 0
     """Longest pattern to look for, in tokens; 0 turns the detection off."""
-    min_pattern_size: int = 1
+    min_pattern_size: int = 0
+    """0 is the same as 1."""
     min_count: int = 2
 
     def __post_init__(self) -> None:
+        self.verify()
+
+    def verify(self) -> None:
+        """Raises InvalidRequestError for the first invalid field."""
         self._check("max_pattern_size", 0, 1024)
-        self._check("min_pattern_size", 1, max(1, self.max_pattern_size))
-        self._check("min_count", 2, 1 << 20)
+        self._check("min_pattern_size", 0, max(1, self.max_pattern_size))
+        self._check("min_count", 2 if self.max_pattern_size else 0, 1 << 20)
 
     def _check(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
@@ -33,7 +38,7 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, forbi
 
     def found(self, token_ids: Sequence[int]) -> bool:
         """Whether these output tokens end in such a repetition."""
-        for size in range(self.min_pattern_size, self.max_pattern_size + 1):
+        for size in range(max(1, self.min_pattern_size), self.max_pattern_size + 1):
             length = size * self.min_count
             if length > len(token_ids):
                 return False

@@ -7,7 +7,6 @@ field of SamplingParams + `Field`  --> the check of its value, its conversion fo
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import numbers
 import sys
@@ -55,10 +54,10 @@ class Declared(typing.NamedTuple):
     range: Range | None
 
 
-def declared_fields(cls: type) -> Mapping[str, Declared]:
-    """The fields of a dataclass that are annotated with a `Field`, by name."""
+def declared_fields(cls: type[msgspec.Struct]) -> Mapping[str, Declared]:
+    """The fields of a struct that are annotated with a `Field`, by name. All of its fields have defaults."""
     ranges, found = ranges_of(Sampling), {}
-    defaults = {each.name: each.default for each in dataclasses.fields(cls)}
+    defaults = dict(zip(cls.__struct_fields__, cls.__struct_defaults__, strict=True))
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         field = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Field)), None)
         if field is None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import difflib
 import enum
-import functools
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
+
+from headrace.frontend.api.inputs.lists import elements
 from headrace.frontend.api.parameters.repetition import RepetitionDetectionParams, repetition_from
 from headrace.frontend.api.parameters.sampling_fields import (
     Field,
@@ -36,8 +37,6 @@ from headrace.ipc.ranges import INT32, Range
 
 if TYPE_CHECKING:
     from headrace.frontend.api.engine_config import ModelConfig
-
-T = TypeVar("T")
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy sampling: dividing logits by them would overflow."""
@@ -91,35 +90,39 @@ class RequestOutputKind(enum.Enum):
     """One output, at the end."""
 
 
-def _refuse_unknown_fields(cls: type[T]) -> type[T]:
-    """Wraps the generated __init__ so that an unknown field is refused with a suggestion, and one of NOT_SUPPORTED with
-    what to do instead."""
-    generated = cls.__init__
-    known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+class _ChecksNames(type(msgspec.Struct)):  # type: ignore[misc]
+    """Refuses an unknown field with a suggestion, and one of NOT_SUPPORTED with what to do instead."""
 
-    @functools.wraps(generated)
-    def __init__(self: T, **given: Any) -> None:
-        unknown = [name for name in given if name not in known]
-        for name in unknown:
-            if name not in NOT_SUPPORTED:
-                raise UnknownFieldError(f"SamplingParams has no field {name!r}{nearest(name, known)}")
-            if given.pop(name) not in (None, *NEUTRAL.get(name, ())):
-                raise InvalidRequestError(
-                    f"SamplingParams.{name} is not supported by this version; {NOT_SUPPORTED[name]}"
-                )
-        generated(self, **given)
+    if not TYPE_CHECKING:  # type checkers derive the constructor from the fields
 
-    cls.__init__ = __init__  # type: ignore[assignment, method-assign]
-    return cls
+        def __call__(cls, *args: Any, **given: Any) -> Any:
+            try:
+                return super().__call__(*args, **given)
+            except TypeError:
+                known = list(cls.__struct_fields__)
+                unknown = [name for name in given if name not in known]
+                if not unknown:
+                    raise
+            for name in unknown:
+                if name not in NOT_SUPPORTED:
+                    raise UnknownFieldError(f"SamplingParams has no field {name!r}{nearest(name, known)}")
+                refuse_unless_neutral(name, given.pop(name))
+            return super().__call__(*args, **given)
 
 
-@_refuse_unknown_fields
-@dataclass(kw_only=True)
-class SamplingParams:
+def refuse_unless_neutral(name: str, value: Any) -> None:
+    """For a field of NOT_SUPPORTED. Raises InvalidRequestError if the value asks for something."""
+    if value is not None and not (isinstance(value, int | float) and value in NEUTRAL.get(name, ())):
+        raise InvalidRequestError(f"SamplingParams.{name} is not supported by this version; {NOT_SUPPORTED[name]}")
+
+
+class SamplingParams(
+    msgspec.Struct, metaclass=_ChecksNames, kw_only=True, dict=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """How to choose a request's tokens and when to stop.
 
     The constructor raises InvalidRequestError, which names the field, its value and the range. Submission checks again,
-    since fields may have been changed.
+    since fields may have been changed. As in vLLM it is a struct of msgspec, whose functions work on it.
     """
 
     n: Annotated[int, Field("Outputs for each prompt; output i of a seeded one has seed + i", Range(1, 16384))] = 1
@@ -214,8 +217,16 @@ class SamplingParams:
     include_stop_str_in_output: Annotated[bool, Field("Keep the stop string, or the stop token's text")] = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
+    # vLLM's further fields, for those who read or copy all of its fields: NOT_SUPPORTED, but for neutral values.
+    watermarking: bool | None = None
+    prompt_logprob_token_ids: list[list[int]] | None = None
+    skip_clone: bool = False
+    routed_experts_prompt_start: int = 0
+    trace_decode_token_ids: list[int] | None = None
+
+    _tokenized_bad_words: tuple[list[str], tuple[tuple[int, ...], ...]] | None = None
+
     def __post_init__(self) -> None:
-        self._tokenized_bad_words: tuple[list[str], tuple[tuple[int, ...], ...]] | None = None
         if self.seed == -1:
             self.seed = None
         if self.top_k == -1:
@@ -235,6 +246,10 @@ class SamplingParams:
             self.structured_outputs = structured_outputs_from(self.structured_outputs)
         if isinstance(self.repetition_detection, dict):
             self.repetition_detection = repetition_from(self.repetition_detection)
+        for name in _LISTS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, list | tuple) and (several := elements(value)) is not None:
+                setattr(self, name, several)
         self.verify()
         self._make_lists()
         if self.logprob_token_ids and self.logprobs is None:
@@ -257,9 +272,10 @@ class SamplingParams:
     def clone(self) -> SamplingParams:
         """An independent copy."""
         twin = copy.copy(self)
-        for name, value in vars(self).items():
-            if isinstance(value, list | dict):
+        for name in _CONTAINERS:
+            if isinstance(value := getattr(self, name), list | dict):
                 setattr(twin, name, value.copy())
+        vars(twin).update(vars(self))  # attributes that a caller set
         return twin
 
     @property
@@ -316,6 +332,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not default and (plain := check(value)) is not value:
                 setattr(self, name, plain)
+        for name in _NOT_SUPPORTED_FIELDS:
+            refuse_unless_neutral(name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):
             raise bad("output_kind", self.output_kind, "must be a RequestOutputKind")
         if self.structured_outputs is not None:
@@ -331,6 +349,8 @@ class SamplingParams:
             raise bad("prompt_logprob_start", self.prompt_logprob_start, "needs prompt_logprobs")
         if not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
             raise bad("repetition_detection", self.repetition_detection, "must be a RepetitionDetectionParams")
+        if self.repetition_detection is not None:
+            self.repetition_detection.verify()
         if self.extra_args is not None:
             verify_extra_args(self.extra_args)
         if self.logprob_token_ids is not None:
@@ -392,6 +412,9 @@ FIELDS = declared_fields(SamplingParams)
 """Declarations of the fields, by name."""
 _CHECKS = [(each.name, each.default, check) for each in FIELDS.values() if (check := check_of(each)) is not None]
 _SENT = sent_fields(FIELDS)
+_LISTS = ("allowed_token_ids", "bad_words", "dry_sequence_breakers", "logprob_token_ids", "stop", "stop_token_ids")
+_CONTAINERS = [name for name, hint in SamplingParams.__annotations__.items() if "list[" in hint or "dict[" in hint]
+_NOT_SUPPORTED_FIELDS = [name for name in SamplingParams.__struct_fields__ if name in NOT_SUPPORTED]
 
 
 OTHER_NAMES: Mapping[str, str] = types.MappingProxyType({"mirostat_mode": "mirostat"})

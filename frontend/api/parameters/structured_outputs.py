@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.options.structured_outputs import BACKENDS, split_backend
+from headrace.frontend.api.inputs.lists import elements
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import MOST_GRAMMAR_CHARACTERS, StructuredOutput
 
@@ -73,6 +74,8 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         self._checked: tuple[str, str] | None = None
+        if (several := elements(self.choice)) is not None:
+            self.choice = list(several)
         self.verify()
 
     def verify(self) -> None:
