@@ -21,9 +21,9 @@ Over TCP, where an engine is on several hosts; each node's agent starts and driv
 
     core (node 0)                                    agent, one per node
                                                 <-     (connects to master_addr:master_port)
-      NodeChallenge(nonce)                      ->
-                                                <-   JoinNode(node_rank, options, proof)
-      RunNode(options, ranks)  or NodeEnd       ->     its workers start
+                                               <->     both prove their key (cluster_proof.py)
+                                                <-   JoinNode(options)
+      RunNode(ranks)  or NodeEnd                ->     its workers start, with its own options
                                                 <-   Progress *, NodeDescribed(description, store)
       MakeTokenizer                             ->     the node of rank 0
                                                 <-   TokenizerMade
@@ -41,7 +41,6 @@ An agent that fails sends ChildFailed; a closed connection means that the other 
 from __future__ import annotations
 
 import hashlib
-import hmac
 from typing import Any
 
 import msgspec
@@ -58,7 +57,6 @@ STEP, COMMAND, COUNTS = 0, 1, 2
 core's number of tokens in the next step, in which this core may have none."""
 WAIT_FOR_CORE, WAIT_FOR_TURN = "wait for the core", "wait for a turn to load"
 """Phases in which a worker only waits."""
-PROOF_BYTES = 32
 
 
 class SharedMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -158,44 +156,14 @@ ToWorker = StartWorker | LoadModel | MakeTokenizer | AllocateCache | LargeMessag
 FromWorker = Progress | Ready | ChildFailed | Described | TokenizerMade | Loaded | Allocated | LargeMessage | Answered
 
 
-def _schema_hash() -> str:
-    """A hash of every field of these messages and of the core's own, by which another version's worker is refused."""
-    seen: dict[str, str] = {}
-
-    def visit(kind: Any) -> None:
-        if isinstance(kind, msgspec.inspect.StructType) and kind.cls.__name__ not in seen:
-            seen[kind.cls.__name__] = " ".join(field.encode_name for field in kind.fields)
-            for field in kind.fields:
-                visit(field.type)
-        for part in (*getattr(kind, "types", ()), getattr(kind, "item_type", None)):
-            if part is not None:
-                visit(part)
-
-    for union in (ToWorker, FromWorker, WorkerCommand):
-        visit(msgspec.inspect.type_info(union))
-    text = SCHEMA_HASH + "".join(f"\n{name} {fields}" for name, fields in sorted(seen.items()))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-WORKER_SCHEMA_HASH = _schema_hash()
-
-
-class NodeChallenge(Message, frozen=True):
-    nonce: bytes
-
-
 class JoinNode(Message, frozen=True):
-    schema_hash: str
-    """The sender's WORKER_SCHEMA_HASH, which must equal the core's."""
-    version: str
-    node_rank: int
     options: Options
-    proof: bytes
-    """HMAC-SHA256 of the nonce by the cluster's key; see `prove`."""
+    """Must equal the core's."""
 
 
 class RunNode(Message, frozen=True):
-    options: Options
+    """The node starts its workers with the options of its own command line: they may name code."""
+
     first_rank: int
     num_ranks: int
 
@@ -239,12 +207,30 @@ class NodeEnd(Message, frozen=True):
     failure: Failure
 
 
-ToNode = NodeChallenge | RunNode | MakeTokenizer | LoadNode | AllocateCache | NodeStep | NodeCommand | NodeEnd | Stop
+ToNode = RunNode | MakeTokenizer | LoadNode | AllocateCache | NodeStep | NodeCommand | NodeEnd | Stop
 FromNode = (
     JoinNode | Progress | NodeDescribed | TokenizerMade | Loaded | Allocated | NodeResult | NodeAnswered | ChildFailed
 )
 
 
-def prove(key: str, nonce: bytes) -> bytes:
-    """Proves knowledge of the key (HMAC, RFC 2104) without sending it."""
-    return hmac.new(key.encode(), nonce, hashlib.sha256).digest()
+def _schema_hash() -> str:
+    """A hash of every field of these messages and of the core's own, by which another version's workers and nodes are
+    refused."""
+    seen: dict[str, str] = {}
+
+    def visit(kind: Any) -> None:
+        if isinstance(kind, msgspec.inspect.StructType) and kind.cls.__name__ not in seen:
+            seen[kind.cls.__name__] = " ".join(field.encode_name for field in kind.fields)
+            for field in kind.fields:
+                visit(field.type)
+        for part in (*getattr(kind, "types", ()), getattr(kind, "item_type", None)):
+            if part is not None:
+                visit(part)
+
+    for union in (ToWorker, FromWorker, WorkerCommand, ToNode, FromNode):
+        visit(msgspec.inspect.type_info(union))
+    text = SCHEMA_HASH + "".join(f"\n{name} {fields}" for name, fields in sorted(seen.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+WORKER_SCHEMA_HASH = _schema_hash()

@@ -12,9 +12,7 @@ sends the results back. The first failure anywhere ends all nodes, and is the on
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
-import os
 import queue
 import secrets
 import socket
@@ -24,14 +22,13 @@ from typing import Protocol
 
 import msgspec
 
-from headrace import __version__
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.core.options.values import with_secrets
 from headrace.executor.placement.base import Executor
+from headrace.executor.placement.cluster_proof import Hello, check_same_version, cluster_key
+from headrace.executor.placement.join_port import JoinPort
 from headrace.executor.placement.messages import (
-    PROOF_BYTES,
-    WORKER_SCHEMA_HASH,
     AllocateCache,
     Allocated,
     FromNode,
@@ -40,7 +37,6 @@ from headrace.executor.placement.messages import (
     LoadNode,
     MakeTokenizer,
     NodeAnswered,
-    NodeChallenge,
     NodeCommand,
     NodeDescribed,
     NodeEnd,
@@ -48,10 +44,9 @@ from headrace.executor.placement.messages import (
     NodeStep,
     RunNode,
     TokenizerMade,
-    prove,
 )
 from headrace.executor.placement.multiproc import check_equal, merged
-from headrace.executor.placement.node_agent import KEY_VARIABLE, NodeAgent, cluster_key, keep_alive
+from headrace.executor.placement.node_agent import NodeAgent, keep_alive
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.placement.worker_group import Replies, command_limit_s
 from headrace.executor.rank import Report
@@ -60,18 +55,17 @@ from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError, OptionError
 from headrace.ipc.messages import ChildFailed, Message, Stop, TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
-from headrace.ipc.transport.channel import Channel, ChannelClosedError
+from headrace.ipc.transport.channel import Channel, ChannelClosedError, Seal
 from headrace.ipc.wait import Deadline, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 GRACE_S = 5.0
 """The core waits this much longer than the nodes for a step or a start, since they know which rank hangs."""
 JOIN_S = 10.0
-"""How long a host that has connected may take to send JoinNode."""
+"""How long a host that has proved its key may take to send JoinNode."""
 STOP_S = 3.0
 OWN_TO_A_NODE = ("node_rank", "master_addr", "master_port")
 """Options that may differ between nodes."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class MultiNodeExecutor(Executor):
@@ -82,7 +76,7 @@ class MultiNodeExecutor(Executor):
     def __init__(self, options: Options) -> None:
         """Listens for the other hosts; starts no workers yet. Raises OptionError, with the numbers."""
         check_cluster(options)
-        self._open(options, options.nnodes, range(1, options.nnodes), cluster_key())
+        self._open(options, options.nnodes, range(1, options.nnodes), cluster_key(options))
 
     def _open(self, options: Options, num_nodes: int, awaited: range, key: str) -> None:
         """Listens for nodes with the `awaited` numbers that know the key."""
@@ -109,10 +103,8 @@ class MultiNodeExecutor(Executor):
         self._wait_for_nodes()
         self._start_ends = Deadline(self._options.startup_timeout + GRACE_S)
         report("find model")
-        shared = with_secrets(self._options, None)  # the nodes' connections are not encrypted
         for number, node in self._nodes.items():
-            first = number * self._ranks_per_node
-            node.send(RunNode(options=shared, first_rank=first, num_ranks=self._ranks_per_node))
+            node.send(RunNode(first_rank=number * self._ranks_per_node, num_ranks=self._ranks_per_node))
         described = self._said.gather(NodeDescribed, report=report, deadline=self._start_ends)
         found = [message.description for message in described]
         check_equal(found, "node")
@@ -200,6 +192,8 @@ class MultiNodeExecutor(Executor):
         with self._changed:
             self._nodes[number] = node
             self._changed.notify_all()
+        if self._is_stopping:
+            node.close()
 
     def _fail(self, failure: Failure) -> None:
         if self._is_stopping or not self._said.fail(failure):
@@ -307,65 +301,50 @@ class RemoteNode:
 
 
 class NodeListener:
-    """Listens for nodes and admits those that fit; sends others the reason for their refusal, and goes on listening."""
+    """Admits nodes that know the key and fit; sends others the reason for their refusal, and goes on listening."""
 
     def __init__(
         self, options: Options, awaited: range, key: str, on_join: Callable[[int, Channel, str], None]
     ) -> None:
         """`on_join` gets each node's number, connection and address. Raises OptionError if it cannot listen."""
-        self._options, self._awaited, self._key, self._on_join = options, awaited, key, on_join
+        self._options, self._awaited, self._on_join = options, awaited, on_join
         self._here: set[int] = set()
-        try:
-            self._listener = socket.create_server((options.master_addr, options.master_port))
-        except OSError as error:
-            where = f"{options.master_addr}:{options.master_port}"
-            raise OptionError(
-                f"the other nodes cannot be waited for at {where} (master_addr, master_port): {error}"
-            ) from error
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        threading.Thread(target=self._welcome, name="join", daemon=True).start()
+        self._admitting = threading.Lock()
+        self._port = JoinPort(options, key, self._welcome)
+        self.address = self._port.address
 
     def close(self) -> None:
-        self._listener.close()
+        self._port.close()
 
-    def _welcome(self) -> None:
-        """Admits nodes, one after the other, until the listener is closed."""
-        while True:
-            try:
-                sock, (host, port, *_) = self._listener.accept()
-            except OSError:
-                return  # the listener was closed, as the executor has stopped
-            where = f"{host}:{port}"
-            keep_alive(sock)
-            channel = Channel(sock, FromNode)
-            try:
-                number = self._admit(channel)
-            except (HeadraceError, WaitTimeoutError) as error:
-                logger.warning("a node at %s was refused: %s", where, error)
-                with contextlib.suppress(ChannelClosedError):
-                    channel.send(NodeEnd(failure=Failure.of(error, process="engine-core", phase="join")))
-                channel.close()
-                continue
-            self._here.add(number)
-            self._on_join(number, channel, where)
+    def _welcome(self, sock: socket.socket, where: str, hello: Hello, seal: Seal) -> None:
+        """Admits a node that has proved its key. Called on a thread of its own."""
+        keep_alive(sock)
+        channel = Channel(sock, FromNode, seal)
+        try:
+            self._admit(channel, hello)
+        except (HeadraceError, WaitTimeoutError) as error:
+            logger.warning("a node at %s was refused: %s", where, error)
+            with contextlib.suppress(ChannelClosedError):
+                channel.send(NodeEnd(failure=Failure.of(error, process="engine-core", phase="join")))
+            channel.close()
+            return
+        self._on_join(hello.node_rank, channel, where)
 
-    def _admit(self, channel: Channel) -> int:
-        """The number of the joining node. Raises OptionError, with both values, for one that does not fit."""
-        nonce = os.urandom(PROOF_BYTES)
-        channel.send(NodeChallenge(nonce=nonce))
+    def _admit(self, channel: Channel, hello: Hello) -> None:
+        """Raises OptionError, with both values, for a node that does not fit."""
+        check_same_version(Hello.of(self._options), hello)
         join = channel.receive(Deadline(JOIN_S))
         if not isinstance(join, JoinNode):
             raise OptionError(f"JoinNode is due, and {type(join).__name__} came")
-        if join.schema_hash != WORKER_SCHEMA_HASH:
-            raise OptionError(
-                f"the engine core runs headrace {__version__} with message schema {WORKER_SCHEMA_HASH}, and the node "
-                f"{join.version} with {join.schema_hash}: install the same version on all nodes"
-            )
-        if not hmac.compare_digest(join.proof, prove(self._key, nonce)):
-            raise OptionError(f"the node's {KEY_VARIABLE} is not the engine core's; set the same one on all nodes")
-        return self._check_fits(join)
+        self._check_fits(join)
+        with self._admitting:
+            if hello.node_rank not in self._awaited or hello.node_rank in self._here:
+                numbers = f"{self._awaited.start} to {self._awaited.stop - 1}"
+                why = "is here already" if hello.node_rank in self._here else f"is not one of {numbers}"
+                raise OptionError(f"node_rank {hello.node_rank} {why}; give each node its own")
+            self._here.add(hello.node_rank)
 
-    def _check_fits(self, join: JoinNode) -> int:
+    def _check_fits(self, join: JoinNode) -> None:
         here = with_secrets(self._options, None)
         for name in join.options.__struct_fields__:
             ours, theirs = getattr(here, name), getattr(join.options, name)
@@ -373,11 +352,6 @@ class NodeListener:
                 raise OptionError(
                     f"{name} is {ours!r} at the engine core and {theirs!r} at the node; give all nodes the same options"
                 )
-        if join.node_rank not in self._awaited or join.node_rank in self._here:
-            numbers = f"{self._awaited.start} to {self._awaited.stop - 1}"
-            why = "is here already" if join.node_rank in self._here else f"is not one of {numbers}"
-            raise OptionError(f"node_rank {join.node_rank} {why}; give each node its own")
-        return join.node_rank
 
 
 def check_cluster(options: Options) -> None:
@@ -388,9 +362,4 @@ def check_cluster(options: Options) -> None:
             f"tensor_parallel_size={options.tensor_parallel_size} times pipeline_parallel_size="
             f"{options.pipeline_parallel_size} makes {world_size} ranks, which {options.nnodes} nodes (nnodes) cannot "
             "share evenly"
-        )
-    if options.master_addr not in LOOPBACK and not cluster_key():
-        raise OptionError(
-            f"master_addr={options.master_addr} is reachable from other machines: set {KEY_VARIABLE} to the same "
-            "secret on all nodes, and keep their network private, as what they say is not encrypted"
         )

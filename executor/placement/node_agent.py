@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import socket
 import threading
 import time
 from collections.abc import Callable
 
-from headrace import __version__
 from headrace.core.options.engine_options import Options
 from headrace.core.options.values import with_secrets
+from headrace.executor.placement.cluster_proof import NoProofError, cluster_key, prove_to_core
 from headrace.executor.placement.messages import (
-    WORKER_SCHEMA_HASH,
     AllocateCache,
     Allocated,
     JoinNode,
@@ -27,7 +25,6 @@ from headrace.executor.placement.messages import (
     LoadNode,
     MakeTokenizer,
     NodeAnswered,
-    NodeChallenge,
     NodeCommand,
     NodeDescribed,
     NodeEnd,
@@ -36,7 +33,6 @@ from headrace.executor.placement.messages import (
     RunNode,
     TokenizerMade,
     ToNode,
-    prove,
 )
 from headrace.executor.placement.multiproc import MultiprocExecutor
 from headrace.executor.placement.step_codec import StepCodec
@@ -45,12 +41,12 @@ from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, Hea
 from headrace.ipc.messages import ChildFailed, Message, Progress, Stop
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
-from headrace.ipc.wait import Deadline
+from headrace.ipc.wait import Deadline, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
-KEY_VARIABLE = "HEADRACE_CLUSTER_KEY"
-"""The environment variable with the secret that all nodes of a cluster share."""
 RETRY_S = 0.2
+PROOF_S = 5.0
+"""How long the core may take to prove its key."""
 
 
 class NodeAgent:
@@ -58,7 +54,7 @@ class NodeAgent:
 
     def __init__(self, host: str, own: Options, send: Callable[[Message], None]) -> None:
         """host: this machine's address, as the other nodes reach it. own: the options that this host was started with,
-        whose secrets never leave it. send: delivers a message to the core; must not raise."""
+        and the only ones that its workers get. send: delivers a message to the core; must not raise."""
         self._host, self._own, self._send = host, own, send
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -120,8 +116,7 @@ class NodeAgent:
         store = None
         if 0 in ranks:  # bound here, so that the port is known before the other ranks need it
             store = socket.create_server((self._host, 0))
-        options = with_secrets(message.options, self._own)
-        executor = self._executor = MultiprocExecutor(options, ranks, store.fileno() if store else None)
+        executor = self._executor = MultiprocExecutor(self._own, ranks, store.fileno() if store else None)
         executor.watch(self._fail)
         description = executor.describe(self._reporter)
         address = (self._host, store.getsockname()[1]) if store else None
@@ -187,40 +182,36 @@ def run_node(options: Options) -> None:
         raise (EngineDeadError if began.is_set() else EngineStartError)(failure=end.failure)
 
 
-def cluster_key() -> str:
-    """Without the line break that a secret from a file ends in."""
-    return os.environ.get(KEY_VARIABLE, "").strip("\r\n")
-
-
 def _join(options: Options, where: str) -> tuple[Channel, str]:
-    """Connects to the core and sends JoinNode; returns the connection and this host's address on it."""
-    deadline = Deadline(options.node_join_timeout)
+    """Connects to the core and joins it; returns the connection and this host's address on it."""
+    deadline, key, said = Deadline(options.node_join_timeout), cluster_key(options), ""
     while True:
         try:
             sock = socket.create_connection((options.master_addr, options.master_port), timeout=deadline.remaining_s)
-            break
         except OSError as error:
-            if deadline.passed:
-                raise EngineStartError(
-                    f"node {options.node_rank} cannot reach the engine core at {where} after "
-                    f"{options.node_join_timeout:g} s (node_join_timeout): {error}"
-                ) from error
-            time.sleep(RETRY_S)  # nodes may be started in any order
-    keep_alive(sock)
-    host = sock.getsockname()[0]
-    channel = Channel(sock, ToNode)
-    challenge = channel.receive(Deadline(10.0))
-    assert isinstance(challenge, NodeChallenge), f"the core began with {type(challenge).__name__}"
-    channel.send(
-        JoinNode(
-            schema_hash=WORKER_SCHEMA_HASH,
-            version=__version__,
-            node_rank=options.node_rank,
-            options=with_secrets(options, None),
-            proof=prove(cluster_key(), challenge.nonce),
-        )
-    )
-    return channel, host
+            failure: Exception = error
+        else:
+            keep_alive(sock)
+            try:
+                seal = prove_to_core(sock, options, key, Deadline(PROOF_S))
+                break
+            except BaseException as error:
+                sock.close()
+                if not isinstance(error, NoProofError | WaitTimeoutError):
+                    raise
+                failure = error
+            if str(failure) != said:
+                said = str(failure)
+                logger.warning("node %d: what listens at %s is no engine core yet: %s", options.node_rank, where, said)
+        if deadline.passed:
+            raise EngineStartError(
+                f"node {options.node_rank} cannot reach the engine core at {where} after "
+                f"{options.node_join_timeout:g} s (node_join_timeout): {failure}"
+            ) from failure
+        time.sleep(RETRY_S)  # nodes may be started in any order, and strangers may be in the way
+    channel = Channel(sock, ToNode, seal)
+    channel.send(JoinNode(options=with_secrets(options, None)))
+    return channel, sock.getsockname()[0]
 
 
 def keep_alive(sock: socket.socket) -> None:

@@ -14,8 +14,8 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.process.ray_engines import join_ray, load_ray, passed_on
+from headrace.executor.placement.cluster_proof import KEY_VARIABLE
 from headrace.executor.placement.multinode import MultiNodeExecutor
-from headrace.executor.placement.node_agent import KEY_VARIABLE
 from headrace.ipc.failure import EngineStartError, OptionError
 
 STRATEGY = "PACK"

@@ -8,10 +8,13 @@
                              <-   ChildFailed(failure), when it fails later
 
 Each message is a 4-byte little-endian length and that many bytes. End of file means that the other side has ended.
+
+A connection that leaves the host has a `Seal`: each message is followed by a MAC.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import socket
 import struct
@@ -19,12 +22,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from headrace.ipc.codec import Codec, CodecError
+from headrace.ipc.codec import Codec, CodecError, Frame
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.messages import Stop
 from headrace.ipc.wait import Deadline, wait_readable
 
-_LENGTH = struct.Struct("<I")
+_LENGTH, _NUMBER = struct.Struct("<I"), struct.Struct("<QQ")
 MAX_MESSAGE_BYTES = 3 << 30
 """A worker's largest message has a step's log-probabilities over a whole vocabulary; anything longer is garbage."""
 _PART_BYTES = 1 << 20
@@ -36,11 +39,39 @@ class ChannelClosedError(HeadraceError):
     """The process at the other end has ended."""
 
 
+class Seal:
+    """MACs (HMAC-SHA256) of a connection's messages, by one key for each direction. Each includes the message's number:
+    none can be changed, left out, repeated or sent back."""
+
+    BYTES = 32
+
+    def __init__(self, sends: bytes, receives: bytes) -> None:
+        self._sends, self._receives = sends, receives
+        self._num_sent = self._num_received = 0
+
+    def sent(self, data: Frame) -> bytes:
+        """The MAC that follows the next message."""
+        self._num_sent += 1
+        return self._mac(self._sends, self._num_sent, data)
+
+    def check(self, data: bytes, mac: bytes) -> None:
+        """Raises CodecError unless the next message of the other side is this one."""
+        self._num_received += 1
+        if not hmac.compare_digest(mac, self._mac(self._receives, self._num_received, data)):
+            raise CodecError("a message was changed on its way, or is none of the process that proved its key")
+
+    @staticmethod
+    def _mac(key: bytes, number: int, data: Frame) -> bytes:
+        mac = hmac.new(key, _NUMBER.pack(number, len(data)), "sha256")
+        mac.update(data)
+        return mac.digest()
+
+
 class Channel:
     """One end of the channel. `receives` is the union of its incoming messages. Any thread may send; one receives."""
 
-    def __init__(self, sock: socket.socket, receives: Any) -> None:
-        self._socket = sock
+    def __init__(self, sock: socket.socket, receives: Any, seal: Seal | None = None) -> None:
+        self._socket, self._seal = sock, seal
         self._sending = threading.Lock()
         self._sends: Codec[Any] = Codec(receives)  # encoding is the same for every union
         self._receives: Codec[Any] = Codec(receives)
@@ -67,7 +98,8 @@ class Channel:
         with self._sending:
             (header,) = self._sends.encode(message)
             try:
-                for data in (_LENGTH.pack(len(header)), header):
+                mac = () if self._seal is None else (self._seal.sent(header),)
+                for data in (_LENGTH.pack(len(header)), header, *mac):
                     remaining_s = deadline.remaining_s if deadline is not None else None
                     self._socket.settimeout(None if remaining_s is None else max(remaining_s, 1e-3))
                     self._socket.sendall(data)
@@ -78,7 +110,8 @@ class Channel:
                 raise ChannelClosedError(f"the other process is gone ({error})") from error
 
     def receive(self, deadline: Deadline) -> Any:
-        """Raises ChannelClosedError at end of file, WaitTimeoutError at the deadline, CodecError for garbage.
+        """Raises ChannelClosedError at end of file, WaitTimeoutError at the deadline, CodecError for garbage or
+        a message without the right MAC.
 
         If the deadline passes within a message, the next call continues with the part received so far.
         """
@@ -86,8 +119,12 @@ class Channel:
         length = _LENGTH.unpack_from(self._received)[0]
         if length > MAX_MESSAGE_BYTES:
             raise CodecError(f"a channel message of {length} bytes; at most {MAX_MESSAGE_BYTES} are taken")
-        self._read_until(_LENGTH.size + length, deadline)
-        data, self._received = bytes(memoryview(self._received)[_LENGTH.size :]), bytearray()
+        ends_at = _LENGTH.size + length
+        self._read_until(ends_at + (Seal.BYTES if self._seal else 0), deadline)
+        received, self._received = memoryview(self._received), bytearray()
+        data = bytes(received[_LENGTH.size : ends_at])
+        if self._seal is not None:
+            self._seal.check(data, bytes(received[ends_at:]))
         return self._receives.decode([data])
 
     def _read_until(self, size: int, deadline: Deadline) -> None:

@@ -134,7 +134,7 @@ def check_address(address: str, keys: Path | None = None) -> str:
         host, _, port = rest.rpartition(":")
         host = host.strip("[]")
         if host and (port == "*" or (port.isdigit() and int(port) < 65536)):
-            if _is_loopback(host) or keys or key_file() or is_insecure():
+            if is_loopback(host) or keys or key_file() or is_insecure():
                 return address
             raise AddressError(
                 f"{address} is no loopback address (127.0.0.1, [::1]): with other hosts, engine and clients need keys "
@@ -149,7 +149,8 @@ def check_address(address: str, keys: Path | None = None) -> str:
     raise AddressError(f"{address!r} is no address: use ipc:///path/to/socket or tcp://HOST:PORT")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host reach this host name or address."""
     with contextlib.suppress(ValueError):
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     return False

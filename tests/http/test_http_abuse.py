@@ -23,8 +23,9 @@ import pytest
 from fake_tokenizers import bundle_of, byte_level_tokenizer
 from http_server import Server, ask, connection, read_all, serving, wait_until
 
+from headrace.core.options.engine_options import Options
 from headrace.core.options.option import Secret
-from headrace.executor.placement.node_agent import cluster_key
+from headrace.executor.placement.cluster_proof import cluster_key
 from headrace.frontend.http.errors import LONGEST_MESSAGE, LONGEST_PARAM, ApiError
 from headrace.frontend.http.exchange import MOST_CONTAINERS, LargeBodies, check_shape
 from headrace.frontend.http.openai.decoder import RequestDecoder
@@ -366,7 +367,7 @@ def test_a_secret_that_ends_in_a_line_break_is_the_secret(tmp_path: Path, monkey
     monkeypatch.setenv("HEADRACE_API_KEY", "secret\n")
     assert read_keys(ServeOptions()) == ["secret"]
     monkeypatch.setenv("HEADRACE_CLUSTER_KEY", "secret\r\n")
-    assert cluster_key() == "secret"
+    assert cluster_key(Options()) == "secret"
     assert read_keys(ServeOptions(api_key=(Secret("mine\r\n"),))) == ["mine"]
     file = tmp_path / "keys"
     file.write_bytes("\ufefffirst\r\nsecond\r\n".encode())

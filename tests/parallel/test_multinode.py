@@ -27,8 +27,8 @@ from test_multiproc import tokens_of_one_process
 from headrace import LLM, SamplingParams
 from headrace.core.engine.engine import load_executor
 from headrace.core.options.engine_options import Options
+from headrace.executor.placement.cluster_proof import KEY_VARIABLE
 from headrace.executor.placement.multinode import MultiNodeExecutor
-from headrace.executor.placement.node_agent import KEY_VARIABLE
 from headrace.executor.placement.ray_cluster import RayExecutor
 from headrace.ipc.control import DescribeEngine
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, OptionError
