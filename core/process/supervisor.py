@@ -75,8 +75,8 @@ class ChildOptions(msgspec.Struct, frozen=True):
     process: str = ""
     """The process name in a Failure; empty for the child's name."""
     rank: int = 0
-    startup_timeout_s: float = 3600.0
-    """How long the child may take until it is ready."""
+    startup_timeout_s: float | None = 3600.0
+    """How long the child may take until it is ready; None: as long as it lives."""
     shows_loading: bool | None = False
     """Show a progress bar while the child reads weights. None: if stderr is a terminal."""
     bind: str | None = None
@@ -139,8 +139,9 @@ class Child:
         timeout_s: by default startup_timeout_s of its options and START_GRACE_S.
         """
         allowed_s = self.options.startup_timeout_s
-        what = f"{allowed_s:g} s (startup_timeout)" if timeout_s is None else f"{timeout_s:g} s"
-        deadline = Deadline(allowed_s + START_GRACE_S if timeout_s is None else timeout_s)
+        what = f"{allowed_s:g} s (startup_timeout)" if timeout_s is None and allowed_s else f"{timeout_s or 0:g} s"
+        with_grace_s = None if allowed_s is None else allowed_s + START_GRACE_S
+        deadline = Deadline(with_grace_s if timeout_s is None else timeout_s)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self.ready or self.failure or self._progress, deadline.remaining_s)

@@ -68,6 +68,16 @@ STATS_TIMEOUT_S = 2.0
 TICK_S = 0.25
 LOOKS_AFTER_S = 2 * TICK_S
 """How long an engine with requests may be silent before its process is looked at, if it runs on this host."""
+_LASTING = (
+    "AddressError",
+    "KeyFileError",
+    "KeyRefused",
+    "HandshakeFailed",
+    "CodecError",
+    "PermissionError",
+    "ModelError",
+)
+"""Types of a Failure to connect that no wait ends: something is wrong with this side, or at the address."""
 _ERRORS: dict[str, type[HeadraceError]] = {
     QueueFullError.__name__: QueueFullError,
     EngineAsleepError.__name__: EngineAsleepError,
@@ -161,7 +171,8 @@ class EnginePool:
     ) -> None:
         """The engines of `sources`, and those that are discovered or added later.
 
-        serves_early: requests come as soon as one engine is ready, so from then on no other one ends the start.
+        serves_early: requests come as soon as one engine is ready, so from then on no other one ends the start. An
+        engine that someone else runs may come at any time, so the start waits for it.
         """
         self._serves_early = serves_early
         self.engines = [
@@ -504,7 +515,10 @@ class EnginePool:
             if is_news and self.on_death is not None and (self.started.is_set() or self._may_start_without(engine)):
                 self.on_death(news)
             self._note_start()
-            fails_start = engine.is_needed and not (self.started.is_set() or self._may_start_without(engine))
+            is_expected = self._serves_early and engine.is_foreign and failure.type not in _LASTING
+            fails_start = engine.is_needed and not (
+                is_expected or self.started.is_set() or self._may_start_without(engine)
+            )
             if fails_start or engine.source.is_gone or not engine.source.comes_back:
                 break
             stable = time.monotonic() - began_s > STABLE_AFTER_S

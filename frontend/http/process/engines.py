@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterator, Sequence
 
 from headrace.frontend.client.stats_log import StatsLog, cache_line
 from headrace.frontend.fleet.pool import SILENT_AFTER_S, Engine, EnginePool
@@ -13,6 +14,7 @@ from headrace.frontend.http.errors import ApiError, unavailable
 from headrace.ipc.failure import Failure, HeadraceError
 
 logger = logging.getLogger(__name__)
+_MISSING_AFTER_S, _MISSING_EVERY_S = 1.0, 30.0
 
 
 def engine_for(pool: EnginePool, model: str | None) -> Engine:
@@ -36,6 +38,8 @@ def engine_for(pool: EnginePool, model: str | None) -> Engine:
 
 def why_unavailable(pool: EnginePool) -> ApiError:
     failure = next(filter(None, map(_failure_of, pool.engines)), None)
+    if failure is not None and not pool.started.is_set() and not pool.dead.is_set():
+        return unavailable(f"waiting for an engine: {failure.message}", code="loading")
     if failure is not None:
         return unavailable(f"the engine is not running: {failure.message}", code="engine_dead")
     if any(engine.is_silent for engine in pool.engines):
@@ -45,12 +49,29 @@ def why_unavailable(pool: EnginePool) -> ApiError:
         )
     if pool.started.is_set():
         return unavailable("the engine is shutting down and takes no new requests", code="shutting_down")
+    if not pool.engines:
+        return unavailable("no engine is known yet: waiting for one that a coordinator tells of", code="loading")
     return unavailable("the engine is still loading the model", code="loading")
 
 
 def _failure_of(engine: Engine) -> Failure | None:
     """Why the engine is down, also while the pool has not handled its end yet."""
     return engine.failure or (engine.client.failure if engine.client is not None else None)
+
+
+async def log_missing(pool: EnginePool, coordinators: Sequence[str]) -> None:
+    """Logs every _MISSING_EVERY_S for which engines, that others run, the start waits. Never returns."""
+    await asyncio.sleep(_MISSING_AFTER_S)
+    while True:
+        logger.warning("waiting for an engine: %s", "; ".join(_missing(pool, coordinators)))
+        await asyncio.sleep(_MISSING_EVERY_S)
+
+
+def _missing(pool: EnginePool, coordinators: Sequence[str]) -> Iterator[str]:
+    for engine in pool.engines:
+        yield engine.failure.message if engine.failure is not None else f"{engine.source.address} has not answered yet"
+    for address in coordinators:
+        yield f"the coordinator at {address} has told of none that answers"
 
 
 async def log_load(pool: EnginePool, interval_s: float) -> None:

@@ -26,7 +26,7 @@ from headrace.frontend.http.app import make_app
 from headrace.frontend.http.connection import Connections, with_limits
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.openai.prompts import load_template
-from headrace.frontend.http.process.engines import log_load
+from headrace.frontend.http.process.engines import log_load, log_missing
 from headrace.frontend.http.process.options import LOG_STATS_EVERY_S, LOOPBACK, ServeOptions
 from headrace.frontend.http.routes import ServerState
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
@@ -160,6 +160,8 @@ class HttpServer:
         """Called with the address of each engine that has come back."""
         self.scaler: Scaler | None = None
         """Changes the number of engines; None if it is fixed or the engines are not the server's own."""
+        self.says_waits = True
+        """Whether this process logs what it waits for at the start; one of several does."""
         self.logs_stats = False
         """Whether this process logs the engines' load; one of several does."""
 
@@ -212,7 +214,7 @@ class HttpServer:
         state.files.take_over(state)
         try:
             with gc_watched(self._pages.gc_pause):
-                failure = await self._serve(state, server, serving)
+                failure = await self._serve(state, server, serving, coordinators)
         finally:
             server.should_exit = True
             self._stop_listening(server)
@@ -226,7 +228,13 @@ class HttpServer:
             raise HeadraceError(failure=failure)
         return EXIT_ENGINE_FAILED
 
-    async def _serve(self, state: ServerState, server: _UvicornServer, serving: asyncio.Task[None]) -> Failure | None:
+    async def _serve(
+        self,
+        state: ServerState,
+        server: _UvicornServer,
+        serving: asyncio.Task[None],
+        coordinators: Sequence[str],
+    ) -> Failure | None:
         """Serves until it is time to end. Returns why the engines ended, if they did."""
         assert self._stop_asked is not None
         pool = state.pool
@@ -235,11 +243,15 @@ class HttpServer:
         )
         waits: set[asyncio.Task[Any]] = {stop, dead, started, serving}
         telling: asyncio.Task[None] | None = None
+        if self.says_waits and not any(each.source.is_own for each in pool.engines):
+            telling = asyncio.create_task(log_missing(pool, coordinators))
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if started.done():
                 await self._settle(state)
                 waits.discard(started)
+                if telling is not None:
+                    telling.cancel()
                 if self.logs_stats:
                     interval_s = self._options.log_stats_interval or LOG_STATS_EVERY_S
                     telling = asyncio.create_task(log_load(pool, interval_s))

@@ -357,7 +357,10 @@ class _Service:
             logs_stats=self._logs_stats and process.index == 0,
         )
         kind = ChildOptions(
-            pass_fds=(self._pages,), receives=ChildMessage | EngineLost | ScaleTo, on_message=self._on_message
+            pass_fds=(self._pages,),
+            receives=ChildMessage | EngineLost | ScaleTo,
+            on_message=self._on_message,
+            startup_timeout_s=None,  # it waits for engines, and those of this server have a limit of their own
         )
         start = Start(schema_hash=SCHEMA_HASH, options=msgspec.to_builtins(told), bind="")
         process.is_ready, process.began_s, process.stopped_since_s = False, time.monotonic(), None

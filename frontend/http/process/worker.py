@@ -239,6 +239,7 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
 
     server.on_ready = on_ready
     server.logs_stats = options.logs_stats
+    server.says_waits = options.index == 0
     scaler = ParentScaler(tell_parent) if options.parent_scales else None
     server.scaler = scaler
 
