@@ -294,6 +294,8 @@ def open_nccl(meeting: Rendezvous, device: torch.device, *, custom_all_reduce: b
     """
     # By default a watchdog aborts a process that lost its peer, which would then look like the cause. 0 only logs.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    if meeting.address is None:  # by default NCCL's ranks meet on an interface that other hosts reach
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     torch.cuda.set_device(device)
     store = meeting.store()
     try:

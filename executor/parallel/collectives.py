@@ -215,7 +215,9 @@ def loopback_store(memory: mmap.mmap, rank: int, deadline_s: float) -> dist.TCPS
     """
     timeout = timedelta(seconds=deadline_s)
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        from headrace.executor.parallel.gloo import open_loopback_store
+
+        store = open_loopback_store(timeout)
         # A single word needs no memory ordering.
         memory[STORE_PORT_AT : STORE_PORT_AT + 2] = int(store.port).to_bytes(2, "little")
         return store

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections import deque
 from contextlib import suppress
@@ -33,24 +35,30 @@ def open_gloo(
 ) -> GlooCollectives:
     """Joins the world whose store rank 0 opens at `master` (address, port), and waits until all ranks have joined.
 
-    host: this machine's address, as the other ranks reach it; by default what its host name resolves to. listen_fd: a
-    socket that already listens at `master`, for rank 0 to take over; without it rank 0 binds one. opens_store: whether
-    this rank opens the store, where that is not rank 0.
+    host: this machine's address, as the other ranks reach it; by default the one from which it reaches `master`.
+    GLOO_SOCKET_IFNAME names another interface. listen_fd: a socket that already listens at `master`, for rank 0 to take
+    over; without it rank 0 binds one. opens_store: whether this rank opens the store, where that is not rank 0.
 
     Raises PeerError when not all ranks joined in time.
     """
     opens = rank == 0 if opens_store is None else opens_store
     store = open_store(master, rank, listen_fd=listen_fd, opens=opens, deadline_s=deadline_s)
-    return GlooCollectives(world, rank, store, host, deadline_s)
+    return GlooCollectives(world, rank, store, host or _own_address(master), deadline_s)
 
 
 def open_store(
     master: tuple[str, int], rank: int, *, listen_fd: int | None, opens: bool, deadline_s: float
 ) -> dist.Store:
-    """The store at `master`; the rank that `opens` it takes over `listen_fd`, or binds a socket.
+    """The store at `master`; the rank that `opens` it takes over `listen_fd`, or binds a socket to that address alone:
+    torch would listen on all interfaces, and everybody who reaches a store may change it.
 
     Raises PeerError when it cannot be reached in time.
     """
+    if opens and listen_fd is None:
+        try:
+            listen_fd = _listen_at(master)
+        except OSError as error:
+            raise PeerError(f"rank {rank} cannot wait for the others at {master[0]}:{master[1]}: {error}") from error
     try:
         return dist.TCPStore(
             master[0],
@@ -58,7 +66,7 @@ def open_store(
             is_master=opens,
             wait_for_workers=False,
             timeout=timedelta(seconds=deadline_s),
-            master_listen_fd=listen_fd if rank == 0 else None,
+            master_listen_fd=listen_fd if opens else None,
         )
     except RuntimeError as error:
         raise PeerError(f"rank {rank} cannot reach rank 0 at {master[0]}:{master[1]}: {_first_line(error)}") from error
@@ -83,7 +91,9 @@ class GlooCollectives:
         gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of its members
         options = gloo._Options()
         options._timeout = self._deadline
-        options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        device = gloo.create_device(interface=interface) if interface else gloo.create_device(hostname=host)
+        options._devices = [device]
         return gloo(store, rank, size, options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -177,6 +187,27 @@ class GlooCollectives:
             work.wait()
         except RuntimeError as error:
             raise PeerError(f"rank {self._rank} cannot go on: {_first_line(error)}") from error
+
+
+def open_loopback_store(timeout: timedelta) -> dist.TCPStore:
+    """A store for this host's other ranks, at a free port of the loopback interface."""
+    fd = _listen_at(("127.0.0.1", 0))
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)
+
+
+def _listen_at(master: tuple[str, int]) -> int:
+    """A descriptor of a new listening socket, for a store to own."""
+    family, *_, address = socket.getaddrinfo(*master, type=socket.SOCK_STREAM)[0]
+    with socket.create_server(address[:2], family=family) as listener:
+        return listener.detach()
+
+
+def _own_address(master: tuple[str, int]) -> str:
+    """This machine's address on the way to `master`."""
+    family, *_, address = socket.getaddrinfo(*master, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def _bytes(x: Tensor) -> Tensor:
