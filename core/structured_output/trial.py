@@ -4,41 +4,31 @@ A schema whose references form a long chain overflows a library's stack, which w
 hundred bytes computes for minutes, or takes gigabytes. Such a grammar ends only the process that tries it, for which
 the kernel limits CPU time and memory. No grammar is compiled in the engine that was not compiled and followed here.
 
-Reading a tokenizer takes seconds, so one process reads it, compiles nothing, and forks the processes that do. When one
-of these ends, the next takes milliseconds to fork. Each serves one lane: forms known to be cheap (`plain.py`) have a
-lane of their own, in which no other form delays them.
+Reading a tokenizer takes seconds, so a helper (`ipc/process/helper.py`) reads it once and forks the processes that try
+grammars. Each serves one lane: forms known to be cheap (`plain.py`) have a lane of their own, in which no other form
+delays them.
 
-    core                                  child: reads the tokenizer, forks, and waits for the end of
+    core                                  helper: reads the tokenizer, forks, and waits for the end of
     Trial.check -- Candidate -->            a process per lane: compile, follow some tokens
-                <-- Verdict ----            (or the child sends the verdict, after that process ended by a signal)
+                <-- Verdict ----            (or WorkerEnded)
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import mmap
-import os
 import random
-import resource
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NoReturn
 
 import msgspec
 import numpy as np
-import psutil
 
 from headrace.core.structured_output.backend import Backend, Matcher, Vocabulary
 from headrace.core.structured_output.refusals import NO_ANSWER
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
-from headrace.ipc.process.child import STOP_SIGNALS, die_with_parent, leave_signals_to_parent
-from headrace.ipc.process.program import python_command, starting_folder
+from headrace.ipc.process.child import STOP_SIGNALS
+from headrace.ipc.process.helper import Helper, WorkerEnded, WorkerReady, limit_memory, run_helper
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
 from headrace.ipc.wait import Deadline, WaitTimeoutError
 
@@ -53,7 +43,6 @@ STACK_BYTES = 1 << 20
 that fill masks), so that what recurses too deeply ends here."""
 MOST_WAIT_S = 20.0
 """Longest wait for a verdict, even on a busy machine."""
-START_S = 60.0
 WALK_TOKENS = 12
 """Tokens of a random answer that the trial accepts: some grammars are slow only after their beginning."""
 
@@ -70,24 +59,12 @@ class Candidate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a `Candidate`. The first one of each lane answers the `Beginning`: the lane is ready."""
+    """The answer to a `Candidate`."""
 
     problem: str = ""
-    is_unknown: bool = False
-    """The process that tried it was killed from outside."""
 
 
-TrialMessage = Beginning | Candidate | Verdict
-
-
-@dataclass
-class _Running:
-    """The trial process and its channels, one per lane."""
-
-    process: subprocess.Popen[bytes]
-    channels: list[Channel]
-    starting: set[int] = field(default_factory=lambda: set(LANES))
-    """Lanes that have not reported yet that they are ready."""
+TrialMessage = Beginning | Candidate | Verdict | WorkerReady | WorkerEnded
 
 
 class Trial:
@@ -95,17 +72,12 @@ class Trial:
 
     def __init__(self, vocabulary: Vocabulary, backend: str) -> None:
         """backend: the library that most grammars need."""
-        self._beginning = Beginning(vocabulary, backend)
+        self.helper = Helper(__name__, TrialMessage, len(LANES), beginning=Beginning(vocabulary, backend))
         self._turns = [threading.Lock() for _ in LANES]
-        self._lock = threading.Lock()
-        self._running: _Running | None = None
-        self._is_stopped = False
-        """`stop` was called."""
 
     def start(self) -> None:
         """Starts the process, without waiting, if it does not run."""
-        with self._lock:
-            self._begin()
+        self.helper.start()
 
     def check(self, backend: str, wanted: StructuredOutput, lane: int = OTHER) -> None:
         """Raises InvalidRequestError if the grammar cannot be compiled or costs too much."""
@@ -122,104 +94,23 @@ class Trial:
 
     def stop(self) -> None:
         """Kills the process, which also ends calls that wait for it."""
-        self._is_stopped = True
-        if (running := self._running) is not None:
-            running.process.kill()
-            running.process.wait()
+        self.helper.stop()
 
     def _try(self, candidate: Candidate, lane: int) -> str | None:
         """The grammar's problem, or "". None if a process was killed from outside."""
-        with self._lock:
-            running = self._begin()
-        channel = running.channels[lane]
         try:
-            if lane in running.starting:
-                channel.receive(Deadline(START_S))
-                running.starting.discard(lane)
-            channel.send(candidate, Deadline(MOST_WAIT_S))
-            verdict: Verdict = channel.receive(Deadline(MOST_WAIT_S))
-        except (ChannelClosedError, WaitTimeoutError) as error:
-            channel.close()
-            self._end(running)
-            if isinstance(error, ChannelClosedError):
-                return None
+            verdict: Verdict | WorkerEnded = self.helper.send(lane, candidate, MOST_WAIT_S).receive(MOST_WAIT_S)
+        except ChannelClosedError:
+            return None
+        except WaitTimeoutError:
             return f"SamplingParams.structured_outputs: the grammar was not compiled within {MOST_WAIT_S:g} s"
-        return None if verdict.is_unknown else verdict.problem
-
-    def _begin(self) -> _Running:
-        """The process, which is started if there is none. Called with the lock."""
-        if self._is_stopped:
-            raise HeadraceError("the engine is stopping")
-        if self._running is not None:
-            return self._running
-        with contextlib.ExitStack() as theirs:
-            pairs = [Channel.pair(TrialMessage) for _ in LANES]
-            numbers = [theirs.enter_context(sock).fileno() for _, sock in pairs]
-            process = subprocess.Popen(
-                python_command("-m", __name__, *map(str, numbers)),
-                cwd=starting_folder(),
-                pass_fds=numbers,
-                stdin=subprocess.DEVNULL,
-                # Else each thread of a library reserves 128 MiB of address space, which counts towards the limit. And a
-                # process that forks should have no other threads.
-                env={**os.environ, "MALLOC_ARENA_MAX": "1", "OPENBLAS_NUM_THREADS": "1"},
-                stderr=subprocess.DEVNULL,  # a library's panic message is also in the verdict
-            )
-        running = self._running = _Running(process, [channel for channel, _ in pairs])
-        if self._is_stopped:  # another thread called `stop` meanwhile, before there was a process to kill
-            self.stop()
-            raise HeadraceError("the engine is stopping")
-        with contextlib.suppress(ChannelClosedError):  # the process was killed, which `_try` finds out
-            running.channels[0].send(self._beginning, Deadline(START_S))
-        return running
-
-    def _end(self, running: _Running) -> None:
-        """Ends the process with those that it has forked; a thread that waits for another lane tries again."""
-        with self._lock:
-            if self._running is running:
-                self._running = None
-        running.process.kill()
-        running.process.wait()
+        return verdict.problem if isinstance(verdict, Verdict) else _problem_of(verdict.status)
 
 
-def main(fds: Sequence[int]) -> None:
-    """Forks a process per lane, each again when it ends, until the core closes their channels."""
-    from headrace.core.structured_output.backends import make_backend
-
-    channels = [Channel.inherited(fd, TrialMessage) for fd in fds]
-    beginning: Beginning = channels[0].receive(Deadline(None))
-    made: dict[str, Backend] = {}
-    with contextlib.suppress(HeadraceError):  # the first grammar gets the error
-        made[beginning.backend] = make_backend(beginning.backend, beginning.vocabulary)
-    gc.freeze()  # else the first collection in each forked process would copy all pages with objects
-    is_busy = mmap.mmap(-1, len(channels))
-    for channel in channels:
-        channel.send(Verdict())
-
-    def fork(lane: int) -> int:
-        if (pid := os.fork()) == 0:
-            die_with_parent()
-            _serve(channels, lane, is_busy, beginning.vocabulary, made)
-        return pid
-
-    lanes = {fork(lane): lane for lane in range(len(channels))}
-    while lanes:
-        pid, waited = os.wait()
-        lane, status = lanes.pop(pid), os.waitstatus_to_exitcode(waited)
-        if status == 0:
-            continue
-        if is_busy[lane]:
-            is_busy[lane] = 0
-            channels[lane].send(_verdict_of(status))
-        elif status > 0:
-            return  # it cannot even begin to serve
-        lanes[fork(lane)] = lane
-
-
-def _verdict_of(status: int) -> Verdict:
-    """The verdict on a grammar whose process has ended with the status."""
+def _problem_of(status: int) -> str | None:
+    """The problem with a grammar whose process has ended with the status; None if it was killed from outside."""
     if status == -signal.SIGKILL or -status in STOP_SIGNALS:
-        return Verdict(is_unknown=True)
+        return None
     if status == -signal.SIGPROF:
         said = f"the grammar takes more than {MOST_COMPUTING_S:g} s to compile, which is as much as one may"
     else:
@@ -227,57 +118,47 @@ def _verdict_of(status: int) -> Verdict:
             "the grammar cannot be compiled: it is nested too deeply, its references form too long a chain, or it "
             f"takes more than {MOST_BYTES >> 20} MiB (its compiler ended with status {status})"
         )
-    return Verdict(f"SamplingParams.structured_outputs: {said}")
+    return f"SamplingParams.structured_outputs: {said}"
 
 
-def _serve(
-    channels: Sequence[Channel], lane: int, is_busy: mmap.mmap, vocabulary: Vocabulary, made: dict[str, Backend]
-) -> NoReturn:
-    """Tries the grammars of one lane, on a thread with a small stack, until the core closes the channel."""
-    for other in channels:
-        if other is not channels[lane]:
-            other.close()
-    status = 1
+class _Trying:
+    """The work of a process that tries grammars."""
 
-    def serve() -> None:
-        nonlocal status
-        _limit_memory()
+    def __init__(self, channel: Channel) -> None:
+        from headrace.core.structured_output.backends import make_backend
+
+        beginning: Beginning = channel.receive(Deadline(None))
+        self._vocabulary = beginning.vocabulary
+        self._made: dict[str, Backend] = {}
+        with contextlib.suppress(HeadraceError):  # the first grammar gets the error
+            self._made[beginning.backend] = make_backend(beginning.backend, beginning.vocabulary)
+
+    def begin(self) -> None:
+        limit_memory(MOST_BYTES)
+
+    def do(self, candidate: Candidate) -> Verdict:
+        from headrace.core.structured_output.backends import make_backend
+
+        made = self._made
         try:
-            while True:
-                candidate: Candidate = channels[lane].receive(Deadline(None))
-                is_busy[lane] = 1
-                verdict = _tried(candidate, vocabulary, made)
-                is_busy[lane] = 0
-                channels[lane].send(verdict)
-        except ChannelClosedError:
-            status = 0
+            if candidate.backend not in made:
+                made[candidate.backend] = make_backend(candidate.backend, self._vocabulary)
+                limit_memory(MOST_BYTES)
+            signal.setitimer(signal.ITIMER_PROF, MOST_COMPUTING_S)  # SIGPROF ends this process
+            backend = made[candidate.backend]
+            problem = _walk(backend, backend.compile(candidate.wanted), self._vocabulary.vocab_size)
+            problem = problem and f"SamplingParams.structured_outputs: {problem}"
+        except HeadraceError as error:
+            problem = str(error)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        if problem and candidate.backend in made:
+            # The engine will not compile this grammar. Without its cached parts there, a later grammar must not seem
+            # cheaper here than it is in the engine.
+            made[candidate.backend].forget()
+        return Verdict(problem)
 
-    threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=serve)
-    thread.start()
-    thread.join()
-    os._exit(status)
-
-
-def _tried(candidate: Candidate, vocabulary: Vocabulary, made: dict[str, Backend]) -> Verdict:
-    from headrace.core.structured_output.backends import make_backend
-
-    try:
-        if candidate.backend not in made:
-            made[candidate.backend] = make_backend(candidate.backend, vocabulary)
-            _limit_memory()
-        signal.setitimer(signal.ITIMER_PROF, MOST_COMPUTING_S)  # SIGPROF ends this process
-        backend = made[candidate.backend]
-        problem = _walk(backend, backend.compile(candidate.wanted), vocabulary.vocab_size)
-        problem = problem and f"SamplingParams.structured_outputs: {problem}"
-    except HeadraceError as error:
-        problem = str(error)
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    if problem and candidate.backend in made:
-        # The engine will not compile this grammar. Without its cached parts there, a later grammar must not seem
-        # cheaper here than it is in the engine.
-        made[candidate.backend].forget()
-    return Verdict(problem)
+    def is_bloated(self) -> bool:
+        return False
 
 
 def _walk(backend: Backend, matcher: Matcher, vocab_size: int) -> str:
@@ -299,14 +180,5 @@ def _walk(backend: Backend, matcher: Matcher, vocab_size: int) -> str:
     return matcher.problem
 
 
-def _limit_memory() -> None:
-    used_bytes = psutil.Process().memory_info().vms
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MOST_BYTES, hard))
-
-
 if __name__ == "__main__":
-    leave_signals_to_parent()  # the parent ends this process by closing the channels
-    with contextlib.suppress(ChannelClosedError):
-        main([int(each) for each in sys.argv[1:]])
-    os._exit(0)
+    run_helper(TrialMessage, _Trying, stack_bytes=STACK_BYTES)

@@ -39,6 +39,7 @@ from headrace.frontend.client.request_metrics import RequestCounts
 from headrace.frontend.client.transport import Transport, ZmqTransport
 from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
 from headrace.frontend.fleet.sources import Owned, Reconnecting
+from headrace.frontend.text.template_renderer import renderer, without_blocking
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -276,7 +277,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         tokenizer = await self.get_tokenizer()
         render = functools.partial(chat_prompt, tokenizer, messages, options)
         is_long = sum(len(str(message)) for message in messages) > _TOKENIZE_INLINE_CHARACTERS
-        prompt = await asyncio.to_thread(render) if is_long else render()
+        prompt = await (asyncio.to_thread(render) if is_long else without_blocking(render))
         reader = AnswerReader(tokenizer, prompt.text or "", options, parsers)
         is_delta = sampling_params is not None and sampling_params.output_kind is RequestOutputKind.DELTA
         how.apply(prompt, await self.engine())
@@ -526,5 +527,6 @@ async def _tokenize(prompt: Prompt, client: RequestClient, how: Tokenization = A
 
 def _stop_children(process_id: int, children: Sequence[EngineProcess | Owned]) -> None:
     if os.getpid() == process_id:  # not a forked copy
+        renderer().end()
         for child in children:
             child.stop(STOP_DEADLINE_S)

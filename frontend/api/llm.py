@@ -16,7 +16,7 @@ from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams
 from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
 from headrace.frontend.api.engine_config import ModelConfig, engine_config
 from headrace.frontend.api.helpers import EngineSignature, get_tokenizer
-from headrace.frontend.api.inputs.chat_prompts import chat_options, chat_prompt
+from headrace.frontend.api.inputs.chat_prompts import chat_options, chat_prompts
 from headrace.frontend.api.inputs.lists import elements
 from headrace.frontend.api.inputs.prompts import (
     AS_THE_MODEL_HAS_IT,
@@ -46,6 +46,7 @@ from headrace.frontend.client.request_metrics import RequestCounts
 from headrace.frontend.client.transport import Transport, ZmqTransport
 from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
 from headrace.frontend.fleet.sources import Reconnecting
+from headrace.frontend.text.template_renderer import renderer
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -262,7 +263,7 @@ class LLM(Controls, NamesWhatIsMissing):
         parsers = take_parsers(template_options)
         options = chat_options(template_options)
         tokenizer = self.get_tokenizer()
-        prompts = [chat_prompt(tokenizer, conversation, options) for conversation in conversations]
+        prompts = chat_prompts(tokenizer, conversations, options)
         readers = [AnswerReader(tokenizer, prompt.text or "", options, parsers) for prompt in prompts]
         return self._tokenized(prompts, how), readers
 
@@ -511,5 +512,6 @@ def _shut_down(
     with contextlib.suppress(Exception):
         background.run(client.close())
     background.stop()
+    renderer().end()
     if child is not None:
         child.stop(STOP_DEADLINE_S)

@@ -32,6 +32,7 @@ from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.responses_api.create import ResponseParts
 from headrace.frontend.http.responses_api.handlers import ResponsesState
+from headrace.frontend.text.template_renderer import without_blocking
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 
 DEFAULTS = ServeOptions()
@@ -99,7 +100,7 @@ class BatchRun:
         return 1 if self._fails_on_error and (self._num_failed or self._results.num_errors) else 0
 
     async def _run_lines(self, pool: EnginePool, bound: int) -> None:
-        # The user who runs a batch has chosen its lines, so templates in them are trusted; they run in a sandbox.
+        # The user who runs a batch has chosen its lines, so templates in them are trusted; they run in another process.
         options, bodies = self._options, LargeBodies(self._options.max_body_bytes)
         chat = ChatParts.of(options, self._template, trusts_requests=True)
         generator = Generator(
@@ -133,7 +134,7 @@ class BatchRun:
             async with asyncio.timeout(HELD_S):
                 while not any(each.usable for each in pool.engines) and self._may_return(pool):
                     await asyncio.sleep(_LOOK_S)
-        return make(body)
+        return await without_blocking(lambda: make(body))
 
     @staticmethod
     def _may_return(pool: EnginePool) -> bool:

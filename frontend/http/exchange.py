@@ -1,10 +1,9 @@
 """One HTTP request and its response: the body read within its limits, answers and errors written as JSON.
 
-Bodies that would block the event loop (large ones, and those with a chat template of their own) are decoded and
-tokenised in worker threads. The bytes of bodies that are being read or decoded are bounded over all connections. The
-number of values in one body is bounded too, and counted before any object is created: msgspec and Python hold the GIL
-while they create objects. The garbage collector holds it while it traverses them, so it is paused while these threads
-work.
+Large bodies, which would block the event loop, are decoded and tokenised in worker threads. The bytes of bodies that
+are being read or decoded are bounded over all connections. The number of values in one body is bounded too, and counted
+before any object is created: msgspec and Python hold the GIL while they create objects. The garbage collector holds it
+while it traverses them, so it is paused while these threads work.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
+import functools
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -24,6 +24,7 @@ from headrace.frontend.http.connection import EXTENSION, Connection
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.openai.generation import Receive, Scope, Send, send_json
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.text.template_renderer import without_blocking
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.gc_pauses import CollectorHold
 from headrace.ipc.process.memory import give_back_freed_memory
@@ -65,11 +66,8 @@ class _LargeWork(ThreadPoolExecutor):
 class LargeBodies:
     """Limits and worker threads for the bodies of all connections of a process. Called only in the event loop."""
 
-    def __init__(self, max_body_bytes: int, *, may_hold_templates: bool = False) -> None:
-        """may_hold_templates: requests may bring chat templates. These are programs, so such a body is processed in a
-        thread, however short it is."""
+    def __init__(self, max_body_bytes: int) -> None:
         self._most_bytes = _BODIES_IN_MEMORY * max_body_bytes
-        self._may_hold_templates = may_hold_templates
         self._num_bytes = 0
         self.threads: Executor = _LargeWork()
         self._is_trim_due = False
@@ -90,18 +88,19 @@ class LargeBodies:
         self._num_bytes -= num_bytes
 
     async def run(self, body: bytes, make: Callable[[bytes], T]) -> T:
-        """Returns make(body), run in a thread unless the body is small. Raises ApiError, and what `make` raises."""
-        is_small = len(body) <= INLINE_BYTES and num_containers(body) <= INLINE_CONTAINERS
-        if is_small and not (self._may_hold_templates and _TEMPLATE_FIELD.search(body)):
-            return make(body)
+        """Returns make(body), run in a thread unless the body is small. Raises ApiError, and what `make` raises, which
+        may be called twice (`without_blocking`)."""
+        if len(body) <= INLINE_BYTES and num_containers(body) <= INLINE_CONTAINERS:
+            return await without_blocking(functools.partial(make, body))
         only = [body]
         del body  # an exception's traceback refers to this frame, and would keep the body alive
         return await asyncio.get_running_loop().run_in_executor(self.threads, _make, only, make)
 
     async def work(self, num_bytes: int, make: Callable[[], T]) -> T:
-        """Returns make(), run in a thread if it works on more than INLINE_BYTES of decoded data."""
+        """Returns make(), run in a thread if it works on more than INLINE_BYTES of decoded data. It may be called twice
+        (`without_blocking`)."""
         if num_bytes <= INLINE_BYTES:
-            return make()
+            return await without_blocking(make)
         return await asyncio.get_running_loop().run_in_executor(self.threads, make)
 
     def give_back(self, num_bytes: int) -> None:
@@ -174,8 +173,6 @@ _CHARSETS = frozenset({"utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "i
 _CHARSET = re.compile(r"charset\s*=\s*\"?([\w.:-]+)", re.IGNORECASE)
 DISCARD_S = 5.0
 """How long the rest of a refused body is read and discarded, so that its sender reads the error first."""
-_TEMPLATE_FIELD = re.compile(rb'"chat_template"|\\u00')
-"""Finds a body that may have a chat_template field, whose name may also be written with JSON escapes."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 

@@ -103,7 +103,7 @@ class ServerState:
         self.options, self.pool, self.pages = options, pool, pages
         self.keys = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
         self.decoder = RequestDecoder(strict=options.strict_requests, others=OTHERS)
-        self.bodies = LargeBodies(options.max_body_bytes, may_hold_templates=options.trust_request_chat_template)
+        self.bodies = LargeBodies(options.max_body_bytes)
         self.collector = IdleCollector()
         self.chat = ChatParts.of(options, template, trusts_requests=options.trust_request_chat_template)
         self.responses = ResponsesState(

@@ -1,32 +1,29 @@
-"""Renders the chat templates that models ship, in a sandbox, with the globals and filters that transformers provides.
+"""Renders the chat templates that models ship, with the globals and filters that transformers provides.
 
 A template is an untrusted program, from the model's author or from a request: it gets plain data instead of objects,
-and runs in the sandbox of template_sandbox.py, which limits its time and memory.
+and runs in another process (`template_process.py`), whose time and memory are limited.
 """
 
 from __future__ import annotations
 
 import functools
-import json
+import marshal
 import re
 import types
-from collections.abc import Collection, Mapping, Sequence
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
+from headrace.frontend.text.template_renderer import TemplateLimitError, renderer
 from headrace.ipc.failure import InvalidRequestError
-
-if TYPE_CHECKING:
-    import jinja2
 
 Message = Mapping[str, Any]
 ContentFormat = Literal["auto", "string", "openai"]
 """How a template gets a message's content: as a string, or as a list of parts as in OpenAI's API (openai). auto: a
 string as a string, and parts as parts if the template supports them."""
-_LONGEST_RENDERING_S = 10.0
-"""Rendering a conversation takes milliseconds; a template may be a hostile program."""
+_MARSHAL_VERSION = 2
+"""Later ones look for objects that occur twice, which takes longer."""
 _CONTINUE_HERE = "HEADRACE_CONTINUES_HERE "
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning", "reasoning_text")
 """The names that models and clients use for a message's reasoning. Templates read the first two."""
@@ -71,6 +68,31 @@ def render_chat(
 
     Raises InvalidRequestError for malformed messages, and with the template's own error message when it refuses them.
     """
+    (text,) = render_chats(
+        template,
+        [messages],
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        tools=tools,
+        documents=documents,
+        variables=variables,
+        content_format=content_format,
+    )
+    return text
+
+
+def render_chats(
+    template: str,
+    conversations: Sequence[Sequence[Message]],
+    *,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    content_format: ContentFormat = "auto",
+) -> Iterator[str]:
+    """`render_chat` for several conversations; the next are rendered while the caller works with the first."""
     if content_format not in get_args(ContentFormat):
         raise InvalidRequestError(
             f"chat_template_content_format must be auto, string or openai, not {content_format!r:.100}"
@@ -80,41 +102,38 @@ def render_chat(
             "continue_final_message and add_generation_prompt exclude each other: the one goes on with the last "
             "message, the other begins a new one"
         )
+    contexts: list[bytes] = []
+    final_texts: list[str] = []
     try:
         with_parts = _roles_with_parts(template) if content_format == "auto" else frozenset()
-        chat = _plain_messages(messages, with_parts, wraps_text=content_format == "openai")
-        final_text = _mark_end(chat) if continue_final_message else ""
-        context = {
-            **_plain(variables or {}),
-            "messages": chat,
+        common = {
             "tools": _plain_mappings("tools", tools),
             "documents": _plain_mappings("documents", documents),
             "add_generation_prompt": add_generation_prompt,
         }
-        rendered = _render(template, context)
+        others = _plain(variables or {})
+        for messages in conversations:
+            chat = _plain_messages(messages, with_parts, wraps_text=content_format == "openai")
+            final_texts.append(_mark_end(chat) if continue_final_message else "")
+            contexts.append(_marshalled({**others, "messages": chat, **common}))
     except RecursionError:
         raise InvalidRequestError(
             "messages, tools or other variables of the chat template are nested too deeply"
         ) from None
-    return _cut_at_mark(rendered, final_text) if continue_final_message else rendered
+    if len(contexts) == 1:
+        rendered: Iterator[str] = iter([renderer().render(template, contexts[0])])
+    else:
+        rendered = renderer().render_all(template, contexts)
+    if not continue_final_message:
+        return rendered
+    return (_cut_at_mark(*each) for each in zip(rendered, final_texts, strict=True))
 
 
-def _render(template: str, context: dict[str, Any]) -> str:
-    import jinja2
-
-    from headrace.frontend.text import template_sandbox
-
+def _marshalled(context: dict[str, Any]) -> bytes:
     try:
-        return template_sandbox.render(_compile(template), context, _LONGEST_RENDERING_S)
-    except MemoryError:
-        # The bounds hold for what the template builds; this process may have less memory than that.
-        raise InvalidRequestError("the chat template needs more memory for these messages than there is") from None
-    except jinja2.TemplateError as error:
-        raise InvalidRequestError(f"the chat template refused these messages: {error}") from error
-    except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
-        raise InvalidRequestError(
-            f"the chat template could not render these messages: {type(error).__name__}: {error}"
-        ) from error
+        return marshal.dumps(context, _MARSHAL_VERSION)
+    except ValueError as error:  # for it, too, nesting has a limit
+        raise RecursionError from error
 
 
 @functools.lru_cache(maxsize=64)
@@ -131,7 +150,9 @@ def _shows_parts(template: str, role: str) -> bool:
     after = [] if role in ("user", "tool") else [{"role": "user", "content": "x"}]
     context = {"messages": [*_BEFORE[role], message, *after], "tools": None, "documents": None}
     try:
-        shown = _render(template, {**context, "add_generation_prompt": True})
+        shown = renderer().render(template, _marshalled({**context, "add_generation_prompt": True}))
+    except TemplateLimitError:
+        raise
     except InvalidRequestError:
         return False
     return _PART in shown and not re.search(f"""['"]text['"]: ?['"]{_PART}""", shown)  # nor printed as data
@@ -292,55 +313,6 @@ def _cut_at_mark(rendered: str, final_text: str) -> str:
     return rendered[:at] if keeps_spaces else rendered[:at].rstrip()
 
 
-def _raise_exception(message: str) -> None:
-    import jinja2
-
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """The filter tojson. jinja2's own escapes HTML, which would spoil a prompt."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-class _Dict:
-    """`dict` for templates. The class itself has methods that would change any mapping in place."""
-
-    def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
-        return dict(*args, **items)
-
-    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
-        return dict.fromkeys(keys, value)
-
-
 def check_template(template: str) -> None:
     """Raises InvalidRequestError if the text is no template; that a model's messages fit it only rendering shows."""
-    _compile(template)
-
-
-@functools.lru_cache(maxsize=64)
-def _compile(template: str) -> jinja2.Template:
-    import jinja2
-
-    from headrace.frontend.text.template_sandbox import ChatEnvironment
-
-    environment = ChatEnvironment(
-        filters={"tojson": _to_json},
-        names={"raise_exception": _raise_exception, "strftime_now": _strftime_now, "dict": _Dict()},
-    )
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise InvalidRequestError(f"the chat template is not valid: {error.message} (line {error.lineno})") from error
-    except SyntaxError as error:  # in the Python code that jinja2 generates, when blocks are nested too deeply
-        raise InvalidRequestError(f"the chat template is not valid: {error.msg}") from error
+    renderer().check(template)

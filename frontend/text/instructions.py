@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from headrace.frontend.text.chat_template import Message, render_chat
+from headrace.frontend.text.template_renderer import TemplateLimitError
 from headrace.ipc.failure import InvalidRequestError
 
 ROLES = ("system", "developer")
@@ -49,6 +50,8 @@ def place_instructions(
     for place in (_as_they_are, *_PLACINGS) if "developer" in template else _PLACINGS:
         try:
             told = render(place(marked))
+        except TemplateLimitError:
+            raise
         except InvalidRequestError:
             continue
         if all(mark in told for mark in marks):
@@ -75,6 +78,8 @@ def _shows_system(template: str) -> bool:
     probe = [{"role": "system", "content": f"{_MARK}."}, {"role": "user", "content": "x"}]
     try:
         return f"{_MARK}." in render_chat(template, probe, add_generation_prompt=True)
+    except TemplateLimitError:
+        raise
     except InvalidRequestError:
         return False
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from headrace.frontend.text.chat_template import ContentFormat, Message, render_chat
+from headrace.frontend.text.chat_template import ContentFormat, Message, render_chats
 from headrace.frontend.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from headrace.frontend.text.transformers_names import TransformersNames, refuse_others
 from headrace.ipc.failure import InvalidRequestError, ModelError
@@ -268,9 +268,38 @@ class Tokenizer(TransformersNames):
         InvalidRequestError.
         """
         return_dict = variables.pop("return_dict", False)
-        text = render_chat(
+        (text,) = self.render_chats(
+            [conversation],
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            tools=tools,
+            documents=documents,
+            chat_template_content_format=chat_template_content_format,
+            **variables,
+        )
+        # The template writes the special tokens itself.
+        if not tokenize:
+            return text
+        return self(text, add_special_tokens=False) if return_dict else self.encode(text, add_special_tokens=False)
+
+    def render_chats(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        **variables: Any,
+    ) -> Iterator[str]:
+        """The prompts' texts for several conversations, with the arguments and errors of `apply_chat_template`; the
+        next are rendered while the caller works with the first."""
+        return render_chats(
             self.get_chat_template(chat_template, tools),
-            conversation,
+            conversations,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
@@ -278,10 +307,6 @@ class Tokenizer(TransformersNames):
             variables={**self._bundle.special_tokens, **variables},
             content_format=chat_template_content_format,
         )
-        # The template writes the special tokens itself.
-        if not tokenize:
-            return text
-        return self(text, add_special_tokens=False) if return_dict else self.encode(text, add_special_tokens=False)
 
 
 _SPACE = "\u2581"

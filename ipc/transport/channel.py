@@ -97,9 +97,12 @@ class Channel:
         """
         with self._sending:
             (header,) = self._sends.encode(message)
+            mac = b"" if self._seal is None else self._seal.sent(header)
+            parts = [_LENGTH.pack(len(header)), header, mac]
+            if len(header) < _PART_BYTES:
+                parts = [b"".join(parts)]  # several would wake up the receiver several times
             try:
-                mac = () if self._seal is None else (self._seal.sent(header),)
-                for data in (_LENGTH.pack(len(header)), header, *mac):
+                for data in parts:
                     remaining_s = deadline.remaining_s if deadline is not None else None
                     self._socket.settimeout(None if remaining_s is None else max(remaining_s, 1e-3))
                     self._socket.sendall(data)

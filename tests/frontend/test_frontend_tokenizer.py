@@ -157,12 +157,15 @@ def test_the_date_is_available_to_templates(tokenizer: Tokenizer) -> None:
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% for i in range(1000000000) %}x{% endfor %}", "OverflowError"),
         ("{% for i in messages %}" * 25 + "{% endfor %}" * 25, "is not valid"),
-        ("{{ 9 ** (9 ** 9) }}", r"a result of \*\* is larger than 1048576"),
-        ("{{ 'x' * 2 ** 30 }}", r"a result of \* is larger than 1048576"),
-        ("{{ 2 ** 30 * messages }}", r"a result of \* is larger than 1048576"),
+        ("{{ 9 ** (9 ** 9) }}", "as much as it may take"),
+        ("{{ 'x' * 2 ** 30 }}", "as much as it may take"),
+        ("{{ 2 ** 30 * messages }}", "as much as it may take"),
     ],
 )
-def test_a_template_that_refuses_or_breaks_out_gives_a_sentence(tokenizer: Tokenizer, template: str, said: str) -> None:
+def test_a_template_that_refuses_or_breaks_out_gives_a_sentence(
+    tokenizer: Tokenizer, template: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.frontend.text.template_renderer.MOST_COMPUTING_S", 0.3)
     with pytest.raises(InvalidRequestError, match=said):
         tokenizer.apply_chat_template([USER], chat_template=template)
 
@@ -177,8 +180,8 @@ def test_a_template_that_refuses_or_breaks_out_gives_a_sentence(tokenizer: Token
 def test_a_template_that_would_run_for_hours_is_stopped(
     tokenizer: Tokenizer, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.frontend.text.chat_template._LONGEST_RENDERING_S", 0.02)
-    with pytest.raises(InvalidRequestError, match=r"took more than 0\.02 s of processor time"):
+    monkeypatch.setattr("headrace.frontend.text.template_renderer.MOST_COMPUTING_S", 0.02)
+    with pytest.raises(InvalidRequestError, match=r"takes more than 0\.02 s of processor time"):
         tokenizer.apply_chat_template([USER], chat_template=template)
 
 

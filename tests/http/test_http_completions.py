@@ -270,6 +270,18 @@ def test_while_the_template_of_a_request_runs_others_are_answered(client, path, 
     assert ended[0].status_code == 200
 
 
+def test_a_template_that_compares_without_end_is_refused_and_the_limit_told(client):
+    template = (
+        "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(60) %}"
+        "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}"
+    )
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template": template}
+    answer = client.post(CHAT, json=body, timeout=120)
+    assert answer.status_code == 400, answer.text
+    assert "takes more than 5 s of processor time" in answer.json()["error"]["message"]
+    assert client.get("/health").status_code == 200
+
+
 def test_a_template_of_a_request_that_fails_is_the_requests_fault(client):
     for template, said in (("{{ 1 / 0 }}", "ZeroDivisionError"), ("{{ range(1000000000) }}", "OverflowError")):
         body = {"messages": [{"role": "user", "content": "x"}], "chat_template": template}

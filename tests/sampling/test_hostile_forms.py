@@ -133,8 +133,8 @@ def trial() -> Iterator[Trial]:
 
 
 def process_of(trial: Trial) -> psutil.Process:
-    assert trial._running is not None
-    return psutil.Process(trial._running.process.pid)
+    assert trial.helper.pid is not None
+    return psutil.Process(trial.helper.pid)
 
 
 def forked_by(process: psutil.Process) -> list[psutil.Process]:

@@ -10,6 +10,7 @@ from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.unsupported import ARGUMENTS, check_arguments
 from headrace.frontend.text.chat_template import complete_message
 from headrace.frontend.text.instructions import place_instructions
+from headrace.frontend.text.template_renderer import one_limit
 from headrace.ipc.failure import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -19,19 +20,38 @@ if TYPE_CHECKING:
 
 def chat_prompt(tokenizer: Tokenizer, conversation: Sequence[Message], options: dict[str, Any]) -> Prompt:
     """The rendered and tokenised conversation. options: from `chat_options`. Raises InvalidRequestError."""
+    (prompt,) = chat_prompts(tokenizer, [conversation], options)
+    return prompt
+
+
+def chat_prompts(
+    tokenizer: Tokenizer, conversations: Sequence[Sequence[Message]], options: dict[str, Any]
+) -> list[Prompt]:
+    """`chat_prompt` for several conversations."""
+    placed = []
+    for conversation in conversations:
+        with one_limit():
+            placed.append(_placed(tokenizer, conversation, options))
+    # The template writes the special tokens itself.
+    return [
+        Prompt(text=text, token_ids=tokenizer.encode(text, add_special_tokens=False))
+        for text in tokenizer.render_chats(placed, **options)
+    ]
+
+
+def _placed(tokenizer: Tokenizer, conversation: Sequence[Message], options: dict[str, Any]) -> Sequence[Message]:
+    """The conversation with its instructions where the template shows them. Raises InvalidRequestError."""
 
     def rendered(conversation: Sequence[Message]) -> str:
-        text: str = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+        (text,) = tokenizer.render_chats([conversation], **options)
         return text
 
     conversation = elements(conversation) or conversation
-    if isinstance(conversation, Sequence) and all(isinstance(message, Mapping) for message in conversation):
-        template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
-        checked = [_checked(message, f"messages[{at}]") for at, message in enumerate(conversation)]
-        conversation = place_instructions(template, checked, rendered)
-    text = rendered(conversation)
-    # The template writes the special tokens itself.
-    return Prompt(text=text, token_ids=tokenizer.encode(text, add_special_tokens=False))
+    if not isinstance(conversation, Sequence) or not all(isinstance(message, Mapping) for message in conversation):
+        return conversation  # render_chats refuses it with a reason
+    template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+    checked = [_checked(message, f"messages[{at}]") for at, message in enumerate(conversation)]
+    return place_instructions(template, checked, rendered)
 
 
 def chat_options(given: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from headrace.frontend.text.chat_template import (
     text_parts,
 )
 from headrace.frontend.text.instructions import place_instructions
+from headrace.frontend.text.template_renderer import one_limit
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError, OptionError
 from headrace.ipc.messages import Welcome
@@ -375,7 +376,8 @@ class ChatPrompts:
             content_format=self._content_format,
         )
         plain = [_plain(message, index) for index, message in enumerate(messages)]
-        return RenderedChat(rendered(place_instructions(template, plain, rendered)), template)
+        with one_limit():
+            return RenderedChat(rendered(place_instructions(template, plain, rendered)), template)
 
     def template(self, tokenizer: Tokenizer, tools: Sequence[Any] | None = None) -> str | None:
         """The template for conversations whose request brings none; None if there is no template."""

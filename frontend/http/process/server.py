@@ -29,6 +29,7 @@ from headrace.frontend.http.openai.prompts import load_template
 from headrace.frontend.http.process.engines import log_load, log_missing
 from headrace.frontend.http.process.options import LOG_STATS_EVERY_S, LOOPBACK, ServeOptions
 from headrace.frontend.http.routes import ServerState
+from headrace.frontend.text.template_renderer import renderer
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.process.gc_pauses import gc_watched
 from headrace.ipc.process.limits import raise_file_limit
@@ -222,6 +223,7 @@ class HttpServer:
             await state.responses.close()
             await state.files.close()
             await pool.close(max(0.0, (self._stop_at_s or 0.0) - time.monotonic()))
+            renderer().end()
         if failure is None:
             return EXIT_DONE
         if not pool.started.is_set():
@@ -283,6 +285,7 @@ class HttpServer:
         """Called once all engines are ready."""
         state.collector.start()
         if self.on_ready is not None:
+            renderer().start()  # not before: it would take processor time from the engines' start
             self.on_ready()
 
     async def _drain(self, state: ServerState, connections: Connections, dead: asyncio.Task[Any]) -> None:

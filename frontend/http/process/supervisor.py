@@ -43,6 +43,7 @@ from headrace.frontend.http.process.worker import (
     ScaleTo,
     WorkerOptions,
 )
+from headrace.frontend.text.template_renderer import renderer
 from headrace.ipc.failure import EngineStartError, Failure
 from headrace.ipc.messages import SCHEMA_HASH, ChildMessage, Ready, Start
 from headrace.ipc.process.child import heeded_signals
@@ -141,6 +142,7 @@ def serve_with_processes(
     sock: socket.socket | None = None
     if not options.headless:
         check_files(options)
+        renderer().end()  # the HTTP processes have their own
         # Bound but never listening: it reserves the port, and no connection is queued at it.
         listen(options).close()  # fails if another server has the port, which shared sockets would share
         sock = listen(options, shared=True)

@@ -39,6 +39,7 @@ from headrace.frontend.http.responses_api.run import EventLog, ResponseObject, R
 from headrace.frontend.http.responses_api.store import ResponseStore, Stored
 from headrace.frontend.http.responses_api.tool_servers import MOST_CALLS, Tool, ToolServers, by_name, failure, listing
 from headrace.frontend.http.shared_database import StoreError
+from headrace.frontend.text.template_renderer import one_limit
 from headrace.ipc.failure import QueueFullError
 
 OWN_NAMES: Mapping[str, str] = types.MappingProxyType(
@@ -216,19 +217,20 @@ def _work(
                 raise
             return error
 
-    best = attempt(items)
-    cuts = turns_to_drop(items)
-    low, high = 0, len(cuts) if isinstance(best, ApiError) else 0
-    while low < high:  # binary search for the first cut that fits
-        middle = (low + high) // 2
-        found = attempt(without_oldest(items, cuts[middle]))
-        if isinstance(found, ApiError):
-            low = middle + 1
-        else:
-            best, high = found, middle
-    if isinstance(best, ApiError):
-        raise best
-    return best
+    with one_limit():
+        best = attempt(items)
+        cuts = turns_to_drop(items)
+        low, high = 0, len(cuts) if isinstance(best, ApiError) else 0
+        while low < high:  # binary search for the first cut that fits
+            middle = (low + high) // 2
+            found = attempt(without_oldest(items, cuts[middle]))
+            if isinstance(found, ApiError):
+                low = middle + 1
+            else:
+                best, high = found, middle
+        if isinstance(best, ApiError):
+            raise best
+        return best
 
 
 async def mcp_tools(servers: ToolServers, request: ResponsesRequest, functions: Sequence[Item]) -> dict[str, Tool]:
