@@ -103,6 +103,8 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
         "engine.protocol": ("EngineClient", "StreamingInput"),
         "entrypoints": (),
         "entrypoints.chat_utils": ("resolve_hf_chat_template",),
+        "entrypoints.cli": (),
+        "entrypoints.cli.main": ("main",),
         "entrypoints.llm": ("LLM",),
         "entrypoints.openai": (),
         "entrypoints.openai.api_server": ("build_app", "init_app_state", "run_server"),
@@ -161,6 +163,7 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
 
 PROGRAMS: Mapping[str, str] = types.MappingProxyType(
     {
+        "entrypoints.cli.main.__main__": "headrace",
         "entrypoints.openai.api_server.__main__": "openai_server",
         "entrypoints.openai.run_batch.__main__": "run_batch",
     }
@@ -170,6 +173,7 @@ PROGRAMS: Mapping[str, str] = types.MappingProxyType(
 HOMES: Mapping[str, str] = types.MappingProxyType(
     {
         "CacheConfig": "frontend.api.engine_config:CacheConfig",
+        "entrypoints.cli.main.main": "frontend.cli.main:main",
         "EngineClient": "frontend.api.async_llm:AsyncLLM",
         "EngineGenerateError": "ipc.failure:RequestFailedError",
         "FlatLogprobs": "frontend.api.outputs:FlatLogprobs",
@@ -321,8 +325,8 @@ class VllmModules:
         ]
 
     def get_code(self, fullname: str) -> types.CodeType:
-        """The code of `python -m headrace.entrypoints.openai.api_server`, and the like."""
-        program = PROGRAMS[fullname.removeprefix("headrace.")]
+        """The code of `python -m headrace.entrypoints.openai.api_server`, and the like, under either package's name."""
+        program = PROGRAMS[fullname.partition(".")[2]]
         run = f"import sys\nfrom headrace.programs import {program}\nsys.exit({program}())"
         return compile(run, f"<{fullname}>", "exec")
 

@@ -82,8 +82,6 @@ class InvalidRequestError(HeadraceError, ValueError):
 
     value: Any = None
     """The rejected value, if it was checked in this process; an error from the engine has it only in its text."""
-    passed_bound: str | None = None
-    """For a number outside its range: the result of `Range.passed_bound`."""
 
     @property
     def parameter(self) -> str | None:

@@ -34,14 +34,6 @@ class Range(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return f"{'(' if self.open_low else '['}{_text(self.low)}, {_text(self.high)}]"
 
-    def passed_bound(self, value: float) -> str | None:
-        """The violated rule, by pydantic's name for it; None for a NaN, and for a value within the range."""
-        if value > self.high:
-            return "less_than_equal"
-        if value < self.low or (self.open_low and value == self.low):
-            return "greater_than" if self.open_low else "greater_than_equal"
-        return None
-
     def words(self) -> str:
         """The range in words, such as `over 0 and at most 1`."""
         low = f"{'over' if self.open_low else 'at least'} {_text(self.low)}"

@@ -165,8 +165,6 @@ def _bad_request(error: InvalidRequestError) -> ApiError:
     param = error.parameter
     if param is not None:
         text = text.replace("SamplingParams.", "")
-    if error.passed_bound is not None:
-        text += f" ({error.passed_bound})"  # clients written for vLLM search the message for it
     return ApiError(HTTPStatus.BAD_REQUEST, text, param=param, code="invalid_value")
 
 

@@ -96,7 +96,7 @@ def test_config_and_type_names_are_where_vllm_defines_them() -> None:
         ("ir", "a program of its own"),
         ("transformers_utils.config", "get_tokenizer"),
         ("entrypoints.pooling", "only generation"),
-        ("entrypoints.cli.main", "a program of its own"),
+        ("entrypoints.cli.serve", "a program of its own"),
         ("v1.core.sched.output", "a program of its own"),
         ("utils.nobody_knows", "headrace.utils"),
     ],
@@ -336,8 +336,14 @@ def test_a_chat_template_is_resolved_as_evaluation_harnesses_ask_for_it() -> Non
         resolve_chat_template(Templates(), None, None, template="x")
 
 
-def test_the_api_server_starts_as_a_module() -> None:
-    shown = run("-m", "headrace.entrypoints.openai.api_server", "--help=Server limits")
+@pytest.mark.parametrize("program", ["entrypoints.openai.api_server", "entrypoints.cli.main serve"])
+@pytest.mark.parametrize("package", ["headrace", "headrace.as_vllm -m vllm", "vllm"])
+def test_the_server_starts_as_a_module(program: str, package: str) -> None:
+    command = [*f"-m {package}.{program}".split(), "--help=Server limits"]
+    if package == "vllm":  # in a process that a program under headrace.as_vllm starts
+        started = f"import headrace.as_vllm, subprocess, sys; sys.exit(subprocess.call([sys.executable, *{command}]))"
+        command = ["-c", started]
+    shown = run(*command)
     assert shown.returncode == 0, shown.stderr
     assert "--max-body-bytes" in shown.stdout
 

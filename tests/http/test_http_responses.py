@@ -117,6 +117,24 @@ def test_a_response_has_items_of_reasoning_text_and_calls(client):
     assert ask(client, "hello").output_text == "hello"
 
 
+def test_the_reasoning_is_left_out_where_a_request_says_so(server, client):
+    hidden: Any = {"include_reasoning": False}
+    response = ask(client, SAID, tools=[WEATHER], extra_body={"stop": [END], **hidden})
+    assert [item.type for item in response.output] == ["message", "function_call"]
+    assert response.output_text == "Sure."
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens > 0, "it was written all the same"
+    logged = {"include": ["message.output_text.logprobs"], "stop": [END]}
+    events = raw_events(server, model="null", input=SAID + END, tools=[WEATHER], **logged, **hidden)
+    assert not any("reasoning" in event["type"] for event in events)
+    shown = raw_events(server, model="null", input=SAID + END, tools=[WEATHER], **logged, include_reasoning=True)
+    assert any("reasoning" in event["type"] for event in shown)
+    last = [[each for each in told if each["type"] == "response.output_text.done"][-1] for told in (events, shown)]
+    assert [each["token"] for each in last[0]["logprobs"]] == [each["token"] for each in last[1]["logprobs"]]
+    cut = client.responses.create(**body_of("<think>hm", extra_body={"stop": [END], **hidden}, extra=True))
+    assert not any(item.type == "reasoning" for item in cut.output)
+
+
 def test_an_answer_that_was_cut_off_is_incomplete_and_one_without_text_is_an_empty_message(client):
     response = ask(client, SAID, max_output_tokens=4)
     assert response.status == "incomplete"

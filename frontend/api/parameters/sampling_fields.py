@@ -120,9 +120,9 @@ def flag_fields(fields: Mapping[str, Declared], besides: tuple[str, ...] = ()) -
     ]
 
 
-def bad(name: str, value: Any, why: str, passed_bound: str | None = None) -> InvalidRequestError:
+def bad(name: str, value: Any, why: str) -> InvalidRequestError:
     error = InvalidRequestError(f"SamplingParams.{name} = {value!r:.500}: {why}")
-    error.value, error.passed_bound = value, passed_bound
+    error.value = value
     return error
 
 
@@ -197,7 +197,7 @@ def _check_integer(name: str, allowed: Range) -> Check:
         if plain is None:
             raise bad(name, value, f"must be an integer of at least {allowed.low}")
         if plain not in allowed:
-            raise bad(name, value, f"must be {allowed.words()}", allowed.passed_bound(plain))
+            raise bad(name, value, f"must be {allowed.words()}")
         return plain
 
     return check
@@ -217,7 +217,7 @@ def _check_number(name: str, allowed: Range) -> Check:
             number = math.inf
         if number not in allowed:
             more = "" if math.isfinite(number) else ", and finite"
-            raise bad(name, value, f"must be {allowed.words()}{more}", allowed.passed_bound(number))
+            raise bad(name, value, f"must be {allowed.words()}{more}")
         return value if isinstance(value, int) else number
 
     return check

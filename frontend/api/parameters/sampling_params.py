@@ -362,7 +362,7 @@ class SamplingParams(
 
     def _verify_truncation(self) -> None:
         if self.truncate_prompt_tokens == 0:
-            raise bad("truncate_prompt_tokens", 0, "must be at least 1, or -1 for as many as fit", "greater_than_equal")
+            raise bad("truncate_prompt_tokens", 0, "must be at least 1, or -1 for as many as fit")
         if self.truncation_side not in ("left", "right"):
             raise bad("truncation_side", self.truncation_side, "must be left or right")
 

@@ -404,7 +404,7 @@ class ChatAnswer(OpenAIEvents):
         for each in events:
             if each.reasoning:
                 self._thoughts.setdefault(output.index, []).append(each.reasoning)
-        if self._request.include_reasoning is False:
+        if not self._answer.has_reasoning:
             events = [each for each in events if not each.reasoning]
         if self._request.parallel_tool_calls is False:
             events = [each for each in events if not self._is_left_out(each.call)]
@@ -423,7 +423,7 @@ class ChatAnswer(OpenAIEvents):
             choice.until = reader.goes_on_until
             return choice.going_on.of(said)
         self._thoughts.setdefault(index, []).append(said)
-        if self._request.include_reasoning is False:
+        if not self._answer.has_reasoning:
             return b""
         if choice.reasoning_event is None:
             delta = Delta(reasoning=TextEvent.PLACE, reasoning_content=TextEvent.PLACE)

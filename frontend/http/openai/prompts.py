@@ -127,7 +127,7 @@ def respelt(error: InvalidRequestError, spellings: Mapping[str, str]) -> Invalid
     if error.failure is not None:
         return InvalidRequestError(failure=msgspec.structs.replace(error.failure, message=said))
     found = InvalidRequestError(said)
-    found.value, found.passed_bound = error.value, error.passed_bound
+    found.value = error.value
     return found
 
 

@@ -49,6 +49,7 @@ Documents = Annotated[Few[dict[str, Any]] | None, Meta(description="Passed to th
 SpecialTokens = Annotated[bool | None, Meta(description="Add special tokens to the prompt, such as BOS")]
 Tools = Annotated[Few[dict[str, Any]] | None, Meta(description="Passed to the template")]
 Choice = Annotated[str | dict[str, Any] | None, Meta(description="none, auto, required, or which of the tools")]
+WithReasoning = Annotated[bool | None, Meta(description="False: the reasoning is left out")]
 ParallelCalls = Annotated[bool | None, Meta(description="False: only the first call is answered")]
 
 
@@ -219,7 +220,7 @@ class ChatCompletionRequest(GenerationRequest):
     tools: Tools = None
     tool_choice: Choice = None
     parallel_tool_calls: ParallelCalls = None
-    include_reasoning: Annotated[bool | None, Meta(description="False: the reasoning is left out")] = None
+    include_reasoning: WithReasoning = None
     documents: Documents = None
     return_prompt_text: Annotated[bool | None, Meta(description="Give the prompt's text, as the template wrote it")] = (
         None
@@ -270,6 +271,7 @@ class ResponsesFields(SharedFields, kw_only=True):
         Annotated[dict[str, str], Meta(max_length=16)] | None, Meta(description="Given back with the response")
     ] = None
     user: Annotated[str | None, Meta(description="Given back with the response")] = None
+    include_reasoning: WithReasoning = None
     chat_template_kwargs: TemplateVariables = None
     enable_thinking: Thinking = None
 
@@ -412,7 +414,6 @@ NEUTRAL_OF: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.Mapping
                 **dict.fromkeys(
                     RETIRED, Neutral("retired; responses have text.format and structured_outputs", (False,))
                 ),
-                "include_reasoning": Neutral("a response has the reasoning that the model wrote", (True,)),
                 "prompt_cache_options": Neutral(_CACHED, is_harmless=True),
                 "conversation": Neutral(f"{_NO_CONVERSATIONS}; use previous_response_id"),
                 "prompt": Neutral("templates of prompts are kept by OpenAI; give input and instructions"),

@@ -377,6 +377,7 @@ class Answer:
         self.include_usage = options is not None and options.include_usage
         self.continuous_usage = self.include_usage and options is not None and options.continuous_usage_stats
         self.return_token_ids = bool(request.return_token_ids)
+        self.has_reasoning = getattr(request, "include_reasoning", None) is not False  # completions have none
         self.tokenizer = tokenizer
         self.spell = TokenSpelling(tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
 

@@ -365,7 +365,8 @@ class _Turn:
                 self._reasoning.append(told.reasoning)
             if told.content or told.reasoning or told.call >= 0:
                 of_text = self._take_logprobs(told.content or told.reasoning)
-                items.take(told, of_text if told.content else [])
+                if not told.reasoning or self._work.answer.has_reasoning:
+                    items.take(told, of_text if told.content else [])
         if events and events[-1].call >= 0:
             self._untold.clear()
 
