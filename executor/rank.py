@@ -135,13 +135,20 @@ def make_rank(options: Options, place: RankPlace) -> Rank:
     if options.worker_cls != "auto":
         rank: Rank = load_class("worker_cls", options.worker_cls)(options, place=place)
         return rank
-    from headrace.executor.gpu.hardware.device import check_no_gpu_options, choose_device, rank_device
+    from headrace.executor.gpu.hardware.device import (
+        check_no_gpu_options,
+        choose_device,
+        rank_device,
+        tell_no_graphs,
+    )
 
     device = choose_device(options.device) if place.world_size == 1 else rank_device(options.device)
     if device.type == "cpu":
         from headrace.executor.cpu.rank import CpuRank
 
         check_no_gpu_options(options)
+        if place.rank == 0:
+            tell_no_graphs(options)
         return CpuRank(options, place)
     from headrace.executor.gpu.rank import GpuRank
 

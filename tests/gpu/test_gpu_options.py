@@ -98,9 +98,18 @@ def test_on_this_machine_a_gpu_is_refused_before_a_model_is_looked_for() -> None
 
 
 @pytest.mark.parametrize("options", [{"cudagraph_capture_sizes": (1, 2)}, {"max_cudagraph_capture_size": 8}])
-def test_options_for_graphs_are_refused_on_a_cpu(options: dict[str, object]) -> None:
-    with pytest.raises(OptionError, match=r"is for CUDA graphs, and the model runs on the CPU \(device=cpu\)"):
-        load_executor(Options(device="cpu", **options))
+def test_options_for_graphs_are_told_to_have_no_effect_on_a_cpu(
+    options: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        executor = load_executor(Options(device="cpu", **options))
+    assert isinstance(executor, InProcessExecutor)
+    assert isinstance(executor.rank, CpuRank)
+    (told,) = [each.getMessage() for each in caplog.records]
+    assert (
+        told
+        == f"{next(iter(options))} has no effect: it is for CUDA graphs, and the model runs on the CPU (device=cpu)"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, so asking for two is another mistake")

@@ -107,14 +107,20 @@ def choose_device(asked: str, facts: Callable[[], CudaFacts] = cuda_facts) -> to
     return torch.device("cuda", index)
 
 
+def tell_no_graphs(options: Options) -> None:
+    """Logs that options of CUDA graphs have no effect on the CPU: no result depends on them, and scripts set them
+    wherever they run."""
+    for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size"):
+        if getattr(options, name):
+            logger.warning(
+                "%s has no effect: it is for CUDA graphs, and the model runs on the CPU (device=%s)",
+                name,
+                options.device,
+            )
+
+
 def check_no_gpu_options(options: Options) -> None:
-    """Raises OptionError for options that mean nothing on a CPU, except enforce_eager, which always holds there."""
-    for name, value in (
-        ("cudagraph_capture_sizes", options.cudagraph_capture_sizes),
-        ("max_cudagraph_capture_size", options.max_cudagraph_capture_size),
-    ):
-        if value:
-            raise OptionError(f"{name} is for CUDA graphs, and the model runs on the CPU (device={options.device})")
+    """Raises OptionError for options that mean nothing on a CPU, except those of CUDA graphs: see `tell_no_graphs`."""
     if options.cpu_offload_gb:
         raise OptionError(
             "cpu_offload_gb keeps a GPU's weights in the host's memory, which is where they are when the model runs on "
