@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from http_server import Server, events_of, metric, serving, wait_until
+from null_with_tokenizer import DEADLY_FORM
 
 from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.frontend.fleet.client import FleetClient
@@ -103,6 +104,21 @@ def test_a_request_that_kills_its_engines_fails_with_the_cause_and_no_third_is_r
         assert client.post(COMPLETIONS, json={"prompt": [5, 6], "max_tokens": 2}).status_code == 200
         wait_until(lambda: metric(client, "headrace:engine_up") == 3, 30, "those that died to be there again")
         assert len(before & {each.pid for each in engines_of(server)}) == 1
+
+
+@pytest.mark.parametrize("engines", [("-dp", "2"), ("--restart-engine", "5")], ids=["two engines", "one that restarts"])
+def test_a_form_that_kills_deep_in_its_answer_ends_no_other_stream(engines: tuple[str, str]) -> None:
+    deadly = {"structured_outputs": {"regex": "[a-z]{200}"}, "prompt": "go on", "max_tokens": 200}
+    arguments = (*engines, "--distributed-executor-backend", DEADLY_FORM)
+    with serving(*arguments, null_model=SLOW) as server, server.client() as client, ThreadPoolExecutor(6) as pool:
+        expected = list(pool.map(lambda each: stream(server, each), range(6)))
+        streams = [pool.submit(stream, server, each) for each in range(6)]
+        wait_until(lambda: client.get("/load").json()["server_load"] == 6, 30, "all to run")
+        failed = client.post(COMPLETIONS, json=deadly, timeout=120)
+        assert failed.status_code == 503
+        assert "died with this request on board" in failed.json()["error"]["message"]
+        assert [each.result(120) for each in streams] == expected
+        assert metric(client, "headrace:router_quarantined_total") == 1
 
 
 def test_hit_rates_that_were_expected_stand_beside_those_that_came() -> None:

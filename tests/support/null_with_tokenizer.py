@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+import weakref
 
 import numpy as np
 from fake_tokenizers import bundle_of, byte_level_tokenizer
@@ -11,6 +13,7 @@ from tokenizers import AddedToken
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import ModelDescription
+from headrace.core.structured_output.llguidance_backend import LLGuidanceMatcher
 from headrace.executor.rank import Report
 from headrace.executor.testing.null import FIRST_ORDINARY_TOKEN, NullExecutor, NullModel, _Rows
 from headrace.ipc.control import CallExtension, WorkerAnswer, WorkerCommand
@@ -23,6 +26,8 @@ MARKERS = ("<tool_call>", "</tool_call>")
 BACKEND = "null_with_tokenizer:TokenizingNullExecutor"
 PARROT = "null_with_tokenizer:ParrotExecutor"
 LATE = "null_with_tokenizer:LateExecutor"
+DEADLY_FORM = "null_with_tokenizer:DeadlyFormExecutor"
+DEADLY_TOKENS = 30
 MISSABLE = "null_with_tokenizer:MissableExecutor"
 
 
@@ -57,6 +62,24 @@ class LateExecutor(TokenizingNullExecutor):
         while self._options.data_parallel_rank and not os.path.isdir(os.environ["HEADRACE_TEST_MODEL_FOLDER"]):
             time.sleep(0.02)
         return super().describe(report)
+
+
+class DeadlyFormExecutor(TokenizingNullExecutor):
+    """Kills its process, as a fault in a grammar library's native code would, at the token DEADLY_TOKENS of an answer
+    with a form. Processes that only try a form have no executor, so they accept it."""
+
+    def allocate(self, num_blocks: int, max_model_len: int) -> None:
+        super().allocate(num_blocks, max_model_len)
+        accept = LLGuidanceMatcher.accept
+
+        def deadly(matcher: LLGuidanceMatcher, token_id: int) -> bool:
+            counts[matcher] = counts.get(matcher, 0) + 1
+            if counts[matcher] >= DEADLY_TOKENS:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            return accept(matcher, token_id)
+
+        counts: weakref.WeakKeyDictionary[LLGuidanceMatcher, int] = weakref.WeakKeyDictionary()
+        LLGuidanceMatcher.accept = deadly  # type: ignore[method-assign]
 
 
 class ParrotExecutor(TokenizingNullExecutor):
