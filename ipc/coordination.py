@@ -1,8 +1,12 @@
 """The messages between a coordinator and the engines and frontends that register with it.
 
     engine   --- Announce, once a second; Withdraw ------>  coordinator
+             <-- Ended, to one that it takes for gone ---
     frontend --- Follow, every few seconds; Unfollow ---->
              <-- Members -------------------------------
+
+Where the coordinator has keys, only who holds the secret key of the deployment's engines speaks for one: each Announce
+and Withdraw has a proof (`signed`). A client has none, and may only follow.
 
 All state is soft: the receiver keeps it for a lease, and the next message repairs whatever a lost, late or duplicated
 one got wrong. A lease is a duration, measured by the receiver's own clock.
@@ -10,7 +14,9 @@ one got wrong. A lease is a duration, measured by the receiver's own clock.
 
 from __future__ import annotations
 
-from typing import Annotated
+import hashlib
+import hmac
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -24,6 +30,7 @@ ANNOUNCE_EVERY_S = 1.0
 FOLLOW_EVERY_S = 2.0
 Text = Annotated[str, Longest(4096)]
 Count = Annotated[int, Range(0, INT32)]
+Proof = Annotated[bytes, Longest(hashlib.sha256().digest_size)]
 
 
 class EngineEntry(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -54,6 +61,8 @@ class Announce(Message, frozen=True):
     num_running: Count = 0
     num_waiting: Count = 0
     is_paused: bool = False
+    proof: Proof = b""
+    """See `signed`."""
 
 
 class Withdraw(Message, frozen=True):
@@ -61,6 +70,8 @@ class Withdraw(Message, frozen=True):
 
     address: Text
     life: Text
+    proof: Proof = b""
+    """See `signed`."""
 
 
 class Follow(Message, frozen=True):
@@ -116,6 +127,30 @@ class Denied(Message, frozen=True):
     why: str
 
 
-FromCoordinator = Members | Denied
+class Ended(Message, frozen=True):
+    """The engine at this address has announced a life that counts as ended, and no other one is known there."""
+
+    address: Text
+    life: Text
+
+
+FromCoordinator = Members | Denied | Ended
 
 SCHEMA_HASH = hash_of(ToCoordinator, FromCoordinator)
+
+Announcement = TypeVar("Announcement", Announce, Withdraw)
+
+
+def signed(message: Announcement, secret: str) -> Announcement:
+    """The message with its proof: a MAC (HMAC-SHA256) by the engines' secret key. The connection that carries it is
+    encrypted, so that nobody can repeat what an engine has said."""
+    return msgspec.structs.replace(message, proof=_mac(message, secret))
+
+
+def is_signed(message: Announce | Withdraw, secret: str) -> bool:
+    return hmac.compare_digest(message.proof, _mac(message, secret))
+
+
+def _mac(message: Announce | Withdraw, secret: str) -> bytes:
+    content = msgspec.msgpack.encode(msgspec.structs.replace(message, proof=b""))
+    return hmac.digest(secret.encode(), b"headrace announcement\0" + content, "sha256")

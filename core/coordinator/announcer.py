@@ -25,14 +25,17 @@ from headrace.ipc.coordination import (
     ANNOUNCE_EVERY_S,
     SCHEMA_HASH,
     Announce,
+    Announcement,
     Denied,
+    Ended,
     EngineEntry,
     FromCoordinator,
     Withdraw,
+    signed,
 )
 from headrace.ipc.messages import Load, Welcome
-from headrace.ipc.transport.keys import key_file
-from headrace.ipc.transport.sockets import HANDSHAKE_FAILED, CutShortError, new_dealer, or_keys, send_whole
+from headrace.ipc.transport.keys import key_file, read_keys
+from headrace.ipc.transport.sockets import HANDSHAKE_FAILED, CutShortError, ipc_path, new_dealer, or_keys, send_whole
 
 logger = logging.getLogger(__name__)
 _FEW_MESSAGES = 4
@@ -53,25 +56,35 @@ class State(msgspec.Struct, frozen=True):
 class Announcements:
     """Makes the numbered messages of one run of an engine (its `life`)."""
 
-    def __init__(self, entry: EngineEntry) -> None:
-        self.entry = entry
+    def __init__(self, entry: EngineEntry, secret: str = "") -> None:
+        """secret: the engines' secret key, where there are keys."""
+        self.entry, self._secret = entry, secret
         self._numbers = itertools.count()
 
     def next(self, state: State) -> Announce:
         load, entry = state.load, self.entry
         if state.is_draining != entry.is_draining:
             entry = self.entry = msgspec.structs.replace(entry, is_draining=state.is_draining)
-        return Announce(
-            schema_hash=SCHEMA_HASH,
-            entry=entry,
-            number=next(self._numbers),
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            is_paused=load.is_paused,
+        return self._signed(
+            Announce(
+                schema_hash=SCHEMA_HASH,
+                entry=entry,
+                number=next(self._numbers),
+                num_running=load.num_running,
+                num_waiting=load.num_waiting,
+                is_paused=load.is_paused,
+            )
         )
 
     def last(self) -> Withdraw:
-        return Withdraw(address=self.entry.address, life=self.entry.life)
+        return self._signed(Withdraw(address=self.entry.address, life=self.entry.life))
+
+    def renew(self) -> None:
+        """Begins another life, for an engine that a coordinator takes for gone."""
+        self.entry = msgspec.structs.replace(self.entry, life=secrets.token_hex(8))
+
+    def _signed(self, message: Announcement) -> Announcement:
+        return signed(message, self._secret) if self._secret else message
 
 
 def entry_of(welcome: Welcome, address: str, rank: int) -> EngineEntry:
@@ -156,7 +169,9 @@ class Announcer:
         """state: called on the announcer's thread. patience_s: the log reports a coordinator missing for so long.
 
         Raises AddressError and KeyFileError."""
-        self._announcements, self._state = Announcements(entry), state
+        keys_path = key_file() if any(ipc_path(address) is None for address in coordinators) else None
+        secret = read_keys(keys_path).engine.secret_key if keys_path else ""
+        self._announcements, self._state = Announcements(entry, secret), state
         self._codec: Codec[FromCoordinator] = Codec(FromCoordinator)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links = [Link(self._context, address, patience_s) for address in coordinators]
@@ -198,7 +213,7 @@ class Announcer:
                 send_whole(link.socket, frames[0], frames[1:])
 
     def _read(self, link: Link) -> None:
-        """Reads a coordinator's answers. It answers only announcements that it refuses."""
+        """Reads a coordinator's answers. It answers only announcements that it refuses or takes for an ended life's."""
         with contextlib.suppress(zmq.Again):
             while True:
                 try:
@@ -206,9 +221,19 @@ class Announcer:
                 except CodecError:
                     link.note_foreign(time.monotonic())
                     continue
-                if isinstance(message, Denied) and message.why not in self._denied:
+                if isinstance(message, Ended):
+                    self._live_on(message)
+                elif isinstance(message, Denied) and message.why not in self._denied:
                     self._denied.add(message.why)
                     logger.error("a coordinator does not take this engine's announcements: %s", message.why)
+
+    def _live_on(self, ended: Ended) -> None:
+        """Announces the engine anew: a coordinator takes it for gone, and it is here."""
+        entry = self._announcements.entry
+        if not self._closing and (ended.address, ended.life) == (entry.address, entry.life):
+            logger.warning("a coordinator takes this engine for gone; it is announced anew")
+            self._announcements.renew()
+            self._hurry.set()
 
 
 def reachable(address: str, coordinator: str) -> str:

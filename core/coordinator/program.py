@@ -19,14 +19,14 @@ import zmq
 from headrace.core.coordinator.registry import Outgoing, Registry
 from headrace.ipc import coordination
 from headrace.ipc.codec import Codec, CodecError
-from headrace.ipc.coordination import Denied, ToCoordinator
+from headrace.ipc.coordination import Announce, Denied, ToCoordinator, Withdraw, is_signed
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Ready, Start
 from headrace.ipc.process.child import leave_signals_to_parent
 from headrace.ipc.process.limits import raise_file_limit
 from headrace.ipc.process.log import protect_stderr, set_up_logging
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
-from headrace.ipc.transport.keys import Gatekeeper, key_file
+from headrace.ipc.transport.keys import Gatekeeper, key_file, read_engine_keys
 from headrace.ipc.transport.sockets import (
     MOST_FRAMES,
     MOST_HEADER_BYTES,
@@ -47,6 +47,10 @@ _GATHER_S = 0.01
 """Messages of this time are handled in one turn: waking up for each of a thousand engines costs more than reading."""
 _MESSAGES_PER_TURN = 1000
 _FOREIGN = "this is a coordinator, and what was sent is no message to one of its version"
+_NOT_OURS = (
+    "only holders of the engines' secret key announce engines to this coordinator, and a client's key file has none: "
+    "start engines with the file that `headrace keys FILE` made"
+)
 EXIT_FAILED = 1
 
 
@@ -60,6 +64,7 @@ class Coordinator:
         keys_path = key_file() if address.startswith("tcp://") else None
         self._gatekeeper = Gatekeeper(self._context, keys_path) if keys_path else None
         try:
+            self._secret = read_engine_keys(keys_path).engine.secret_key if keys_path else ""
             self._socket, self.address = bind_router(self._context, address or new_ipc_address("coordinator"))
         except BaseException:
             self._end_context()
@@ -110,7 +115,14 @@ class Coordinator:
                     logger.warning("a message could not be read: %s", error)
                     self._send([Outgoing((peer,), Denied(schema_hash=coordination.SCHEMA_HASH, why=_FOREIGN))])
                     continue
+                if self._speaks_for_no_engine(message):
+                    self._send([Outgoing((peer,), Denied(schema_hash=coordination.SCHEMA_HASH, why=_NOT_OURS))])
+                    continue
                 self._send(self.registry.receive(peer, message, time.monotonic()))
+
+    def _speaks_for_no_engine(self, message: ToCoordinator) -> bool:
+        """Whether the message is an engine's, without the proof that its sender holds the engines' key."""
+        return bool(self._secret) and isinstance(message, Announce | Withdraw) and not is_signed(message, self._secret)
 
     def _send(self, outgoing: list[Outgoing]) -> None:
         for each in outgoing:

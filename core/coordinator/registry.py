@@ -21,6 +21,7 @@ from headrace.ipc.coordination import (
     SCHEMA_HASH,
     Announce,
     Denied,
+    Ended,
     EngineEntry,
     Follow,
     FromCoordinator,
@@ -101,6 +102,8 @@ class Registry:
             return [Outgoing((peer,), Denied(schema_hash=SCHEMA_HASH, why=why))]
         match message:
             case Announce():
+                if self._has_ended(message.entry):
+                    return self._say_ended(peer, message.entry)
                 self._announced(message, now_s)
             case Withdraw():
                 self._end_life(message.address, message.life, now_s)
@@ -133,10 +136,17 @@ class Registry:
 
     # --- engines ------------------------------------------------------------------------------------------------
 
+    def _has_ended(self, entry: EngineEntry) -> bool:
+        return (entry.address, entry.life) in self._former
+
+    def _say_ended(self, peer: Peer, entry: EngineEntry) -> list[Outgoing]:
+        """What to answer to a life that has ended: it may live on, unless another one has taken its address."""
+        if entry.address in self._engines:
+            return []
+        return [Outgoing((peer,), Ended(address=entry.address, life=entry.life))]
+
     def _announced(self, message: Announce, now_s: float) -> None:
         entry = message.entry
-        if (entry.address, entry.life) in self._former:
-            return
         engine = self._engines.get(entry.address)
         if engine is not None and engine.entry.life != entry.life:
             self._end_life(entry.address, engine.entry.life, now_s)  # a new life at its address: the old one has ended

@@ -100,12 +100,14 @@ class Discovery:
         )
         self._transports[address] = transport
 
-    def _on_message(self, address: str, message: Members | Denied) -> None:
+    def _on_message(self, address: str, message: FromCoordinator) -> None:
         if isinstance(message, Denied):
             if message.why not in self._denied:
                 self._denied.add(message.why)
                 logger.error("%s", message.why)
             return
+        if not isinstance(message, Members):
+            return  # it is for engines
         if address in self._missed:
             self._missed.discard(address)
             logger.info("the coordinator at %s is there again", address)

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import zmq
 from engine_parts import make_plan, welcome_of
 from http_server import wait_until
 
 from headrace import LLM
 from headrace.core.coordinator.announcer import Announcer, State
 from headrace.core.coordinator.program import Coordinator
+from headrace.core.coordinator.registry import Outgoing, Registry
 from headrace.core.engine.sessions import Inbox, Sessions
 from headrace.core.engine.zmq_port import ZmqPort
-from headrace.ipc.coordination import EngineEntry
+from headrace.ipc.codec import Codec
+from headrace.ipc.coordination import (
+    SCHEMA_HASH,
+    Announce,
+    Denied,
+    Ended,
+    EngineEntry,
+    Follow,
+    FromCoordinator,
+    Unfollow,
+    Withdraw,
+    signed,
+)
 from headrace.ipc.failure import EngineDeadError
 from headrace.ipc.messages import Load
-from headrace.ipc.transport.keys import VARIABLE, make_key_file
+from headrace.ipc.transport.keys import VARIABLE, add_client, make_key_file, read_keys
+from headrace.ipc.transport.sockets import new_dealer
 
 ENTRY = EngineEntry(
     address="tcp://127.0.0.1:9",
@@ -94,3 +111,105 @@ def test_an_engine_and_a_coordinator_are_not_taken_for_each_other(caplog: pytest
             wait_until(lambda: said in caplog.text, 30, "the warning")
     finally:
         port.close()
+
+
+@contextmanager
+def client_of(address: str, keys: Path | None) -> Iterator[Callable[[Any], Any]]:
+    """Sends a message to the coordinator, and returns its answer to it or, where there is none, to a Follow."""
+    codec: Codec[Any] = Codec(FromCoordinator)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sock = new_dealer(context, address, keys_path=keys)
+    sock.connect(address)
+
+    def ask(message: Any) -> Any:
+        for each in (message, Follow(schema_hash=SCHEMA_HASH, needs_all=True)):
+            sock.send_multipart(codec.encode(each))
+        assert sock.poll(20_000), "an answer"
+        return codec.decode(sock.recv_multipart())
+
+    try:
+        yield ask
+    finally:
+        sock.close(0)
+        context.term()
+
+
+def forged(what: str) -> Announce | Withdraw:
+    if what == "withdrawn":
+        return Withdraw(address=ENTRY.address, life=ENTRY.life)
+    life, pid, address = {
+        "replaced": ("2", ENTRY.pid, ENTRY.address),
+        "changed": (ENTRY.life, 2, ENTRY.address),
+        "added": ("2", ENTRY.pid, "tcp://127.0.0.1:10"),
+    }[what]
+    entry = msgspec.structs.replace(ENTRY, life=life, pid=pid, address=address)
+    return Announce(schema_hash=SCHEMA_HASH, entry=entry, number=1 << 20)
+
+
+@pytest.mark.parametrize("proof", [b"", b"?" * 32, "of another key"], ids=["none", "guessed", "other key"])
+@pytest.mark.parametrize("what", ["withdrawn", "replaced", "changed", "added"])
+def test_a_client_may_follow_and_says_nothing_of_engines(
+    what: str, proof: bytes | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has a client's key file is admitted, and once could remove an engine for good."""
+    engines, client = tmp_path / "engines", tmp_path / "client"
+    make_key_file(engines)
+    add_client(engines, "reader", client)
+    monkeypatch.setenv(VARIABLE, str(engines))
+    with coordinator() as running, announcer(running.address):
+        wait_until(lambda: list(running.registry.entries) == [ENTRY], 20, "the engine to be known")
+        message: Any = forged(what)
+        if isinstance(proof, bytes):
+            message = msgspec.structs.replace(message, proof=proof)
+        else:
+            message = signed(message, read_keys(client).client.secret_key)
+        with client_of(running.address, client) as ask:
+            denied = ask(message)
+            assert isinstance(denied, Denied)
+            assert "only holders of the engines' secret key" in denied.why
+        assert running.registry.entries == [ENTRY]
+        assert running.registry.num_changes == 1
+        with client_of(running.address, client) as ask:
+            (listed,) = ask(Unfollow()).listed
+            assert listed.entry == ENTRY
+    assert running.registry.entries == [], "the engine itself may leave"
+
+
+def test_an_engine_with_a_clients_file_is_told_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines, client = tmp_path / "engines", tmp_path / "client"
+    make_key_file(engines)
+    add_client(engines, "reader", client)
+    monkeypatch.setenv(VARIABLE, str(engines))
+    with coordinator() as running:
+        monkeypatch.setenv(VARIABLE, str(client))
+        with announcer(running.address):
+            wait_until(lambda: "start engines with the file that" in caplog.text, 20, "the engine to be told")
+        assert not running.registry.entries
+
+
+def test_an_engine_that_is_taken_for_gone_announces_itself_anew(caplog: pytest.LogCaptureFixture) -> None:
+    """Without keys a client can still say so: the engine was never seen again."""
+    with coordinator() as running, announcer(running.address), client_of(running.address, None) as ask:
+        wait_until(lambda: list(running.registry.entries) == [ENTRY], 20, "the engine to be known")
+        ask(Withdraw(address=ENTRY.address, life=ENTRY.life))
+        wait_until(lambda: [each.address for each in running.registry.entries] == [ENTRY.address], 20, "its return")
+        (entry,) = running.registry.entries
+        assert entry == msgspec.structs.replace(ENTRY, life=entry.life)
+        assert entry.life != ENTRY.life
+        assert "it is announced anew" in caplog.text
+    assert running.registry.entries == []
+
+
+def test_a_life_that_another_one_has_replaced_is_not_told_to_come_back() -> None:
+    """Else the two would end each other in turn."""
+    registry, successor = Registry("epoch"), msgspec.structs.replace(ENTRY, life="2")
+    first, second = (Announce(schema_hash=SCHEMA_HASH, entry=each, number=0) for each in (ENTRY, successor))
+    registry.receive(b"a", first, 0.0)
+    registry.receive(b"b", second, 1.0)
+    assert registry.receive(b"a", msgspec.structs.replace(first, number=1), 2.0) == []
+    registry.receive(b"b", Withdraw(address=ENTRY.address, life="2"), 3.0)
+    (answer,) = registry.receive(b"a", msgspec.structs.replace(first, number=2), 4.0)
+    assert answer == Outgoing((b"a",), Ended(address=ENTRY.address, life=ENTRY.life))
+    assert registry.entries == []
