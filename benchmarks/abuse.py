@@ -251,7 +251,7 @@ def trailers(url: str) -> bytes:
     """Sends 64 MB of trailers at once."""
     address = httpx.URL(url)
     with socket.create_connection((address.host, address.port or 80), timeout=10) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n")
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\n")
         try:
             for _ in range(1024):
                 sock.sendall(b"a: %b\r\n" % (b"b" * 1000) * 64)

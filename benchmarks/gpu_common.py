@@ -31,7 +31,6 @@ from torch import Tensor
 from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import fit_cache
 from headrace.core.options.resolve import resolve
-from headrace.executor.cpu.host import host_memory
 from headrace.executor.gpu.collectives import GpuCollectives
 from headrace.executor.gpu.device_state import Device, HostDevice
 from headrace.executor.gpu.hardware.cuda import CudaCapturer, CudaDevice
@@ -42,6 +41,7 @@ from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.rank import make_rank
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Sampling
+from headrace.ipc.process.host import host_memory
 from headrace.ipc.step import NewRow, StepPlan, StepResult
 
 BLOCK_SIZE = 16

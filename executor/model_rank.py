@@ -49,6 +49,7 @@ from headrace.ipc.control import (
 from headrace.ipc.failure import EngineDeadError, HeadraceError, ModelError, OptionError
 from headrace.ipc.messages import Sampling, TokenizerBundle
 from headrace.ipc.plugins import load_class
+from headrace.ipc.process.private_files import make_private
 from headrace.ipc.wait import BoundedCalls, WaitTimeoutError
 
 T = TypeVar("T")
@@ -385,7 +386,8 @@ class WorkerProfile:
         profiler, self._profiler = self._profiler, None
         path = Path(self._folder).absolute() / f"{self._prefix}rank{self._rank}-{os.getpid()}.json"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(path)
             profiler.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
             raise HeadraceError(f"the profile {path} cannot be written: {error}") from error

@@ -16,7 +16,7 @@ ROOT = tree.ROOT
 MAY_IMPORT = MappingProxyType(
     {
         "headrace": {"headrace"},
-        "ipc": {"headrace.ipc", "msgspec", "zmq"},
+        "ipc": {"headrace.ipc", "msgspec", "zmq", "psutil"},
         "core": {"headrace.core", "headrace.ipc", "msgspec", "zmq", "numpy", "psutil", "xxhash", "yaml"},
         "executor": {
             *("headrace.executor", "headrace.kernels", "headrace.ipc"),

@@ -242,7 +242,8 @@ class Controller:
             )
         try:
             self._bounded.run(
-                "making the profile folder", functools.partial(self._folder.mkdir, parents=True, exist_ok=True)
+                "making the profile folder",
+                functools.partial(self._folder.mkdir, mode=0o700, parents=True, exist_ok=True),
             )
         except WaitTimeoutError:
             raise

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.schedule.scheduler import Advance
+from headrace.ipc.process.private_files import private_opener
 from headrace.ipc.step import StepPlan, StepResult
 
 MOST_SPANS = 1_000_000
@@ -61,7 +62,8 @@ class Timeline:
             }
             for name, track, began, end, a in self._spans
         ]
-        path.write_bytes(msgspec.json.encode({"traceEvents": events}))
+        with open(path, "wb", opener=private_opener) as file:
+            file.write(msgspec.json.encode({"traceEvents": events}))
 
     def _add(self, name: str, track: int, began_s: float, ended_s: float, args: dict[str, int]) -> None:
         if len(self._spans) < MOST_SPANS:

@@ -33,6 +33,7 @@ from headrace.ipc.process.child import (
     leave_signals_to_parent,
     show_stacks_when_asked,
 )
+from headrace.ipc.process.host import take_share
 from headrace.ipc.process.log import protect_stderr, set_up_logging
 from headrace.ipc.process.program import occupy_standard_descriptors
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
@@ -151,8 +152,7 @@ def take_part_of_machine(options: Options) -> None:
     """Assigns this engine its share of the machine's cores if several engines run here. Must run before modules are
     imported that read the number of cores."""
     if options.num_engines_here > 1:
-        host = importlib.import_module("headrace.executor.cpu.host")  # by name: the core imports no executor
-        host.take_share(options.data_parallel_rank % options.num_engines_here, options.num_engines_here)
+        take_share(options.data_parallel_rank % options.num_engines_here, options.num_engines_here)
 
 
 def new_port(options: Options, address: str) -> ZmqPort:

@@ -77,7 +77,8 @@ class Replica:
             await asyncio.sleep(POLL_S)
 
     async def __call__(self, request: Request) -> Response:
-        headers = [(name, value) for name, value in request.headers.items() if name not in ONE_HOP]
+        headers = [(name, value) for name, value in request.headers.items() if name not in ONE_HOP - {"host"}]
+        headers.append(("via", "1.1 ray-serve"))  # so the server does not take every client for one of this machine
         path = request.scope["path"].removeprefix(request.scope.get("root_path", "")) or "/"
         url, body = url_of(path, request.url.query), await request.body()
         try:

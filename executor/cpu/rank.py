@@ -20,7 +20,6 @@ from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.cpu.decoder import CpuDecoder, CpuDecoderPart, why_not
-from headrace.executor.cpu.host import HostMemory, host_memory, usable_cores
 from headrace.executor.cpu.program import StepLimits
 from headrace.executor.cpu.runner import ModelRunner
 from headrace.executor.cpu.weights import Blocks
@@ -37,6 +36,7 @@ from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.executor.parallel.stages import LastStageRunner, StageRunner, make_runner
 from headrace.executor.rank import Report
 from headrace.ipc.failure import ModelError, OptionError
+from headrace.ipc.process.host import HostMemory, host_memory, usable_cores
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.cpu import build
 from headrace.kernels.registry import Op, Version

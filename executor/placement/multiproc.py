@@ -22,7 +22,6 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
-from headrace.executor.cpu.host import host_memory
 from headrace.executor.gpu.hardware.visible_gpus import check_gpus, visible_gpus
 from headrace.executor.parallel.rank_place import RankPlace, World, collectives_bytes, mark_failed
 from headrace.executor.placement.base import Executor
@@ -49,6 +48,7 @@ from headrace.executor.rank import Report
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError, ModelError
 from headrace.ipc.messages import TokenizerBundle
+from headrace.ipc.process.host import host_memory
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.ipc.transport.ring import Mailbox, RingInterruptedError, RingLayout, RingReader, RingWriter, lay_out_ring
 from headrace.ipc.wait import Deadline, WaitTimeoutError

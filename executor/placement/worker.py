@@ -24,7 +24,6 @@ from typing import NoReturn
 
 import msgspec
 
-from headrace.executor.cpu.host import take_share
 from headrace.executor.parallel.rank_place import PeerError, RankPlace, World
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.load_turn import turn_to_load
@@ -52,6 +51,7 @@ from headrace.ipc.control import PrepareWeights, WorkerCommand
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
 from headrace.ipc.messages import ChildFailed, Message, Progress
 from headrace.ipc.process.child import die_with_parent, leave, leave_signals_to_parent, show_stacks_when_asked
+from headrace.ipc.process.host import take_share
 from headrace.ipc.process.log import protect_stderr, set_up_logging
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -13,11 +14,15 @@ from headrace.frontend.fleet.client import of_rank
 from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.fleet.sources import Owned
 from headrace.ipc.failure import EngineStartError, HeadraceError, OptionError
+from headrace.ipc.process.host import host_memory, usable_cores
+from headrace.ipc.process.proc import anonymous_bytes
 
 if TYPE_CHECKING:
     from headrace.core.options.engine_options import Options
 
 MOST_ENGINES = 1024
+ENGINES_PER_CORE = 4
+"""Beyond so many for each core of this machine, engines only wait for one another."""
 DRAIN_GRACE_S = 30.0
 """Additional time for engines to exit, after their time to finish requests."""
 _LOOK_S = 0.05
@@ -46,8 +51,8 @@ class OwnScaler:
         that are being restarted; then those of the highest ranks."""
         pool = self.pool
         assert pool is not None, "it serves"
-        check_size(size)
         async with self._scaling:
+            await check_room(size, pool, self._options.data_parallel_size)
             for engine in [each for each in _own(pool) if _has_ended(each)]:
                 await pool.remove(engine)
             own = _own(pool)
@@ -114,10 +119,29 @@ def _num_serving(pool: EnginePool) -> int:
     return sum(engine.usable for engine in _own(pool))
 
 
-def check_size(size: int) -> None:
-    """Raises OptionError if the number of engines is out of range."""
-    if not 1 <= size <= MOST_ENGINES:
-        raise OptionError(f"new_data_parallel_size is {size}; it must be 1 to {MOST_ENGINES}")
+async def check_room(size: int, pool: EnginePool, num_at_start: int) -> None:
+    """Raises OptionError if this machine has not the cores or the memory for so many engines. As many as it was started
+    with may always be there."""
+    clients = [engine.client for engine in pool.engines if engine.client is not None and engine.usable]
+    most = max(num_at_start, ENGINES_PER_CORE * usable_cores())
+    if size > most:
+        raise OptionError(
+            f"new_data_parallel_size is {size}; the {usable_cores()} cores of this machine take at most {most} engines"
+        )
+    num_more = size - len(clients)
+    if num_more > 0 and size > num_at_start:
+        pids = [client.welcome.pid for client in clients]
+        await asyncio.to_thread(_check_memory, size, num_more, pids)
+
+
+def _check_memory(size: int, num_more: int, pids: Sequence[int]) -> None:
+    each_bytes = max(map(anonymous_bytes, pids), default=0)
+    available_bytes = host_memory().available_bytes
+    if num_more * each_bytes > available_bytes:
+        raise OptionError(
+            f"new_data_parallel_size is {size}; {num_more} more engines take {num_more * each_bytes / 1e9:.1f} GB of "
+            f"memory, if each takes as much as the largest one now, and this machine has {available_bytes / 1e9:.1f} GB"
+        )
 
 
 def _start(options: Options, restarts: int) -> Owned:

@@ -1,4 +1,4 @@
-"""The ASGI application: routing, API keys, CORS, and errors as JSON.
+"""The ASGI application: routing, CORS, and errors as JSON. `access` says who may call which route.
 
 Known routes of vLLM, OpenAI and similar servers that this server lacks are answered with 404 and a message that names
 the alternative. OpenAI's client raises NotFoundError for a 404; it would retry a 501.
@@ -22,6 +22,8 @@ from starlette.routing import Match, Route, Router
 
 from headrace.frontend.api.unsupported import ONLY_GENERATION
 from headrace.frontend.http import messages_answer, ollama
+from headrace.frontend.http.access import Access, Gate
+from headrace.frontend.http.connection import EXTENSION
 from headrace.frontend.http.development import DEVELOPMENT_ROUTES, is_development
 from headrace.frontend.http.errors import ApiError, shortened
 from headrace.frontend.http.exchange import ClientGoneError, Exchange
@@ -117,8 +119,9 @@ def make_app(state: ServerState) -> Any:
     options = state.options
     app: Any = App(state)
     if options.allowed_origins:
-        app = CORSMiddleware(
+        app = _Cors(
             app,
+            state.gate,
             allow_origins=options.allowed_origins,
             allow_methods=options.allowed_methods,
             allow_headers=options.allowed_headers,
@@ -127,22 +130,36 @@ def make_app(state: ServerState) -> Any:
     return app
 
 
+class _Cors(CORSMiddleware):
+    """Answers pages that ask which requests they may send, and lets those of allowed origins read the answers. What is
+    for an unknown host is refused by the application."""
+
+    def __init__(self, app: App, gate: Gate, **options: Any) -> None:
+        super().__init__(app, **options)
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_unknown = self._gate.unknown_host(scope["headers"], scope["extensions"][EXTENSION]) is not None
+        await (self.app if is_unknown else super().__call__)(scope, receive, send)
+
+
 class App:
-    """Checks the key, finds the route, runs its handler, and converts what it raises to an error response."""
+    """Checks who asks, finds the route, runs its handler, and converts what it raises to an error response."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
         served = (*ROUTES, *SCALING_ROUTES, *(DEVELOPMENT_ROUTES if is_development(state.options) else ()))
-        is_guarded = state.options.guard_metrics
+        self._gate = state.gate
+        of_statistics = Access.CLIENT if state.options.guard_metrics else Access.PUBLIC
         state.routes = tuple(
-            msgspec.structs.replace(spec, public=spec.public and not (spec.tells_of_use and is_guarded))
+            msgspec.structs.replace(spec, access=of_statistics) if spec.access is Access.STATISTICS else spec
             for spec in served
         )
         routes = [Route(spec.path, _Endpoint(spec, state), methods=_methods(spec)) for spec in state.routes]
         self._router = Router(routes, redirect_slashes=False, default=self._not_found)
         self._specs = {spec.path: spec for spec in state.routes}
-        self._public = frozenset(spec.path for spec in state.routes if spec.public)
-        self._probes = frozenset(spec.path for spec in served if spec.public)
+        self._public = frozenset(spec.path for spec in state.routes if spec.access is Access.PUBLIC)
+        self._probes = frozenset(spec.path for spec in served if spec.access in (Access.PUBLIC, Access.STATISTICS))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         options = self._state.options
@@ -160,7 +177,8 @@ class App:
         self._state.pages.in_flight(1)
         self._state.collector.busy(1)
         try:
-            self._check_key(exchange)
+            path = scope["path"].removeprefix(options.root_path)
+            self._gate.check(exchange, is_public=path in self._public)
             await self._route(scope, receive, send)
         except ClientGoneError:
             outcome = "the client left"
@@ -230,30 +248,18 @@ class App:
         path = scope["path"].removeprefix(self._state.options.root_path)
         raise not_found(path, [spec.path for spec in self._state.routes])
 
-    def _check_key(self, exchange: Exchange) -> None:
-        path = exchange.scope["path"].removeprefix(exchange.scope.get("root_path", ""))
-        if not self._state.keys or path in self._public:
-            return
-        scheme, _, bearer = (exchange.header_bytes(b"authorization") or b"").partition(b" ")
-        key = bearer.strip() if scheme.lower() == b"bearer" else exchange.header_bytes(b"x-api-key")
-        tenant = self._state.tenant_of(key) if key is not None else None
-        if tenant is None:
-            raise ApiError(
-                401,
-                "the API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key: KEY",
-                code="invalid_api_key",
-            )
-        exchange.tenant = tenant
-
 
 class _Endpoint:
     """Wraps a handler as the ASGI application that Starlette routes to."""
 
     def __init__(self, spec: RouteSpec, state: ServerState) -> None:
-        self._handler, self._state = spec.handler, state
+        self._spec, self._state = spec, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._handler(self._state, scope[EXCHANGE])
+        exchange: Exchange = scope[EXCHANGE]
+        if self._spec.access is Access.ADMIN:
+            self._state.gate.check_admin(exchange)
+        await self._spec.handler(self._state, exchange)
 
 
 def _answer_to(error: Exception) -> ApiError:

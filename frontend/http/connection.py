@@ -18,8 +18,9 @@ for a moment, since closing it would lose a request that is on its way: a proxy 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -53,6 +54,14 @@ class Connections(UvicornState):
     def have_requests(self) -> bool:
         """Whether a request is arriving, waiting or being answered on any of them."""
         return any(isinstance(each, Connection) and each.has_request for each in self.connections)
+
+
+class Arrival(NamedTuple):
+    """How a request has come; in the scope's extensions."""
+
+    connection: Connection
+    authority: str | None
+    """HOST[:PORT] of a request target in absolute form (RFC 9112, 3.2.2); None for the usual form."""
 
 
 class Connection(HttpToolsProtocol):
@@ -220,7 +229,8 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self.scope["method"] = self.parser.get_method().decode("ascii")
             return
-        self.scope["extensions"] = {EXTENSION: {"connection": self}}
+        extensions: dict[str, Any] = {EXTENSION: Arrival(self, _authority(self.url))}
+        self.scope["extensions"] = extensions
         super().on_headers_complete()
         self._is_in_body = True
         if self._drains:
@@ -395,6 +405,14 @@ class _WithoutChunks:
             await send(message)
 
         await self._app(scope, receive, plain)
+
+
+def _authority(target: bytes) -> str | None:
+    """HOST[:PORT] of a request target in absolute form."""
+    _, separator, rest = target.partition(b"://")
+    if target.startswith(b"/") or not separator:
+        return None
+    return re.split(rb"[/?#]", rest, maxsplit=1)[0].rpartition(b"@")[2].decode("latin-1")
 
 
 def _has_length(message: Any) -> bool:

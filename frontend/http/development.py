@@ -23,6 +23,7 @@ from headrace.frontend.client.control import (
     sleep_command,
     wake_command,
 )
+from headrace.frontend.http.access import Access
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.openai.decoder import decode_query
@@ -144,13 +145,13 @@ async def pause(state: ServerState, exchange: Exchange) -> None:
     """Answers 200 once nothing runs on the engines. If an engine outlives this server, so does the pause."""
     query = decode_query(exchange.query(), PauseQuery)
     mode: Any = "wait" if query.wait_for_inflight_requests else query.mode
-    await _command(state, exchange, pause_command(mode, query.clear_cache), None)
+    await _command(state, pause_command(mode, query.clear_cache), None)
     await exchange.answer(StatusResponse("paused"))
 
 
 async def resume(state: ServerState, exchange: Exchange) -> None:
     decode_query(exchange.query(), NoQuery)
-    await _command(state, exchange, ResumeGeneration())
+    await _command(state, ResumeGeneration())
     await exchange.answer(StatusResponse("resumed"))
 
 
@@ -162,13 +163,13 @@ async def is_paused(state: ServerState, exchange: Exchange) -> None:
 async def sleep(state: ServerState, exchange: Exchange) -> None:
     """Answers 200 once the engines have freed their memory."""
     query = decode_query(exchange.query(), SleepQuery)
-    await _command(state, exchange, sleep_command(query.level, query.mode), None)
+    await _command(state, sleep_command(query.level, query.mode), None)
     await exchange.answer(StatusResponse("sleeping"))
 
 
 async def wake_up(state: ServerState, exchange: Exchange) -> None:
     query = decode_query(exchange.query(), WakeQuery)
-    await _command(state, exchange, wake_command(query.tags), None)
+    await _command(state, wake_command(query.tags), None)
     await exchange.answer(StatusResponse("awake"))
 
 
@@ -178,14 +179,12 @@ async def is_sleeping(state: ServerState, exchange: Exchange) -> None:
 
 
 async def reset_prefix_cache(state: ServerState, exchange: Exchange) -> None:
-    _refuse_foreign_pages(state, exchange)
     asked = decode_query(exchange.query(), ResetQuery)
     await asyncio.gather(*(client.reset_prefix_cache(asked.reset_running_requests) for client in _clients(state)))
     await exchange.answer(StatusResponse("ok"))
 
 
 async def reset_mm_cache(state: ServerState, exchange: Exchange) -> None:
-    _refuse_foreign_pages(state, exchange)
     decode_query(exchange.query(), NoQuery)
     await asyncio.gather(*(client.reset_mm_cache() for client in _clients(state)))
     await exchange.answer(StatusResponse("ok"))
@@ -194,19 +193,19 @@ async def reset_mm_cache(state: ServerState, exchange: Exchange) -> None:
 async def reload_weights(state: ServerState, exchange: Exchange) -> None:
     """Running requests continue with the new weights. An engine that cannot read them keeps its own and says why."""
     asked = decode_query(exchange.query(), ReloadQuery)
-    await _command(state, exchange, ReloadWeights(path=asked.weights_path), None)
+    await _command(state, ReloadWeights(path=asked.weights_path), None)
     await exchange.answer(StatusResponse("ok"))
 
 
 async def start_profile(state: ServerState, exchange: Exchange) -> None:
     decode_query(exchange.query(), NoQuery)
-    await _command(state, exchange, StartProfile())
+    await _command(state, StartProfile())
     await exchange.answer(StatusResponse("ok"))
 
 
 async def stop_profile(state: ServerState, exchange: Exchange) -> None:
     decode_query(exchange.query(), NoQuery)
-    results = await _command(state, exchange, StopProfile(), None)
+    results = await _command(state, StopProfile(), None)
     await exchange.answer(ProfileResponse([path for result in results for path in result.paths]))
 
 
@@ -216,7 +215,7 @@ async def collective_rpc(state: ServerState, exchange: Exchange) -> None:
     command = method_command(request.method, request.args, request.kwargs)
     try:
         async with asyncio.timeout(request.timeout):  # the caller's limit; an engine that exceeds it is not dead
-            answers = await _command(state, exchange, command, None)
+            answers = await _command(state, command, None)
     except TimeoutError:
         text = f"{request.method} did not answer within the request's timeout of {request.timeout:g} s, and goes on"
         raise ApiError(HTTPStatus.REQUEST_TIMEOUT, text, code="timeout") from None
@@ -225,7 +224,7 @@ async def collective_rpc(state: ServerState, exchange: Exchange) -> None:
 
 async def world_size(state: ServerState, exchange: Exchange) -> None:
     """The number of workers of all engines."""
-    await exchange.answer(WorldSizeResponse(sum(len(report.workers) for report in await _reports(state, exchange))))
+    await exchange.answer(WorldSizeResponse(sum(len(report.workers) for report in await _reports(state))))
 
 
 async def server_info(state: ServerState, exchange: Exchange) -> None:
@@ -238,16 +237,13 @@ async def server_info(state: ServerState, exchange: Exchange) -> None:
             facts=report.facts,
             workers=list(report.workers),
         )
-        for report in await _reports(state, exchange)
+        for report in await _reports(state)
     ]
     await exchange.answer(ServerInfoResponse(__version__, engines))
 
 
-async def _command(
-    state: ServerState, exchange: Exchange, command: Commands, timeout_s: float | None = QUICK_S
-) -> list[Any]:
+async def _command(state: ServerState, command: Commands, timeout_s: float | None = QUICK_S) -> list[Any]:
     """Returns the answer of each engine. Raises ApiError (400) with an engine's reason if it refuses."""
-    _refuse_foreign_pages(state, exchange)
     try:
         return await asyncio.gather(*(client.control(command, timeout_s) for client in _clients(state)))
     except EngineDeadError:
@@ -256,8 +252,8 @@ async def _command(
         raise ApiError(HTTPStatus.BAD_REQUEST, str(error).partition("\n")[0], code="command_refused") from None
 
 
-async def _reports(state: ServerState, exchange: Exchange) -> list[EngineReport]:
-    return await _command(state, exchange, DescribeEngine())
+async def _reports(state: ServerState) -> list[EngineReport]:
+    return await _command(state, DescribeEngine())
 
 
 async def _stats(state: ServerState) -> list[EngineStats]:
@@ -271,18 +267,6 @@ def _clients(state: ServerState) -> list[CoreClient]:
     return clients
 
 
-def _refuse_foreign_pages(state: ServerState, exchange: Exchange) -> None:
-    """Raises ApiError (403) for pages of other sites: browsers let them send a POST, but name the site."""
-    origin = exchange.header(b"origin")
-    allowed = state.options.allowed_origins
-    if origin is not None and origin not in allowed and "*" not in allowed:
-        raise ApiError(
-            HTTPStatus.FORBIDDEN,
-            f"pages of {origin:.200} may not do this; see the option allowed_origins",
-            code="origin",
-        )
-
-
 def _post(path: str, handler: Handler, summary: str, response: Any, query: Any = NoQuery) -> RouteSpec:
     return RouteSpec(
         method="POST",
@@ -292,6 +276,7 @@ def _post(path: str, handler: Handler, summary: str, response: Any, query: Any =
         response=response,
         query=query,
         refusals=(400, 403, 503),
+        access=Access.ADMIN,
     )
 
 
@@ -313,7 +298,15 @@ def _without_body(handler: Handler, names: Sequence[str]) -> Handler:
 
 
 def _get(path: str, handler: Handler, summary: str, response: Any) -> RouteSpec:
-    return RouteSpec(method="GET", path=path, handler=handler, summary=summary, response=response, refusals=(400, 503))
+    return RouteSpec(
+        method="GET",
+        path=path,
+        handler=handler,
+        summary=summary,
+        response=response,
+        refusals=(400, 503),
+        access=Access.ADMIN,
+    )
 
 
 DEVELOPMENT_ROUTES: tuple[RouteSpec, ...] = (
@@ -336,6 +329,7 @@ DEVELOPMENT_ROUTES: tuple[RouteSpec, ...] = (
         request=RpcRequest,
         response=RpcResponse,
         refusals=(400, 403, 408, 413, 415, 503),
+        access=Access.ADMIN,
     ),
     _get("/server_info", server_info, "The engines' options, decisions and facts", ServerInfoResponse),
     _get("/get_world_size", world_size, "The number of workers", WorldSizeResponse),

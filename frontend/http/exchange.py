@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.frontend.http.connection import EXTENSION, Connection
+from headrace.frontend.http.connection import EXTENSION, Arrival
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.openai.generation import Receive, Scope, Send, send_json
 from headrace.frontend.http.process.options import ServeOptions
@@ -188,7 +188,8 @@ class Exchange:
         self._bodies = bodies
         self._send = send
         # Removed from the scope, to which the connection refers: a reference cycle would keep both alive.
-        self.connection: Connection = scope["extensions"].pop(EXTENSION)["connection"]
+        self.arrival: Arrival = scope["extensions"].pop(EXTENSION)
+        self.connection = self.arrival.connection
         self._tells_id = options.enable_request_id_headers
         self.headers_at_start: Callable[[], Awaitable[list[tuple[bytes, bytes]]]] | None = None
         """Called when the response begins; returns headers to add to it."""

@@ -19,6 +19,7 @@ from headrace.frontend.api.outputs import CompletionOutput
 from headrace.frontend.api.parameters.token_rules import check_num_logprobs
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.http.access import Access
 from headrace.frontend.http.errors import ApiError, bad_field, renamed
 from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.messages_answer import call_input
@@ -449,6 +450,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         OllamaChatLine,
         _REFUSALS,
         **_OWN,
+        access=Access.CLIENT,
     ),
     post(
         "/api/generate",
@@ -458,6 +460,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         OllamaGenerateLine,
         _REFUSALS,
         **_OWN,
+        access=Access.CLIENT,
     ),
     post(
         "/api/show",
@@ -467,9 +470,26 @@ ROUTES: tuple[RouteSpec, ...] = (
         ShowResponse,
         (400, 404, 413, 415, 503),
         **_OWN,
+        access=Access.CLIENT,
     ),
-    get("/api/tags", tags, "The models that are served, as Ollama has it", OllamaModels, **_LISTED),
-    get("/api/ps", loaded, "The models that are loaded, as Ollama has it", OllamaLoadedModels, **_LISTED),
-    get("/api/version", version, "Which of Ollama's versions has this API", OllamaVersion, error_body=error_body),
-    get("/", root, "That this server runs, as Ollama has it", public=True),
+    get(
+        "/api/tags", tags, "The models that are served, as Ollama has it", OllamaModels, **_LISTED, access=Access.CLIENT
+    ),
+    get(
+        "/api/ps",
+        loaded,
+        "The models that are loaded, as Ollama has it",
+        OllamaLoadedModels,
+        **_LISTED,
+        access=Access.CLIENT,
+    ),
+    get(
+        "/api/version",
+        version,
+        "Which of Ollama's versions has this API",
+        OllamaVersion,
+        error_body=error_body,
+        access=Access.CLIENT,
+    ),
+    get("/", root, "That this server runs, as Ollama has it", access=Access.PUBLIC),
 )

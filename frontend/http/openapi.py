@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import headrace
+from headrace.frontend.http.access import Access, Keys
 from headrace.frontend.http.errors import ErrorResponse
 from headrace.frontend.http.openai.foreign_fields import ANY
 from headrace.frontend.http.openai.requests import NEUTRAL_OF
@@ -24,8 +25,9 @@ _JSON = "application/json"
 _PATH_PARAMETER = re.compile(r"\{(\w+)(:\w+)?\}")
 
 
-def document(routes: Sequence[RouteSpec], root_path: str, *, guarded: bool) -> bytes:
-    """The OpenAPI 3.1 document as JSON. guarded: the server requires an API key."""
+def document(routes: Sequence[RouteSpec], root_path: str, keys: Keys | None = None) -> bytes:
+    """The OpenAPI 3.1 document as JSON. keys: those that the server requires."""
+    keys = keys or Keys()
     structs = {each for route in routes for each in (route.request, route.response) if each is not None}
     _, components = msgspec.json.schema_components(
         [*sorted(structs, key=lambda each: each.__name__), ErrorResponse, ChatChunk], ref_template=_REF
@@ -39,7 +41,7 @@ def document(routes: Sequence[RouteSpec], root_path: str, *, guarded: bool) -> b
     paths: dict[str, Any] = {}
     for route in routes:
         path = _PATH_PARAMETER.sub(r"{\1}", route.path)
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, guarded=guarded)
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, keys)
     components = {name: _without_titles(schema) for name, schema in components.items()}
     return msgspec.json.encode(
         {
@@ -49,13 +51,13 @@ def document(routes: Sequence[RouteSpec], root_path: str, *, guarded: bool) -> b
             "paths": paths,
             "components": {
                 "schemas": components,
-                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+                "securitySchemes": {name: {"type": "http", "scheme": "bearer"} for name in ("key", "admin_key")},
             },
         }
     )
 
 
-def _operation(route: RouteSpec, *, guarded: bool) -> dict[str, Any]:
+def _operation(route: RouteSpec, keys: Keys) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "summary": route.summary,
         "operationId": f"{route.method.lower()}{re.sub(r'[^a-z0-9]+', '_', route.path.lower())}",
@@ -73,14 +75,16 @@ def _operation(route: RouteSpec, *, guarded: bool) -> dict[str, Any]:
         operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(route.request)}}}
     if route.form is not None:
         operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": route.form}}}
-    refusals = {*route.refusals, *((401,) if guarded and not route.public else ())}
+    is_admin = route.access is Access.ADMIN
+    needs_key = (keys.guards_clients and route.access is not Access.PUBLIC) or (keys.guards_admins and is_admin)
+    refusals = {*route.refusals, *((401,) if needs_key else ()), *((403,) if is_admin else ())}
     for status in sorted(refusals):
         operation["responses"][str(status)] = {
             "description": HTTPStatus(status).phrase,
             "content": {_JSON: {"schema": _ref(ErrorResponse)}},
         }
-    if guarded and not route.public:
-        operation["security"] = [{"key": []}]
+    if needs_key:
+        operation["security"] = [{"admin_key" if is_admin else "key": []}]
     return operation
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headrace.frontend.http.access import Access
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.exchange import Exchange
 
@@ -23,6 +24,8 @@ class RouteSpec(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     handler: Handler
     summary: str
+    access: Access
+    """Who may call it. Without a default, so that every new route says it."""
     request: Any = None
     form: Mapping[str, Any] | None = None
     """The JSON schema of a multipart/form-data body; None for other bodies."""
@@ -30,24 +33,30 @@ class RouteSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The struct of the query parameters."""
     response: Any = None
     """The struct of the JSON response; None if the response is not JSON."""
-    public: bool = False
-    """The route needs no API key."""
-    tells_of_use: bool = False
-    """The response reveals how the server is used: with the option guard_metrics, the route is not public."""
     error_body: Callable[[ApiError], bytes] = ApiError.json
     """Encodes the route's errors as a response body."""
     refusals: tuple[int, ...] = ()
-    """HTTP statuses of the errors that the route may answer with, besides 401."""
+    """HTTP statuses of the errors that the route may answer with, besides 401 and 403 of keys."""
     takes_any_type: bool = False
     """A JSON body is accepted without its content type, unless a web page sends it."""
 
 
-def get(path: str, handler: Handler, summary: str, response: Any = None, **more: Any) -> RouteSpec:
-    return RouteSpec(method="GET", path=path, handler=handler, summary=summary, response=response, **more)
+def get(path: str, handler: Handler, summary: str, response: Any = None, *, access: Access, **more: Any) -> RouteSpec:
+    return RouteSpec(
+        method="GET", path=path, handler=handler, summary=summary, response=response, access=access, **more
+    )
 
 
 def post(
-    path: str, handler: Handler, summary: str, request: Any, response: Any, refusals: Any, **more: Any
+    path: str,
+    handler: Handler,
+    summary: str,
+    request: Any,
+    response: Any,
+    refusals: Any,
+    *,
+    access: Access,
+    **more: Any,
 ) -> RouteSpec:
     return RouteSpec(
         method="POST",
@@ -57,5 +66,6 @@ def post(
         request=request,
         response=response,
         refusals=refusals,
+        access=access,
         **more,
     )

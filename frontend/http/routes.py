@@ -5,8 +5,6 @@ The server's routing and the OpenAPI document derive from ROUTES, the table at t
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -19,6 +17,7 @@ from headrace.frontend.client.client import CoreClient
 from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.fleet.scaling import Scaler
 from headrace.frontend.http import ollama
+from headrace.frontend.http.access import Access, Gate, Keys
 from headrace.frontend.http.errors import ApiError, bad_field, unavailable
 from headrace.frontend.http.exchange import Exchange, LargeBodies
 from headrace.frontend.http.files import handlers as files_api
@@ -96,12 +95,12 @@ class ServerState:
         pool: EnginePool,
         pages: Pages,
         *,
-        keys: Sequence[str],
+        keys: Keys,
         template: str | None,
     ) -> None:
-        """keys: API keys, required on every route that is not public. template: the option chat_template's, if set."""
+        """template: the option chat_template's, if set."""
         self.options, self.pool, self.pages = options, pool, pages
-        self.keys = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+        self.gate = Gate(keys, options)
         self.decoder = RequestDecoder(strict=options.strict_requests, others=OTHERS)
         self.bodies = LargeBodies(options.max_body_bytes)
         self.collector = IdleCollector()
@@ -150,12 +149,6 @@ class ServerState:
         for kind, counts in self.pool.router.counts().items():
             for reason, count in counts.items():
                 self.pages.set(f"router_{kind}/{reason}", count)
-
-    def tenant_of(self, key: bytes) -> str | None:
-        """An id of the key's owner; None for a wrong key. Compares with every key, each in constant time."""
-        digest = hashlib.sha256(key).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self.keys]
-        return digest[:8].hex() if any(matches) else None
 
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -393,13 +386,13 @@ async def _is_paused(engine: Engine) -> bool:
 async def openapi(state: ServerState, exchange: Exchange) -> None:
     from headrace.frontend.http.openapi import document
 
-    await exchange.answer(document(state.routes, state.options.root_path, guarded=bool(state.keys)))
+    await exchange.answer(document(state.routes, state.options.root_path, keys=state.gate.keys))
 
 
 async def docs(state: ServerState, exchange: Exchange) -> None:
     from headrace.frontend.http.openapi import docs_page, document
 
-    page = docs_page(document(state.routes, state.options.root_path, guarded=bool(state.keys)), state.pool.names)
+    page = docs_page(document(state.routes, state.options.root_path, keys=state.gate.keys), state.pool.names)
     await exchange.answer_text(page.encode(), "text/html; charset=utf-8")
 
 
@@ -434,7 +427,15 @@ _UNAVAILABLE = (int(HTTPStatus.SERVICE_UNAVAILABLE),)
 
 
 ROUTES: tuple[RouteSpec, ...] = (
-    post("/v1/completions", completions, "Continue prompts", CompletionRequest, CompletionResponse, _GENERATION),
+    post(
+        "/v1/completions",
+        completions,
+        "Continue prompts",
+        CompletionRequest,
+        CompletionResponse,
+        _GENERATION,
+        access=Access.CLIENT,
+    ),
     post(
         "/v1/chat/completions",
         chat_completions,
@@ -442,6 +443,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         ChatCompletionRequest,
         ChatResponse,
         _GENERATION,
+        access=Access.CLIENT,
     ),
     post(
         "/v1/chat/completions/batch",
@@ -450,6 +452,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         ChatBatchRequest,
         ChatResponse,
         _GENERATION,
+        access=Access.CLIENT,
     ),
     post(
         "/v1/messages",
@@ -459,6 +462,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         MessagesResponse,
         _GENERATION,
         error_body=error_body,
+        access=Access.CLIENT,
     ),
     post(
         "/v1/messages/count_tokens",
@@ -468,6 +472,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         CountTokensResponse,
         _TOKENS,
         error_body=error_body,
+        access=Access.CLIENT,
     ),
     post(
         "/v1/responses",
@@ -476,6 +481,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         ResponsesRequest,
         ResponseObject,
         (*_GENERATION, 424),
+        access=Access.CLIENT,
     ),
     post(
         "/v1/responses/input_tokens",
@@ -484,6 +490,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         ResponsesRequest,
         InputTokens,
         (*_TOKENS, 424),
+        access=Access.CLIENT,
     ),
     get(
         "/v1/responses/{response_id}",
@@ -492,6 +499,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         ResponseObject,
         query=RetrieveQuery,
         refusals=(400, 404),
+        access=Access.CLIENT,
     ),
     RouteSpec(
         method="DELETE",
@@ -500,6 +508,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         summary="Forget a stored response",
         response=DeletedResponse,
         refusals=(404,),
+        access=Access.CLIENT,
     ),
     RouteSpec(
         method="POST",
@@ -508,6 +517,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         summary="End a response that is generated in the background",
         response=ResponseObject,
         refusals=(400, 404),
+        access=Access.CLIENT,
     ),
     get(
         "/v1/responses/{response_id}/input_items",
@@ -516,6 +526,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         InputItemList,
         query=InputItemsQuery,
         refusals=(400, 404),
+        access=Access.CLIENT,
     ),
     *files_api.ROUTES,
     *ollama.ROUTES,
@@ -525,35 +536,64 @@ ROUTES: tuple[RouteSpec, ...] = (
         handler=invocations,
         summary="Either of them, as the body has messages or a prompt; SageMaker's route",
         refusals=_GENERATION,
+        access=Access.CLIENT,
     ),
-    get("/v1/models", models, "The models that are served", ModelList, refusals=_UNAVAILABLE),
-    get("/v1/models/{model:path}", one_model, "One of them", ModelCard, refusals=(404, *_UNAVAILABLE)),
-    post("/tokenize", tokenize, "A text's or a conversation's tokens", TokenizeRequest, TokenizeResponse, _TOKENS),
-    post("/detokenize", detokenize, "The text of tokens", DetokenizeRequest, DetokenizeResponse, _TOKENS),
+    get("/v1/models", models, "The models that are served", ModelList, refusals=_UNAVAILABLE, access=Access.CLIENT),
+    get(
+        "/v1/models/{model:path}",
+        one_model,
+        "One of them",
+        ModelCard,
+        refusals=(404, *_UNAVAILABLE),
+        access=Access.CLIENT,
+    ),
+    post(
+        "/tokenize",
+        tokenize,
+        "A text's or a conversation's tokens",
+        TokenizeRequest,
+        TokenizeResponse,
+        _TOKENS,
+        access=Access.CLIENT,
+    ),
+    post(
+        "/detokenize",
+        detokenize,
+        "The text of tokens",
+        DetokenizeRequest,
+        DetokenizeResponse,
+        _TOKENS,
+        access=Access.CLIENT,
+    ),
     get(
         "/tokenizer_info",
         tokenizer_info,
         "Special tokens and chat template",
         TokenizerInfoResponse,
         refusals=(404, *_UNAVAILABLE),
+        access=Access.CLIENT,
     ),
-    get("/version", version, "This server's version", VersionResponse, public=True, tells_of_use=True),
-    get("/load", load, "Requests in progress", LoadResponse),
-    get("/metrics", metrics, "Metrics in Prometheus' text format", public=True, tells_of_use=True),
-    get("/health", health, "Whether an engine serves", HealthResponse, public=True, refusals=_UNAVAILABLE),
-    get("/health/live", live, "Whether this server lives", HealthResponse, public=True, refusals=_UNAVAILABLE),
-    get("/health/ready", ready, "Whether it takes requests", HealthResponse, public=True, refusals=_UNAVAILABLE),
-    get("/health/progress", progress, "Whether tokens come", HealthResponse, public=True, refusals=_UNAVAILABLE),
-    get("/ping", health, "The same as /health", HealthResponse, public=True, refusals=_UNAVAILABLE),
+    get("/version", version, "This server's version", VersionResponse, access=Access.STATISTICS),
+    get("/load", load, "Requests in progress", LoadResponse, access=Access.CLIENT),
+    get("/metrics", metrics, "Metrics in Prometheus' text format", access=Access.STATISTICS),
+    get("/health", health, "Whether an engine serves", HealthResponse, refusals=_UNAVAILABLE, access=Access.PUBLIC),
+    get("/health/live", live, "Whether this server lives", HealthResponse, refusals=_UNAVAILABLE, access=Access.PUBLIC),
+    get(
+        "/health/ready", ready, "Whether it takes requests", HealthResponse, refusals=_UNAVAILABLE, access=Access.PUBLIC
+    ),
+    get(
+        "/health/progress", progress, "Whether tokens come", HealthResponse, refusals=_UNAVAILABLE, access=Access.PUBLIC
+    ),
+    get("/ping", health, "The same as /health", HealthResponse, refusals=_UNAVAILABLE, access=Access.PUBLIC),
     RouteSpec(
         method="POST",
         path="/ping",
         handler=health,
         summary="The same as /health",
         response=HealthResponse,
-        public=True,
         refusals=_UNAVAILABLE,
+        access=Access.PUBLIC,
     ),
-    get("/openapi.json", openapi, "This API as an OpenAPI document"),
-    get("/docs", docs, "This API as a page to read"),
+    get("/openapi.json", openapi, "This API as an OpenAPI document", access=Access.CLIENT),
+    get("/docs", docs, "This API as a page to read", access=Access.CLIENT),
 )

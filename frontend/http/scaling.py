@@ -8,11 +8,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from headrace.frontend.http.errors import ApiError, unavailable
+from headrace.frontend.http.access import Access
+from headrace.frontend.http.errors import ApiError, bad_field, unavailable
 from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.route_spec import RouteSpec
 from headrace.frontend.http.routes import ServerState
-from headrace.ipc.failure import HeadraceError
+from headrace.ipc.failure import HeadraceError, OptionError
 
 
 class ScaleRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +43,8 @@ async def scale(state: ServerState, exchange: Exchange) -> None:
     state.num_scaling += 1
     try:
         await state.scaler.scale(request.new_data_parallel_size, request.drain_timeout)
+    except OptionError as error:
+        raise bad_field("new_data_parallel_size", str(error)) from None
     except HeadraceError as error:
         raise unavailable(str(error).partition("\n")[0], code="scaling_failed") from None
     finally:
@@ -63,6 +66,7 @@ SCALING_ROUTES: tuple[RouteSpec, ...] = (
         request=ScaleRequest,
         response=ScaleResponse,
         refusals=(400, 413, 415, 503),
+        access=Access.ADMIN,
     ),
     RouteSpec(
         method="POST",
@@ -70,5 +74,6 @@ SCALING_ROUTES: tuple[RouteSpec, ...] = (
         handler=is_scaling,
         summary="Whether that is going on",
         response=ScalingResponse,
+        access=Access.CLIENT,
     ),
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.ipc.failure import HeadraceError
+from headrace.ipc.process.private_files import make_existing_private, make_private
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -33,8 +34,11 @@ class SharedDatabase:
 
     def __init__(self, name: str, path: str | Path | None, tables: str) -> None:
         """name: of the store, for errors. path: None for memory. tables: the statements that create the tables.
-        Raises sqlite3.Error for a file that cannot be used."""
+        Raises sqlite3.Error or OSError for a file that cannot be used."""
         self._name, self._path = name, path
+        if path is not None:  # SQLite gives the files beside it the same mode
+            make_private(Path(path))
+            make_existing_private(Path(f"{path}{end}") for end in ("-wal", "-shm", "-journal"))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name.replace(" ", "-"))
         self._connection = sqlite3.connect(
             path or ":memory:", timeout=_WAIT_S, isolation_level=None, check_same_thread=False

@@ -25,6 +25,25 @@ def status_of(pid: int) -> Status | None:
         return None
 
 
+def anonymous_bytes(pid: int) -> int:
+    """Memory that a process and those that it started hold by themselves: without files that they map, which others may
+    share and the kernel can drop. 0 if there is no such process, or no /proc."""
+    import psutil
+
+    pids = [pid]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        pids += [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return sum(map(_anonymous_bytes, pids))
+
+
+def _anonymous_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
 def oom_kill_count() -> int:
     """How many processes the kernel has killed for lack of memory since boot; 0 if it does not report this."""
     with contextlib.suppress(OSError, ValueError):

@@ -19,11 +19,11 @@ from headrace import LLM, SamplingParams
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, Plan
 from headrace.core.options.resolve import resolve
-from headrace.executor.cpu.host import HostMemory, host_memory, usable_cores
 from headrace.executor.cpu.rank import CpuRank, check_weights_fit, use_all_cores
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.sizes import prompt_logprobs_cost, weight_elements
 from headrace.ipc.failure import ModelError
+from headrace.ipc.process.host import HostMemory, host_memory, usable_cores
 
 PROMPT = [7, 8, 9, 10, 11, 12, 13]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -14,6 +17,11 @@ from null_with_tokenizer import LATE, MISSABLE
 from test_serve_fleet import engines_of, stream
 
 from headrace.frontend.cli.main import main
+from headrace.frontend.fleet import scaling
+from headrace.frontend.fleet.scaling import ENGINES_PER_CORE
+from headrace.ipc.failure import OptionError
+from headrace.ipc.process.host import HostMemory, usable_cores
+from headrace.ipc.process.proc import anonymous_bytes
 
 SLOW = {"step_delay_s": 0.02}
 
@@ -48,6 +56,29 @@ def test_engines_leave_and_join_under_streams_that_do_not_change(processes: str)
         assert list(pool.map(lambda each: stream(server, each), range(6))) == expected
         assert client.post("/is_scaling_elastic_ep").json() == {"is_scaling_elastic_ep": False}
         assert client.post("/scale_elastic_ep", json={"new_data_parallel_size": 0}).status_code == 400
+        for size in (ENGINES_PER_CORE * usable_cores() + 1, 1024):
+            refused = client.post("/scale_elastic_ep", json={"new_data_parallel_size": size})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "new_data_parallel_size")
+            assert f"the {usable_cores()} cores of this machine take at most" in refused.json()["error"]["message"]
+        assert len(engines_of(server)) == 3
+
+
+def test_more_engines_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_bytes = anonymous_bytes(os.getpid())
+    assert own_bytes > 1 << 20
+    monkeypatch.setattr(scaling, "host_memory", lambda: HostMemory(8 * own_bytes, int(2.5 * own_bytes)))
+    monkeypatch.setattr(scaling, "usable_cores", lambda: 64)
+
+    class Client:
+        welcome = SimpleNamespace(pid=os.getpid())
+
+    pool = SimpleNamespace(engines=[SimpleNamespace(client=Client(), usable=True)])
+    for size, num_at_start in ((1, 1), (3, 1), (9, 9)):
+        asyncio.run(scaling.check_room(size, pool, num_at_start))
+    with pytest.raises(OptionError, match=r"size is 4; 3 more engines take .* GB of memory.* this machine has"):
+        asyncio.run(scaling.check_room(4, pool, 1))
+    with pytest.raises(OptionError, match=r"the 64 cores of this machine take at most 256 engines"):
+        asyncio.run(scaling.check_room(257, pool, 1))
 
 
 def test_commands_drain_an_engine_and_scale_a_server(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from headrace import LLM, SamplingParams
 from headrace.core.engine.engine import load_executor
 from headrace.core.options.engine_options import Options
-from headrace.executor.cpu.host import HostMemory
 from headrace.executor.gpu.weights import offload as gpu_offload
 from headrace.executor.gpu.weights import residency as weight_residency
 from headrace.executor.gpu.weights.offload import ALIGNMENT, Offload, OffloadedLayer, layers_to_offload
@@ -23,6 +22,7 @@ from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.sizes import layer_elements
 from headrace.executor.parallel.rank_place import SINGLE
 from headrace.ipc.failure import ModelError, OptionError
+from headrace.ipc.process.host import HostMemory
 from headrace.kernels.reference.rows import DenseLinear
 
 PROMPTS: list[Any] = [{"prompt_token_ids": [7, 8, 9, 10, 11, 12, 13]}, {"prompt_token_ids": [5]}]

@@ -15,13 +15,13 @@ from gpu_parts import GpuOnCpu, LateDevice
 from model_driver import DictSource
 
 from headrace import LLM, SamplingParams
-from headrace.executor.cpu.host import HostMemory
 from headrace.executor.gpu.kernels import Rounding, quantising
 from headrace.executor.gpu.weights import residency as weight_residency
 from headrace.executor.gpu.weights.residency import HostCopy, check_room, free, pinned, storages_of, tensors_of
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.ipc.failure import HeadraceError
+from headrace.ipc.process.host import HostMemory
 from headrace.kernels.registry import choose_reference
 
 CPU = torch.device("cpu")

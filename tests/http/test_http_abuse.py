@@ -31,8 +31,8 @@ from headrace.frontend.http.exchange import MOST_CONTAINERS, LargeBodies, check_
 from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.frontend.http.openai.prompts import tokenize_texts
 from headrace.frontend.http.openai.requests import ChatCompletionRequest, CompletionRequest
+from headrace.frontend.http.process.keys import read_keys
 from headrace.frontend.http.process.options import ServeOptions
-from headrace.frontend.http.process.server import read_keys
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import OptionError
 from headrace.ipc.process.gc_pauses import CollectorHold
@@ -64,7 +64,7 @@ def memory_bytes(server: Server) -> int:
 
 
 def post(path: str, body: bytes, *headers: bytes) -> bytes:
-    lines = (b"POST %b HTTP/1.1" % path.encode(), b"host: x", b"content-type: application/json")
+    lines = (b"POST %b HTTP/1.1" % path.encode(), b"host: localhost", b"content-type: application/json")
     return b"\r\n".join((*lines, b"content-length: %d" % len(body), *headers, b"", body))
 
 
@@ -263,9 +263,12 @@ def test_trailers_and_requests_sent_ahead_take_no_memory(server):
     cases = (
         (chunked + b"%x\r\n%b\r\n0\r\n" % (len(body), body), b"a: %b\r\n" % (b"b" * 1000)),
         (chunked + b"%x\r\n%b\r\n0\r\na: " % (len(body), body), b"b" * 1000),
-        (post(COMPLETIONS, body), b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 20),
-        (post(COMPLETIONS, body) + b"GET / HTTP/1.1\r\nhost: x\r\n", b"a: %b\r\n" % (b"b" * 1000)),
-        (b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 17, b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 20),
+        (post(COMPLETIONS, body), b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * 20),
+        (post(COMPLETIONS, body) + b"GET / HTTP/1.1\r\nhost: localhost\r\n", b"a: %b\r\n" % (b"b" * 1000)),
+        (
+            b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * 17,
+            b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * 20,
+        ),
     )
     for head, more in cases:
         with connection(server) as sock:
@@ -321,13 +324,13 @@ def test_a_wish_for_http_2_is_ignored_and_the_body_read(server, length):
     ("request_head", "status"),
     [
         (b"GET /health HTTP/1.1\r\n\r\n", b"400"),
-        (b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\nhost: b\r\n\r\n", b"400"),
         (b"GET /health\r\n\r\n", b"505"),
-        (b"GET /health HTTP/0.9\r\nhost: a\r\n\r\n", b"505"),
-        (b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n", b"405"),
+        (b"GET /health HTTP/0.9\r\nhost: localhost\r\n\r\n", b"505"),
+        (b"CONNECT a:1 HTTP/1.1\r\nhost: localhost\r\n\r\n", b"405"),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"400"),
         (b"GET /health HTTP/1.0\r\n\r\n", b"200"),
-        (b"GET /health HTTP/1.1\r\nhost: a\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n", b"200"),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n", b"200"),
     ],
 )
 def test_what_is_no_proper_request_is_refused(server, request_head, status):
@@ -341,7 +344,7 @@ def test_pipelined_requests_are_answered_in_order(server):
         bodies = [json.dumps({"prompt": [5], "max_tokens": n, "ignore_eos": True}).encode() for n in (9, 1, 5)]
         for body in bodies:
             sock.sendall(post(COMPLETIONS, body))
-        sock.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         answers = read_all(sock)
         assert re.findall(rb'"completion_tokens":(\d)', answers) == [b"9", b"1", b"5"]
         assert answers.endswith(b'{"status":"ok"}')

@@ -44,7 +44,7 @@ def connected(server: ServerHere) -> socket.socket:
 
 def request(body: object, *headers: str, version: str = "1.1", path: str = COMPLETIONS) -> bytes:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/{version}", "Host: x", "Content-Type: application/json", *headers]
+    lines = [f"POST {path} HTTP/{version}", "Host: localhost", "Content-Type: application/json", *headers]
     return "\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""]).encode() + data
 
 

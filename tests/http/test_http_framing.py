@@ -18,7 +18,7 @@ LONG = json.dumps({"prompt": [5], "max_tokens": 20_000, "ignore_eos": True}).enc
 CHUNKED = b"transfer-encoding: chunked"
 CHUNK = b"%x\r\n%b\r\n" % (len(BODY), BODY)
 HALF = b'8\r\n{"prompt\r\n'
-HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 IN_BODY = "the end of the request's body cannot be told: "
 BROKEN = {
     "a size that is no number": (HALF + b"xyz\r\n", 400, IN_BODY),
@@ -58,7 +58,7 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 
 def post(*headers: bytes, body: bytes = b"", content_type: bytes = b"application/json") -> bytes:
-    lines = (b"POST /v1/completions HTTP/1.1", b"host: x", b"content-type: " + content_type, *headers)
+    lines = (b"POST /v1/completions HTTP/1.1", b"host: localhost", b"content-type: " + content_type, *headers)
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 

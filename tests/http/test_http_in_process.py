@@ -138,7 +138,7 @@ def test_bodies_beyond_those_that_memory_has_room_for_are_refused_until_others_a
     host, port = server.url.removeprefix("http://").split(":")
     small = json.dumps({"prompt": [5], "max_tokens": 1}).encode()
     body = small.ljust(MOST_BODY_BYTES)
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
     request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
     def another() -> httpx.Response:
@@ -208,7 +208,7 @@ def test_what_has_ended_is_freed_without_the_collector(server: ServerHere, clien
 
     host, _, port = server.url.removeprefix("http://").partition(":")
     body = json.dumps({"prompt": [5], "max_tokens": 2, "stream": True}).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
     assert client.get("/load").json() == {"server_load": 0}
     gc.collect()

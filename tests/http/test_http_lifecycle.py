@@ -36,7 +36,7 @@ from headrace.frontend.http.process.worker import ParentEngine
 COMPLETIONS = "/v1/completions"
 ENDLESS = {"prompt": [5, 6], "max_tokens": 30_000, "ignore_eos": True}
 REQUEST_HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 )
 SLOW = {"step_delay_s": 0.01}
 

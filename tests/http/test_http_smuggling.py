@@ -17,11 +17,11 @@ JSON = json.dumps({"prompt": [5], "max_tokens": 1}).encode()
 LENGTH = b"content-length: %d" % len(JSON)
 CHUNKED = b"transfer-encoding: chunked"
 IN_CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n" % (len(JSON), JSON)
-HIDDEN = b"GET /hidden HTTP/1.1\r\nhost: x\r\n\r\n"
+HIDDEN = b"GET /hidden HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 def post(*headers: bytes, body: bytes = IN_CHUNKS, version: bytes = b"HTTP/1.1") -> bytes:
-    lines = (b"POST /v1/completions " + version, b"host: x", b"content-type: application/json", *headers)
+    lines = (b"POST /v1/completions " + version, b"host: localhost", b"content-type: application/json", *headers)
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
@@ -68,7 +68,7 @@ REFUSED = {
     "a wish for HTTP/2 with both": post(b"connection: upgrade", b"upgrade: h2c", b"content-length: 0", CHUNKED),
     "a wish for HTTP/2 with a coding": post(b"connection: upgrade", b"upgrade: h2c", b"transfer-encoding: xchunked"),
     "lines that end with LF alone": b"GET /health HTTP/1.1\nhost: x\n\n",
-    "a path of two words": b"GET /health /x HTTP/1.1\r\nhost: x\r\n\r\n",
+    "a path of two words": b"GET /health /x HTTP/1.1\r\nhost: localhost\r\n\r\n",
     **{f"a chunk of {size!r}": in_chunks(size + END) for size in (b"0x1d", b"+1d", b"-1d", b" 1d", b"1d ", b"1" * 17)},
     "a chunk's size that ends with LF": in_chunks(SIZE + b"\n" + END[2:]),
     "a chunk that ends with LF": in_chunks(SIZE + b"\r\n%b\n0\r\n\r\n" % JSON),
@@ -81,7 +81,7 @@ TAKEN = {
     "chunks with an extension": in_chunks(SIZE + b";a=b" + END),
     "chunks by another case": post(b"Transfer-Encoding: Chunked"),
     "trailers": in_chunks(SIZE + END[:-2] + b"x-host: y\r\n\r\n"),
-    "a body where none is needed": b"GET /health HTTP/1.1\r\nhost: x\r\n%b\r\n\r\n%b"
+    "a body where none is needed": b"GET /health HTTP/1.1\r\nhost: localhost\r\n%b\r\n\r\n%b"
     % (b"content-length: %d" % len(HIDDEN), HIDDEN),
     "a length named as of the connection": post(b"connection: content-length", LENGTH, body=JSON),
 }

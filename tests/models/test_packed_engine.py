@@ -17,10 +17,10 @@ from headrace.core.options.plan import MemoryReading, Plan
 from headrace.core.options.resolve import resolve
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.cpu.decoder import CpuDecoder
-from headrace.executor.cpu.host import HostMemory
 from headrace.executor.cpu.rank import CpuRank, check_weights_fit
 from headrace.executor.models.families import spec_from_config
 from headrace.ipc.failure import ModelError, OptionError
+from headrace.ipc.process.host import HostMemory
 from headrace.ipc.step import StepResult
 from headrace.kernels.cpu import build
 from headrace.kernels.registry import choose_reference

@@ -14,10 +14,10 @@ from null_rank import NullRank
 
 from headrace.core.engine.engine import load_executor
 from headrace.core.options.engine_options import Options
-from headrace.executor.cpu.host import share
 from headrace.executor.placement.multiproc import MultiprocExecutor, check_equal
 from headrace.ipc.control import DescribeEngine, PrepareWeights
 from headrace.ipc.failure import EngineStartError, HeadraceError, ModelError, OptionError
+from headrace.ipc.process.host import share
 from headrace.ipc.step import StepPlan, StepResult
 
 

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from headrace.executor.cpu.host import host_memory
 from headrace.executor.gpu.device_state import Device
 from headrace.executor.gpu.hardware.device import gib
 from headrace.executor.gpu.weights.residency import PIECE_BYTES, bytes_of, pinned, storages_of, tensors_of
 from headrace.ipc.failure import ModelError
+from headrace.ipc.process.host import host_memory
 
 logger = logging.getLogger(__name__)
 NUM_BUFFERS = 2

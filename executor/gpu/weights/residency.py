@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from headrace.executor.cpu.host import host_memory
 from headrace.executor.gpu.device_state import Device
 from headrace.executor.gpu.hardware.device import gib
 from headrace.executor.gpu.runner import GpuRunner
@@ -28,6 +27,7 @@ from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.control import ASLEEP
 from headrace.ipc.failure import HeadraceError, ModelError
+from headrace.ipc.process.host import host_memory
 
 Read = Callable[[], Decoder]
 """Reads the weights of a checkpoint that has been checked. Raises ModelError, and RuntimeError when memory runs out."""

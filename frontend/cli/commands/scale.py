@@ -10,13 +10,18 @@ after --timeout continue on other engines.
 from __future__ import annotations
 
 import argparse
+import os
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("size", type=int, metavar="N", help="How many engines there are to be")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="The server; default: http://127.0.0.1:8000")
-    parser.add_argument("--api-key", help="Its key; default: the environment's HEADRACE_API_KEY")
+    parser.add_argument(
+        "--api-key",
+        help="An admin key of the server (--admin-api-key), if it has keys; default: the environment's "
+        "HEADRACE_ADMIN_API_KEY, else HEADRACE_API_KEY",
+    )
     parser.add_argument(
         "--timeout",
         type=float,
@@ -29,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from headrace.frontend.cli.remote import RemoteLLM
 
-    server = RemoteLLM(arguments.url, arguments.api_key)
+    server = RemoteLLM(arguments.url, arguments.api_key or os.environ.get("HEADRACE_ADMIN_API_KEY"))
     body = {"new_data_parallel_size": arguments.size, "drain_timeout": arguments.timeout}
     print(server.post("/scale_elastic_ep", body)["message"])
     return 0

@@ -81,8 +81,7 @@ class ResultFile:
         self._store.grow(self.file.id, len(data))
         path, size = self._store.path(self.file.id), self.file.bytes
         try:
-            with path.open("ab") as file:
-                file.write(data)
+            self._store.append(self.file.id, data)
             self.file.bytes = size + len(data)
             self._store.keep(self._tenant, self.file)
         except BaseException:

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.frontend.batch_file.file import ANY_ENDPOINT, ENDPOINTS
+from headrace.frontend.http.access import Access
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.files.batches import WINDOW_S, Batch
@@ -94,7 +95,6 @@ async def upload(state: ServerState, exchange: Exchange) -> None:
     store = state.files.store
     if not store.most_bytes:
         raise ApiError(HTTPStatus.NOT_FOUND, "this server keeps no files (its option file_store_bytes is 0)")
-    _check_origin(state, exchange)
     reading = Upload(store, exchange.header(b"content-type") or "")
     kept = False
     try:
@@ -112,13 +112,6 @@ async def upload(state: ServerState, exchange: Exchange) -> None:
         if not kept:
             await reading.drop()
     await exchange.answer(file)
-
-
-def _check_origin(state: ServerState, exchange: Exchange) -> None:
-    """Refuses other web pages: browsers let a form of any page send a multipart body, without a CORS preflight."""
-    origin, allowed = exchange.header(b"origin"), state.options.allowed_origins
-    if origin is not None and "*" not in allowed and origin not in allowed:
-        raise ApiError(HTTPStatus.FORBIDDEN, "pages of this origin may not upload files (the option allowed_origins)")
 
 
 def _file_of(reading: Upload) -> FileObject:
@@ -285,9 +278,18 @@ ROUTES: tuple[RouteSpec, ...] = (
             },
             "required": ["purpose", "file"],
         },
+        access=Access.CLIENT,
     ),
-    get("/v1/files", files, "The files that there are", FileList, query=FilesQuery, refusals=(400,)),
-    get("/v1/files/{file_id}", file, "What a file is", FileObject, refusals=(404,)),
+    get(
+        "/v1/files",
+        files,
+        "The files that there are",
+        FileList,
+        query=FilesQuery,
+        refusals=(400,),
+        access=Access.CLIENT,
+    ),
+    get("/v1/files/{file_id}", file, "What a file is", FileObject, refusals=(404,), access=Access.CLIENT),
     RouteSpec(
         method="DELETE",
         path="/v1/files/{file_id}",
@@ -295,8 +297,9 @@ ROUTES: tuple[RouteSpec, ...] = (
         summary="Forget a file",
         response=DeletedFile,
         refusals=(404,),
+        access=Access.CLIENT,
     ),
-    get("/v1/files/{file_id}/content", content, "What is in a file", refusals=(404,)),
+    get("/v1/files/{file_id}/content", content, "What is in a file", refusals=(404,), access=Access.CLIENT),
     post(
         "/v1/batches",
         create_batch,
@@ -304,9 +307,18 @@ ROUTES: tuple[RouteSpec, ...] = (
         CreateBatch,
         BatchObject,
         (400, 404, 413, 415, 429, 503),
+        access=Access.CLIENT,
     ),
-    get("/v1/batches", batches, "The batches that there are", BatchList, query=BatchesQuery, refusals=(400,)),
-    get("/v1/batches/{batch_id}", batch, "How far a batch is", BatchObject, refusals=(404,)),
+    get(
+        "/v1/batches",
+        batches,
+        "The batches that there are",
+        BatchList,
+        query=BatchesQuery,
+        refusals=(400,),
+        access=Access.CLIENT,
+    ),
+    get("/v1/batches/{batch_id}", batch, "How far a batch is", BatchObject, refusals=(404,), access=Access.CLIENT),
     RouteSpec(
         method="POST",
         path="/v1/batches/{batch_id}/cancel",
@@ -314,5 +326,6 @@ ROUTES: tuple[RouteSpec, ...] = (
         summary="End a batch; what it has answered stays",
         response=BatchObject,
         refusals=(404, 409),
+        access=Access.CLIENT,
     ),
 )

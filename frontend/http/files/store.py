@@ -23,6 +23,7 @@ from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.shared_database import SharedDatabase
 from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.ipc.process.own_folder import OwnFolder
+from headrace.ipc.process.private_files import make_existing_private, private_opener, warn_of_open_folder
 
 T = TypeVar("T")
 MOST_BATCHES = 4096
@@ -128,6 +129,8 @@ class FileStore:
             else:
                 self.folder = Path(folder)
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            warn_of_open_folder("file_store", self.folder)
+            make_existing_private(self.folder.glob("*.data"))
             self._database = SharedDatabase("file store", self.folder / "index.sqlite", _TABLES)
         except (OSError, sqlite3.Error) as error:
             named = "file_store" if folder is None else f"file_store={folder}"
@@ -141,6 +144,11 @@ class FileStore:
     def path(self, id: str) -> Path:
         """The path of a file, by the id that this store gave it."""
         return self.folder / f"{id}.data"
+
+    def append(self, id: str, data: bytes | bytearray) -> None:
+        """Writes data at the end of a file, for which `grow` has reserved room. Runs in the store's thread."""
+        with open(self.path(id), "ab", opener=private_opener) as file:
+            file.write(data)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Runs work in the store's thread. Raises StoreError if its index cannot be used, and what work raises."""

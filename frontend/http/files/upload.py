@@ -77,8 +77,7 @@ class Upload:
     def _write(self) -> None:
         """Writes the buffered bytes of the file. Runs in the store's thread."""
         self._store.grow(self.id, len(self._waiting))
-        with self._store.path(self.id).open("ab") as file:
-            file.write(self._waiting)
+        self._store.append(self.id, self._waiting)
         self.num_bytes += len(self._waiting)
         self._waiting.clear()
 

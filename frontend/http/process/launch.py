@@ -32,6 +32,7 @@ from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import Ready
 from headrace.ipc.process.child import heeded_signals
 from headrace.ipc.process.log import FORMAT_VARIABLE, LEVEL_VARIABLE, protect_stderr, set_up_logging
+from headrace.ipc.process.private_files import warn_of_open_secret
 
 
 class PhaseLog:
@@ -107,6 +108,7 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
     set_up_server_logging()
     if warning:
         logging.getLogger(__name__).warning("%s", warning)
+    _warn_of_open_secrets(options)
     phases = PhaseLog("read options", process_began_s())
     children: list[EngineProcess] = []
     coordinator: Child | None = None
@@ -144,6 +146,11 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
         for child in (*children, *([coordinator] if coordinator is not None else [])):
             child.kill()
         raise
+
+
+def _warn_of_open_secrets(options: ServeOptions) -> None:
+    for name in ("api_key_file", "admin_api_key_file", "ssl_keyfile"):
+        warn_of_open_secret(name, getattr(options, name))
 
 
 def _ready_at(coordinator: Child, ranks: Ranks) -> str:

@@ -160,6 +160,17 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             default_text="the environment's HEADRACE_API_KEY, else its VLLM_API_KEY",
         ),
     ] = ()
+    admin_api_key: Annotated[
+        tuple[Secret, ...],
+        Option(
+            SECURITY,
+            "Keys for the routes that act on all clients of the server: /scale_elastic_ep and those of "
+            "server_dev_mode; repeatable. They open the other routes too. Without one, these routes answer 403 if "
+            "there are API keys, and otherwise callers on the same machine",
+            default_text="the environment's HEADRACE_ADMIN_API_KEY",
+        ),
+    ] = ()
+    admin_api_key_file: Annotated[str | None, Option(SECURITY, "A file of admin keys, one on each line")] = None
     guard_metrics: Annotated[
         bool, Option(SECURITY, "Ask for a key at /metrics and /version too: they tell how the model is used")
     ] = False
@@ -172,6 +183,14 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ssl_cert_reqs: Annotated[
         int, Option(SECURITY, "Whether clients need a certificate: 0 no, 1 optional, 2 yes", minimum=0, maximum=2)
     ] = 0
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Option(
+            SECURITY,
+            "Names in the Host header that a server without API keys answers to, besides localhost, IP addresses and "
+            "host; *.NAME is all below a name, * is all. Protects from web pages whose name is re-bound to this server",
+        ),
+    ] = ()
     allowed_origins: Annotated[
         tuple[str, ...], Option(SECURITY, "Web origins whose pages may call the server (CORS); * is all")
     ] = ()
@@ -341,7 +360,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool,
         Option(
             OBSERVED,
-            "Serve vLLM's development routes, such as /pause and /resume: whoever may call the server may then stop it",
+            "Serve vLLM's development routes, such as /pause and /resume, which act on all clients: see admin_api_key",
             default_text="the environment's HEADRACE_SERVER_DEV_MODE=1",
         ),
     ] = False
@@ -412,6 +431,7 @@ def with_environment(options: ServeOptions, environment: Mapping[str, str]) -> S
 
 _WITHOUT_HTTP = ("log_level", "log_format")
 _ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^/?#\s]+")
+_HOST = re.compile(r"\*|(\*?\.)?[^\s/:@*\[\]?#]+|\[?[0-9a-fA-F:.]+\]?")
 _OF_ROUTER = ("max_migrations", "heartbeat_timeout", "progress_timeout")
 
 
@@ -446,6 +466,12 @@ def check_serve_options(options: ServeOptions) -> None:
             raise OptionError(
                 f"allowed_origins has {origin!r:.200}, which no page's origin equals: give * for all, or "
                 "SCHEME://HOST[:PORT] as browsers send it, such as https://app.example"
+            )
+    for host in options.allowed_hosts:
+        if not _HOST.fullmatch(host):
+            raise OptionError(
+                f"allowed_hosts has {host!r:.200}, which is no name: give * for all, NAME or *.NAME, without a scheme, "
+                "a port or a path"
             )
     if options.root_path and not options.root_path.startswith("/"):
         raise OptionError(f"root_path={options.root_path}: it must begin with /")

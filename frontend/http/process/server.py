@@ -22,11 +22,13 @@ from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.scaling import Scaler
 from headrace.frontend.fleet.sources import Source
+from headrace.frontend.http.access import Keys
 from headrace.frontend.http.app import make_app
 from headrace.frontend.http.connection import Connections, with_limits
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.openai.prompts import load_template
 from headrace.frontend.http.process.engines import log_load, log_missing
+from headrace.frontend.http.process.keys import read_admin_keys, read_keys
 from headrace.frontend.http.process.options import LOG_STATS_EVERY_S, LOOPBACK, ServeOptions
 from headrace.frontend.http.routes import ServerState
 from headrace.frontend.text.template_renderer import renderer
@@ -35,8 +37,6 @@ from headrace.ipc.process.gc_pauses import gc_watched
 from headrace.ipc.process.limits import raise_file_limit
 
 EXIT_DONE, EXIT_ERROR, EXIT_ENGINE_FAILED = 0, 1, 70
-KEY_VARIABLES = ("HEADRACE_API_KEY", "VLLM_API_KEY")
-"""Environment variables of the API key, if no option gives one; the first that is set counts."""
 _BACKLOG = 2048
 _SWITCH_S = 5e-4
 _LAST_WORDS_S = 1.0
@@ -112,32 +112,10 @@ def url_of(options: ServeOptions, sock: socket.socket) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{options.root_path}"
 
 
-def read_keys(options: ServeOptions) -> list[str]:
-    """All API keys, without the line breaks that secrets from files and volumes end in. Raises OptionError for an empty
-    one, and for a file that cannot be read or holds none."""
-    keys = [key.value.strip() for key in options.api_key]
-    if options.api_key_file is not None:
-        try:
-            lines = Path(options.api_key_file).read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(f"api_key_file={options.api_key_file} cannot be read: {error}") from None
-        in_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not in_file:
-            raise OptionError(f"api_key_file={options.api_key_file} holds no key: put one on each line")
-        keys += in_file
-    named = [name for name in KEY_VARIABLES if name in os.environ]
-    if not keys and named:
-        keys = [os.environ[named[0]].strip()]
-        if not keys[0]:
-            raise OptionError(f"{named[0]} is set and empty: unset it for a server without a key, or put one in it")
-    if not all(keys):
-        raise OptionError("api_key is empty: leave it out for a server without a key, or give one")
-    return keys
-
-
 def check_files(options: ServeOptions) -> None:
     """Raises OptionError for keys, templates or certificates that cannot be read."""
     read_keys(options)
+    read_admin_keys(options)
     load_template(options.chat_template)
     _tls_arguments(options)
 
@@ -148,7 +126,8 @@ class HttpServer:
     def __init__(self, options: ServeOptions, sock: socket.socket, pages: Pages) -> None:
         """Raises OptionError for keys, templates or certificates that cannot be read."""
         self._options, self._sock, self._pages = options, sock, pages
-        self._keys, self._template = read_keys(options), load_template(options.chat_template)
+        self._keys = Keys(read_keys(options), read_admin_keys(options))
+        self._template = load_template(options.chat_template)
         self._tls_arguments = _tls_arguments(options)
         self._stop_at_s: float | None = None
         self._stop_asked: asyncio.Event | None = None

@@ -351,7 +351,7 @@ class _Service:
             server=self._options,
             parent_has_engine=bool(self._keepers) and not self._are_found,
             coordinators=self._engine_options.coordinator,
-            parent_scales=self._scales,
+            num_scalable=self._engine_options.data_parallel_size if self._scales else 0,
             peer_timeout_s=self._peer_timeout_s,
             pages_file=f"/proc/self/fd/{self._pages}",
             num_processes=len(self._processes),

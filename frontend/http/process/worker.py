@@ -27,7 +27,7 @@ from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.client.own_engine import CAUSE_GRACE_S
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.frontend.fleet.pool import EnginePool
-from headrace.frontend.fleet.scaling import check_size
+from headrace.frontend.fleet.scaling import check_room
 from headrace.frontend.fleet.sources import Attached, Source
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.process.launch import say_engine_ended, say_engine_returned, set_up_server_logging
@@ -84,8 +84,8 @@ class ScaleTo(Message, frozen=True):
 class ParentScaler:
     """Asks the parent to change the number of engines, and waits until the coordinator has announced that many."""
 
-    def __init__(self, ask: Callable[[ScaleTo], None]) -> None:
-        self._ask = ask
+    def __init__(self, ask: Callable[[ScaleTo], None], num_at_start: int) -> None:
+        self._ask, self._num_at_start = ask, num_at_start
         self.pool: EnginePool | None = None
         self._num_given_up = self._num_left = 0
         self._why = ""
@@ -99,8 +99,8 @@ class ParentScaler:
     async def scale(self, size: int, drain_timeout_s: float) -> None:
         pool = self.pool
         assert pool is not None, "it serves"
-        check_size(size)
         async with self._scaling:
+            await check_room(size, pool, self._num_at_start)
             before = self._num_given_up
             self._ask(ScaleTo(size=size, drain_timeout_s=drain_timeout_s))
             end_s = time.monotonic() + drain_timeout_s + START_TIMEOUT_S
@@ -187,8 +187,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The parent runs the only engine and reports its state; else they are those that `server` names or coordinators
     announce."""
     coordinators: tuple[str, ...]
-    parent_scales: bool
-    """The engines that coordinators announce are the parent's, which can change their number."""
+    num_scalable: int
+    """How many engines, which coordinators announce, the parent has started and can change the number of; 0: none."""
     peer_timeout_s: float | None
     """For engines that `server` names or coordinators announce; that of the parent's only engine is in EngineUp."""
     pages_file: str
@@ -240,7 +240,7 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
     server.on_ready = on_ready
     server.logs_stats = options.logs_stats
     server.says_waits = options.index == 0
-    scaler = ParentScaler(tell_parent) if options.parent_scales else None
+    scaler = ParentScaler(tell_parent, options.num_scalable) if options.num_scalable else None
     server.scaler = scaler
 
     def take(news: EngineUp | EngineDown | EngineGaveUp) -> None:

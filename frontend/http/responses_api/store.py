@@ -59,7 +59,7 @@ class ResponseStore:
         self.most_bytes, self.is_shared = most_bytes, path is not None
         try:
             self._database = SharedDatabase("response store", path, _TABLES)
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:
             raise OptionError(f"response_store={path}: no database that can be used ({error})") from None
 
     def close(self) -> None:
