@@ -21,7 +21,9 @@ COMPLETIONS = "/v1/completions"
 SLOW = {"step_delay_s": 0.01}
 ENDLESS = {"prompt": [5, 6], "max_tokens": 30_000, "ignore_eos": True, "stream": True}
 SHORT = json.dumps({"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}).encode()
-POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+POST = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+)
 MOST_REQUESTS = 20_000
 NUM_REQUESTS = 1_000
 
@@ -149,7 +151,10 @@ def test_a_server_that_stops_behind_nginx_as_it_comes_loses_no_request(tmp_path)
     ports, port = (free_port(), free_port()), free_port()
     with contextlib.ExitStack() as stack:
         first, _ = (
-            stack.enter_context(serving("--port", str(each), null_model={"step_delay_s": 0.002})) for each in ports
+            stack.enter_context(
+                serving("--port", str(each), "--allowed-hosts", "headrace", null_model={"step_delay_s": 0.002})
+            )
+            for each in ports
         )
         stack.enter_context(nginx(tmp_path, plain_conf(ports, port)))
         probe = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}"))
@@ -195,7 +200,7 @@ def drained(*arguments: str, kept: int = 0) -> Iterator[tuple[Server, list[socke
 
 
 def is_alive(sock: socket.socket) -> None:
-    sock.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+    sock.sendall(b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
     answer = b""
     while not answer.endswith(b'{"status":"ok"}'):
         part = sock.recv(65536)
@@ -204,16 +209,17 @@ def is_alive(sock: socket.socket) -> None:
 
 
 PREFLIGHT = (
-    b"OPTIONS /v1/completions HTTP/1.1\r\nhost: x\r\norigin: http://a\r\naccess-control-request-method: POST\r\n\r\n"
+    b"OPTIONS /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+    b"origin: http://a\r\naccess-control-request-method: POST\r\n\r\n"
 )
 ROUTES: dict[str, tuple[int, bytes]] = {
     "a generation": (200, POST % len(SHORT) + SHORT),
-    "not ready": (503, b"GET /health/ready HTTP/1.1\r\nhost: x\r\n\r\n"),
-    "alive": (200, b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"),
-    "metrics": (200, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n"),
-    "models": (200, b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"),
-    "no route": (404, b"GET /nothing HTTP/1.1\r\nhost: x\r\n\r\n"),
-    "a wrong method": (405, b"DELETE /metrics HTTP/1.1\r\nhost: x\r\n\r\n"),
+    "not ready": (503, b"GET /health/ready HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+    "alive": (200, b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+    "metrics": (200, b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+    "models": (200, b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+    "no route": (404, b"GET /nothing HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+    "a wrong method": (405, b"DELETE /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n"),
     "a wrong body": (400, POST % 1 + b"{"),
     "a preflight": (200, PREFLIGHT),
 }
