@@ -168,3 +168,11 @@ def test_numpys_numbers_are_numbers_and_leave_as_pythons() -> None:
     wire = params.to_wire(max_tokens=90)
     assert (wire.temperature, wire.top_k, wire.max_tokens) == (0.5, 5, 7)
     assert (type(wire.temperature), type(wire.top_k), type(wire.max_tokens)) == (float, int, int)
+
+
+@pytest.mark.parametrize("value", [-(2**63) - 1, 2**64])
+def test_extra_args_name_the_integers_that_cannot_be_sent(value: int) -> None:
+    with pytest.raises(InvalidRequestError, match="extra_args integers must be at least"):
+        SamplingParams(extra_args={"a": {"nested": [{"x": value}]}})
+    for fits in (-(2**63), 2**64 - 1):
+        assert SamplingParams(extra_args={"a": [fits]}).extra_args == {"a": [fits]}

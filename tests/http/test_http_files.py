@@ -190,7 +190,7 @@ def test_a_batch_of_responses_is_answered_as_the_route_answers(client):
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(told["not kept"].id)
     words = {
-        "gone": (404, "previous_response_id", "the response 'resp_gone' is not here"),
+        "gone": (404, "previous_response_id", "Response with id 'resp_gone' not found"),
         "streamed": (400, "stream", "a batch gives whole answers"),
         "background": (400, "background", "a batch gives whole answers"),
         "wrong": (400, "temperature", "temperature"),

@@ -416,7 +416,7 @@ def test_stored_responses_are_read_and_deleted_by_their_owner_alone(server, clie
         for forbidden in (other.responses.retrieve, other.responses.delete, other.responses.input_items.list):
             with pytest.raises(openai.NotFoundError):
                 forbidden(response.id)
-        with pytest.raises(openai.NotFoundError, match="is not here"):
+        with pytest.raises(openai.NotFoundError, match=r"Response with id '.*' not found: it was deleted"):
             ask(other, "x", previous_response_id=response.id)
     client.responses.delete(response.id)
     with pytest.raises(openai.NotFoundError, match="was deleted, was not stored, or had to make room"):

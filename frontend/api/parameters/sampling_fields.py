@@ -151,7 +151,11 @@ def verify_extra_args(values: Any) -> None:
         raise bad("extra_args", values, "must be a dict with names as keys")
     try:
         size = len(msgspec.msgpack.encode(values))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except OverflowError:
+        raise InvalidRequestError(
+            "SamplingParams.extra_args integers must be at least -2**63 and less than 2**64, in lists and dicts too"
+        ) from None
+    except (TypeError, ValueError, RecursionError) as error:
         raise bad("extra_args", values, f"cannot be sent: {error}") from None
     if size > MOST_EXTRA_BYTES or len(values) > 256:
         raise InvalidRequestError(

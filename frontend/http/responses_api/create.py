@@ -191,7 +191,7 @@ async def _history(store: ResponseStore, tenant: str, previous: str | None) -> l
     also = "" if missing == previous else f", which {previous!r:.200} follows,"
     raise ApiError(
         HTTPStatus.NOT_FOUND,
-        f"the response {missing!r:.200}{also} is not here: it was deleted, was not stored, or had to make room",
+        f"Response with id {missing!r:.200}{also} not found: it was deleted, was not stored, or had to make room",
         param=param,
         code="previous_response_not_found",
     )

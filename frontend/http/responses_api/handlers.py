@@ -311,5 +311,5 @@ async def _stored(state: ServerState, exchange: Exchange) -> Stored:
 
 
 def _no_response(id: str) -> ApiError:
-    why = f"the response {id!r:.200} is not here: it was deleted, was not stored, or had to make room"
+    why = f"Response with id {id!r:.200} not found: it was deleted, was not stored, or had to make room"
     return ApiError(HTTPStatus.NOT_FOUND, why, param="response_id", code="not_found")
