@@ -529,6 +529,8 @@ class Start(Message):
     options: dict[str, Any]
     bind: str
     """Address to listen on; empty: the child chooses an ipc:// path in the runtime directory."""
+    weights_path: str = ""
+    """Where an engine is to read weights after those of its model, as by ReloadWeights; empty: nowhere."""
 
 
 class Progress(Message):
@@ -552,6 +554,12 @@ class Ready(Message):
     """How long the child and its clients may be silent; None for the default."""
 
 
+class WeightsRead(Message):
+    """The engine uses the weights of this path from now on, on a client's order; empty: its own model's."""
+
+    path: str
+
+
 class ChildFailed(Message):
     """The child cannot go on; it exits after this."""
 
@@ -565,7 +573,7 @@ class Stop(Message):
 
 
 ParentMessage = Start | Stop
-ChildMessage = Progress | Ready | ChildFailed
+ChildMessage = Progress | Ready | WeightsRead | ChildFailed
 
 
 def hash_of(*unions: Any) -> str:

@@ -133,6 +133,8 @@ class Controller:
         """The profile being recorded, or None."""
         self.on_weights: Callable[[str], None] = lambda weights: None
         """Called when the executor's weights have changed, with the new WorkerAnswer.weights."""
+        self.on_weights_path: Callable[[str], None] = lambda path: None
+        """Called with the path of each ReloadWeights that was carried out."""
         self._weights = plan.model.weights
 
     def carry_out(self, client: int, call: int, command: Commands) -> None:
@@ -185,7 +187,8 @@ class Controller:
             case CallExtension():
                 return ExtensionAnswers(payloads=tuple(a.payload for a in self._executor.control(command)))
             case ReloadWeights():
-                self._reload_weights(command)
+                self.reload_weights(command.path)
+                self.on_weights_path(command.path)
             case Sleep():
                 self._sleep(command)
             case WakeUp():
@@ -212,11 +215,12 @@ class Controller:
             raise
         self.asleep, self._level = ASLEEP, command.level
 
-    def _reload_weights(self, command: ReloadWeights) -> None:
+    def reload_weights(self, path: str) -> None:
+        """Raises HeadraceError; the old weights stay in use then."""
         if "weights" in self.asleep:
             raise HeadraceError("the weights sleep, and cannot be changed; wake them with wake_up(tags=['weights'])")
         try:
-            self._executor.control(PrepareWeights(path=command.path))
+            self._executor.control(PrepareWeights(path=path))
         except HeadraceError:
             self._executor.control(UseWeights(prepared=False))
             raise

@@ -87,11 +87,19 @@ class EngineCore:
         self.plan: Plan | None = None
         self.facts: Facts | None = None
         self.startup_s: dict[str, float] = {}
+        self.on_weights_path: Callable[[str], None] = lambda path: None
+        """Set before `start`. Called with the path when a client has had the weights read again from there."""
 
     def start(
-        self, on_phase: OnPhase = lambda name, seconds: None, on_read: OnRead = lambda done_bytes, total_bytes: None
+        self,
+        on_phase: OnPhase = lambda name, seconds: None,
+        on_read: OnRead = lambda done_bytes, total_bytes: None,
+        weights_path: str = "",
     ) -> None:
-        """Loads the model and begins to answer clients. Raises OptionError or ModelError with the cause."""
+        """Loads the model and begins to answer clients. Raises OptionError or ModelError with the cause.
+
+        weights_path: where to read weights after those of the model, which an engine before this one used.
+        """
         phases = Phases(on_phase, on_read)
         phases("import")
         for check in (scheduler_class, profile_folder, check_stored_format):  # fail before a model is loaded
@@ -129,7 +137,9 @@ class EngineCore:
         executor.on_call(lambda: self._inbox.put((0, PeersStep())))
         self.welcome = self._welcome(plan, facts, bundle)
         self._sessions = Sessions(self._inbox, self.welcome, bundle)
-        self._loop.follow_weights(self._on_weights)
+        self._loop.follow_weights(self._on_weights, self.on_weights_path)
+        if weights_path:
+            self._loop.reload_weights(weights_path)
         self.port.serve(self._sessions)
 
     def announce(self, coordinators: Sequence[str]) -> None:

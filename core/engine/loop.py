@@ -181,9 +181,13 @@ class Loop:
             self._compiler.prepare()
         self.scheduler.grammars = GrammarMasks(backend, self.scheduler.config.vocab_size)
 
-    def follow_weights(self, heard: Callable[[str], None]) -> None:
-        """Registers a callback for reloaded weights; its argument is `WorkerAnswer.weights`."""
-        self._controller.on_weights = heard
+    def follow_weights(self, heard: Callable[[str], None], heard_path: Callable[[str], None]) -> None:
+        """Registers callbacks for reloaded weights: with `WorkerAnswer.weights`, and with their path."""
+        self._controller.on_weights, self._controller.on_weights_path = heard, heard_path
+
+    def reload_weights(self, path: str) -> None:
+        """Before `run`: carries out what a ReloadWeights would. Raises HeadraceError."""
+        self._controller.reload_weights(path)
 
     def run(self) -> None:
         """Runs until a StopOrder is carried out. If the executor fails, sends the failure to every client and

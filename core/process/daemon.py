@@ -25,7 +25,7 @@ from headrace.core.process.child_output import LoadBar
 from headrace.core.process.installed import CLIENT_ALONE
 from headrace.core.process.supervisor import START_GRACE_S
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
-from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start
+from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start, WeightsRead
 from headrace.ipc.process.child import (
     exit_when_slow,
     heeded_signals,
@@ -207,6 +207,10 @@ def run_as_child(fd: int) -> int:
     def on_read(read_bytes: int, total_bytes: int) -> None:
         channel.send(Progress(phase=phase[0], seconds=0.0, read_bytes=read_bytes, total_bytes=total_bytes))
 
+    def on_weights_path(path: str) -> None:
+        with contextlib.suppress(ChannelClosedError):  # the parent is gone
+            channel.send(WeightsRead(path=path))
+
     core: EngineCore | None = None
     try:
         start = channel.receive(Deadline(10.0))
@@ -219,7 +223,8 @@ def run_as_child(fd: int) -> int:
         threading.Thread(
             target=obey_parent, args=(channel, core.stop, EXIT_ENGINE_FAILED), name="parent", daemon=True
         ).start()
-        core.start(on_phase, on_read)
+        core.on_weights_path = on_weights_path
+        core.start(on_phase, on_read, start.weights_path)
         core.announce(options.coordinator)
         assert core.facts is not None, "the start is over"
         of_ranks = core.facts.ranks_startup_s

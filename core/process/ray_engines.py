@@ -39,7 +39,7 @@ PASSED_ON, PASSED_ON_STARTS = ("PYTHONPATH", "HEADRACE_LOG_LEVEL"), ("NCCL_", "T
 """Environment variables (by name, by prefix) that are passed to the actors, including NCCL's settings."""
 STRATEGY = "SPREAD"
 """Spreads engines over as many hosts as possible, so that the loss of a host ends few of them."""
-STOP_GRACE_S = 5.0
+STOP_GRACE_S = WEIGHTS_TOLD_S = 5.0
 CONNECT_S = 10.0
 MOST_COORDINATORS = 2
 COORDINATOR_STARTS_WITHIN_S, COORDINATOR_PAUSE_S = 60.0, 0.5
@@ -175,7 +175,7 @@ class RayFleet:
         )
         return actor.remote(self.keys.read_text(encoding="utf-8"), *args)
 
-    def start(self, rank: int) -> RayEngine:
+    def start(self, rank: int, weights_path: str = "") -> RayEngine:
         nodes, bundle = self._nodes(), self._bundles[rank][0]
         # The engines of one host divide its cores and its memory.
         options = msgspec.structs.replace(
@@ -185,11 +185,15 @@ class RayFleet:
             data_parallel_backend="mp",
             coordinator=self.coordinators,
         )
-        handle = self.actor(EngineActor, bundle, msgspec.msgpack.encode(options), **self._share)
+        handle = self.actor(EngineActor, bundle, msgspec.msgpack.encode(options), weights_path, **self._share)
         engine = RayEngine(self._ray, handle, self, rank)
         with self._lock:
             self._running.add(engine)
         return engine
+
+    def running(self) -> list[RayEngine]:
+        with self._lock:
+            return list(self._running)
 
     def ended(self, engine: RayEngine, *, for_good: bool) -> None:
         """Notes the end of an engine. With for_good, and after the last one, removes the placement group, and shuts Ray
@@ -227,13 +231,26 @@ class RayEngine:
         self._lock = threading.Lock()
         threading.Thread(target=self._watch, name=f"ray-engine-{rank}", daemon=True).start()
 
-    def again(self) -> RayEngine:
-        """Starts a replacement of this engine; on another host if this one's is gone."""
-        return self.fleet.start(self._rank)
+    def again(self, weights_path: str = "") -> RayEngine:
+        """Starts a replacement of this engine, with weights of this path; on another host if this one's is gone."""
+        return self.fleet.start(self._rank, weights_path)
+
+    @property
+    def weights_path(self) -> str:
+        """Where its weights come from, or, if its host is gone, those of the fleet's other engines."""
+        for engine in (self, *self.fleet.running()):
+            with contextlib.suppress(Exception):  # Ray raises many types
+                return str(self._ray.get(engine._actor.weights_path.remote(), timeout=WEIGHTS_TOLD_S))
+        return ""
 
     @property
     def alive(self) -> bool:
         return not self._ended.is_set()
+
+    @property
+    def runs(self) -> bool:
+        """Same as `alive`: Ray tells of an end at once."""
+        return self.alive
 
     def wait_ready(self, timeout_s: float | None = None, on_progress: OnProgress | None = None) -> Ready:
         """Waits for the engine's Ready. Raises EngineStartError with the cause if it fails or is not ready in time."""
@@ -413,12 +430,12 @@ def own_host() -> str:
 class EngineActor:
     """A Ray actor: the parent process of one engine-core."""
 
-    def __init__(self, keys: str, options: bytes) -> None:
+    def __init__(self, keys: str, options: bytes, weights_path: str) -> None:
         """keys: content of the key file. options: `Options` in msgpack."""
         self._folder = use_keys(keys)
         self._failure: Failure | None = None
         self._has_ended = threading.Event()
-        self._child = start_engine(msgspec.msgpack.decode(options, type=Options), f"{own_host()}:*")
+        self._child = start_engine(msgspec.msgpack.decode(options, type=Options), f"{own_host()}:*", weights_path)
         self._child.on_exit(self._end)
 
     def ready(self) -> tuple[bytes | None, bytes | None, int]:
@@ -433,6 +450,9 @@ class EngineActor:
         """Waits for an unexpected end of the engine and returns its Failure in msgpack."""
         self._has_ended.wait()
         return msgspec.msgpack.encode(self._failure)
+
+    def weights_path(self) -> str:
+        return self._child.weights_path
 
     def stop(self, deadline_s: float) -> None:
         self._child.stop(deadline_s)

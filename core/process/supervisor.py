@@ -38,8 +38,9 @@ from headrace.ipc.messages import (
     Ready,
     Start,
     Stop,
+    WeightsRead,
 )
-from headrace.ipc.process.proc import oom_kill_count, status_of
+from headrace.ipc.process.proc import is_dying, oom_kill_count, status_of
 from headrace.ipc.process.program import (
     child_environment,
     occupy_standard_descriptors,
@@ -106,6 +107,8 @@ class Child:
         self._exited = False
         self.keys: Path | None = None
         """Keys for the engine's address. None: those of HEADRACE_KEYS, which the child inherits."""
+        self.weights_path = start.weights_path if isinstance(start, Start) else ""
+        """Where an engine's weights come from, if not from its own model: an engine that replaces it needs them too."""
         self._progress: list[Progress] = []
         self._on_exit: list[OnExit] = []
         occupy_standard_descriptors()
@@ -187,6 +190,11 @@ class Child:
     @property
     def log_tail(self) -> tuple[str, ...]:
         return self.log.tail
+
+    @property
+    def runs(self) -> bool:
+        """The process is not about to end, as the system says now: `alive` holds until its end has been handled."""
+        return self.alive and not is_dying(self.pid)
 
     @property
     def is_stopped(self) -> bool:
@@ -312,6 +320,8 @@ class Child:
             elif isinstance(message, Ready):
                 self._phase = "serve"
                 self.ready = message
+            elif isinstance(message, WeightsRead):
+                self.weights_path = message.path
             elif isinstance(message, ChildFailed):
                 self.failure = message.failure
             self._changed.notify_all()
@@ -382,8 +392,10 @@ def ask_for_stacks(children: Sequence[Child]) -> None:
         child.log.wait(num_stacks, deadline)
 
 
-def start_engine(options: Options, address: str = "") -> Child:
+def start_engine(options: Options, address: str = "", weights_path: str = "") -> Child:
     """Starts an engine-core as a child, which ends when this process does. `wait_ready` returns its address.
+
+    weights_path: where other engines of this model have had their weights read again, if they have.
 
     Raises EngineStartError where only the client is installed, and for a model's path where there is nothing.
     """
@@ -393,7 +405,7 @@ def start_engine(options: Options, address: str = "") -> Child:
             check_path_exists(options.model or "")
         except ModelError as error:
             raise EngineStartError.from_failure(Failure.of(error, process="engine-core", phase="start")) from None
-    start = Start(schema_hash=SCHEMA_HASH, options=plain_options(options), bind=address)
+    start = Start(schema_hash=SCHEMA_HASH, options=plain_options(options), bind=address, weights_path=weights_path)
     child = ChildOptions(
         startup_timeout_s=options.startup_timeout, shows_loading=options.use_tqdm_on_load, bind=address
     )

@@ -94,8 +94,10 @@ def owned_ranks(
     from headrace.core.process.ray_engines import RayEngine
     from headrace.core.process.supervisor import start_engine
 
-    def starter(rank: int, first: EngineProcess) -> Callable[[], EngineProcess]:
-        return first.again if isinstance(first, RayEngine) else lambda: start_engine(of_rank(options, rank))
+    def starter(rank: int, first: EngineProcess) -> Callable[[str], EngineProcess]:
+        if isinstance(first, RayEngine):
+            return first.again
+        return lambda weights_path: start_engine(of_rank(options, rank), weights_path=weights_path)
 
     of_children = zip(range(len(children)) if ranks is None else ranks, children, strict=True)
     return [Owned(starter(rank, child), child, restarts=restarts, rank=rank) for rank, child in of_children]

@@ -116,6 +116,11 @@ class Engine:
         return True
 
     @property
+    def has_ended(self) -> bool:
+        """For good: it is not connected, and nothing tries to connect it again."""
+        return self.client is None and (self.task is None or self.task.done())
+
+    @property
     def is_foreign(self) -> bool:
         """Someone else runs it: it may return, but this process cannot know."""
         return self.source.comes_back and not self.source.is_awaited
@@ -526,7 +531,8 @@ class EnginePool:
             delay_s = 0.0 if stable else min(max(1.0, 2 * delay_s), longest_s) if delay_s else 0.1
             await asyncio.sleep(delay_s)
         # At the start, one engine that fails is fatal; later, only the death of the last one is.
-        if fails_start or (self._discovery is None and not any(each.client is not None for each in self.engines)):
+        others = [each for each in self.engines if each is not engine]
+        if fails_start or (self._discovery is None and all(each.has_ended for each in others)):
             self.failure = failure
             self.dead.set()
         if engine.source.is_gone:

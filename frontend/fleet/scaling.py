@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.frontend.fleet.client import of_rank
 from headrace.frontend.fleet.pool import Engine, EnginePool
-from headrace.frontend.fleet.sources import Owned
+from headrace.frontend.fleet.sources import EngineProcess, Owned
 from headrace.ipc.failure import EngineStartError, HeadraceError, OptionError
 from headrace.ipc.process.host import host_memory, usable_cores
 from headrace.ipc.process.proc import anonymous_bytes
@@ -53,13 +53,13 @@ class OwnScaler:
         assert pool is not None, "it serves"
         async with self._scaling:
             await check_room(size, pool, self._options.data_parallel_size)
-            for engine in [each for each in _own(pool) if _has_ended(each)]:
+            for engine in [each for each in _own(pool) if each.has_ended]:
                 await pool.remove(engine)
             own = _own(pool)
             if len(own) < size:
                 await self._grow(pool, own, size)
             elif len(own) > size:
-                by_state = sorted(own, key=lambda engine: (not engine.usable, engine.index))
+                by_state = sorted(own, key=lambda engine: (not _serves(engine), engine.index))
                 await self._shrink(pool, by_state[size:], drain_timeout_s)
             await self._until_all_serve(pool, size)
 
@@ -67,20 +67,23 @@ class OwnScaler:
         """Adds engines one after another, as starting engines share the machine's disk and cores. One that does not
         start is not kept."""
         taken = {engine.index for engine in own}
+        weights_path = next((each.source.weights_path for each in own if isinstance(each.source, Owned)), "")
         for rank in [each for each in range(size) if each not in taken][: size - len(own)]:
             options = of_rank(msgspec.structs.replace(self._options, data_parallel_size=size), rank)
-            source = await asyncio.to_thread(_start, options, self._restarts)
+            try:
+                source = await asyncio.to_thread(_start, options, self._restarts, weights_path)
+            except HeadraceError as error:
+                raise _not_started(pool, rank, str(error)) from error
             engine = pool.add(source, rank)
             while not engine.usable:
-                if engine.failure is not None or _has_ended(engine):
+                if engine.failure is not None or engine.has_ended:
                     why = engine.failure.message if engine.failure is not None else "it ended"
                     await pool.remove(engine)
-                    raise EngineStartError(
-                        f"the engine of rank {rank} did not start, so there are {_num_serving(pool)}: {why}"
-                    )
+                    raise _not_started(pool, rank, why)
                 await asyncio.sleep(_LOOK_S)
 
     async def _shrink(self, pool: EnginePool, leaving: list[Engine], drain_timeout_s: float) -> None:
+        """Drains those that serve, and ends those that do not. One that does not leave in time is ended too."""
         draining = []
         for engine in leaving:
             if engine.usable and isinstance(engine.source, Owned):
@@ -89,20 +92,20 @@ class OwnScaler:
             else:
                 await pool.remove(engine)  # it is being restarted, and has no requests
         end_s = time.monotonic() + drain_timeout_s + DRAIN_GRACE_S
-        while any(each in pool.engines for each in draining) and time.monotonic() < end_s:
+        while left := [each for each in draining if each in pool.engines]:
+            for engine in left:
+                if engine.has_ended or time.monotonic() > end_s:  # killed before it said that it leaves; or it hangs
+                    await pool.remove(engine)
             await asyncio.sleep(_LOOK_S)
-        left = [each.name for each in draining if each in pool.engines]
-        if left:
-            raise HeadraceError(f"{', '.join(left)} did not leave within {drain_timeout_s + DRAIN_GRACE_S:g} s")
 
     async def _until_all_serve(self, pool: EnginePool, size: int) -> None:
         """Waits for engines that are being restarted. Raises HeadraceError, with the number there is, if they do not
         serve in time or have ended for good."""
         end_s = time.monotonic() + self._options.startup_timeout
         while _num_serving(pool) != size:
-            if time.monotonic() > end_s or any(map(_has_ended, _own(pool))) or len(_own(pool)) != size:
+            if time.monotonic() > end_s or any(each.has_ended for each in _own(pool)) or len(_own(pool)) != size:
                 why = next((each.failure.message for each in _own(pool) if each.failure is not None), "one has ended")
-                raise HeadraceError(f"there are {_num_serving(pool)} engines, and not {size}: {why}")
+                raise HeadraceError(f"{there_are(_num_serving(pool))}, and not {size}: {why}")
             await asyncio.sleep(_LOOK_S)
 
 
@@ -110,13 +113,22 @@ def _own(pool: EnginePool) -> list[Engine]:
     return [engine for engine in pool.engines if isinstance(engine.source, Owned)]
 
 
-def _has_ended(engine: Engine) -> bool:
-    """For good: it is not connected, and nothing tries to connect it again."""
-    return engine.client is None and (engine.task is None or engine.task.done())
-
-
 def _num_serving(pool: EnginePool) -> int:
-    return sum(engine.usable for engine in _own(pool))
+    return sum(map(_serves, _own(pool)))
+
+
+def _serves(engine: Engine) -> bool:
+    """It takes requests, and its process has not ended, also where the connection's end is not noticed yet."""
+    return engine.usable and isinstance(engine.source, Owned) and engine.source.runs
+
+
+def _not_started(pool: EnginePool, rank: int, why: str) -> EngineStartError:
+    return EngineStartError(f"the engine of rank {rank} did not start, so {there_are(_num_serving(pool))}: {why}")
+
+
+def there_are(num_engines: int) -> str:
+    """Tells a client how many engines serve."""
+    return f"there are {num_engines} engines" if num_engines != 1 else "there is 1 engine"
 
 
 async def check_room(size: int, pool: EnginePool, num_at_start: int) -> None:
@@ -144,7 +156,10 @@ def _check_memory(size: int, num_more: int, pids: Sequence[int]) -> None:
         )
 
 
-def _start(options: Options, restarts: int) -> Owned:
+def _start(options: Options, restarts: int, weights_path: str) -> Owned:
     from headrace.core.process.supervisor import start_engine
 
-    return Owned(lambda: start_engine(options), start_engine(options), restarts=restarts)
+    def start(path: str) -> EngineProcess:
+        return start_engine(options, weights_path=path)
+
+    return Owned(start, start(weights_path), restarts=restarts)

@@ -108,7 +108,17 @@ class EngineProcess(Protocol):
     @property
     def alive(self) -> bool: ...
     @property
+    def runs(self) -> bool:
+        """As `alive`, but asks the system."""
+        ...
+
+    @property
     def ready(self) -> Ready | None: ...
+    @property
+    def weights_path(self) -> str:
+        """Where its weights come from; empty: from its own model."""
+        ...
+
     @property
     def keys(self) -> Path | None:
         """The key file for its address, if it is not the one that HEADRACE_KEYS names."""
@@ -134,9 +144,10 @@ class Owned(Source):
     is_own = True
 
     def __init__(
-        self, start: Callable[[], EngineProcess], first: EngineProcess, *, restarts: int, rank: int | None = None
+        self, start: Callable[[str], EngineProcess], first: EngineProcess, *, restarts: int, rank: int | None = None
     ) -> None:
-        """`first` is running already; `start` starts a replacement, up to `restarts` times in a row."""
+        """`first` is running already; `start` starts a replacement, with weights of a path, up to `restarts` times in a
+        row."""
         self.rank = rank
         self._start, self._child = start, first
         self._used = False
@@ -151,6 +162,16 @@ class Owned(Source):
     @property
     def pid(self) -> int:
         return self._child.pid
+
+    @property
+    def weights_path(self) -> str:
+        """Where the engine's weights come from; empty: from its own model."""
+        return self._child.weights_path
+
+    @property
+    def runs(self) -> bool:
+        """Whether its process has not ended, also where nothing has noticed its end yet."""
+        return self._child.runs
 
     @property
     def comes_back(self) -> bool:
@@ -172,12 +193,13 @@ class Owned(Source):
         if self._used:
             self._restarts_left = (self._restarts if self._was_stable else self._restarts_left) - 1
             self._ready_s = math.inf
+            weights_path = await asyncio.to_thread(lambda: self.weights_path)
             # A lost connection does not mean that it died: a process that lives would keep its weights and cache.
             await asyncio.to_thread(self._child.make_way)
             if self._child.alive:
                 raise EngineStartError(f"engine-core (pid {self._child.pid}) does not end, so no other is started")
             self.on_restart()
-            starting = asyncio.ensure_future(asyncio.to_thread(self._start))
+            starting = asyncio.ensure_future(asyncio.to_thread(self._start, weights_path))
             try:
                 self._child = await asyncio.shield(starting)
             except asyncio.CancelledError:

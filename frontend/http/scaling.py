@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from http import HTTPStatus
 from typing import Annotated
 
@@ -14,6 +15,8 @@ from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.route_spec import RouteSpec
 from headrace.frontend.http.routes import ServerState
 from headrace.ipc.failure import HeadraceError, OptionError
+
+_LOOK_S = 0.2
 
 
 class ScaleRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -41,13 +44,18 @@ async def scale(state: ServerState, exchange: Exchange) -> None:
         why = "this server's engines are somebody else's, or divide experts among them: here their number is fixed"
         raise ApiError(HTTPStatus.BAD_REQUEST, why, code="not_scalable")
     state.num_scaling += 1
+    scaling = asyncio.ensure_future(state.scaler.scale(request.new_data_parallel_size, request.drain_timeout))
     try:
-        await state.scaler.scale(request.new_data_parallel_size, request.drain_timeout)
+        while not (await asyncio.wait((scaling,), timeout=_LOOK_S))[0]:
+            if state.draining:
+                raise unavailable("the server is shutting down, and its engines with it", code="shutting_down")
+        scaling.result()
     except OptionError as error:
         raise bad_field("new_data_parallel_size", str(error)) from None
     except HeadraceError as error:
         raise unavailable(str(error).partition("\n")[0], code="scaling_failed") from None
     finally:
+        scaling.cancel()
         state.num_scaling -= 1
     await exchange.answer(ScaleResponse(f"Scaled to {request.new_data_parallel_size} data parallel engines"))
 

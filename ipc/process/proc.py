@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +43,23 @@ def _anonymous_bytes(pid: int) -> int:
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) << 10
     return 0
+
+
+_PF_EXITING, _SIGKILL_BIT = 0x4, 1 << (signal.SIGKILL - 1)
+
+
+def is_dying(pid: int) -> bool:
+    """The process has ended or is being ended: a SIGKILL that has been sent is pending, or it exits. False without
+    /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        text = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return Path("/proc/self").exists()
+    except OSError:
+        return False
+    pending = [int(line.split()[1], 16) for line in text.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
+    return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING) or any(each & _SIGKILL_BIT for each in pending)
 
 
 def oom_kill_count() -> int:

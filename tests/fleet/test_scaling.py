@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+import tiny_models
 from http_server import Server, metric, serving, wait_until
 from null_with_tokenizer import LATE, MISSABLE
 from test_serve_fleet import engines_of, stream
@@ -129,6 +130,100 @@ def test_engines_of_others_are_not_scaled() -> None:
             refused = attached.post("/scale_elastic_ep", json={"new_data_parallel_size": 2})
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_scalable")
         assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_death_that_nobody_has_noticed_yet_is_none_of_those_that_stay(processes: str) -> None:
+    arguments = ("-dp", "2", "--restart-engine", "0", "--api-server-count", processes)
+    with serving(*arguments, null_model={}) as server:
+        expected = stream(server, 1)
+        survivor = kill_rank(server, 0)
+        scale(server, 1)
+        assert [each.pid for each in engines_of(server)] == [survivor]
+        assert stream(server, 1) == expected
+
+
+def test_no_engine_returns_that_was_to_be_restarted_when_it_was_removed() -> None:
+    """The pause before its restart goes on while another engine gets its rank."""
+    arguments = ("-dp", "2", "--restart-engine", "10", "--api-server-count", "2")
+    with serving(*arguments, null_model={}) as server, server.client() as client:
+        for _ in range(4):  # each pause is twice as long
+            wait_until(lambda: metric(client, "headrace:engine_up") == 2, 60, "both to serve")
+            kill_rank(server, 1)
+            wait_until(lambda: metric(client, "headrace:engine_up") == 1, 30, "the death to be seen")
+        scale(server, 1)
+        scale(server, 2)
+        engines = {each.pid for each in engines_of(server)}
+        assert len(engines) == 2
+        end_s = time.monotonic() + 2.5  # the pause is 2 s
+        while time.monotonic() < end_s:
+            assert {each.pid for each in engines_of(server)} == engines
+            time.sleep(0.1)
+
+
+def test_a_scaling_that_the_end_of_the_server_overtakes_says_so() -> None:
+    with serving("-dp", "1", null_model={"load_delay_s": 3.0}) as server:
+        with ThreadPoolExecutor(1) as pool, server.client() as client:
+            body = {"new_data_parallel_size": 3}
+            scaling = pool.submit(lambda: client.post("/scale_elastic_ep", json=body, timeout=120))
+            wait_until(lambda: len(engines_of(server)) == 2, 30, "the second engine to be started")
+            server.signal()
+            refused = scaling.result(60)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down"), refused.text
+        assert server.wait_exit(30) == 0
+        assert "Traceback" not in server.log
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_engines_wait_for_a_model_whose_files_are_away_for_a_moment(processes: str, tmp_path: Path) -> None:
+    model = tiny_models.save("llama", tmp_path / "model", tokenizer=True)
+    arguments = (str(model), "-dp", "2", "--api-server-count", processes, "--max-model-len", "256")
+    with serving(*arguments, "--num-gpu-blocks-override", "64", attached=True) as server, server.client() as client:
+        model.rename(tmp_path / "away")
+        survivor = kill_rank(server, 1)
+        server.wait_log("has ended: .*(no such|is not|does not exist|there is no)")
+        refused = client.post("/scale_elastic_ep", json={"new_data_parallel_size": 3}, timeout=120)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "scaling_failed")
+        assert "there is 1 engine" in refused.json()["error"]["message"]
+        (tmp_path / "away").rename(model)
+        scale(server, 2)
+        assert survivor in [each.pid for each in engines_of(server)]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_engines_that_are_started_later_have_the_weights_that_the_others_read_again(
+    processes: str, tmp_path: Path
+) -> None:
+    one, other = (tiny_models.save("llama", tmp_path / str(seed), seed, tokenizer=True) for seed in range(2))
+    arguments = (str(one), "-dp", "2", "--api-server-count", processes, "--max-model-len", "256", "--server-dev-mode")
+    asked = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    with (
+        serving(*arguments, "--num-gpu-blocks-override", "64", attached=True) as server,
+        server.client() as client,
+    ):
+
+        def answers(num_engines: int) -> set[str]:
+            wait_until(lambda: metric(client, "headrace:engine_up") == num_engines, 60, "all to serve")
+            return {
+                client.post("/v1/completions", json={**asked, "data_parallel_rank": rank}).json()["choices"][0]["text"]
+                for rank in range(num_engines)
+            }
+
+        (before,) = answers(2)
+        assert client.post("/reload_weights", params={"weights_path": str(other)}).status_code == 200
+        (expected,) = answers(2)
+        assert expected != before
+        kill_rank(server, 0)
+        wait_until(lambda: metric(client, "headrace:engine_up") == 1, 30, "the death to be seen")
+        assert answers(2) == {expected}
+        scale(server, 3)
+        assert answers(3) == {expected}
+        assert client.post("/reload_weights").status_code == 200
+        kill_rank(server, 0)
+        wait_until(lambda: metric(client, "headrace:engine_up") == 2, 30, "the death to be seen")
+        assert answers(3) == {before}
 
 
 def kill_rank(server: Server, rank: int) -> int:

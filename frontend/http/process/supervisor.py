@@ -5,6 +5,7 @@ From the start on, all events pass through one queue: signals, messages of child
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import os
@@ -22,7 +23,7 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.process.supervisor import Child, ChildOptions, start_coordinator, start_engine
 from headrace.frontend.fleet.client import of_rank
-from headrace.frontend.fleet.scaling import MOST_ENGINES
+from headrace.frontend.fleet.scaling import DRAIN_GRACE_S, MOST_ENGINES
 from headrace.frontend.http.metrics import pages_bytes
 from headrace.frontend.http.process.launch import PhaseLog, ready_text, say, say_workers
 from headrace.frontend.http.process.options import ServeOptions
@@ -37,14 +38,14 @@ from headrace.frontend.http.process.server import (
 )
 from headrace.frontend.http.process.worker import (
     EngineDown,
-    EngineGaveUp,
     EngineLost,
     EngineUp,
+    Scaled,
     ScaleTo,
     WorkerOptions,
 )
 from headrace.frontend.text.template_renderer import renderer
-from headrace.ipc.failure import EngineStartError, Failure
+from headrace.ipc.failure import EngineStartError, Failure, HeadraceError
 from headrace.ipc.messages import SCHEMA_HASH, ChildMessage, Ready, Start
 from headrace.ipc.process.child import heeded_signals
 from headrace.ipc.process.limits import raise_file_limit
@@ -68,12 +69,15 @@ _LOOK_S = 5.0
 
 class EngineReady(msgspec.Struct, frozen=True):
     rank: int
+    child: Child
+    """Which of the engines that have this rank one after another."""
     address: str
     peer_timeout_s: float | None
 
 
 class EngineEnded(msgspec.Struct, frozen=True):
     rank: int
+    child: Child
     failure: Failure
 
 
@@ -90,6 +94,15 @@ class EngineStartDue(msgspec.Struct, frozen=True):
     """The pause before the engine's next start is over."""
 
     rank: int
+    child: Child
+    """The one that has ended."""
+
+
+class ScaleAsked(msgspec.Struct, frozen=True):
+    """An HTTP process asks for another number of engines."""
+
+    by: Child
+    wanted: ScaleTo
 
 
 class CoordinatorEnded(msgspec.Struct, frozen=True):
@@ -115,7 +128,7 @@ Event = (
     | EngineEnded
     | EngineLost
     | EngineStartDue
-    | ScaleTo
+    | ScaleAsked
     | CoordinatorEnded
     | ProcessReady
     | ProcessEnded
@@ -210,16 +223,18 @@ class _EngineKeeper:
     def watch_start(self, on_phase: Callable[[str], None] = lambda phase: None) -> None:
         """Later puts EngineReady into the queue and, when the engine ends or its start fails, EngineEnded."""
 
+        child = self.child
+
         def on_ready(ready: Ready) -> None:
             say_workers(ready)
             if self._options.coordinator:
                 self._address = ready.address
-            self._events.put(EngineReady(self.rank, ready.address, ready.peer_timeout_s))
+            self._events.put(EngineReady(self.rank, child, ready.address, ready.peer_timeout_s))
 
         _watch_start(
-            self.child,
+            child,
             on_ready,
-            lambda failure: self._events.put(EngineEnded(self.rank, failure)),
+            lambda failure: self._events.put(EngineEnded(self.rank, child, failure)),
             on_phase,
         )
 
@@ -234,7 +249,7 @@ class _EngineKeeper:
         num_before = self._restarts - self._restarts_left
         pause_s = min(_FIRST_PAUSE_S * 2**num_before, _LONGEST_PAUSE_S)
         self._restarts_left -= 1
-        timer = threading.Timer(pause_s, self._events.put, (EngineStartDue(self.rank),))
+        timer = threading.Timer(pause_s, self._events.put, (EngineStartDue(self.rank, self.child),))
         timer.daemon = True
         timer.start()
         return True
@@ -255,19 +270,36 @@ class _EngineKeeper:
 
         def drain() -> None:
             child.stop(deadline_s)
-            self._events.put(EngineEnded(self.rank, Failure(message="it was drained", type="Drained")))
+            self._events.put(EngineEnded(self.rank, child, Failure(message="it was drained", type="Drained")))
 
         threading.Thread(target=drain, name=f"drain-{self.rank}", daemon=True).start()
 
     def restart(self) -> None:
+        """Raises EngineStartError if the engine's program cannot be started."""
         say("starting the engine again")
         self._began_s = time.monotonic()
-        self.child = start_engine(self._options, self._address)
+        self.child = start_engine(self._options, self._address, self.child.weights_path)
         self.watch_start()
+
+    @property
+    def serves(self) -> bool:
+        """It is ready and has not ended, also where the news of its end are still to come."""
+        return self.is_ready and not self.is_leaving and self.child.runs
 
     def stop(self) -> None:
         # An engine that is still loading cannot be asked to stop, and has no requests to lose.
         self.child.kill() if self.child.ready is None else self.child.stop(_ENGINE_STOP_S)
+
+
+class _Scaling:
+    """A change of the number of engines that an HTTP process has asked for."""
+
+    def __init__(self, asked: ScaleAsked) -> None:
+        self.by, self.wanted = asked.by, asked.wanted
+        self.end_s: float | None = None
+        """When to give up waiting (monotonic seconds); None before it has begun."""
+        self.why = ""
+        """Why the first engine that failed did."""
 
 
 class _HttpProcess:
@@ -313,6 +345,8 @@ class _Service:
         self._was_ready = False
         self._joining: set[int] = set()
         """Ranks of engines that a scaling has started and that have not been ready yet."""
+        self._scalings: collections.deque[_Scaling] = collections.deque()
+        """The first is under way, and the others wait for its end."""
         self.on_engine: Callable[[], None] = lambda: None
         """Called when all engines are ready, before `on_ready`."""
         self.on_ready: Callable[[], None] = lambda: None
@@ -361,7 +395,7 @@ class _Service:
         kind = ChildOptions(
             pass_fds=(self._pages,),
             receives=ChildMessage | EngineLost | ScaleTo,
-            on_message=self._on_message,
+            on_message=lambda message: self._on_message(process, message),
             startup_timeout_s=None,  # it waits for engines, and those of this server have a limit of their own
         )
         start = Start(schema_hash=SCHEMA_HASH, options=msgspec.to_builtins(told), bind="")
@@ -379,25 +413,28 @@ class _Service:
             lambda failure: self._events.put(ProcessEnded(index, failure)),
         )
 
-    def _on_message(self, message: Any) -> None:
-        if isinstance(message, EngineLost | ScaleTo):
+    def _on_message(self, process: _HttpProcess, message: Any) -> None:
+        if isinstance(message, EngineLost):
             self._events.put(message)
+        elif isinstance(message, ScaleTo) and process.child is not None:
+            self._events.put(ScaleAsked(process.child, message))
 
     def _serve(self) -> tuple[int, float]:
         """Handles events until the end. Returns the exit status, and how long the HTTP processes have to finish."""
         while True:
+            self._go_on_scaling()
             try:
                 event = self._events.get(timeout=_LOOK_S)
             except queue.Empty:
                 self._look_for_stopped()
+                continue
+            if isinstance(event, EngineReady | EngineEnded | EngineStartDue) and not self._is_of_present(event):
                 continue
             match event:
                 case Signal():
                     say("stopping; a second signal does not wait")
                     return EXIT_DONE, self._shutdown_timeout_s
                 case EngineReady():
-                    if event.rank not in self._keepers:
-                        continue  # it was to leave while it started
                     self._keepers[event.rank].is_ready = True
                     self._joining.discard(event.rank)
                     if not self._was_ready and all(keeper.is_ready for keeper in self._keepers.values()):
@@ -417,6 +454,12 @@ class _Service:
                 case _:
                     self._take(event)
 
+    def _is_of_present(self, event: EngineReady | EngineEnded | EngineStartDue) -> bool:
+        """Whether the event is about the engine that has this rank now: one that is killed while it is drained ends
+        twice, and another may have its rank by the second time."""
+        keeper = self._keepers.get(event.rank)
+        return keeper is not None and keeper.child is event.child
+
     @property
     def _serves(self) -> bool:
         """Whether there may be requests: an engine and an HTTP process are, or were, ready."""
@@ -427,10 +470,14 @@ class _Service:
     def _take(self, event: Event) -> None:
         """Handles an event that never ends the service."""
         match event:
-            case EngineStartDue() if event.rank in self._keepers:
-                self._keepers[event.rank].restart()
-            case ScaleTo():
-                self._scale(event)
+            case EngineStartDue() if not self._keepers[event.rank].is_leaving:
+                try:
+                    self._keepers[event.rank].restart()
+                except HeadraceError as error:  # the model's files may be back later
+                    failure = Failure.of(error, process="engine-core", phase="start")
+                    self._events.put(EngineEnded(event.rank, event.child, failure))
+            case ScaleAsked():
+                self._scalings.append(_Scaling(event))
             case CoordinatorEnded():
                 self._restart_coordinator(event.failure)
             case ProcessReady():
@@ -455,10 +502,8 @@ class _Service:
             (keeper,) = self._keepers.values()
             if (failure := keeper.end_lost(event)) is None:
                 return True
-        elif event.rank in self._keepers:
-            keeper, failure = self._keepers[event.rank], event.failure
         else:
-            return True  # it has left already
+            keeper, failure = self._keepers[event.rank], event.failure
         has_left = keeper.is_leaving or (self._are_found and keeper.child.status == EXIT_DONE)
         if has_left:
             say(f"the engine of rank {keeper.rank} was drained and has left")
@@ -472,29 +517,61 @@ class _Service:
         self._joining.discard(keeper.rank)
         if not comes_back:
             del self._keepers[keeper.rank]
-            if not has_left:
-                num_left = sum(each.is_ready and not each.is_leaving for each in self._keepers.values())
-                self._send(EngineGaveUp(rank=keeper.rank, why=failure.message, num_left=num_left))
+            if not has_left and self._scalings:
+                self._scalings[0].why = self._scalings[0].why or failure.message
         self._check_ready()
         return bool(self._keepers)
 
-    def _scale(self, wanted: ScaleTo) -> None:
+    def _go_on_scaling(self) -> None:
+        """Answers the scaling under way once every engine that starts or leaves has done so; then begins the next."""
+        while self._scalings:
+            scaling = self._scalings[0]
+            if scaling.end_s is None:
+                self._scale(scaling)
+                assert scaling.end_s is not None, "it has begun"
+            if not self._is_settled(scaling) and time.monotonic() < scaling.end_s:
+                return
+            self._scalings.popleft()
+            num, why = sum(keeper.serves for keeper in self._keepers.values()), ""
+            if num != scaling.wanted.size:
+                why = (
+                    scaling.why or "an engine has ended, or does not start or leave in time; the server's log says why"
+                )
+            with contextlib.suppress(ChannelClosedError, WaitTimeoutError):  # its client went with it
+                scaling.by.send(Scaled(call=scaling.wanted.call, num_engines=num, why=why), Deadline(_TELL_S))
+
+    def _is_settled(self, scaling: _Scaling) -> bool:
+        """All that start or leave have done so; of one that has failed, engines being restarted are not awaited."""
+        if self._joining or any(keeper.is_leaving for keeper in self._keepers.values()):
+            return False
+        return bool(scaling.why) or all(keeper.is_ready for keeper in self._keepers.values())
+
+    def _scale(self, scaling: _Scaling) -> None:
         """Starts the engines that lack, or drains some: first those that do not serve, then those of the highest ranks.
         EngineReady or EngineEnded follow."""
-        say(f"there are to be {wanted.size} engines")
+        size, drain_timeout_s = scaling.wanted.size, scaling.wanted.drain_timeout_s
+        say(f"there are to be {size} engines")
+        scaling.end_s = time.monotonic() + drain_timeout_s + DRAIN_GRACE_S + self._engine_options.startup_timeout
         staying = [rank for rank, keeper in self._keepers.items() if not keeper.is_leaving]
-        options = msgspec.structs.replace(self._engine_options, data_parallel_size=wanted.size)
-        lacking = [each for each in range(MOST_ENGINES) if each not in self._keepers][: wanted.size - len(staying)]
-        for rank in lacking if len(staying) < wanted.size else ():
-            of_this = of_rank(options, rank)
-            restarts = self._options.num_restarts(wanted.size)
-            self._keepers[rank] = keeper = _EngineKeeper(
-                of_this, restarts, start_engine(of_this, self._ranks.new_address()), self._events
-            )
+        lacking = [each for each in range(MOST_ENGINES) if each not in self._keepers][: size - len(staying)]
+        for rank in lacking if len(staying) < size else ():
+            try:
+                self._keepers[rank] = self._new_keeper(rank, size)
+            except HeadraceError as error:  # the model's files may be away
+                scaling.why = str(error).partition("\n")[0]
+                say(f"the engine of rank {rank} did not start: {scaling.why}", logging.ERROR)
+                break
             self._joining.add(rank)
-            keeper.watch_start()
-        for rank in sorted(staying, key=lambda each: (not self._keepers[each].is_ready, each))[wanted.size :]:
-            self._keepers[rank].drain(wanted.drain_timeout_s)
+            self._keepers[rank].watch_start()
+        for rank in sorted(staying, key=lambda each: (not self._keepers[each].serves, each))[size:]:
+            self._keepers[rank].drain(drain_timeout_s)
+
+    def _new_keeper(self, rank: int, size: int) -> _EngineKeeper:
+        """Starts an engine. Raises EngineStartError."""
+        options = of_rank(msgspec.structs.replace(self._engine_options, data_parallel_size=size), rank)
+        weights_path = next((each.child.weights_path for each in self._keepers.values() if each.is_ready), "")
+        child = start_engine(options, self._ranks.new_address(), weights_path)
+        return _EngineKeeper(options, self._options.num_restarts(size), child, self._events)
 
     def _restart_coordinator(self, failure: Failure) -> None:
         """Restarts it at its address, which engines and HTTP processes know; they work on without it meanwhile."""
@@ -542,11 +619,8 @@ class _Service:
                 os.kill(child.pid, signal.SIGKILL)  # ProcessEnded or EngineEnded follows
 
     def _tell(self, news: EngineUp | EngineDown, processes: Sequence[_HttpProcess] = ()) -> None:
-        self._engine_news = news
-        self._send(news, processes)
-
-    def _send(self, news: EngineUp | EngineDown | EngineGaveUp, processes: Sequence[_HttpProcess] = ()) -> None:
         """processes: by default all."""
+        self._engine_news = news
         for process in processes or self._processes:
             with contextlib.suppress(ChannelClosedError, WaitTimeoutError):  # ProcessEnded follows
                 if process.child is not None:

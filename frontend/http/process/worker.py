@@ -7,6 +7,8 @@ parent                                    HTTP process
   EngineDown(failure, comes_back)    ->     its requests wait if comes_back, else they end with the cause
   EngineUp(address)                  ->     connects again, sends the requests that waited
                                      <-   EngineLost(address, failure), if it was silent for too long
+                                     <-   ScaleTo(size), when a client asks for another number of engines
+  Scaled(num_engines)                ->     answers the client
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import itertools
 import sys
 import threading
 import time
@@ -27,7 +30,7 @@ from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.client.own_engine import CAUSE_GRACE_S
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.frontend.fleet.pool import EnginePool
-from headrace.frontend.fleet.scaling import check_room
+from headrace.frontend.fleet.scaling import check_room, there_are
 from headrace.frontend.fleet.sources import Attached, Source
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.process.launch import say_engine_ended, say_engine_returned, set_up_server_logging
@@ -39,8 +42,9 @@ from headrace.ipc.process.child import die_with_parent, leave_signals_to_parent
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.wait import Deadline
 
-START_TIMEOUT_S = 600.0
-"""How long additional engines may take to start."""
+_LOOK_S = 0.05
+_MEETS_WITHIN_S = 5.0
+"""How long this process may take to connect to the engines that the parent has started."""
 
 
 class EngineUp(Message, frozen=True):
@@ -65,51 +69,50 @@ class EngineLost(Message, frozen=True):
     failure: Failure
 
 
-class EngineGaveUp(Message, frozen=True):
-    """An engine of the parent's has ended for good, or one that a scaling started did not become ready."""
-
-    rank: int
-    why: str
-    num_left: int
-    """How many engines serve now: an HTTP process may not have met all of them yet."""
-
-
 class ScaleTo(Message, frozen=True):
     """A client asked this process to change the number of engines, which the parent runs."""
 
+    call: int
     size: int
     drain_timeout_s: float
 
 
+class Scaled(Message, frozen=True):
+    """The parent's answer to ScaleTo."""
+
+    call: int
+    num_engines: int
+    """How many serve now: an HTTP process may not have met all of them yet."""
+    why: str = ""
+    """Why there are not as many as asked for; empty if there are."""
+
+
 class ParentScaler:
-    """Asks the parent to change the number of engines, and waits until the coordinator has announced that many."""
+    """Asks the parent to change the number of engines, and waits for its answer."""
 
     def __init__(self, ask: Callable[[ScaleTo], None], num_at_start: int) -> None:
         self._ask, self._num_at_start = ask, num_at_start
         self.pool: EnginePool | None = None
-        self._num_given_up = self._num_left = 0
-        self._why = ""
-        self._scaling = asyncio.Lock()
+        self._calls = itertools.count()
+        self._answers: dict[int, Scaled] = {}
 
-    def note(self, news: EngineGaveUp) -> None:
+    def note(self, answer: Scaled) -> None:
         """Thread-safe."""
-        self._why, self._num_left = news.why, news.num_left
-        self._num_given_up += 1
+        self._answers[answer.call] = answer
 
     async def scale(self, size: int, drain_timeout_s: float) -> None:
         pool = self.pool
         assert pool is not None, "it serves"
-        async with self._scaling:
-            await check_room(size, pool, self._num_at_start)
-            before = self._num_given_up
-            self._ask(ScaleTo(size=size, drain_timeout_s=drain_timeout_s))
-            end_s = time.monotonic() + drain_timeout_s + START_TIMEOUT_S
-            while (num := sum(engine.usable for engine in pool.engines)) != size:
-                if self._num_given_up > before:
-                    raise HeadraceError(f"there are {self._num_left} engines, and not {size}: {self._why}")
-                if time.monotonic() > end_s:
-                    raise HeadraceError(f"there are {num} engines, and not {size}; the server's log says why")
-                await asyncio.sleep(0.05)
+        await check_room(size, pool, self._num_at_start)
+        call = next(self._calls)
+        self._ask(ScaleTo(call=call, size=size, drain_timeout_s=drain_timeout_s))
+        while (answer := self._answers.pop(call, None)) is None:  # each of the parent's waits has an end
+            await asyncio.sleep(_LOOK_S)
+        if answer.why:
+            raise HeadraceError(f"{there_are(answer.num_engines)}, and not {size}: {answer.why}")
+        end_s = time.monotonic() + _MEETS_WITHIN_S
+        while sum(engine.usable for engine in pool.engines) != size and time.monotonic() < end_s:
+            await asyncio.sleep(_LOOK_S)
 
 
 class ParentEngine(Source):
@@ -203,7 +206,7 @@ def main(fd: int) -> int:
     die_with_parent()
     leave_signals_to_parent()
     set_up_server_logging()
-    channel = Channel.inherited(fd, Start | Stop | EngineUp | EngineDown | EngineGaveUp)
+    channel = Channel.inherited(fd, Start | Stop | EngineUp | EngineDown | Scaled)
     try:
         start = channel.receive(Deadline(10.0))
         if not isinstance(start, Start) or start.schema_hash != SCHEMA_HASH:
@@ -243,8 +246,8 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
     scaler = ParentScaler(tell_parent, options.num_scalable) if options.num_scalable else None
     server.scaler = scaler
 
-    def take(news: EngineUp | EngineDown | EngineGaveUp) -> None:
-        if not isinstance(news, EngineGaveUp):
+    def take(news: EngineUp | EngineDown | Scaled) -> None:
+        if not isinstance(news, Scaled):
             kept.tell(news)
         elif scaler is not None:
             scaler.note(news)
