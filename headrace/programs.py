@@ -17,15 +17,18 @@ def _exit_at_once(*_: object) -> None:
     os._exit(INTERRUPTED)
 
 
-# Before any other import, as imports take most of the start-up time.
+# Before any other import.
 if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a signal that is ignored at the start stays ignored
     signal.signal(signal.SIGINT, _exit_at_once)
 # Registered first, so called last: during the interpreter's shutdown SIGINT is ignored, as the status is decided.
 atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
+from headrace.ipc.process.init import run_below_init  # noqa: E402 - imports take most of the start-up time
+
 
 def headrace() -> int:
     """The `headrace` command; returns its exit status."""
+    run_below_init()
     from headrace.frontend.cli.main import main
 
     sys.unraisablehook = _exit_on_lost_interrupt
@@ -51,6 +54,7 @@ def run_batch() -> int:
 
 def engine_core() -> None:
     """The `engine-core` command, which installs its own handler once there is something to stop."""
+    run_below_init()
     from headrace.core.process.daemon import main
 
     main()
