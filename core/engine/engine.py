@@ -134,6 +134,7 @@ class EngineCore:
         is_backend_named = bool(self._options.structured_outputs_config.get("backend"))
         self._loop.follow_grammars(backends, prepares=is_backend_named)
         executor.watch(lambda failure: self._inbox.put((0, ExecutorFailed(failure))))
+        executor.watch_leaving(self._on_leaving)
         executor.on_call(lambda: self._inbox.put((0, PeersStep())))
         self.welcome = self._welcome(plan, facts, bundle)
         self._sessions = Sessions(self._inbox, self.welcome, bundle)
@@ -163,6 +164,11 @@ class EngineCore:
     def stop(self, deadline_s: float = 0.0) -> None:
         """Lets running requests finish within `deadline_s`, then `run` returns. A second call may shorten it."""
         self._inbox.put((0, StopOrder(deadline_s)))
+
+    def _on_leaving(self, name: str) -> None:
+        """Part of the executor was asked to end, which ends this engine: running requests get the time of a drain."""
+        logger.warning("%s was asked to end: this engine finishes its requests and ends", name)
+        self.stop(self._options.shutdown_timeout)
 
     def close(self) -> None:
         """Frees the device and the port. Call it after `run` has returned, or instead of `run`."""

@@ -174,9 +174,10 @@ def run_as_node(options: Options) -> int:
         check_node_rank(options)
         if signal.SIGINT in heeded:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        importlib.import_module("headrace.executor.placement.node_agent").run_node(
-            options
+        agent = importlib.import_module(
+            "headrace.executor.placement.node_agent"
         )  # by name: the core imports no executor
+        agent.run_node(options, heeded)
     except EngineDeadError as error:
         print(f"engine-core: {error}", file=sys.stderr)
         return EXIT_ENGINE_FAILED

@@ -58,3 +58,7 @@ class Executor(ModelHost):
 
         An executor without processes of its own never calls it: its failures are raised by the other methods.
         """
+
+    def watch_leaving(self, on_leaving: Callable[[str], None]) -> None:
+        """Registers a callback, called from another thread with the name of what was asked to end, such as a node. It
+        goes on until `stop`, so that running requests can finish before."""

@@ -201,6 +201,10 @@ class NodeAnswered(Message, frozen=True):
     failure: Failure | None = None
 
 
+class NodeLeaving(Message, frozen=True):
+    """The node was asked to end, and does so once the core, which lets its requests finish, sends Stop."""
+
+
 class NodeEnd(Message, frozen=True):
     """Refuses the node, or ends it because the engine has failed."""
 
@@ -209,7 +213,16 @@ class NodeEnd(Message, frozen=True):
 
 ToNode = RunNode | MakeTokenizer | LoadNode | AllocateCache | NodeStep | NodeCommand | NodeEnd | Stop
 FromNode = (
-    JoinNode | Progress | NodeDescribed | TokenizerMade | Loaded | Allocated | NodeResult | NodeAnswered | ChildFailed
+    JoinNode
+    | Progress
+    | NodeDescribed
+    | TokenizerMade
+    | Loaded
+    | Allocated
+    | NodeResult
+    | NodeAnswered
+    | NodeLeaving
+    | ChildFailed
 )
 
 

@@ -40,6 +40,7 @@ from headrace.executor.placement.messages import (
     NodeCommand,
     NodeDescribed,
     NodeEnd,
+    NodeLeaving,
     NodeResult,
     NodeStep,
     RunNode,
@@ -91,6 +92,7 @@ class MultiNodeExecutor(Executor):
         self._start_ends = Deadline(None)
         self._nodes: dict[int, Node] = {}
         self._on_failure: Callable[[Failure], None] = lambda failure: None
+        self._on_leaving: Callable[[str], None] = lambda name: None
         self._is_serving = self._is_stopping = False
         self._store: tuple[str, int] | None = None
         self._joining = NodeListener(options, awaited, key, self._add)
@@ -168,6 +170,9 @@ class MultiNodeExecutor(Executor):
         if self._said.failure is not None:
             on_failure(self._said.failure)
 
+    def watch_leaving(self, on_leaving: Callable[[str], None]) -> None:
+        self._on_leaving = on_leaving
+
     def stop(self) -> None:
         if self._is_stopping:
             return
@@ -184,6 +189,8 @@ class MultiNodeExecutor(Executor):
             self._results.put(message.data)
         elif isinstance(message, ChildFailed):
             self._fail(message.failure)
+        elif isinstance(message, NodeLeaving):
+            self._on_leaving(f"node {number}")
         else:
             self._said.hear(number, message)
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import FrameType
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.values import with_secrets
@@ -28,6 +30,7 @@ from headrace.executor.placement.messages import (
     NodeCommand,
     NodeDescribed,
     NodeEnd,
+    NodeLeaving,
     NodeResult,
     NodeStep,
     RunNode,
@@ -45,6 +48,8 @@ from headrace.ipc.wait import Deadline, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 RETRY_S = 0.2
+LEAVE_GRACE_S = 15.0
+"""A node that was asked to end waits this much longer than shutdown_timeout for its core to end."""
 PROOF_S = 5.0
 """How long the core may take to prove its key."""
 
@@ -60,6 +65,8 @@ class NodeAgent:
         self._steps: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._executor: MultiprocExecutor | None = None
         self._plans, self._answers = StepCodec(StepPlan), StepCodec(StepResult)
+        self.serves = False
+        """Its ranks are ready for steps, so there may be requests to lose."""
         self._ends = False
         self._reporter = Reporter(self._report, self._read)
 
@@ -88,6 +95,9 @@ class NodeAgent:
         if isinstance(message, RunNode):
             self._start(message)
             return
+        if isinstance(message, NodeLeaving):
+            self._send(message)
+            return
         executor = self._executor
         assert executor is not None, f"{type(message).__name__} came before RunNode"
         if isinstance(message, NodeStep):
@@ -102,6 +112,7 @@ class NodeAgent:
             executor.allocate(message.num_blocks, message.max_model_len)
             if executor.replies:
                 threading.Thread(target=self._collect, name="results", daemon=True).start()
+            self.serves = True
             self._send(Allocated(startup_s=executor.ranks_startup_s))
         elif isinstance(message, NodeCommand):
             try:
@@ -152,8 +163,11 @@ class NodeAgent:
         self._send(ChildFailed(failure=failure))
 
 
-def run_node(options: Options) -> None:
+def run_node(options: Options, heeded: Iterable[signal.Signals] = ()) -> None:
     """Makes this process the agent of node `node_rank`. Returns when the core has stopped in order.
+
+    heeded: signals that ask it to end. While it serves the first one asks the core to let its requests finish; the node
+    goes on until then, for at most shutdown_timeout and LEAVE_GRACE_S. A second one ends it at once.
 
     Raises EngineStartError when it cannot join, and EngineDeadError with the cause when the engine fails.
     """
@@ -174,6 +188,21 @@ def run_node(options: Options) -> None:
                 NodeEnd(failure=Failure(message=f"the engine core at {where} is gone: {error}", type="PeerGone"))
             )
 
+    leaves: list[int] = []
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        leaves.append(number)
+        if not agent.serves or len(leaves) > 1:
+            raise SystemExit(128 + number)
+        agent.take(NodeLeaving())
+        limit_s = options.shutdown_timeout + LEAVE_GRACE_S
+        late = Failure(message=f"the engine core at {where} did not end within {limit_s:g} s", type="Timeout")
+        timer = threading.Timer(limit_s, agent.take, (NodeEnd(failure=late),))
+        timer.daemon = True
+        timer.start()
+
+    for number in heeded:
+        signal.signal(number, leave)
     threading.Thread(target=listen, name="core", daemon=True).start()
     logger.info("node %d: joined the engine core at %s", options.node_rank, where)
     end = agent.run()

@@ -12,6 +12,8 @@ import yaml
 
 from headrace.core.options.parsing import OptionParser, options_from_arguments, struct_from_arguments
 from headrace.core.process.daemon import make_parser
+from headrace.executor.placement.multinode import OWN_TO_A_NODE
+from headrace.executor.placement.node_agent import LEAVE_GRACE_S
 from headrace.frontend.cli.commands import ps, serve
 from headrace.frontend.client.engine_metrics import ENGINE_METRICS
 from headrace.frontend.http.process.options import ServeOptions, check_serve_options
@@ -120,8 +122,19 @@ def test_frontends_know_all_engines_that_may_come_and_pods_have_time_to_drain(na
         for template in pod_templates(document):
             for container in template["spec"]["containers"]:
                 parsed = arguments_of(container)
-                if container["name"] != "node":
-                    assert template["spec"]["terminationGracePeriodSeconds"] > float(parsed.shutdown_timeout)
+                needed_s = float(parsed.shutdown_timeout) + (LEAVE_GRACE_S if container["name"] == "node" else 0)
+                before_s = float(
+                    container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0])[-1]
+                )
+                assert template["spec"]["terminationGracePeriodSeconds"] > needed_s + before_s
+
+
+def test_hosts_of_an_engine_have_the_same_options() -> None:
+    """Others are refused when they join."""
+    leader, node = (each for each in containers("kubernetes-several-nodes.yaml") if "--nnodes=2" in each["args"])
+    ours, theirs = (options_from_arguments(arguments_of(each)) for each in (leader, node))
+    differ = {name for name in ours.__struct_fields__ if getattr(ours, name) != getattr(theirs, name)}
+    assert differ <= {*OWN_TO_A_NODE}
 
 
 def test_the_autoscaler_goes_by_a_metric_that_there_is() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import http_server
 import psutil
 import pytest
-from http_server import ask, metric, null_engine_arguments, serving, wait_until
+from http_server import Server, ask, metric, null_engine_arguments, serving, wait_until
 from test_serve_fleet import stream
 
 from headrace.core.options.option import Secret
@@ -71,6 +71,28 @@ def test_engines_of_a_host_without_http_serve_with_those_of_the_first() -> None:
             wait_until(lambda: ranks_up(client) == [0, 1, 2], 30, "the other host to start it again")
         wait_until(lambda: ranks_up(client) == [0], 30, "the engines of the other host to leave")
         assert ask(client, COMPLETIONS, prompt=[5], max_tokens=1)
+
+
+@pytest.mark.parametrize("told", ["both hosts", "the engines' host"])
+def test_a_host_without_http_drains_as_long_as_one_with_it(told: str) -> None:
+    """Longer than the few seconds that engines get once the HTTP processes of their host have drained."""
+    common = ("-dp", "2", "-dpa", "127.0.0.1", "-dpp", free_port())
+    with (
+        contextlib.closing(Server(*common, "-dpl", "0", null_model=SLOW)) as server,
+        headless(*common, "-dpl", "2") as other,
+        ThreadPoolExecutor(4) as pool,
+        server.wait_ready().client() as client,
+    ):
+        wait_until(lambda: ranks_up(client) == [0, 1], 30, "the engines of the other host")
+        body = {"prompt": [5], "max_tokens": 400, "ignore_eos": True}
+        asked = [pool.submit(ask, client, COMPLETIONS, **body, data_parallel_rank=each % 2) for each in range(4)]
+        wait_until(lambda: metric(client, "headrace:num_requests_running") == 4, 30, "all to run")
+        other.terminate()
+        if told == "both hosts":
+            server.signal()
+        for each in asked:
+            assert each.result(60)["usage"]["completion_tokens"] == 400
+        assert other.wait(30) == 0
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,8 @@ class HttpServer:
             if state.generator.num_running:
                 state.generator.end_all(EngineDeadError("the server has shut down before this request was complete"))
             await _until_idle(state, time.monotonic() + _LAST_WORDS_S)
-            return pool.failure if dead.done() else None
+            has_left = stop.done() and not pool.engines  # they were asked to end as well, and did so in order
+            return pool.failure if dead.done() and not has_left else None
         finally:
             for task in filter(None, (stop, dead, started, telling)):
                 task.cancel()

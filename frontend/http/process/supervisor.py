@@ -627,8 +627,11 @@ class _Service:
                     process.child.send(news, Deadline(_TELL_S))
 
     def _stop_all(self, deadline_s: float) -> int:
-        """Drains the HTTP processes in parallel; a second signal ends the wait. Returns the drain's exit status."""
+        """Drains the HTTP processes in parallel, or the engines where another host has those; a second signal ends the
+        wait. Returns the drain's exit status."""
         children = [process.child for process in self._processes if process.child is not None]
+        if not self._processes:  # engines that still load are killed afterwards
+            children = [keeper.child for keeper in self._keepers.values() if keeper.child.ready is not None]
         drains = _begin_stops(children, deadline_s)
 
         def report_end() -> None:
@@ -643,6 +646,8 @@ class _Service:
                 case Signal():
                     say("stopping at once")
                     _begin_stops(children, 0.0)
+                case EngineEnded() if self._has_left(event.rank):
+                    say("the engine was asked to end as well, and has left")
                 case EngineEnded():
                     say(f"the engine has ended: {event.failure.message}", logging.ERROR)
                     status = EXIT_ENGINE_FAILED
@@ -654,6 +659,10 @@ class _Service:
                 say(f"{child.name} did not finish what it served: {child.failure.message if child.failure else ''}")
                 status = EXIT_ERROR
         return status
+
+    def _has_left(self, rank: int) -> bool:
+        keeper = self._keepers.get(rank)
+        return keeper is not None and keeper.child.status == EXIT_DONE
 
 
 def _begin_stops(children: Sequence[Child], deadline_s: float) -> list[threading.Thread]:
