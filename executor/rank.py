@@ -21,7 +21,7 @@ from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.plugins import load_class
-from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.step import Attachment, AttachmentError, Drafts, StepPlan, StepResult, TokenMasks
 
 if TYPE_CHECKING:
     from headrace.executor.parallel.rendezvous import Rendezvous
@@ -58,6 +58,15 @@ class ModelHost(ABC):
     """Whether each rank has its own memory, as a GPU has; otherwise all ranks of a host share its memory."""
     async_by_default: bool = False
     """Whether the core plans ahead by default: steps run in another process or on a device, or gain from it here."""
+
+    reads: frozenset[type[Attachment]] = frozenset((Drafts, TokenMasks))
+    """The kinds of step attachments that a rank of this class reads."""
+
+    def check_attachments(self, plan: Plan) -> None:
+        """Raises AttachmentError if steps may carry a kind that this rank does not read: it would have no effect."""
+        read = {kind.__name__ for kind in self.reads}
+        if not read.issuperset(plan.attachments):
+            raise AttachmentError.of(set(plan.attachments), read)
 
     @abstractmethod
     def describe(self, report: Report) -> ModelDescription:

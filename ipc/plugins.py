@@ -8,6 +8,9 @@
     [project.entry-points."headrace.logits_processors"] # a class that every engine creates (executor/sampling);
     calm = "calm.processor:Calm"                        # the group "vllm.logits_processors" has the same effect
 
+    [project.entry-points."headrace.step_features"]     # a class that every engine creates
+    echo = "echo.feature:Echo"                          # (core/schedule/features/feature.py)
+
 A plugin is loaded when an option names it; plugins that are families are loaded when Headrace has no family for a
 model's architecture. A broken plugin is reported where it is needed, and does not affect the others.
 """
@@ -31,6 +34,7 @@ GROUP = "headrace.plugins"
 VLLM_GROUP = "vllm.general_plugins"
 LOGITS_PROCESSORS_GROUPS = ("headrace.logits_processors", "vllm.logits_processors")
 """Headrace's own group, and the one of packages made for vLLM, whose interface is the same."""
+STEP_FEATURES_GROUP = "headrace.step_features"
 logger = logging.getLogger(__name__)
 
 
@@ -60,6 +64,11 @@ def logits_processor_entries() -> list[EntryPoint]:
     return sorted(found.values(), key=lambda entry: entry.name)
 
 
+def step_feature_entries() -> list[EntryPoint]:
+    """Installed step features, sorted by name."""
+    return sorted(_installed(STEP_FEATURES_GROUP), key=lambda entry: entry.name)
+
+
 def _installed(group: str) -> list[EntryPoint]:
     return _installed_on(tuple(sys.path))[group]
 
@@ -71,7 +80,10 @@ def _installed_on(path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
     An engine asks for them several times at its start, and so does each of its ranks.
     """
     installed = entry_points()
-    return {group: list(installed.select(group=group)) for group in (GROUP, VLLM_GROUP, *LOGITS_PROCESSORS_GROUPS)}
+    return {
+        group: list(installed.select(group=group))
+        for group in (GROUP, VLLM_GROUP, STEP_FEATURES_GROUP, *LOGITS_PROCESSORS_GROUPS)
+    }
 
 
 def load_plugin(entry: EntryPoint) -> Any:

@@ -8,12 +8,14 @@ and sampling parameters. Only the core schedules: the executor never frees or re
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Set
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
-from headrace.ipc.failure import Failure
+from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import ExpertBalance, LogprobRows, Sampling
 
 
@@ -34,7 +36,59 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The resolved 64-bit seed, never None."""
 
 
-class Drafts(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+class StepSizes(NamedTuple):
+    """What bounds the size of a step's attachments."""
+
+    num_rows: int
+    """Most rows of a step."""
+    num_tokens: int
+    """Most tokens of a step."""
+    num_places: int
+    """Most positions that a step samples."""
+    vocab_size: int
+
+
+class Attachment(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+    """Base class of a step's optional data: what a step feature sends to the ranks. A plan has at most one per kind.
+
+    A kind is a subclass that `attachment` registers. Its fields have wire types (`np.ndarray`, numbers, texts, tuples),
+    and its class name is its name on the wire.
+    """
+
+
+A = TypeVar("A", bound=Attachment)
+KINDS: dict[str, type[Attachment]] = {}
+"""The registered kinds by name."""
+_MOST_BYTES: dict[str, Callable[[StepSizes], int]] = {}
+
+
+def attachment(most_bytes: Callable[[StepSizes], int]) -> Callable[[type[A]], type[A]]:
+    """Registers a kind. most_bytes: the size of the largest one, encoded; the rings to the workers have room for it.
+
+    Raises TypeError if there is another kind of that name.
+    """
+
+    def register(kind: type[A]) -> type[A]:
+        if KINDS.setdefault(kind.__name__, kind) is not kind:
+            raise TypeError(f"two kinds of step attachments are called {kind.__name__}")
+        _MOST_BYTES[kind.__name__] = most_bytes
+        return kind
+
+    return register
+
+
+def attachment_bytes(sizes: StepSizes) -> dict[str, int]:
+    """The largest size of each registered kind, encoded."""
+    return {name: most_bytes(sizes) for name, most_bytes in _MOST_BYTES.items()}
+
+
+def attachments_type() -> Any:
+    """The type of `StepPlan.attachments`, with the kinds that are registered by now, for a decoder."""
+    return tuple[functools.reduce(operator.or_, KINDS.values()), ...]  # type: ignore[misc]
+
+
+@attachment(most_bytes=lambda sizes: 4 * (sizes.num_rows + sizes.num_tokens) + 64)
+class Drafts(Attachment, frozen=True):
     """Draft tokens of speculative decoding. They follow a row's last known token, so a step can yield several tokens.
 
     A row with drafts is sampled after its last known token and after each draft, and keeps each sampled token as long
@@ -60,7 +114,8 @@ class LaterWords:
         return self._make()
 
 
-class TokenMasks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+@attachment(most_bytes=lambda sizes: sizes.num_places * (4 + -(-sizes.vocab_size // 32) * 4) + 64)
+class TokenMasks(Attachment, frozen=True):
     """Which tokens are allowed at some of the positions that the step samples.
 
     A sampled row has one such place after its last known token, and one after each of its drafts. Places are numbered
@@ -92,10 +147,6 @@ class TokenMasks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
         return TokenMasks(places=places, words=self.bits.reshape(len(self.places), -1)[chosen].reshape(-1))
 
 
-Attachment = Drafts | TokenMasks
-"""Optional data of a step: a tagged union with one member per feature."""
-
-
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One step. Apply it in this order: release rows, enter new ones, append blocks, then compute."""
 
@@ -121,15 +172,30 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     attachments: tuple[Attachment, ...] = ()
     """At most one per kind."""
 
-    @property
-    def drafts(self) -> Drafts | None:
-        return next((each for each in self.attachments if isinstance(each, Drafts)), None) if self.attachments else None
+    def get(self, kind: type[A]) -> A | None:
+        """The step's attachment of this kind; None if it has none."""
+        for each in self.attachments:
+            if type(each) is kind:
+                return each
+        return None
 
-    @property
-    def masks(self) -> TokenMasks | None:
-        if not self.attachments:
-            return None
-        return next((each for each in self.attachments if isinstance(each, TokenMasks)), None)
+    def check_read(self, reads: frozenset[type[Attachment]]) -> None:
+        """Raises AttachmentError if the step has an attachment of a kind that is not in `reads`."""
+        for each in self.attachments:
+            if type(each) not in reads:
+                raise AttachmentError.of({type(each).__name__}, {kind.__name__ for kind in reads})
+
+
+class AttachmentError(HeadraceError):
+    """A step feature attaches what the executor does not read."""
+
+    @classmethod
+    def of(cls, attached: Set[str], read: Set[str]) -> AttachmentError:
+        return cls(
+            f"steps carry {', '.join(sorted(attached - read))}, which this executor does not read; it reads "
+            f"{', '.join(sorted(read))}. Name a worker class that reads it (worker_cls), or uninstall the package "
+            "whose step feature attaches it"
+        )
 
 
 class PromptLogprobRun(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -26,6 +26,7 @@ from headrace.core.options.memory import cache_size, fit_cache, ledger
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.options.resolve import check_stored_format, resolve, steps_in_flight
 from headrace.core.process.child_output import LoadBar, startup_table
+from headrace.core.schedule.features.installed import attached_kinds
 from headrace.core.structured_output.backend import Vocabulary
 from headrace.core.structured_output.backends import Backends
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
@@ -107,7 +108,8 @@ class EngineCore:
         executor = self._executor = self._executor or load_executor(self._options)
         steps_in_flight(self._options, executor)
         description = executor.describe(phases)
-        plan = self.plan = resolve(self._options, description)
+        plan = msgspec.structs.replace(resolve(self._options, description), attachments=attached_kinds())
+        self.plan = plan
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
             tokenizer = pool.submit(executor.tokenizer)  # converting it may take as long as loading the weights
             reading = executor.load(plan, phases)

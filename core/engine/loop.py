@@ -48,7 +48,10 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.options.resolve import Capacity, steps_in_flight
 from headrace.core.options.speculation import CPU_STEP_TOKENS, FORCED_CPU_STEP_TOKENS
-from headrace.core.schedule.grammar_masks import GrammarMasks
+from headrace.core.schedule.drafters import drafter_of
+from headrace.core.schedule.features.drafts import Drafting
+from headrace.core.schedule.features.grammar_masks import GrammarMasks
+from headrace.core.schedule.features.installed import installed_features
 from headrace.core.schedule.requests import Request, State
 from headrace.core.schedule.scheduler import Advance, Scheduler, SchedulerConfig
 from headrace.core.structured_output.backends import Backends
@@ -76,7 +79,7 @@ from headrace.ipc.messages import (
 from headrace.ipc.plugins import load_class
 from headrace.ipc.process.gc_pauses import gc_watched
 from headrace.ipc.process.memory import give_back_freed_memory
-from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.step import Drafts, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 IDLE_CHECK_AFTER_S = 1.0
@@ -113,6 +116,20 @@ class Runs(Capacity, Protocol):
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]: ...
 
 
+def _drafting(plan: Plan) -> Drafting:
+    """Without speculation, only tokens that a grammar forces become drafts."""
+    speculation = plan.speculation
+    if speculation is None:
+        forced = min(CPU_STEP_TOKENS if plan.model.device_bytes else FORCED_CPU_STEP_TOKENS, plan.max_logits)
+        return Drafting(most_step_tokens=forced, most_drafts=forced)
+    return Drafting(
+        [drafter_of(speculation)],
+        most_step_tokens=speculation.most_step_tokens,
+        most_drafts=speculation.num_speculative_tokens,
+        most_running=speculation.most_running,
+    )
+
+
 class Loop:
     """Owns the scheduler and the request table. Everything here runs on one thread."""
 
@@ -120,7 +137,6 @@ class Loop:
         options = plan.options
         self._executor, self._port, self._inbox = executor, port, inbox
         in_flight = steps_in_flight(options, executor)
-        forced_step_tokens = CPU_STEP_TOKENS if plan.model.device_bytes else FORCED_CPU_STEP_TOKENS
         self.scheduler: Scheduler = scheduler_class(options)(
             SchedulerConfig(
                 num_blocks=facts.num_blocks,
@@ -138,10 +154,11 @@ class Loop:
                 hash_algorithm=options.prefix_caching_hash_algo,
                 max_steps_in_flight=in_flight.depth,
                 rows_run_ahead=in_flight.rows_run_ahead,
-                speculation=plan.speculation,
-                most_forced_step_tokens=min(forced_step_tokens, plan.max_logits),
             )
         )
+        self._drafting = _drafting(plan)
+        for feature in (self._drafting, *installed_features()):
+            self.scheduler.add_feature(feature)
         self._output_builder = OutputBuilder(self.scheduler)
         logger.info("steps in flight = %d: %s", in_flight.depth, in_flight.reason)
         self._depth = in_flight.depth
@@ -179,7 +196,10 @@ class Loop:
         self.gates.register(self._compiler)
         if prepares:
             self._compiler.prepare()
-        self.scheduler.grammars = GrammarMasks(backend, self.scheduler.config.vocab_size)
+        most_step_tokens = self._drafting.most_step_tokens
+        self.scheduler.add_feature(
+            GrammarMasks(backend, self.scheduler.config.vocab_size, most_step_tokens=most_step_tokens)
+        )
 
     def follow_weights(self, heard: Callable[[str], None], heard_path: Callable[[str], None]) -> None:
         """Registers callbacks for reloaded weights: with `WorkerAnswer.weights`, and with their path."""
@@ -524,8 +544,8 @@ class Loop:
         now_s = time.monotonic()
         advance = self.stages.answer(plan, current, events, now_s)
         num_prompt_tokens = plan.total_tokens - len(result.rows)
-        if plan.attachments and plan.drafts is not None:
-            num_prompt_tokens -= len(plan.drafts.token_ids)
+        if (drafts := plan.get(Drafts)) is not None:
+            num_prompt_tokens -= len(drafts.token_ids)
         self._statistics.step(result, advance, num_prompt_tokens, now_s)
         if self._load_changed:
             self._report_load()
@@ -578,7 +598,7 @@ class Loop:
         self._port.set_load(load, frozenset(client for client, live in self._requests.items() if live))
 
     def stats(self) -> EngineStats:
-        scheduler, drafts = self.scheduler, self.scheduler.drafts
+        scheduler, drafts = self.scheduler, self._drafting.counts
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=self._num_waiting,

@@ -170,8 +170,9 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
             "Draft tokens ahead and verify them together; the output is the same. Method ngram drafts the tokens "
             "that followed an earlier occurrence of the last prompt_lookup_min to prompt_lookup_max tokens in the "
             'request, at most num_speculative_tokens at once, such as {"method": "ngram", "num_speculative_tokens": '
-            '5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}; with more than disable_by_batch_size requests it '
-            "drafts nothing",
+            '5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}. Method suffix also drafts from past outputs: '
+            '{"method": "suffix"}; a draft is at most suffix_decoding_max_spec_factor (1.0) times as long as its '
+            "match. With more than disable_by_batch_size requests nothing is drafted",
             short="-sc",
         ),
     ] = {}

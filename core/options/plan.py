@@ -85,6 +85,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     decisions: tuple[Decision, ...]
     speculation: Speculation | None = None
     """How requests get draft tokens. None: without drafts."""
+    attachments: tuple[str, ...] = ()
+    """Kinds of attachments that steps may carry; a rank that does not read one refuses the plan."""
     structured_outputs: StructuredOutputs = StructuredOutputs()
     """How grammars of requests are applied."""
     reasoning: Reasoning = Reasoning()

@@ -1,13 +1,14 @@
-"""Finds which of a step's new tokens end their requests: by an end-of-sequence or stop token, by length, or because the
-structured output is complete."""
+"""Finds which of a step's new tokens end their requests: by an end-of-sequence or stop token, by length, or because a
+step feature says so."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from headrace.core.schedule.grammar_masks import Followed, GrammarMasks
+from headrace.core.schedule.features.feature import Followed
 from headrace.core.schedule.requests import RowTable
 from headrace.ipc.step import StepResult, nth_of_each
 
@@ -22,8 +23,8 @@ class NewTokens(NamedTuple):
     ends: np.ndarray  # the token ends its request
     stops: np.ndarray  # the token ends its request for another reason than its length
     is_stop_token: np.ndarray  # the token is in the request's stop_token_ids
-    completes: np.ndarray  # the token completes the structured output
-    problems: dict[int, str]  # index of a token that the grammar does not allow -> reason
+    completes: np.ndarray  # the token completes its row's answer
+    problems: dict[int, str]  # index of a token after which its row cannot continue -> reason
     kept: np.ndarray | None = None  # [num_tokens_of_the_result]: which of the result's tokens these are; None: all
 
     def up_to_first_end(self, counts: np.ndarray) -> NewTokens:
@@ -52,12 +53,11 @@ def new_tokens(
     known: np.ndarray,
     table: RowTable,
     is_eos: np.ndarray,
-    grammars: GrammarMasks | None,
-    followed: Followed | None = None,
+    follow: Callable[[np.ndarray, np.ndarray, np.ndarray], Followed | None],
 ) -> NewTokens:
     """A result's tokens up to the first that ends its request. known: [num_rows], known tokens of each row before.
 
-    followed: the grammars' answers for these tokens if the matchers have already accepted them."""
+    follow: which tokens complete their row's answer, or cannot be continued (`StepFeature.follow`)."""
     row_of, token_ids, counts = result.rows, result.token_ids, result.counts
     num_tokens = known + 1
     if counts is not None:
@@ -71,9 +71,10 @@ def new_tokens(
     stops |= is_stop_token
     ends = stops | (num_tokens >= table.max_tokens_total[row_of])
     completes, problems = np.zeros(len(token_ids), bool), dict[int, str]()
-    if grammars is not None:
-        completes, problems = followed or grammars.take(table, row_of, token_ids, ends)
-        is_mark = stops | is_eos[token_ids]  # completes a form even with ignore_eos, but is no part of the answer
+    followed = follow(row_of, token_ids, ends)
+    if followed is not None:
+        completes, problems = followed
+        is_mark = stops | is_eos[token_ids]  # completes an answer even with ignore_eos, but is no part of the answer
         stops |= completes
         ends |= completes
         completes &= ~is_mark

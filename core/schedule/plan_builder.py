@@ -6,7 +6,7 @@ import numpy as np
 
 from headrace.core.schedule.block_tables import BlockTables
 from headrace.core.schedule.requests import RowTable
-from headrace.ipc.step import Attachment, Drafts, NewRow, StepPlan
+from headrace.ipc.step import NewRow, StepPlan
 
 _NO_ROWS = np.empty(0, np.int32)
 
@@ -20,7 +20,7 @@ class PlanBuilder:
         """The rest of the step's token budget."""
         self.total_tokens = 0
         self.decodes: np.ndarray = _NO_ROWS
-        self._drafts: dict[int, np.ndarray] = {}  # index in `decodes` -> draft tokens, in ascending order
+        self._lengthened: dict[int, int] = {}  # index in `decodes` -> its tokens beyond the first
         self._block_tables: list[int] = []
         self._block_ids: list[int] = []
         self._granted: dict[int, int] = {}
@@ -37,13 +37,18 @@ class PlanBuilder:
         self._block_ids += blocks.tolist()
         self._spend(len(rows))
 
-    def add_draft(self, index: int, token_ids: np.ndarray, tables: list[int], blocks: list[int]) -> None:
-        """Adds draft tokens, [num_drafts] int32, to the decode at `index`. Its row's block table tables[i] grew by
-        blocks[i]. Calls come in ascending order of index."""
-        self._drafts[index] = token_ids
-        self._spend(len(token_ids))
+    def lengthen(self, index: int, count: int, tables: list[int], blocks: list[int]) -> None:
+        """Adds `count` tokens that are not known to be right to the decode at `index`. Its row's block table tables[i]
+        grew by blocks[i]."""
+        self._lengthened[index] = self._lengthened.get(index, 0) + count
+        self._spend(count)
         self._block_tables += tables
         self._block_ids += blocks
+
+    @property
+    def lengthened(self) -> np.ndarray:
+        """[num_lengthened] int32: the rows of decodes that `lengthen` made longer"""
+        return self.decodes[list(self._lengthened)].astype(np.int32) if self._lengthened else _NO_ROWS
 
     def admit(self, row: int, num_cached_tokens: int) -> None:
         """Notes that a request entered `row` in this step: the plan contains it in full, including its blocks."""
@@ -74,12 +79,9 @@ class PlanBuilder:
         prefills = np.fromiter(self._granted, np.int32, len(self._granted))
         counts = np.fromiter(self._granted.values(), np.int32, len(self._granted))
         rows = np.concatenate([self.decodes.astype(np.int32), prefills])
-        decoded, attachments = np.ones(len(self.decodes), np.int32), tuple[Attachment, ...]()
-        if self._drafts:
-            num_drafts = np.zeros(len(rows), np.int32)
-            num_drafts[list(self._drafts)] = [len(each) for each in self._drafts.values()]
-            attachments = (Drafts(counts=num_drafts, token_ids=np.concatenate(list(self._drafts.values()))),)
-            decoded += num_drafts[: len(decoded)]
+        decoded = np.ones(len(self.decodes), np.int32)
+        for index, count in self._lengthened.items():
+            decoded[index] += count
         num_tokens = np.concatenate([decoded, counts])
         num_computed_tokens = table.num_computed_tokens[rows]
         return StepPlan(
@@ -93,7 +95,6 @@ class PlanBuilder:
             num_computed_tokens=num_computed_tokens,
             sampled=num_computed_tokens + num_tokens >= table.num_tokens[rows],
             total_tokens=self.total_tokens,
-            attachments=attachments,
         )
 
     def _new_row(self, row: int, table: RowTable, tables: BlockTables) -> NewRow:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from headrace.core.schedule.block_tables import BlockTables
-from headrace.core.schedule.grammar_masks import Followed, RepeatedMasks
+from headrace.core.schedule.features.feature import Followed, Repeated, together
 from headrace.core.schedule.requests import RowTable
 from headrace.ipc.step import Attachment, StepPlan
 
@@ -28,15 +28,15 @@ class RepeatedDecode:
         tables: BlockTables,
         eos_token_ids: Sequence[int],
         publish: Callable[[np.ndarray], None],
-        masks: RepeatedMasks | None = None,
+        repeated: Sequence[Repeated] = (),
     ) -> None:
         """The table already counts the plan's tokens. publish: called with all rows when some have filled a block.
 
-        masks: of the rows that follow grammars; None if there are none."""
+        repeated: what features add to each plan."""
         self.rows = plan.rows
         self.followed: Followed | None = None
-        """The grammars' answers for the tokens that `take` refused last, if the matchers have accepted those tokens."""
-        self._masks = masks
+        """A feature's answer to the tokens that `take` refused last, if it has seen them."""
+        self._repeated = repeated
         self._plan, self._table, self._tables, self._publish = plan, table, tables, publish
         self._num_planned = 0  # steps that the table does not count yet
         self._taken: list[np.ndarray] = []  # the tokens of each taken step that is not in the table yet
@@ -55,15 +55,15 @@ class RepeatedDecode:
 
     def next_plan(self, step: int, num_in_flight: int) -> StepPlan | None:
         """The next repeated plan. None if the stages have to plan: a request is about to end, there are too few blocks,
-        a mask depends on a step in flight, or a grammar forces tokens."""
+        or a feature has something to do."""
         if self.steps_left <= 0:
             return None
         attachments = tuple[Attachment, ...]()
-        if self._masks is not None:
-            masks = None if num_in_flight else self._masks.masks()
-            if masks is None:
+        for each in self._repeated:
+            attachment = each.attachment(num_in_flight)
+            if attachment is None:
                 return None
-            attachments = (masks,)
+            attachments += (attachment,)
         block_tables, block_ids = _NO_ROWS, _NO_ROWS
         if not self._room:
             self.settle()
@@ -111,9 +111,10 @@ class RepeatedDecode:
         self.followed = None
         if self.steps_left <= 0 or not self._ending_token_ids.isdisjoint(token_ids.tolist()):
             return False
-        if self._masks is not None and (followed := self._masks.take(token_ids)) is not None:
-            self.followed = followed
-            return False
+        if self._repeated:
+            self.followed = together(each.take(token_ids) for each in self._repeated)
+            if self.followed is not None:
+                return False
         self._taken.append(token_ids)
         return True
 

@@ -21,33 +21,30 @@ A user's scheduler (`--scheduler-cls`) derives from `Scheduler` and overrides st
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup, request_blocks
-from headrace.core.options.speculation import Speculation
 from headrace.core.schedule.block_hashes import BlockHash, BlockHasher
 from headrace.core.schedule.block_tables import BlockTables, PrefixHit
 from headrace.core.schedule.blocks import BlockPool
-from headrace.core.schedule.grammar_masks import GrammarMasks
+from headrace.core.schedule.features.feature import Context, Followed, StepFeature, together
 from headrace.core.schedule.new_tokens import new_tokens
-from headrace.core.schedule.ngram_drafter import DraftCounts, NgramDrafter
 from headrace.core.schedule.plan_builder import PlanBuilder
 from headrace.core.schedule.policies import PrefillLimits, in_turn, order_of, prefill_share
 from headrace.core.schedule.repeated_decode import RepeatedDecode
 from headrace.core.schedule.requests import Request, RowTable, State, WaitingQueue
 from headrace.ipc.messages import FinishReason
-from headrace.ipc.step import StepPlan, StepResult, TokenMasks
+from headrace.ipc.step import StepPlan, StepResult
 
 HASHED_AT_ONCE = 64
 """Blocks of a waiting prompt that are hashed before the prefix cache is asked whether it holds them."""
 ADMITTED_BESIDE_DECODES = 16
 """Most requests that one step with decodes admits: admitting takes a few milliseconds, which delays the decodes."""
-_NO_INDICES = np.empty(0, np.int32)
-_STAGES = ("_extend_decodes", "_extend_prefills", "_admit_waiting", "_top_up_prefills", "_draft", "_seal", "_extend")
+_STAGES = ("_extend_decodes", "_extend_prefills", "_admit_waiting", "_top_up_prefills", "_propose", "_seal", "_extend")
 """Stages. A derived class that overrides one gets no repeated plans, so that its stages run in every step."""
 
 
@@ -69,12 +66,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_steps_in_flight: int = 1
     rows_run_ahead: bool = True
     """A row may be in several steps in flight. If False, no plan contains a row whose last token is not known."""
-    speculation: Speculation | None = None
-    """How decodes get draft tokens. None: only tokens that a grammar forces become drafts."""
     prompt_logprobs_cost: float = 0.0
     """Tokens of a step's budget that a prompt token with reported log-probabilities costs in addition to itself."""
-    most_forced_step_tokens: int = 0
-    """Without speculation: tokens that grammars force are added as drafts until the step has so many tokens."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -158,14 +151,26 @@ class Scheduler:
         self._is_eos[list(config.eos_token_ids)] = True
         self._repeated: RepeatedDecode | None = None  # set while running the stages would only repeat the last plan
         self._has_own_stages = any(getattr(type(self), name) is not getattr(Scheduler, name) for name in _STAGES)
-        speculation = config.speculation
-        self._most_step_tokens = config.most_forced_step_tokens if speculation is None else speculation.most_step_tokens
-        self._drafter = None if config.speculation is None else NgramDrafter(config.speculation, config.max_num_seqs)
         self._refusal: _Refusal | None = None
-        self.grammars: GrammarMasks | None = None
-        """Makes the masks of structured outputs. None: no request may ask for structured output."""
-        self._num_drafts = np.zeros(config.max_num_seqs, np.int32)  # draft tokens in flight, by row
+        self._is_provisional = np.zeros(config.max_num_seqs, bool)  # rows whose decode in flight a feature lengthened
         self._last_step = np.zeros(config.max_num_seqs, np.int64)  # the last step that computed each row, for `in_turn`
+        self.features: list[StepFeature] = []
+        """In the order in which their hooks are called."""
+        self._hooks: dict[str, list[Callable[..., Any]]] = {}
+
+    def add_feature(self, feature: StepFeature) -> None:
+        """Call it before the first request is added."""
+        self.features.append(feature)
+        feature.bind(Context(self.rows, self.tables, self.features))
+        self._hooks = {
+            name: [getattr(each, name) for each in self.features if getattr(type(each), name) is not default]
+            for name, default in vars(StepFeature).items()
+            if callable(default)
+        }
+
+    def _hook(self, name: str) -> list[Callable[..., Any]]:
+        """The hook of each feature that has it."""
+        return self._hooks.get(name, [])
 
     # --- requests come and go -----------------------------------------------------------------------------------
 
@@ -197,11 +202,6 @@ class Scheduler:
         return self.config.max_num_seqs - len(self.rows.free)
 
     @property
-    def drafts(self) -> DraftCounts:
-        """Draft tokens proposed and accepted since the engine's start."""
-        return DraftCounts() if self._drafter is None else self._drafter.counts
-
-    @property
     def has_work(self) -> bool:
         return len(self.rows.free) < self.config.max_num_seqs or self.waiting.head() is not None
 
@@ -226,7 +226,7 @@ class Scheduler:
             self._extend_prefills(builder)
             self._admit_waiting(builder)
             self._top_up_prefills(builder)
-            self._draft(builder)
+            self._propose(builder)
             if not builder.is_empty or not self.num_running or self.num_in_flight:
                 break
             self.preempt(self.rows.last_served())  # partial prefills block each other: preempt the last in order
@@ -249,10 +249,10 @@ class Scheduler:
                 is_pending = table.num_known_tokens[decodes] < table.num_tokens[decodes]
                 last_step = self._last_step[decodes]
                 decodes = decodes[in_turn(is_pending, last_step, self.config.max_steps_in_flight)]
-            if self._drafter is not None and self.num_in_flight:
-                decodes = decodes[~self._drafter.waits(table, decodes)]
-            if self.grammars is not None and self.num_in_flight:
-                decodes = decodes[~self.grammars.waits(table, decodes)]
+            if self.num_in_flight:
+                for waits in self._hook("waits"):
+                    if (waiting := waits(decodes)) is not None:
+                        decodes = decodes[~waiting]
             full = decodes[table.num_computed_tokens[decodes] >= tables.num_blocks[decodes] * tables.block_size]
             tables.give_back(full, table)
             if len(full) <= tables.num_free_to_grow():
@@ -336,41 +336,10 @@ class Scheduler:
             if rest > 0:
                 self._extend(builder, row, min(rest, builder.budget))
 
-    def _draft(self, builder: PlanBuilder) -> None:
-        """Adds draft tokens to decodes, as many as the step's budget and the free blocks allow."""
-        table, tables, block_size = self.rows, self.tables, self.config.block_size
-        due = _NO_INDICES if self._drafter is None else self._drafter.due(table, builder.decodes)
-        guessed = frozenset(due.tolist())
-        if self.grammars is not None:
-            due = np.union1d(due, self.grammars.due(table, builder.decodes))
-        if not len(due):
-            return
-        speculation, most = self.config.speculation, self._most_step_tokens
-        most_of_row = most if speculation is None else speculation.num_speculative_tokens
-        budget = min(builder.budget, most - builder.total_tokens)
-        if budget <= 0:
-            return
-        for nth, index in enumerate(due.tolist()):
-            row = int(builder.decodes[index])
-            num_tokens, held = int(table.num_tokens[row]), int(tables.num_blocks[row])
-            tables.give_back([row], table)
-            # Each running request may need a block before this one has used the blocks that it gets for drafts.
-            spare = max(0, tables.num_free_to_grow() - self.num_running)
-            limit = min(
-                most_of_row,
-                budget // (len(due) - nth),
-                int(table.max_tokens_total[row]) - num_tokens - 1,
-                (held + spare) * block_size - num_tokens,
-            )
-            draft = _NO_INDICES if self.grammars is None else self.grammars.forced(table, row, limit)
-            if not len(draft) and self._drafter is not None and index in guessed:
-                draft = self._drafter.propose(row, table.token_ids[row, :num_tokens], limit)
-                if self.grammars is not None:
-                    draft = self.grammars.cut(table, row, draft)
-            if len(draft):
-                more = max(0, -(-(num_tokens + len(draft)) // block_size) - held)
-                builder.add_draft(index, draft, *tables.extend(row, more))
-                budget -= len(draft)
+    def _propose(self, builder: PlanBuilder) -> None:
+        """Lets features lengthen decodes."""
+        for propose in self._hook("propose"):
+            propose(builder)
 
     def _seal(self, builder: PlanBuilder) -> StepPlan:
         self._step += 1
@@ -380,29 +349,30 @@ class Scheduler:
         table.num_computed_tokens[plan.rows] += plan.num_tokens
         self._publish_full(builder.decodes)
         table.num_tokens[plan.rows[plan.sampled]] += 1
-        if plan.drafts is not None:
-            self._num_drafts[plan.rows] = plan.drafts.counts
-        quiet_steps = None  # plans that can follow before a row may get a draft; None: any number
-        if self._drafter is not None:
-            quiet_steps = self._drafter.seal(plan, table)
-        if self.grammars is not None and (masks := self.grammars.masks(plan, table)) is not None:
-            plan = msgspec.structs.replace(plan, attachments=(*plan.attachments, masks))
-            quiet_steps = 0 if plan.drafts is not None else quiet_steps
+        self._is_provisional[builder.lengthened] = True
+        for seal in self._hook("seal"):
+            plan = seal(plan)
         if not self.config.rows_run_ahead:
             self._last_step[plan.rows] = self._step
         self.num_in_flight += 1
         decodes_alone = len(builder.decodes) == self.num_running == len(plan.rows) and not self.waiting
-        decodes_alone &= all(isinstance(each, TokenMasks) for each in plan.attachments)  # no other kind is made again
-        if decodes_alone and self.config.rows_run_ahead and not self._has_own_stages and quiet_steps != 0:
+        if decodes_alone and self.config.rows_run_ahead and not self._has_own_stages:
             self._repeated = self._repeat(plan)
-            self._repeated.limit(quiet_steps)
         return plan
 
-    def _repeat(self, plan: StepPlan) -> RepeatedDecode:
-        masks = None
-        if self.grammars is not None:
-            masks = self.grammars.repeated(self.rows, plan.rows, may_force=len(plan.rows) < self._most_step_tokens)
-        return RepeatedDecode(plan, self.rows, self.tables, self.config.eos_token_ids, self._publish_full, masks)
+    def _repeat(self, plan: StepPlan) -> RepeatedDecode | None:
+        """Plans that repeat this one, which computed only decodes. None if a feature has something to do before."""
+        quiet = [steps for hook in self._hook("quiet_steps") if (steps := hook(plan)) is not None]
+        if 0 in quiet:
+            return None
+        repeated = [each for hook in self._hook("repeated") if (each := hook(plan)) is not None]
+        if len(repeated) != len(plan.attachments):  # something is attached that would be missing from the next plan
+            return None
+        decode = RepeatedDecode(
+            plan, self.rows, self.tables, self.config.eos_token_ids, self._publish_full, tuple(repeated)
+        )
+        decode.limit(min(quiet, default=None))
+        return decode
 
     # --- results ------------------------------------------------------------------------------------------------
 
@@ -423,12 +393,15 @@ class Scheduler:
             self.settle()
         known = table.num_known_tokens[rows]
         first = [each for row in rows[known == table.num_given_tokens[rows]].tolist() if (each := table.requests[row])]
-        new = new_tokens(result, known, table, self._is_eos, self.grammars, followed)
+        follow = self._follow if followed is None else lambda *_: followed
+        new = new_tokens(result, known, table, self._is_eos, follow)
         table.token_ids[new.row_of, new.num_tokens - 1] = new.token_ids
         known_now = new.num_tokens if new.counts is None else known + new.counts
         table.num_known_tokens[rows] = known_now
         if result.counts is not None:
-            self._take_drafted(rows, known, known_now, result.counts)
+            self._roll_back(rows, known, known_now)
+        for take in self._hook("take"):
+            take(result)
         ended = []
         for index in new.ends.nonzero()[0].tolist():
             request = self._leave(int(new.row_of[index]))
@@ -449,19 +422,18 @@ class Scheduler:
                 self._publish(int(rows[index]), int(known_now[index]) - 1, 1)
         return Advance(rows, new.token_ids, new.counts, ended, first, new.kept)
 
-    def _take_drafted(self, rows: np.ndarray, known: np.ndarray, known_now: np.ndarray, counts: np.ndarray) -> None:
-        """Rolls `num_tokens` and `num_computed_tokens` of rows with drafts back to the accepted drafts.
+    def _follow(self, row_of: np.ndarray, token_ids: np.ndarray, ends: np.ndarray) -> Followed | None:
+        return together([follow(row_of, token_ids, ends) for follow in self._hook("follow")])
 
-        known, known_now: [num_rows], known tokens of each row before and after; counts: [num_rows], sampled tokens.
-        """
-        table, drafted = self.rows, self._num_drafts[rows] > 0
-        self._num_drafts[rows] = 0
-        if self._drafter is not None:
-            self._drafter.take(table, rows, counts)
-        table.num_tokens[rows[drafted]] = known_now[drafted]
-        table.num_computed_tokens[rows[drafted]] = known_now[drafted] - 1
+    def _roll_back(self, rows: np.ndarray, known: np.ndarray, known_now: np.ndarray) -> None:
+        """Sets `num_tokens` and `num_computed_tokens` of rows whose decode a feature lengthened to what the result
+        confirms. known, known_now: [num_rows], known tokens of each row before and after."""
+        table, provisional = self.rows, self._is_provisional[rows]
+        self._is_provisional[rows] = False
+        table.num_tokens[rows[provisional]] = known_now[provisional]
+        table.num_computed_tokens[rows[provisional]] = known_now[provisional] - 1
         if self.hasher is not None:
-            for index in drafted.nonzero()[0].tolist():
+            for index in provisional.nonzero()[0].tolist():
                 self._publish(int(rows[index]), int(known[index]) - 1, int(known_now[index] - known[index]))
 
     # --- parts of the stages ------------------------------------------------------------------------------------
@@ -557,6 +529,9 @@ class Scheduler:
 
     def _leave(self, row: int) -> Request:
         self.settle(ended=True)
+        self._is_provisional[row] = False
+        for leave in self._hook("leave"):
+            leave(row)
         self.tables.release(row)
         self._released.append(row)
         return self.rows.leave(row)

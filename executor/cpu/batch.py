@@ -245,8 +245,8 @@ class BatchState:
             self._enter(new)
         if plan.block_tables.size:
             self.append_blocks(plan.block_tables, plan.block_ids)
-        if plan.drafts is not None:
-            self._put_drafts(plan, plan.drafts)
+        if (drafts := plan.get(Drafts)) is not None:
+            self._put_drafts(plan, drafts)
 
     def _put_drafts(self, plan: StepPlan, drafts: Drafts) -> None:
         """Writes drafts after each row's known tokens, which may themselves not have arrived yet."""

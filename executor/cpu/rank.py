@@ -74,6 +74,7 @@ class CpuRank(ModelRank):
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         check_no_gpu_options(plan.options)
+        self.check_attachments(plan)
         if plan.options.quantization == "fp8" and not plan.model.stored_as:
             raise OptionError(
                 "quantization=fp8 of float weights is computed on a GPU only, and the model runs on the CPU "
@@ -119,6 +120,7 @@ class CpuRank(ModelRank):
             self._thread = StepThread(self._runner.step)
 
     def submit(self, plan: StepPlan) -> None:
+        plan.check_read(self.reads)
         if self._thread is not None:
             self._thread.submit(plan)
         else:

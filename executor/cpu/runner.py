@@ -6,17 +6,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from headrace.executor.cpu.batch import BatchState, Draws, Needs, StepArrays
-from headrace.executor.models.inputs import BegunBlocks, Chosen, StepLogits
+from headrace.executor.cpu.repeated_decode import RepeatedDecode, RepeatingModel
+from headrace.executor.models.inputs import StepLogits
 from headrace.executor.sampling.logprobs import logprob_rows, no_prompt_logprobs
 from headrace.executor.sampling.sampler import Sampled, find_problems, row_failure, sample
 from headrace.executor.sampling.verification import SampledPositions, verify
-from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult, TokenMasks
+from headrace.ipc.step import Drafts, PromptLogprobRun, StepPlan, StepResult, TokenMasks
 
 PROMPT_LOGITS_BYTES = 1 << 27
 """Logits of prompt positions are computed in pieces of about this size: a whole chunk's could dwarf the model."""
@@ -30,50 +31,6 @@ class Model(Protocol):
 
         It may also choose their tokens, by `draws` (None: greedily); the runner decides whether to use them.
         """
-
-
-@runtime_checkable
-class RepeatingModel(Protocol):
-    """A model that can repeat a decode step with little work on the host."""
-
-    def repeat(self, begun: BegunBlocks | None, masks: TokenMasks | None) -> Chosen:
-        """Repeats the previous step, a decode whose tokens this model chose, with each sequence one token further. It
-        has masks exactly where that step had."""
-
-
-class _Repeating:
-    """A decode that continues: every step has the same rows, each one token further."""
-
-    def __init__(self, model: RepeatingModel, plan: StepPlan, block_size: int) -> None:
-        """Call it after the model has computed and chosen one token for each row of the plan."""
-        self.model = model
-        self._rows, self._block_size, self._has_masks = plan.rows, block_size, plan.masks is not None
-        self._steps_to_block = self._until_block(plan)
-
-    def goes_on(self, plan: StepPlan) -> bool:
-        """Whether the plan is the next step of this decode. That each row advances by one token and is sampled need not
-        be checked: each has exactly one token that is not computed yet."""
-        if plan.total_tokens != len(self._rows) or plan.new_rows or plan.released_rows.size:
-            return False
-        # Any other attachment comes with drafts, and drafts would add to total_tokens.
-        if (plan.masks is not None) is not self._has_masks:
-            return False
-        return plan.rows is self._rows or np.array_equal(plan.rows, self._rows)
-
-    def begun_blocks(self, plan: StepPlan, block_tables: np.ndarray) -> BegunBlocks | None:
-        """Which rows of the plan, a step of this decode, begin a block; None if none does. block_tables: [num_groups,
-        num_rows, max_blocks], already updated for this plan."""
-        self._steps_to_block -= 1
-        if self._steps_to_block:
-            return None
-        self._steps_to_block = self._until_block(plan)
-        begun = np.flatnonzero(plan.num_computed_tokens % self._block_size == 0)
-        places = plan.num_computed_tokens[begun] // self._block_size
-        return BegunBlocks(begun.tolist(), places, block_tables[:, plan.rows[begun], places])
-
-    def _until_block(self, plan: StepPlan) -> int:
-        """The number of steps after the plan until a row begins a block."""
-        return self._block_size - int((plan.num_computed_tokens % self._block_size).max())
 
 
 class ModelRunner:
@@ -92,7 +49,7 @@ class ModelRunner:
         """Replaces the model from the next step on. The rows stay as they are."""
         self._model = model
         self._repeats = model if isinstance(model, RepeatingModel) and self._may_repeat else None
-        self._repeating: _Repeating | None = None  # set after a decode whose tokens the model chose
+        self._repeating: RepeatedDecode | None = None  # set after a decode whose tokens the model chose
 
     def step(self, plan: StepPlan) -> StepResult:
         """Runs one step. Plans must come in the core's order, as each step builds on the state of the previous ones.
@@ -106,15 +63,16 @@ class ModelRunner:
         if not len(plan.rows):
             return StepResult(step=plan.step, rows=np.zeros(0, np.int32), token_ids=np.zeros(0, np.int32))
         needs = batch.needs(plan.rows)
-        places = None if plan.drafts is None else SampledPositions(plan, plan.drafts)
-        arrays = batch.arrays(plan, places, reads_logits=needs != 0 or plan.masks is not None)
+        drafts, masks = plan.get(Drafts), plan.get(TokenMasks)
+        places = None if drafts is None else SampledPositions(plan, drafts)
+        arrays = batch.arrays(plan, places, reads_logits=needs != 0 or masks is not None)
         rows, num_tokens = plan.rows[plan.sampled], None
         if places is not None:
             rows, num_tokens = places.row_of, batch.num_tokens[places.row_of] + places.nth
-        draws = batch.draws(rows, num_tokens) if needs & Needs.RANDOM or plan.masks is not None else None
+        draws = batch.draws(rows, num_tokens) if needs & Needs.RANDOM or masks is not None else None
         changes_or_reports = needs & ~(Needs.RANDOM | Needs.TRUNCATION)
-        if draws is not None and plan.masks is not None and not changes_or_reports:
-            draws = replace(draws, masks=plan.masks)
+        if draws is not None and masks is not None and not changes_or_reports:
+            draws = replace(draws, masks=masks)
         self._began_s = time.monotonic()
         computed = self._model.step(arrays, self._kv_cache, draws)
         self._ended_s = time.monotonic()
@@ -126,16 +84,16 @@ class ModelRunner:
         # Failed rows get a token too: a plan made before the failure was known may still compute them.
         batch.append_sampled(rows, sampled.token_ids)
         if self._repeats is not None and plan.total_tokens == len(rows) == len(plan.rows):
-            self._repeating = _Repeating(self._repeats, plan, batch.block_size)
+            self._repeating = RepeatedDecode(self._repeats, plan, batch.block_size)
         return self._result(plan, rows, sampled, (), _by_row(rows, sampled.problems))
 
-    def _repeat(self, plan: StepPlan, repeating: _Repeating) -> StepResult:
+    def _repeat(self, plan: StepPlan, repeating: RepeatedDecode) -> StepResult:
         batch = self._batch
         if plan.block_tables.size:
             batch.append_blocks(plan.block_tables, plan.block_ids)
         begun = repeating.begun_blocks(plan, batch.block_tables)
         self._began_s = time.monotonic()
-        chosen = repeating.model.repeat(begun, plan.masks)
+        chosen = repeating.model.repeat(begun, plan.get(TokenMasks))
         self._ended_s = time.monotonic()
         sampled = Sampled(chosen.token_ids, find_problems(chosen.best))
         batch.append_repeated(plan.rows, sampled.token_ids)
@@ -151,7 +109,7 @@ class ModelRunner:
         places: SampledPositions | None,
     ) -> StepResult:
         """Samples for `rows` from their logits, and appends the tokens to the batch."""
-        batch, logits, masks = self._batch, computed.sampled, plan.masks
+        batch, logits, masks = self._batch, computed.sampled, plan.get(TokenMasks)
         problems: dict[int, str] = {}  # row -> why it failed
         prompt_logprobs: tuple[PromptLogprobRun, ...] = ()
         if batch.needs(plan.rows) & Needs.PROMPT_LOGPROBS:

@@ -13,7 +13,7 @@ from headrace.executor.gpu.sampler import Changes, Choice, TokenStates, choice_f
 from headrace.executor.gpu.steps import RAW_BEST, DeviceSteps, LogprobsInFlight, ReportLogprobs, StepInFlight
 from headrace.executor.sampling.logprobs import asked_tokens, limited, no_prompt_logprobs
 from headrace.executor.sampling.token_rules import additions
-from headrace.ipc.step import StepPlan
+from headrace.ipc.step import StepPlan, TokenMasks
 
 PROMPT_LOGITS_BYTES = 1 << 27
 """Logits of prompt positions are computed in pieces of about this size."""
@@ -49,7 +49,7 @@ class Choosing:
         row_needs = self._batch.sampling.needs[step.rows]
         reporting = np.flatnonzero((row_needs & Needs.LOGPROBS) != 0)
         told = raw = None
-        masks = step.plan.masks
+        masks = step.plan.get(TokenMasks)
         changes = bool(needs & CHANGES) or masks is not None
         if reporting.size:
             told = self._indices(reporting)

@@ -91,6 +91,7 @@ class GpuRank(ModelRank):
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         assert self._gpu is not None, "describe comes first"
+        self.check_attachments(plan)
         dtype, facts, spec = DTYPES[plan.dtype], self._gpu, self.found.spec
         check_gpu(self._device, dtype, facts)
         runner_limits(plan, plan.max_model_len)
@@ -137,6 +138,7 @@ class GpuRank(ModelRank):
         self._profile = WorkerProfile(folder, self._place.rank, self._steps.times)
 
     def submit(self, plan: StepPlan) -> None:
+        plan.check_read(self.reads)
         with self._backend.here():
             self.steps.submit(plan)
 

@@ -35,7 +35,7 @@ from headrace.executor.gpu.steps import NUM_RESULTS, DeviceSteps, MixedInputs, S
 from headrace.executor.models.inputs import HiddenStateModel
 from headrace.executor.sampling.sampler import sample
 from headrace.executor.sampling.verification import SampledPositions, verify
-from headrace.ipc.step import NewRow, StepPlan, StepResult
+from headrace.ipc.step import Drafts, NewRow, StepPlan, StepResult, TokenMasks
 
 STEPS_IN_FLIGHT = 2
 STAGING_BUFFERS = 8 * (STEPS_IN_FLIGHT + 1)
@@ -125,8 +125,8 @@ class GpuRunner:
             self._marks.rotate(-1)
             step = StepInFlight(plan, rows, columns, self._generation[rows], buffer, began, done)
         began.record()
-        if plan.drafts is not None:
-            self._start_drafted(plan, SampledPositions(plan, plan.drafts), step)
+        if (drafts := plan.get(Drafts)) is not None:
+            self._start_drafted(plan, SampledPositions(plan, drafts), step)
         elif len(plan.rows):
             self._start(plan, step)
         else:
@@ -220,7 +220,8 @@ class GpuRunner:
         assert logits is not None, "rows with drafts are sampled"
         with self.times.phase("sample"):
             num_tokens = batch.num_tokens[places.row_of] + places.nth
-            step.places, step.sampled = places, sample(logits, batch, places.row_of, num_tokens, masks=plan.masks)
+            masks = plan.get(TokenMasks)
+            step.places, step.sampled = places, sample(logits, batch, places.row_of, num_tokens, masks=masks)
             verified = verify(places, step.sampled, {})
             batch.append_sampled(places.rows, verified.appended, verified.num_appended)
             ends = np.cumsum(verified.num_appended)
@@ -237,7 +238,7 @@ class GpuRunner:
         is_decode = plan.total_tokens == len(plan.rows) and bool(plan.sampled.all())
         if is_decode:  # every row is past its prompt, so no prompt logprobs are due
             needs &= ~int(Needs.PROMPT_LOGPROBS)
-            ends_with_logits = needs & ~ON_THE_DEVICE or plan.masks is not None
+            ends_with_logits = needs & ~ON_THE_DEVICE or plan.get(TokenMasks) is not None
             return self._decode(plan, Choice.LOGITS if ends_with_logits else choice_for(needs))
         return self._mixed(plan, step, needs)
 
@@ -298,7 +299,7 @@ class GpuRunner:
 
     def _sample_on_host(self, logits: Tensor, step: StepInFlight, needs: int) -> None:
         """Lets the host's sampler choose, for needs without an op on the device. Earlier steps must be settled."""
-        step.sampled = sample(logits, self.batch, step.rows, masks=step.plan.masks)
+        step.sampled = sample(logits, self.batch, step.rows, masks=step.plan.get(TokenMasks))
         rows, token_ids = self._staging.send(step.rows, step.sampled.token_ids.astype(np.int32))
         self.state.last_token[rows.long()] = token_ids
         if needs & Needs.PENALTIES:

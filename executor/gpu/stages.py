@@ -23,7 +23,7 @@ from headrace.executor.models.inputs import HiddenStateModel, StepInputs
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
 from headrace.executor.parallel.stages import AwaitedTokens, by_row
 from headrace.executor.sampling.verification import SampledPositions, verify
-from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.step import Drafts, StepPlan, StepResult
 
 NOTHING = np.zeros(0, np.int32)
 
@@ -110,8 +110,8 @@ class GpuStageRunner(GpuRunner):
     def _take_tokens(self, plan: StepPlan) -> None:
         """Takes the tokens that have arrived, and waits for those that the plan computes."""
         batch, last = self.batch, plan.num_computed_tokens + plan.num_tokens - 1
-        if plan.drafts is not None:
-            last = last - plan.drafts.counts
+        if (drafts := plan.get(Drafts)) is not None:
+            last = last - drafts.counts
 
         def is_needed() -> bool:
             is_known = (last < batch.num_tokens[plan.rows]) & (batch.tokens[plan.rows, last] != PENDING)

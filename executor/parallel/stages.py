@@ -17,7 +17,7 @@ import numpy as np
 from headrace.executor.cpu.batch import BatchState, SamplingColumns
 from headrace.executor.cpu.runner import Model, ModelRunner
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
-from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.step import Drafts, StepPlan, StepResult
 
 MOST_UNKNOWN = 16
 """A stage waits when it lacks the tokens of more steps than this; far more than are ever in flight."""
@@ -92,8 +92,8 @@ class StageRunner:
 
     def _take_tokens(self, plan: StepPlan) -> None:
         batch, end = self._batch, plan.num_computed_tokens + plan.num_tokens
-        if plan.drafts is not None:
-            end = end - plan.drafts.counts
+        if (drafts := plan.get(Drafts)) is not None:
+            end = end - drafts.counts
         self._awaited.take(self._link, lambda: bool((end > batch.num_tokens[plan.rows]).any()))
 
     def _put_tokens(self, unknown: _Unknown, rows: np.ndarray, token_ids: np.ndarray) -> None:

@@ -49,7 +49,7 @@ from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError, ModelError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.process.host import host_memory
-from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.step import StepPlan, StepResult, StepSizes, attachment_bytes
 from headrace.ipc.transport.ring import Mailbox, RingInterruptedError, RingLayout, RingReader, RingWriter, lay_out_ring
 from headrace.ipc.wait import Deadline, WaitTimeoutError
 
@@ -60,6 +60,8 @@ SHARES = ("kv_elements_per_token", "kv_rows_per_token")
 """The fields of a ModelDescription that describe a rank's own part."""
 LOGPROBS_IN_SLOT = 21
 """Logprobs per token for which a result's slot has room; results with more are sent over the socket."""
+ATTACHMENT_IN_SLOT = 1 << 20
+"""Most bytes of a slot that are kept for one kind of attachment."""
 
 
 class MultiprocExecutor(Executor):
@@ -290,10 +292,19 @@ def ring_layouts(plan: Plan, num_workers: int, steps_in_flight: int) -> tuple[Ri
     """The layouts of the rings to and from the workers, with a slot for each step that may be in flight.
 
     A slot has room for a step of the plan's size: a decode of all rows, plus the prompt tokens that a step computes. A
-    prompt that is longer than a step's budget is sent whole with its first step, and may need the socket.
+    prompt that is longer than a step's budget is sent whole with its first step, and may need the socket, as may the
+    masks of many rows.
     """
     seqs, tokens, groups = plan.max_num_seqs, plan.max_num_batched_tokens, len(plan.model.cache_groups)
-    step_bytes = 1024 + seqs * (4 * 4 + 1 + 8 + 200) + tokens * 4 + (tokens // plan.block_size + seqs) * 8 * groups
+    sizes = StepSizes(seqs, tokens, plan.max_logits, plan.model.vocab_size)
+    attached_bytes = sum(min(size, ATTACHMENT_IN_SLOT) for size in attachment_bytes(sizes).values())
+    step_bytes = (
+        1024
+        + attached_bytes
+        + seqs * (4 * 4 + 1 + 8 + 200)
+        + tokens * 4
+        + (tokens // plan.block_size + seqs) * 8 * groups
+    )
     width = min(plan.max_logprobs + 1, LOGPROBS_IN_SLOT)
     result_bytes = 1024 + seqs * (4 + 4 + 4 + 4 + 8 * width)
     slots = steps_in_flight + 1

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from headrace.ipc.codec import CodecError, Tensor
-from headrace.ipc.step import LaterWords, StepPlan, StepResult
+from headrace.ipc.step import KINDS, LaterWords, StepPlan, StepResult, attachments_type
 
 T = TypeVar("T", StepPlan, StepResult)
 _DTYPES = {kind.char.encode(): kind for kind in map(np.dtype, ("bool", "int8", "int32", "int64", "uint64", "float32"))}
@@ -30,6 +30,8 @@ class StepCodec(Generic[T]):
 
     def __init__(self, kind: type[T]) -> None:
         hints = typing.get_type_hints(kind)
+        if "attachments" in hints:
+            hints["attachments"] = attachments_type()
         self._kind: type[T] = kind
         self._arrays = [name for name in kind.__struct_fields__ if hints[name] is np.ndarray]
         self._others = [name for name in kind.__struct_fields__ if hints[name] is not np.ndarray]
@@ -64,6 +66,12 @@ class StepCodec(Generic[T]):
             for name, char, size in zip(self._arrays, fields[::2], fields[1::2], strict=True):
                 values[name] = array = np.frombuffer(data, _DTYPES[char], size, at)
                 at += array.nbytes + -array.nbytes % 8
+        except msgspec.ValidationError as error:
+            known = ", ".join(sorted(KINDS))
+            raise CodecError(
+                f"not a {self._kind.__name__} of this version, or one with an attachment of a kind that this process "
+                f"does not know (it knows {known}): {error}"
+            ) from error
         except (struct.error, msgspec.DecodeError, ValueError, KeyError) as error:
             raise CodecError(f"not a {self._kind.__name__} of this version: {error!r}") from error
         return self._kind(**values)

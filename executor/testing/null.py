@@ -24,7 +24,7 @@ from headrace.executor.testing.plan_check import PlanCheck
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import Failure, OptionError
 from headrace.ipc.messages import LogprobRows, TokenizerBundle
-from headrace.ipc.step import NewRow, PromptLogprobRun, RowFailure, StepPlan, StepResult
+from headrace.ipc.step import Drafts, NewRow, PromptLogprobRun, RowFailure, StepPlan, StepResult, TokenMasks
 
 FIRST_ORDINARY_TOKEN = 3
 """Tokens below this are never drawn: they stand for unk, bos and eos."""
@@ -95,6 +95,7 @@ class NullExecutor(Executor):
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         report("load weights")
+        self.check_attachments(plan)
         if self.model.load_delay_s:
             time.sleep(self.model.load_delay_s)
         self._plan = plan
@@ -110,6 +111,7 @@ class NullExecutor(Executor):
             self._check = PlanCheck(self._plan, num_blocks, max_model_len)
 
     def submit(self, plan: StepPlan) -> None:
+        plan.check_read(self.reads)
         self._submitted.append(plan)
 
     def collect(self) -> StepResult:
@@ -200,11 +202,12 @@ class _Rows:
         rows = plan.rows
         if rows is not self._decoding:  # if it is the same array, all rows are sampled again
             rows = self._decoding = plan.rows if plan.sampled.all() else plan.rows[plan.sampled]
-        if plan.drafts is None:
+        drafts = plan.get(Drafts)
+        if drafts is None:
             token_ids = self._masked(plan, self._draw(rows, self._num_tokens[rows]))
             self._num_tokens[rows] += 1
             return rows, rows, token_ids, None
-        places = SampledPositions(plan, plan.drafts)
+        places = SampledPositions(plan, drafts)
         token_ids = self._masked(plan, self._draw(places.row_of, self._num_tokens[places.row_of] + places.nth))
         counts = places.counts(token_ids)
         kept = places.kept(counts)
@@ -213,8 +216,8 @@ class _Rows:
 
     def _masked(self, plan: StepPlan, token_ids: np.ndarray) -> np.ndarray:
         """Replaces tokens that the plan's masks forbid by allowed ones."""
-        if plan.masks is not None:
-            for place, allowed in zip(plan.masks.places, plan.masks.allowed(self._model.vocab_size), strict=True):
+        if (masks := plan.get(TokenMasks)) is not None:
+            for place, allowed in zip(masks.places, masks.allowed(self._model.vocab_size), strict=True):
                 if not allowed[token_ids[place]] and allowed.any():
                     choices = np.flatnonzero(allowed)
                     token_ids[place] = choices[token_ids[place] % len(choices)]

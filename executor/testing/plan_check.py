@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.core.options.plan import Plan
 from headrace.executor.sampling.random_numbers import mix
-from headrace.ipc.step import NewRow, StepPlan
+from headrace.ipc.step import Drafts, NewRow, StepPlan
 
 NEVER_WRITTEN = 0
 
@@ -106,9 +106,10 @@ class PlanCheck:
 
     def _drafts_of(self, plan: StepPlan) -> dict[int, list[int]]:
         """Drafts by row."""
-        if plan.drafts is None:
+        drafts = plan.get(Drafts)
+        if drafts is None:
             return {}
-        counts, token_ids = plan.drafts.counts, plan.drafts.token_ids.tolist()
+        counts, token_ids = drafts.counts, drafts.token_ids.tolist()
         assert len(counts) == len(plan.rows), f"step {plan.step}: {len(counts)} counts of drafts, {len(plan.rows)} rows"
         assert sum(counts) == len(token_ids) > 0, (
             f"step {plan.step}: {len(token_ids)} drafts, {sum(counts)} are counted"

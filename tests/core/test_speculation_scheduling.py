@@ -13,15 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_async_scheduling import KINDS
 
-from headrace.core.options.speculation import Speculation
-from headrace.core.schedule.ngram_drafter import MOST_SEARCHED, NgramDrafter
-from headrace.core.schedule.requests import RowTable
 from headrace.executor.sampling.verification import SampledPositions
 from headrace.executor.testing.null import NullModel
 from headrace.ipc.messages import FinishReason
 from headrace.ipc.step import Drafts, StepPlan
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+SUFFIX = {"method": "suffix", "suffix_decoding_max_spec_factor": 2.0}
+METHODS = {"ngram": NGRAM, "suffix": SUFFIX}
 
 
 def new_core(kind: str = "one", speculates: bool = True, **changes: Any) -> SteppedCore:
@@ -72,12 +71,13 @@ def logprobs_of(client: SteppedClient) -> dict[int, list[list[int]]]:
     limits=st.fixed_dictionaries(LIMITS | {"num_blocks": st.integers(17, 60)}),
     history=events(25, most_turns=9, **REQUEST),
     eos_after=st.sampled_from([0, 0, 7]),
+    method=st.sampled_from([NGRAM, SUFFIX]),
 )
-def test_what_clients_hear_is_the_same_with_and_without_drafts(kind, limits, history, eos_after):
+def test_what_clients_hear_is_the_same_with_and_without_drafts(kind, limits, history, eos_after, method):
     """Aborted requests apart, which may have got a token more or less."""
     heard = []
-    for speculates in (False, True):
-        core = new_core(kind, speculates, model={"eos_after_tokens": eos_after}, **limits)
+    for speculates in ({}, method):
+        core = new_core(kind, model={"eos_after_tokens": eos_after}, **limits, speculative_config=speculates)
         client, num_added, aborted = play(core, history)
         kept = sorted(set(range(num_added)) - aborted)
         tokens, logprobs = client.tokens(), logprobs_of(client)
@@ -107,7 +107,7 @@ def test_blocks_filled_by_right_drafts_are_found_by_others_and_those_of_wrong_on
     client = core.open()
     client.add(0, [5] * 6, max_tokens=60)
     core.run_until_idle()
-    assert 0 < core.loop.scheduler.drafts.num_accepted_tokens < core.loop.scheduler.drafts.num_draft_tokens
+    assert 0 < core.loop._drafting.counts.num_accepted_tokens < core.loop._drafting.counts.num_draft_tokens
     answer = client.tokens()[0]
     client.add(1, [5] * 6 + answer + [9], max_tokens=1)
     core.run_until_idle()
@@ -139,7 +139,7 @@ def test_a_row_whose_drafts_are_wrong_gets_few_of_them() -> None:
     client = core.open()
     client.add(0, [5] * 4, max_tokens=500)
     core.run_until_idle()
-    drafts = core.loop.scheduler.drafts
+    drafts = core.loop._drafting.counts
     assert drafts.num_draft_tokens < 40
 
 
@@ -159,60 +159,16 @@ def test_no_more_is_drafted_with_many_requests_and_a_step_stays_small() -> None:
         for slot in range(running):
             client.add(slot, [5, slot + 3], max_tokens=60)
         core.run_until_idle()
-        assert (core.loop.scheduler.drafts.num_drafts > 0) == drafts
+        assert (core.loop._drafting.counts.num_drafts > 0) == drafts
     core = new_core(max_num_seqs=40, max_num_batched_tokens=256, max_model_len=200, num_blocks=4000)
     client = core.open()
     for slot in range(40):
         client.add(slot, [5, slot + 3], max_tokens=20 + 3 * slot)
     plans = plans_of(core)
     core.run_until_idle()
-    with_drafts = [plan for plan in plans if plan.drafts is not None]
+    with_drafts = [plan for plan in plans if plan.get(Drafts) is not None]
     assert with_drafts
     assert all(plan.total_tokens <= 32 for plan in with_drafts)
-
-
-def drafter(num_rows: int = 1, **changes: Any) -> NgramDrafter:
-    values = {"num_speculative_tokens": 8, "prompt_lookup_max": 3, "prompt_lookup_min": 2, **changes}
-    made = NgramDrafter(Speculation(**values), num_rows)
-    made._limit[:] = values["num_speculative_tokens"]
-    return made
-
-
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        ([1, 2, 3, 4, 5, 6, 2, 3], [4, 5, 6, 2, 3, 4, 5, 6]),  # goes on where the run stands, in circles at its end
-        ([1, 2, 3, 9, 7, 2, 3, 8, 1, 2, 3], [9, 7, 2, 3, 8, 1, 2, 3]),  # the longer run counts, not the later one
-        ([2, 3, 9, 7, 2, 3, 8, 1, 2, 3], [8, 1, 2, 3, 8, 1, 2, 3]),  # of equally long ones the later
-        ([1, 2, 3, 4, 9, 3], []),  # one token alone is not enough
-        ([5, 5, 5], [5] * 8),
-        ([7], []),
-        ([7, 7], []),
-    ],
-)
-def test_a_draft_is_what_followed_the_longest_run_of_the_last_tokens(tokens: list[int], expected: list[int]) -> None:
-    assert drafter().propose(0, np.array(tokens, np.int32), 8).tolist() == expected
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 3), st.integers(0, 3))
-def test_a_draft_follows_as_long_a_run_as_there_is(tokens: list[int], fewest: int, more: int) -> None:
-    most = fewest + more
-    draft = drafter(prompt_lookup_min=fewest, prompt_lookup_max=most).propose(0, np.array(tokens, np.int32), 1).tolist()
-    runs = {
-        length: [tokens[end] for end in range(length, len(tokens)) if tokens[end - length : end] == tokens[-length:]]
-        for length in range(fewest, min(most, len(tokens) - 1) + 1)
-    }
-    longest = max((length for length, nexts in runs.items() if nexts), default=None)
-    assert draft == ([] if longest is None else runs[longest][-1:])
-
-
-def test_a_copy_goes_on_where_it_is_though_the_same_words_stand_elsewhere() -> None:
-    made = drafter(num_speculative_tokens=1)
-    text = [1, 2, 3, 4, 8, 9, 2, 3, 4, 7]
-    assert made.propose(0, np.array([*text, 1, 2], np.int32), 1).tolist() == [3]
-    assert made.propose(0, np.array([*text, 1, 2, 3], np.int32), 1).tolist() == [4]
-    assert made.propose(0, np.array([*text, 1, 2, 3, 4], np.int32), 1).tolist() == [8]
-    assert drafter().propose(0, np.array([*text, 1, 2, 3, 4], np.int32), 1).tolist() == [7]  # of one that begins here
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=4), st.integers(0, 4)), min_size=1, max_size=5))
@@ -246,33 +202,3 @@ def test_tokens_count_as_far_as_drafts_are_right_and_something_could_be_sampled(
         wanted = list(expected)
         wanted[owner] = min(wanted[owner], bad - int(places.starts[owner]))
         assert found == wanted
-
-
-def test_a_step_searches_only_so_many_tokens_and_rows_take_turns() -> None:
-    lengths = [MOST_SEARCHED // 2, MOST_SEARCHED // 2, MOST_SEARCHED // 2, 3 * MOST_SEARCHED, 100]
-    made = drafter(len(lengths))
-    table = RowTable(len(lengths), 4 * MOST_SEARCHED)
-    for row, length in enumerate(lengths):
-        table.active[row] = True
-        table.num_tokens[row] = table.num_known_tokens[row] = length
-        table.token_ids[row, :length] = np.arange(length)  # without a repetition
-    rows = np.arange(len(lengths))
-    searched: list[list[int]] = []
-    for _ in range(8):
-        due = made.due(table, rows).tolist()
-        searched.append(due)
-        assert sum(min(lengths[row], MOST_SEARCHED) for row in due) <= MOST_SEARCHED
-        for row in due:
-            made.propose(row, table.token_ids[row, : lengths[row]], 3)
-        made._due_at[:] = 0
-    assert searched[:4] == [[0, 1], [2], [3], [0, 4]]
-    assert {row for each in searched[4:] for row in each} == set(range(len(lengths)))
-
-
-def test_of_a_very_long_row_the_last_tokens_are_searched() -> None:
-    made = drafter()
-    row = np.arange(3 * MOST_SEARCHED, dtype=np.int32)
-    row[-3:] = [7, 8, 9]  # occur at the beginning too
-    assert made.propose(0, row, 3).tolist() == []
-    row[-1000:-994] = [7, 8, 9, 60, 61, 62]
-    assert made.propose(0, row, 3).tolist() == [60, 61, 62]

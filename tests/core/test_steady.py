@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from engine_parts import EOS, VOCAB_SIZE, SteppedCore
 
-from headrace.core.schedule.plan_builder import PlanBuilder
+from headrace.core.schedule.features.feature import StepFeature
 from headrace.core.schedule.scheduler import Scheduler
 from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.messages import Abort, FinishReason
-from headrace.ipc.step import StepPlan
+from headrace.ipc.step import Attachment, StepPlan
 
 
 class Noting(NullExecutor):
@@ -126,17 +126,24 @@ class OneStageOfItsOwn(Scheduler):
         super()._top_up_prefills(draft)
 
 
-def test_an_attachment_that_the_repeated_plans_do_not_make_is_in_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Other(msgspec.Struct):
-        """As a policy of one's own attaches."""
+class Other(Attachment, frozen=True):
+    """As a feature of one's own attaches."""
 
-    seal = PlanBuilder.seal
-    monkeypatch.setattr(
-        PlanBuilder,
-        "seal",
-        lambda *arguments: msgspec.structs.replace(seal(*arguments), attachments=(Other(),)),
-    )
-    core = SteppedCore(executor_class=Noting, async_scheduling=False)
+
+class AttachesOther(StepFeature):
+    attaches = (Other,)
+
+    def seal(self, plan: StepPlan) -> StepPlan:
+        return msgspec.structs.replace(plan, attachments=(*plan.attachments, Other()))
+
+
+class ReadsOther(Noting):
+    reads = Noting.reads | {Other}
+
+
+def test_an_attachment_that_the_repeated_plans_do_not_make_is_in_every_plan() -> None:
+    core = SteppedCore(executor_class=ReadsOther, async_scheduling=False)
+    core.loop.scheduler.add_feature(AttachesOther())
     client = core.open()
     client.add(1, [5, 6], max_tokens=20, ignore_eos=True)
     core.run_until_idle()

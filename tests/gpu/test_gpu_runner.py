@@ -30,7 +30,7 @@ from headrace.executor.gpu.device_state import HostDevice
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
 from headrace.executor.gpu.steps import LogprobsInFlight
 from headrace.executor.models.inputs import StepInputs, StepLogits, step_in_two
-from headrace.ipc.step import StepPlan, StepResult, TokenMasks
+from headrace.ipc.step import Drafts, StepPlan, StepResult, TokenMasks
 
 LIMITS = RunnerLimits(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE, eos_token_ids=(3,), capture_sizes=(1, 2, 4, 6))
 PAIRS = ((7,), *((first, second) for first in range(0, VOCAB_SIZE, 2) for second in range(0, VOCAB_SIZE, 3)))
@@ -110,8 +110,8 @@ class Twins:
 def with_masks(plan: StepPlan, dice: np.random.Generator) -> StepPlan:
     """Allows about half of the tokens at about half of the places."""
     num_places = np.ones(int(plan.sampled.sum()), int)
-    if plan.drafts is not None:
-        num_places += plan.drafts.counts[plan.sampled]
+    if (drafts := plan.get(Drafts)) is not None:
+        num_places += drafts.counts[plan.sampled]
     places = np.flatnonzero(dice.random(num_places.sum()) < 0.5).astype(np.int32)
     if not len(places):
         return plan

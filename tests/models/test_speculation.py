@@ -9,10 +9,11 @@ from all_at_once import generate_all_at_once
 
 from headrace import LLM, SamplingParams
 from headrace.core.options.parsing import parse_options
-from headrace.core.options.speculation import Speculation, speculation_of
+from headrace.core.options.speculation import NgramSpeculation, speculation_of
 from headrace.ipc.failure import OptionError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+SUFFIX = {"method": "suffix", "suffix_decoding_max_spec_factor": 2.0, "suffix_decoding_min_token_prob": 0.0}
 ENGINE = {
     "dtype": "float32",
     "skip_tokenizer_init": True,
@@ -78,6 +79,8 @@ def expected(checkpoint: str) -> tuple[list[Any], Any]:
         {"in_process": True},
         {"in_process": True, "async_scheduling": True},
         {"in_process": True, "enable_prefix_caching": False, "num_gpu_blocks_override": 200},
+        {"in_process": True, "speculative_config": SUFFIX},
+        {"in_process": True, "speculative_config": SUFFIX, "async_scheduling": True},
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.system),
         {"pipeline_parallel_size": 2},
         pytest.param({"pipeline_parallel_size": 2, "async_scheduling": False}, marks=pytest.mark.system),
@@ -88,7 +91,7 @@ def test_every_answer_is_the_one_without_speculation(
     checkpoint: str, expected: tuple[list[Any], Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found, stats = heard(checkpoint, speculative_config=NGRAM, **options)
+    found, stats = heard(checkpoint, **{"speculative_config": NGRAM} | options)
     assert found[0] == expected[0]
     assert found[1].expected == expected[1]
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
@@ -118,7 +121,7 @@ def test_every_answer_is_the_one_without_speculation(
 @pytest.mark.filterwarnings("ignore:.*retired:FutureWarning")
 def test_vllms_spellings_old_and_new_mean_the_same(options: dict[str, Any], expected: tuple[Any, ...]) -> None:
     found = speculation_of(parse_options(**options).speculative_config, on_gpu=False)
-    assert isinstance(found, Speculation)
+    assert isinstance(found, NgramSpeculation)
     assert (
         found.num_speculative_tokens,
         found.prompt_lookup_max,
@@ -127,16 +130,36 @@ def test_vllms_spellings_old_and_new_mean_the_same(options: dict[str, Any], expe
     ) == expected
 
 
+METHODS = "has {}; the methods are .*ngram.*suffix.* with a draft model"
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"method": "eagle", "num_speculative_tokens": 3}, "has method='eagle', and it needs a draft model"),
-        ({"model": "org/draft", "num_speculative_tokens": 3}, "has model='org/draft', and it needs a draft model"),
+        (
+            {"method": "eagle", "num_speculative_tokens": 3},
+            METHODS.format("method='eagle'"),
+        ),
+        (
+            {"model": "org/draft", "num_speculative_tokens": 3},
+            METHODS.format("model='org/draft'"),
+        ),
         ({"num_speculative_tokens": 3}, "names no method"),
         ({"method": "ngram"}, "needs num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0; it must be a whole number, 1 to"),
         ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "more than"),
         ({"method": "ngram", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1}, "does not read"),
+        ({"method": "suffix", "prompt_lookup_max": 3}, "prompt_lookup_max, which method suffix does not read"),
+        (
+            {"method": "suffix", "suffix_decoding_min_token_prob": 1.5},
+            "prob=1.5; it must be a number, 0 to 1",
+        ),
+        (
+            {"method": "suffix", "suffix_decoding_max_spec_factor": "much"},
+            "factor='much'; it must be a number",
+        ),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, "max_tree_depth=0; it must be a whole number"),
+        ({"method": "suffix", "model": "org/draft"}, "model='org/draft' with method suffix, which uses no model"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], words: str) -> None:

@@ -13,97 +13,105 @@ drafts, has its own mask:
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
+import msgspec
 import numpy as np
 
+from headrace.core.schedule.drafters.drafter import NOTHING, Drafter
+from headrace.core.schedule.features.feature import Context, Followed, Repeated, StepFeature
 from headrace.core.schedule.requests import RowTable
 from headrace.core.structured_output.backend import Backend, Matcher
-from headrace.ipc.step import LaterWords, StepPlan, TokenMasks
+from headrace.ipc.step import Attachment, Drafts, LaterWords, StepPlan, TokenMasks
 
 
-class Followed(NamedTuple):
-    """The matchers' answers after accepting new tokens."""
+class ForcedTokens(Drafter):
+    """Drafts the tokens that a grammar forces. They are rejected if the model writes the same text in other tokens than
+    the tokenizer does."""
 
-    completes: np.ndarray  # [num_tokens] bool: tokens that complete their row's structured output
-    problems: dict[int, str]  # index of a token after which its row cannot continue -> reason
+    def wants(self, rows: np.ndarray) -> np.ndarray:
+        wants: np.ndarray = self.table.has_matcher[rows]
+        return wants
+
+    def propose(self, row: int, limit: int) -> np.ndarray:
+        tokens = _matcher(self.table, row).forced_tokens()[:limit]
+        return np.array(tokens, np.int32) if tokens else NOTHING
 
 
-class GrammarMasks:
-    """Makes masks for the rows whose request has a matcher. Borrows the row table in each call."""
+class GrammarMasks(StepFeature):
+    """Makes masks for the rows whose request has a matcher."""
 
-    def __init__(self, backend: Backend, vocab_size: int) -> None:
-        self._backend = backend
+    attaches = (TokenMasks,)
+
+    def __init__(self, backend: Backend, vocab_size: int, *, most_step_tokens: int) -> None:
+        """most_step_tokens: a step with fewer rows has room for tokens that a grammar forces."""
+        self._backend, self._most_step_tokens = backend, most_step_tokens
         self._num_words = -(-vocab_size // 32)
+        self.drafter = self._forced = ForcedTokens()
+
+    def bind(self, context: Context) -> None:
+        super().bind(context)
+        self._forced.bind(context.rows)
 
     # --- planning -----------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def waits(table: RowTable, rows: np.ndarray) -> np.ndarray:
-        """[num_rows] bool: rows that cannot be planned before a step in flight returns their last token."""
+    def waits(self, rows: np.ndarray) -> np.ndarray | None:
+        table = self.context.rows
         waits: np.ndarray = table.has_matcher[rows] & (table.num_known_tokens[rows] < table.num_tokens[rows])
         return waits
 
-    @staticmethod
-    def due(table: RowTable, rows: np.ndarray) -> np.ndarray:
-        """Indices of the rows that get drafts in this step if their grammar forces tokens."""
-        return (table.has_matcher[rows] & (table.num_known_tokens[rows] == table.num_tokens[rows])).nonzero()[0]
+    def cut(self, row: int, draft: np.ndarray) -> np.ndarray:
+        if not self.context.rows.has_matcher[row]:
+            return draft
+        return draft[: _matcher(self.context.rows, row).num_valid(draft.tolist())]
 
-    @staticmethod
-    def forced(table: RowTable, row: int, limit: int) -> np.ndarray:
-        """Tokens that the grammar forces next, [num_tokens] int32, at most `limit`. They are rejected if the model
-        writes the same text in other tokens than the tokenizer does."""
-        tokens = _matcher(table, row).forced_tokens()[:limit] if limit > 0 and table.has_matcher[row] else []
-        return np.array(tokens, np.int32)
+    def seal(self, plan: StepPlan) -> StepPlan:
+        masks = self._masks(plan)
+        return plan if masks is None else msgspec.structs.replace(plan, attachments=(*plan.attachments, masks))
 
-    @staticmethod
-    def cut(table: RowTable, row: int, draft: np.ndarray) -> np.ndarray:
-        """The longest prefix of a draft that the row's grammar allows."""
-        matcher = _matcher(table, row) if table.has_matcher[row] else None
-        return draft if matcher is None or not len(draft) else draft[: matcher.num_valid(draft.tolist())]
-
-    def masks(self, plan: StepPlan, table: RowTable) -> TokenMasks | None:
+    def _masks(self, plan: StepPlan) -> TokenMasks | None:
         """The masks of a plan's sampled places. None if no sampled row has a grammar."""
-        sampled = plan.rows[plan.sampled]
+        table, sampled = self.context.rows, plan.rows[plan.sampled]
         masked = np.flatnonzero(table.has_matcher[sampled])
         if not masked.size:
             return None
         num_places = np.ones(len(sampled), np.int32)
-        if plan.drafts is not None:
-            num_places += plan.drafts.counts[plan.sampled]
+        drafts = plan.get(Drafts)
+        if drafts is not None:
+            num_places += drafts.counts[plan.sampled]
         places = np.flatnonzero(np.repeat(table.has_matcher[sampled], num_places)).astype(np.int32)
         bits = np.zeros((len(places), self._num_words), np.int32)
-        drafts, work, at = _drafts_by_row(plan), [], 0
+        by_row, work, at = {} if drafts is None else _by_row(plan, drafts), [], 0
         for index in masked.tolist():
             row, end = int(sampled[index]), at + int(num_places[index])
             matcher = _matcher(table, row)
             if matcher.problem:
                 bits[at:end] = -1  # allows all tokens, since the next one ends the request
             else:
-                work.append((matcher, at, drafts.get(row, [])))
+                work.append((matcher, at, by_row.get(row, [])))
             at = end
-        return _masks(self._backend, work, places, bits)
+        return _later_masks(self._backend, work, places, bits)
 
-    def repeated(self, table: RowTable, rows: np.ndarray, *, may_force: bool) -> RepeatedMasks | None:
-        """Masks of repeated plans, which compute one token of each of `rows`. None if no row has a grammar.
-
-        may_force: a step has room for tokens that a grammar forces.
-        """
+    def repeated(self, plan: StepPlan) -> Repeated | None:
+        table, rows = self.context.rows, plan.rows
         places = np.flatnonzero(table.has_matcher[rows]).astype(np.int32)
         if not places.size:
             return None
         matchers = [_matcher(table, row) for row in rows[places].tolist()]
+        may_force = len(rows) < self._most_step_tokens
         return RepeatedMasks(self._backend, places, matchers, self._num_words, may_force=may_force)
 
     # --- results ------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def take(table: RowTable, row_of: np.ndarray, token_ids: np.ndarray, ends: np.ndarray) -> Followed:
-        """Passes each row's new tokens to its matcher, up to the first token that `ends` the row. row_of, token_ids and
-        ends are [num_tokens]; tokens of a row are adjacent and in order."""
+    def follow(self, row_of: np.ndarray, token_ids: np.ndarray, ends: np.ndarray) -> Followed | None:
+        """Passes each row's new tokens to its matcher, up to the first token that `ends` the row."""
+        table = self.context.rows
+        followed = np.flatnonzero(table.has_matcher[row_of])
+        if not followed.size:
+            return None
         completes, problems = np.zeros(len(token_ids), bool), dict[int, str]()
         over = -1  # the row that has ended
-        for index in np.flatnonzero(table.has_matcher[row_of]).tolist():
+        for index in followed.tolist():
             row = int(row_of[index])
             if row == over:
                 continue
@@ -116,7 +124,7 @@ class GrammarMasks:
         return Followed(completes, problems)
 
 
-class RepeatedMasks:
+class RepeatedMasks(Repeated):
     """Masks of a batch that only decodes: each step has the same rows, and none is in flight while one is planned."""
 
     def __init__(
@@ -128,14 +136,15 @@ class RepeatedMasks:
         self._indices = places.tolist()
         self._bits = np.zeros((len(matchers), num_words), np.int32)
 
-    def masks(self) -> TokenMasks | None:
-        """The next step's masks. None if a grammar forces tokens, which the scheduler then adds as drafts."""
-        if self._may_force and any(each.forced_tokens() for each in self._matchers):
+    def attachment(self, num_in_flight: int) -> Attachment | None:
+        """The next step's masks. None if they depend on a step in flight, or if a grammar forces tokens, which become
+        drafts."""
+        if num_in_flight or (self._may_force and any(each.forced_tokens() for each in self._matchers)):
             return None
-        return _masks(self._backend, self._work, self._places, self._bits)
+        return _later_masks(self._backend, self._work, self._places, self._bits)
 
     def take(self, token_ids: np.ndarray) -> Followed | None:
-        """Passes one token of each row, [num_rows], to the matchers. None if no row is complete or has a problem."""
+        """Passes the tokens to the matchers."""
         completes, problems = list[int](), dict[int, str]()
         for index, matcher in zip(self._indices, self._matchers, strict=True):
             if problem := _problem_after(matcher, int(token_ids[index])):
@@ -147,7 +156,7 @@ class RepeatedMasks:
         return Followed(np.isin(np.arange(len(token_ids)), completes), problems)
 
 
-def _masks(
+def _later_masks(
     backend: Backend, work: list[tuple[Matcher, int, list[int]]], places: np.ndarray, bits: np.ndarray
 ) -> TokenMasks:
     """Masks that are computed when the rank reads them. Until then no matcher advances: its row waits for the step."""
@@ -173,12 +182,9 @@ def _matcher(table: RowTable, row: int) -> Matcher:
     return request.matcher
 
 
-def _drafts_by_row(plan: StepPlan) -> dict[int, list[int]]:
-    if plan.drafts is None:
-        return {}
-    ends = np.cumsum(plan.drafts.counts)
-    token_ids = plan.drafts.token_ids
+def _by_row(plan: StepPlan, drafts: Drafts) -> dict[int, list[int]]:
+    ends = np.cumsum(drafts.counts)
     return {
-        int(plan.rows[index]): token_ids[ends[index] - plan.drafts.counts[index] : ends[index]].tolist()
-        for index in np.flatnonzero(plan.drafts.counts).tolist()
+        int(plan.rows[index]): drafts.token_ids[ends[index] - drafts.counts[index] : ends[index]].tolist()
+        for index in np.flatnonzero(drafts.counts).tolist()
     }

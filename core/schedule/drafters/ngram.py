@@ -1,0 +1,85 @@
+"""Draft tokens by prompt lookup: if a row's last tokens also occur earlier in it, the tokens after them are the draft.
+
+(Saxena, "Prompt Lookup Decoding", 2023.) The longest run counts, of prompt_lookup_max tokens at most. Among equally
+long ones, that at the distance of the last draft wins, so that a copy goes on at its place; else the latest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.core.options.speculation import NgramSpeculation
+from headrace.core.schedule.drafters.drafter import NOTHING, Drafter
+from headrace.core.schedule.drafters.pacing import Pacing
+from headrace.core.schedule.drafters.row_texts import RowTexts, continued
+from headrace.core.schedule.requests import RowTable
+from headrace.ipc.step import StepPlan
+
+MOST_LENGTHS = 8
+"""Most lengths of runs that are indexed. If prompt_lookup_min and prompt_lookup_max lie further apart, runs of lengths
+between those indexed count as the next shorter one."""
+
+
+class NgramDrafter(Drafter):
+    def __init__(self, speculation: NgramSpeculation) -> None:
+        self.speculation = speculation
+
+    def bind(self, rows: RowTable) -> None:
+        super().bind(rows)
+        num_rows, speculation = len(rows.active), self.speculation
+        spread = np.linspace(speculation.prompt_lookup_min, speculation.prompt_lookup_max, MOST_LENGTHS).round()
+        lengths = sorted({int(each) for each in spread})
+        self._texts = RowTexts(rows, lengths)
+        self.pacing = Pacing(num_rows, speculation.num_speculative_tokens)
+        self._distance = np.zeros(num_rows, np.int64)  # how many tokens back the last draft was found
+        self._found = np.zeros(num_rows, np.int64)  # how many tokens back the next draft is; 0: there is none
+
+    def wants(self, rows: np.ndarray) -> np.ndarray:
+        wants: np.ndarray = self.table.num_tokens[rows] >= self.pacing.due_at[rows]
+        return wants
+
+    def look_up(self, rows: np.ndarray) -> None:
+        self._texts.update(rows)
+        runs, distances = self._texts.runs(rows), np.zeros(len(rows), np.int64)
+        for length in reversed(self._texts.index.lengths):
+            missing = distances == 0
+            if not missing.any():
+                break
+            lacking = rows[missing]
+            latest, last = self._texts.find(lacking, runs[missing], length), self._distance[lacking]
+            distances[missing] = np.where(self._matches(lacking, last, length), last, latest)
+        self._found[rows] = distances
+        for row in rows[distances == 0].tolist():
+            self.pacing.missed(row, int(self.table.num_known_tokens[row]))
+
+    def _matches(self, rows: np.ndarray, distances: np.ndarray, length: int) -> np.ndarray:
+        """[num_rows] bool: whether a row's last `length` tokens also stand `distances` tokens before."""
+        ends = self.table.num_known_tokens[rows].astype(np.int64)
+        fits = (distances > 0) & (ends - distances >= length)
+        at = np.maximum(ends[:, None] + np.arange(-length, 0), 0)
+        before = np.maximum(at - distances[:, None], 0)
+        tokens = self.table.token_ids
+        matches: np.ndarray = fits & (tokens[rows[:, None], at] == tokens[rows[:, None], before]).all(axis=1)
+        return matches
+
+    def propose(self, row: int, limit: int) -> np.ndarray:
+        distance, limit = int(self._found[row]), min(limit, int(self.pacing.limit[row]))
+        if not distance or limit <= 0:
+            return NOTHING
+        self.pacing.found(row)
+        self._distance[row] = distance
+        return continued(self._texts.text(row), distance, limit)
+
+    def planned(self, plan: StepPlan) -> None:
+        for new in plan.new_rows:
+            self.pacing.begin(new.row)
+            self._texts.begin(new.row)
+            self._distance[new.row] = 0
+
+    def quiet_steps(self, rows: np.ndarray) -> int | None:
+        return max(0, int((self.pacing.due_at[rows] - self.table.num_tokens[rows]).min()))
+
+    def judged(self, rows: np.ndarray, num_drafts: np.ndarray, num_right: np.ndarray) -> None:
+        known = self.table.num_known_tokens[rows]
+        for each in zip(rows.tolist(), num_drafts.tolist(), num_right.tolist(), known.tolist(), strict=True):
+            self.pacing.judge(*each)

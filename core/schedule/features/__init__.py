@@ -1,0 +1,1 @@
+"""Step features: what a step does beyond computing tokens, one file each (`feature.StepFeature` is their protocol)."""

@@ -1,0 +1,37 @@
+"""Step features of other packages: entry points of the group `headrace.step_features`.
+
+[project.entry-points."headrace.step_features"]     # in the other package's pyproject.toml
+echo = "echo.feature:Echo"                          # a class derived from StepFeature; every engine makes one
+"""
+
+from __future__ import annotations
+
+from headrace.core.schedule.features.drafts import Drafting
+from headrace.core.schedule.features.feature import StepFeature
+from headrace.core.schedule.features.grammar_masks import GrammarMasks
+from headrace.ipc.failure import OptionError
+from headrace.ipc.plugins import load_plugin, step_feature_entries
+
+
+def installed_features() -> list[StepFeature]:
+    """One of each installed class, in the order of the names of their entry points. Raises OptionError, naming entry
+    and package."""
+    return [_made(load_plugin(entry), entry.name, entry.value) for entry in step_feature_entries()]
+
+
+def attached_kinds() -> tuple[str, ...]:
+    """The names of the kinds of attachments that an engine's steps may carry."""
+    features: list[type[StepFeature]] = [Drafting, GrammarMasks, *map(type, installed_features())]
+    return tuple(sorted({kind.__name__ for feature in features for kind in feature.attaches}))
+
+
+def _made(found: object, name: str, value: str) -> StepFeature:
+    if not (isinstance(found, type) and issubclass(found, StepFeature)):
+        raise OptionError(
+            f"the step feature {name}, {value}, is {found!r}; it must be a class derived from "
+            "headrace.core.schedule.features.feature.StepFeature"
+        )
+    try:
+        return found()
+    except Exception as error:
+        raise OptionError(f"the step feature {name}, {value}, cannot be made without arguments: {error!r}") from error

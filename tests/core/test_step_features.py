@@ -1,0 +1,199 @@
+"""Step features of other packages: their attachments reach the ranks that read them, and no other rank runs them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+from engine_parts import SteppedCore, make_plan
+from test_steady import Noting
+
+from headrace.core.schedule.drafters.drafter import Drafter
+from headrace.core.schedule.features.feature import Followed, Repeated, StepFeature
+from headrace.core.schedule.features.installed import attached_kinds, installed_features
+from headrace.executor.cpu.rank import CpuRank
+from headrace.executor.cpu.repeated_decode import RepeatedDecode
+from headrace.executor.placement.step_codec import StepCodec
+from headrace.executor.testing.null import NullExecutor
+from headrace.ipc.codec import CodecError
+from headrace.ipc.failure import OptionError
+from headrace.ipc.messages import FinishReason
+from headrace.ipc.step import KINDS, Attachment, AttachmentError, StepPlan, StepSizes, attachment, attachment_bytes
+
+
+@attachment(most_bytes=lambda sizes: 8 * sizes.num_rows + 64)
+class Marks(Attachment, frozen=True):
+    """A number for each row of the step."""
+
+    numbers: np.ndarray
+
+
+class Marking(StepFeature):
+    """Attaches a number to every row of a step, and ends an answer with a token that 7 divides."""
+
+    attaches = (Marks,)
+
+    def seal(self, plan: StepPlan) -> StepPlan:
+        return msgspec.structs.replace(plan, attachments=(*plan.attachments, self._marks(plan)))
+
+    def repeated(self, plan: StepPlan) -> Repeated | None:
+        return MarkingAgain(self, plan)
+
+    def follow(self, row_of: np.ndarray, token_ids: np.ndarray, ends: np.ndarray) -> Followed | None:
+        return Followed(token_ids % 7 == 0, {})
+
+    @staticmethod
+    def _marks(plan: StepPlan) -> Marks:
+        return Marks(numbers=plan.rows.astype(np.int64) + 100)
+
+
+class MarkingAgain(Repeated):
+    def __init__(self, feature: Marking, plan: StepPlan) -> None:
+        self._feature, self._marks = feature, feature._marks(plan)
+
+    def attachment(self, num_in_flight: int) -> Attachment | None:
+        return self._marks
+
+    def take(self, token_ids: np.ndarray) -> Followed | None:
+        found = self._feature.follow(token_ids, token_ids, token_ids)
+        return found if found is not None and found.completes.any() else None
+
+
+class Guessing(StepFeature):
+    """Drafts the same two tokens whenever it may."""
+
+    def __init__(self) -> None:
+        self.drafter = AlwaysTwo()
+
+
+class AlwaysTwo(Drafter):
+    def wants(self, rows: np.ndarray) -> np.ndarray:
+        return np.ones(len(rows), bool)
+
+    def propose(self, row: int, limit: int) -> np.ndarray:
+        return np.array([9, 10], np.int32)[:limit]
+
+
+class ReadsMarks(Noting):
+    reads = NullExecutor.reads | {Marks}
+
+
+class ReadsMarksAhead(ReadsMarks):
+    max_steps_in_flight = 2
+
+
+def install(folder: Path, entry_points: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = folder / "lab-1.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: lab\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(f"[headrace.step_features]\n{entry_points}\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def answers(core: SteppedCore) -> list[tuple[list[int], FinishReason]]:
+    client = core.open()
+    for slot in range(6):
+        client.add(slot, [5, 6 + slot], max_tokens=25, ignore_eos=True)
+    core.run_until_idle()
+    ends = {finish.slot: finish.reason for finish in client.finishes()}
+    return [(client.tokens()[slot], ends[slot]) for slot in range(6)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_installed_feature_is_part_of_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    plain = answers(SteppedCore(async_scheduling=False))
+    install(tmp_path, f"marks = {__name__}:Marking", monkeypatch)
+    assert attached_kinds() == ("Drafts", "Marks", "TokenMasks")
+    core = SteppedCore(executor_class=ReadsMarksAhead if ahead else ReadsMarks, async_scheduling=ahead)
+    marked = answers(core)
+    plans = cast(ReadsMarks, core.executor).plans
+    assert all((marks := plan.get(Marks)) and (marks.numbers == plan.rows + 100).all() for plan in plans)
+    assert any(plan.rows is before.rows for before, plan in pairwise(plans))  # repeated ones too
+    for (tokens, _), (found, reason) in zip(plain, marked, strict=True):
+        end = next((nth for nth, token in enumerate(tokens, 1) if token % 7 == 0), None)
+        assert found == tokens[:end]
+        assert reason is (FinishReason.LENGTH if end is None else FinishReason.STOP)
+    assert any(reason is FinishReason.STOP for _, reason in marked)
+
+
+def test_a_feature_of_ones_own_may_draft() -> None:
+    plain = answers(SteppedCore(async_scheduling=False))
+    core = SteppedCore(executor_class=Noting, async_scheduling=False)
+    core.loop.scheduler.add_feature(Guessing())
+    assert answers(core) == plain
+    assert any(plan.attachments for plan in cast(Noting, core.executor).plans)
+
+
+@pytest.mark.parametrize("rank", [NullExecutor, CpuRank])
+def test_a_rank_that_does_not_read_a_kind_refuses_the_plan_in_words(rank: Any) -> None:
+    plan, _ = make_plan()
+    words = "steps carry Marks, which this executor does not read; it reads Drafts, TokenMasks. Name a worker class"
+    with pytest.raises(AttachmentError, match=words):
+        rank.check_attachments(rank.__new__(rank), msgspec.structs.replace(plan, attachments=("Marks", "Drafts")))
+    core = SteppedCore(async_scheduling=False)  # of a scheduler that attaches what it does not declare
+    core.loop.scheduler.add_feature(Marking())
+    client = core.open()
+    client.add(0, [5, 6], max_tokens=3)
+    with pytest.raises(AttachmentError, match=words):
+        core.run_until_idle()
+
+
+def test_a_step_feature_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, f"marks = {__name__}:Marks", monkeypatch)
+    with pytest.raises(OptionError, match=r"the step feature marks, test_step_features:Marks, .* derived from"):
+        installed_features()
+
+
+def test_a_kind_has_a_size_and_a_name_of_its_own_and_travels_as_it_is() -> None:
+    sizes = StepSizes(num_rows=8, num_tokens=100, num_places=8, vocab_size=1000)
+    assert attachment_bytes(sizes)["Marks"] == 8 * 8 + 64
+    with pytest.raises(TypeError, match="two kinds of step attachments are called Marks"):
+
+        @attachment(most_bytes=lambda sizes: 1)
+        class Marks(Attachment, frozen=True):
+            pass
+
+    plan = msgspec.structs.replace(plan_of_two(), attachments=(globals()["Marks"](numbers=np.arange(3)),))
+    data = StepCodec(StepPlan).encode(plan)
+    found = StepCodec(StepPlan).decode(data)
+    assert [type(each) for each in found.attachments] == [globals()["Marks"]]
+    assert found.attachments[0].numbers.tolist() == [0, 1, 2]  # type: ignore[attr-defined]
+
+
+def test_a_process_that_does_not_know_a_kind_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = msgspec.structs.replace(plan_of_two(), attachments=(Marks(numbers=np.arange(3)),))
+    data = StepCodec(StepPlan).encode(plan)
+    monkeypatch.delitem(KINDS, "Marks")
+    with pytest.raises(CodecError, match=r"a kind that this process does not know \(it knows Drafts, TokenMasks\)"):
+        StepCodec(StepPlan).decode(data)
+
+
+def test_a_repeated_decode_does_not_go_on_with_a_kind_that_it_would_ignore() -> None:
+    plan = plan_of_two()
+    assert RepeatedDecode(cast(Any, None), plan, 16).goes_on(plan)
+    marked = msgspec.structs.replace(plan, attachments=(Marks(numbers=np.arange(2)),))
+    assert not RepeatedDecode(cast(Any, None), plan, 16).goes_on(marked)
+    assert not RepeatedDecode(cast(Any, None), marked, 16).goes_on(marked)
+
+
+def plan_of_two() -> StepPlan:
+    """A decode of two rows."""
+    none = np.zeros(0, np.int32)
+    return StepPlan(
+        step=3,
+        released_rows=none,
+        new_rows=(),
+        block_tables=none,
+        block_ids=none,
+        rows=np.array([0, 1], np.int32),
+        num_tokens=np.ones(2, np.int32),
+        num_computed_tokens=np.array([4, 5], np.int32),
+        sampled=np.ones(2, bool),
+        total_tokens=2,
+    )
