@@ -102,6 +102,10 @@ class Drafts(Attachment, frozen=True):
     token_ids: np.ndarray
     """[sum of counts] int32, row after row"""
 
+    def select(self, kept: np.ndarray) -> Drafts:
+        """The drafts of the rows that are true in kept [num_rows] bool."""
+        return Drafts(counts=self.counts[kept], token_ids=self.token_ids[np.repeat(kept, self.counts)])
+
 
 class LaterWords:
     """An array computed on first access, so that the computation can overlap the model's forward pass on a device."""
@@ -230,6 +234,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ended_s: float = 0.0
     expert_balance: ExpertBalance | None = None
     """Set if it was measured after this step."""
+    drafts: Drafts | None = None
+    """What a model in the rank drafts for the next step: `counts` [num_sampled], tokens that may follow each of `rows`.
+    None: there is no such model, or it drafted nothing."""
 
 
 def nth_of_each(counts: np.ndarray) -> np.ndarray:

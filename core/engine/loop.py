@@ -47,8 +47,9 @@ from headrace.core.engine.timeline import Stages
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.options.resolve import Capacity, steps_in_flight
-from headrace.core.options.speculation import CPU_STEP_TOKENS, FORCED_CPU_STEP_TOKENS
+from headrace.core.options.speculation import CPU_STEP_TOKENS, FORCED_CPU_STEP_TOKENS, GPU_STEP_TOKENS
 from headrace.core.schedule.drafters import drafter_of
+from headrace.core.schedule.drafters.from_rank import RankDrafter
 from headrace.core.schedule.features.drafts import Drafting
 from headrace.core.schedule.features.grammar_masks import GrammarMasks
 from headrace.core.schedule.features.installed import installed_features
@@ -117,15 +118,19 @@ class Runs(Capacity, Protocol):
 
 
 def _drafting(plan: Plan) -> Drafting:
-    """Without speculation, only tokens that a grammar forces become drafts."""
-    speculation = plan.speculation
+    """The drafters that the options and the model ask for, which are asked in this order. Without any, only tokens that
+    a grammar forces become drafts."""
+    speculation, of_rank = plan.speculation, plan.model.num_rank_drafts
+    if of_rank and speculation is None:
+        most = min(GPU_STEP_TOKENS if plan.model.device_bytes else CPU_STEP_TOKENS, plan.max_logits)
+        return Drafting([RankDrafter()], most_step_tokens=most, most_drafts=of_rank, most_running=most - 1)
     if speculation is None:
         forced = min(CPU_STEP_TOKENS if plan.model.device_bytes else FORCED_CPU_STEP_TOKENS, plan.max_logits)
         return Drafting(most_step_tokens=forced, most_drafts=forced)
     return Drafting(
-        [drafter_of(speculation)],
+        [drafter_of(speculation), *([RankDrafter()] if of_rank else [])],
         most_step_tokens=speculation.most_step_tokens,
-        most_drafts=speculation.num_speculative_tokens,
+        most_drafts=max(speculation.num_speculative_tokens, of_rank),
         most_running=speculation.most_running,
     )
 

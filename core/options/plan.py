@@ -9,7 +9,7 @@ import msgspec
 from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup
 from headrace.core.options.engine_options import Options
 from headrace.core.options.reasoning import Reasoning
-from headrace.core.options.speculation import Speculation
+from headrace.core.options.speculation import CPU_STEP_TOKENS, GPU_STEP_TOKENS, Speculation
 from headrace.core.options.structured_outputs import StructuredOutputs
 
 
@@ -55,6 +55,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Additional cost, in prompt tokens, of a prompt token whose log-probabilities are reported."""
     checks_sampling: bool = False
     """The user's logits processors check each request's parameters before it is admitted (CheckSampling)."""
+    num_rank_drafts: int = 0
+    """Most tokens that a model in the rank drafts for each row after a step; 0: there is no such model."""
     why_no_prefix_caching: str = ""
     """Why a token's key may depend on more than the tokens before it, so that blocks cannot be shared; else empty."""
 
@@ -113,9 +115,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_logits(self) -> int:
         """The most rows of logits that a step samples from: one per request and one per draft token."""
-        if self.speculation is None:
+        if self.speculation is None and not self.model.num_rank_drafts:
             return self.max_num_seqs
-        return min(max(self.max_num_seqs, self.speculation.most_step_tokens), self.max_num_batched_tokens)
+        most = GPU_STEP_TOKENS if self.model.device_bytes else CPU_STEP_TOKENS
+        if self.speculation is not None:
+            most = self.speculation.most_step_tokens
+        return min(max(self.max_num_seqs, most), self.max_num_batched_tokens)
 
 
 class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):

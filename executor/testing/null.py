@@ -50,6 +50,8 @@ class NullModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The step with this number raises RuntimeError."""
     cycle_tokens: int = 0
     """The output repeats with this period, except about one token in eight; 0: no repetition."""
+    num_drafts: int = 0
+    """Tokens that the rank drafts for each row after a step, as a draft model would; about one in four is wrong."""
     check: bool = False
     """Whether to check every plan by `PlanCheck`, which raises AssertionError with the details."""
 
@@ -88,6 +90,7 @@ class NullExecutor(Executor):
             kv_rows_per_token=2,
             eos_token_ids=(self.model.eos_token_id,),
             generation_defaults={},
+            num_rank_drafts=self.model.num_drafts,
         )
 
     def tokenizer(self) -> TokenizerBundle | None:
@@ -174,7 +177,17 @@ class _Rows:
             failures=failures,
             began_s=began_s,
             ended_s=time.monotonic(),
+            drafts=self._drafts(rows) if self._model.num_drafts else None,
         )
+
+    def _drafts(self, rows: np.ndarray) -> Drafts:
+        """The tokens that follow each row's last one, with some wrong ones among them."""
+        most = self._model.num_drafts
+        row_of, nth = np.repeat(rows, most), np.tile(np.arange(most, dtype=np.int32), len(rows))
+        positions = self._num_tokens[row_of] + nth
+        token_ids = self._draw(row_of, positions)
+        token_ids[(positions * 7 + self._key[row_of].astype(np.int64)) % 4 == 0] = FIRST_ORDINARY_TOKEN
+        return Drafts(counts=np.full(len(rows), most, np.int32), token_ids=token_ids)
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.released_rows.tolist() if self._prompts else ():

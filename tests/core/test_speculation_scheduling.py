@@ -71,13 +71,15 @@ def logprobs_of(client: SteppedClient) -> dict[int, list[list[int]]]:
     limits=st.fixed_dictionaries(LIMITS | {"num_blocks": st.integers(17, 60)}),
     history=events(25, most_turns=9, **REQUEST),
     eos_after=st.sampled_from([0, 0, 7]),
-    method=st.sampled_from([NGRAM, SUFFIX]),
+    method=st.sampled_from([{}, NGRAM, SUFFIX]),
+    num_drafts=st.sampled_from([0, 3]),
 )
-def test_what_clients_hear_is_the_same_with_and_without_drafts(kind, limits, history, eos_after, method):
+def test_what_clients_hear_is_the_same_with_and_without_drafts(kind, limits, history, eos_after, method, num_drafts):
     """Aborted requests apart, which may have got a token more or less."""
     heard = []
-    for speculates in ({}, method):
-        core = new_core(kind, model={"eos_after_tokens": eos_after}, **limits, speculative_config=speculates)
+    for speculates in (False, True):
+        model = {"eos_after_tokens": eos_after, "num_drafts": num_drafts if speculates else 0}
+        core = new_core(kind, model=model, **limits, speculative_config=method if speculates else {})
         client, num_added, aborted = play(core, history)
         kept = sorted(set(range(num_added)) - aborted)
         tokens, logprobs = client.tokens(), logprobs_of(client)
@@ -88,10 +90,13 @@ def test_what_clients_hear_is_the_same_with_and_without_drafts(kind, limits, his
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_repetitive_answer_takes_far_fewer_steps(kind: str) -> None:
+@pytest.mark.parametrize("method", ["ngram", "suffix", "rank"])
+def test_a_repetitive_answer_takes_far_fewer_steps(kind: str, method: str) -> None:
     steps = {}
     for speculates in (False, True):
-        core = new_core(kind, speculates, max_model_len=300, num_blocks=200)
+        config = METHODS.get(method, {}) if speculates else {}
+        model = {"num_drafts": 3} if speculates and method == "rank" else {}
+        core = new_core(kind, model=model, speculative_config=config, max_model_len=300, num_blocks=200)
         client = core.open()
         client.add(0, [5] * 4, max_tokens=200)
         core.run_until_idle()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from headrace.core.engine.loop import Loop
 from headrace.core.engine.memory_port import MemoryPort
 from headrace.core.engine.sessions import Inbox, Sessions
@@ -85,8 +87,10 @@ class SteppedCore:
     def __init__(
         self, model: NullModel | None = None, executor_class: type[NullExecutor] = NullExecutor, **changes: Any
     ) -> None:
-        self.plan, facts = make_plan(**changes)
         model = model or NullModel(vocab_size=VOCAB_SIZE, eos_token_id=EOS, check=True)
+        plan, facts = make_plan(**changes)
+        description = msgspec.structs.replace(plan.model, num_rank_drafts=model.num_drafts)
+        self.plan = msgspec.structs.replace(plan, model=description)
         executor = self.executor = executor_class(self.plan.options, model)
         executor.load(self.plan, lambda phase: None)
         executor.allocate(facts.num_blocks, facts.max_model_len)
