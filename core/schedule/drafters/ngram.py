@@ -29,7 +29,7 @@ class NgramDrafter(Drafter):
         num_rows, speculation = len(rows.active), self.speculation
         spread = np.linspace(speculation.prompt_lookup_min, speculation.prompt_lookup_max, MOST_LENGTHS).round()
         lengths = sorted({int(each) for each in spread})
-        self._texts = RowTexts(rows, lengths)
+        self._texts = RowTexts(rows, lengths, counts=False)
         self.pacing = Pacing(num_rows, speculation.num_speculative_tokens)
         self._distance = np.zeros(num_rows, np.int64)  # how many tokens back the last draft was found
         self._found = np.zeros(num_rows, np.int64)  # how many tokens back the next draft is; 0: there is none

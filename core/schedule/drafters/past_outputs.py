@@ -38,7 +38,7 @@ class PastOutputs:
         """lengths: of the runs that can be found, ascending. most_texts: with more texts the oldest is forgotten."""
         self._ring = np.full(ring_tokens, _END, np.int32)
         self._owner = np.zeros(ring_tokens, np.int64)  # whose text a token belongs to
-        self.index = TokenIndex(self._ring, lengths, 2 << (ring_tokens * len(lengths) - 1).bit_length())
+        self.index = TokenIndex(self._ring, lengths, 2 << (ring_tokens * len(lengths) - 1).bit_length(), counts=True)
         self._most_texts = most_texts
         self._texts: deque[_Text] = deque()  # the oldest first
         self._unindexed: deque[tuple[_Text, int]] = deque()  # texts, and how many of their tokens are in the index

@@ -9,18 +9,19 @@ import numpy as np
 from headrace.core.schedule.drafters.token_index import MOST_ADDED, TokenIndex
 from headrace.core.schedule.requests import RowTable
 
-MOST_SLOTS = 1 << 22
-"""Of the index: 80 MB if all are in use. Where all rows are long, the oldest runs are lost."""
+MOST_SLOTS = 1 << 21
+"""Of the index, which takes up to 40 MB. Where many rows are long, the oldest runs are lost."""
 
 
 class RowTexts:
     """An index over the row table's tokens. A row's place p is row * max_model_len + p of the flat array."""
 
-    def __init__(self, table: RowTable, lengths: Sequence[int]) -> None:
+    def __init__(self, table: RowTable, lengths: Sequence[int], *, counts: bool) -> None:
+        """lengths, counts: of the index."""
         num_rows, self._row_size = table.token_ids.shape
         self._table, self.tokens = table, table.token_ids.reshape(-1)
         slots = min(MOST_SLOTS, 2 << (table.token_ids.size * len(lengths)).bit_length())
-        self.index = TokenIndex(self.tokens, lengths, slots)
+        self.index = TokenIndex(self.tokens, lengths, slots, counts=counts)
         self._added = np.zeros(num_rows, np.int64)  # by row: places before this one are in the index
 
     def begin(self, row: int) -> None:

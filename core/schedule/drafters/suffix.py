@@ -44,7 +44,7 @@ class SuffixDrafter(Drafter):
         lengths = [each for each in LENGTHS if each <= self.speculation.max_tree_depth] or [
             self.speculation.max_tree_depth
         ]
-        self._texts = RowTexts(rows, lengths)
+        self._texts = RowTexts(rows, lengths, counts=True)
         self._past = PastOutputs(lengths, self.speculation.max_cached_requests)
         self.pacing = Pacing(len(rows.active), self.speculation.num_speculative_tokens)
         self._matches: dict[int, _Match] = {}  # by row looked up

@@ -10,7 +10,7 @@ Karp and Rabin ("Efficient randomized pattern-matching algorithms", 1987), compu
 Entries are only hints. Whoever uses one compares the tokens, since the array may have changed since, and entries of
 different runs may overwrite each other.
 
-Each entry also counts how often its run came again (`seen`), and how often it then went on as the time before
+Each entry may also count how often its run came again (`seen`), and how often it then went on as the time before
 (`agreed`), which is an estimate of how far a copy can be trusted.
 """
 
@@ -22,22 +22,24 @@ import numpy as np
 
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, from the golden ratio: spreads token ids over 64 bits
 _WORD = 1 << 64
-MOST_ADDED = 1 << 13
-"""Most tokens that are added to an index for one step: about a millisecond's work."""
+MOST_ADDED = 1 << 11
+"""Most tokens that are added to an index for one step: one or two milliseconds' work."""
 
 
 class TokenIndex:
     """Borrows the array of tokens; one entry per slot. Not thread-safe."""
 
-    def __init__(self, tokens: np.ndarray, lengths: Sequence[int], num_slots: int) -> None:
-        """tokens: [num_places] int32, changed by its owner. lengths: ascending. num_slots: a power of two."""
-        self._tokens, self.lengths = tokens, tuple(lengths)
+    def __init__(self, tokens: np.ndarray, lengths: Sequence[int], num_slots: int, *, counts: bool) -> None:
+        """tokens: [num_places] int32, changed by its owner. lengths: ascending. num_slots: a power of two. counts:
+        count for `trust`, which makes adding half as fast."""
+        self._tokens, self.lengths, self._counts = tokens, tuple(lengths), counts
         self._shift = np.uint64(64 - (num_slots.bit_length() - 1))
-        # np.zeros maps memory lazily: only slots in use are ever touched.
         self._place = np.zeros(num_slots, np.int64)  # after the latest occurrence; 0: the slot is empty
         self._tag = np.zeros(num_slots, np.uint32)  # tells the runs of a slot apart
-        self._seen = np.zeros(num_slots, np.uint32)
-        self._agreed = np.zeros(num_slots, np.uint32)
+        self._seen = np.zeros(num_slots if counts else 0, np.uint32)
+        self._agreed = np.zeros_like(self._seen)
+        for column in (self._place, self._tag, self._seen, self._agreed):
+            column.fill(0)  # else the first step that adds runs waits for all of this memory
         longest = self.lengths[-1]
         powers = [pow(_MULTIPLIER, longest - nth, _WORD) for nth in range(longest)]
         self._powers = np.array(powers, np.uint64)  # of the tokens of a run, the last one's at the end
@@ -64,6 +66,13 @@ class TokenIndex:
 
     def _add(self, hashes: np.ndarray, places: np.ndarray, following: np.ndarray) -> None:
         slots, tags = self._slots(hashes), hashes.astype(np.uint32)
+        if self._counts:
+            self._count(hashes, slots, tags, places, following)
+        self._place[slots], self._tag[slots] = places, tags  # of equal slots the last, so the latest occurrence
+
+    def _count(
+        self, hashes: np.ndarray, slots: np.ndarray, tags: np.ndarray, places: np.ndarray, following: np.ndarray
+    ) -> None:
         before = np.where(self._tag[slots] == tags, self._place[slots], 0)
         if len(slots) > 1:  # the one before may be among the new ones
             order = np.argsort(hashes, kind="stable")
@@ -75,7 +84,6 @@ class TokenIndex:
         known = ~is_new
         np.add.at(self._seen, slots[known], 1)
         np.add.at(self._agreed, slots[known], (self._tokens[before[known]] == following[known]).astype(np.uint32))
-        self._place[slots], self._tag[slots] = places, tags  # of equal slots the last, so the latest occurrence
 
     def find(self, runs: np.ndarray, room: np.ndarray, owners: np.ndarray, length: int) -> np.ndarray:
         """[n] int64: the place after the latest occurrence of the last `length` tokens of each of `runs`, [n, longest]
@@ -90,7 +98,7 @@ class TokenIndex:
 
     def trust(self, tokens: np.ndarray, length: int, owner: int) -> np.ndarray:
         """[num_tokens - length] float: for each token of `tokens`, [num_tokens] int32, after the first `length`: an
-        estimate of how likely it is after the run before it."""
+        estimate of how likely it is after the run before it. Only with `counts`."""
         runs = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
         owners = np.full(len(runs), owner, np.uint64)
         hashes = self._hashes(runs.astype(np.uint64), length, owners)
