@@ -46,6 +46,7 @@ bench-check: install
 
 docs: install
 	$(BIN)/python -m headrace.core.options.document
+	$(BIN)/python -m headrace.vllm_stubs
 	$(BIN)/python -m headrace.executor.checkpoints.quantisation.document
 	PYTHONPATH=tests/support $(BIN)/python tests/models/models_document.py
 

@@ -118,6 +118,11 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
 vllm_modules.install()
 
 
+def home_of(name: str) -> str | None:
+    """The module, below headrace, that defines a name of this package; None for other names."""
+    return _HOMES.get(name)
+
+
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None and name in vllm_modules.MODULES:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import configparser
 import itertools
+import json
 import re
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -16,8 +18,11 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from headrace.vllm_stubs import FOLDER, stubs
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("core", "executor", "frontend", "ipc", "kernels")
+MOVED_PROGRAM = ROOT / "tests" / "support" / "moved_program.py"
 NOT_IN_A_CLIENT = {"torch", "numpy", "transformers", "triton", "safetensors", "gguf"}
 
 
@@ -28,15 +33,15 @@ def project() -> dict[str, Any]:
 def package_files() -> dict[str, str]:
     """Where each tracked file of a package must be in the wheel, by its place in the repository."""
     tracked = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "headrace", *FOLDERS],
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "headrace", "headrace-stubs", *FOLDERS],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split()
-    endings = (".py", ".cpp", ".h", ".toml", "py.typed")
+    endings = (".py", ".pyi", ".cpp", ".h", ".toml", "py.typed")
     kept = [name for name in tracked if name.endswith(endings) and (ROOT / name).is_file()]
-    return {name: name if name.startswith("headrace/") else f"headrace/{name}" for name in kept}
+    return {name: name if name.startswith(("headrace/", "headrace-stubs/")) else f"headrace/{name}" for name in kept}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_folder_with_python_files_is_a_listed_package() -> None:
     folders = {Path(name).parent for name in package_files().values() if name.endswith(".py")}
     listed = project()["tool"]["setuptools"]["packages"]
-    assert sorted(listed) == sorted(".".join(folder.parts) for folder in folders)
+    assert sorted(listed) == sorted([*(".".join(folder.parts) for folder in folders), "headrace-stubs"])
 
 
 def test_the_wheel_holds_every_file_of_every_package_and_nothing_else(wheel: Path) -> None:
@@ -95,6 +100,67 @@ def test_import_names_resolve_from_the_unpacked_wheel(wheel: Path, tmp_path: Pat
         "kernels/cpu/__init__.py",
     ]
     assert result.stdout.split() == [str(tmp_path / "headrace" / name) for name in expected]
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment in which the wheel is installed, for type checkers to look at."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=True)
+    (packages,) = (folder / "lib").glob("python*/site-packages")
+    zipfile.ZipFile(wheel).extractall(packages)
+    (packages / "others.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+    return folder / "bin" / "python"
+
+
+WRONG = """\
+from headrace import LLM, SamplingParams
+from headrace.engine.arg_utils import EngineArgs, NoSuchName  # wrong
+from headrace.outputs import EmbeddingOutput
+
+LLM("m", max_num_seqs=4, enable_lora=False, swap_space=8, kv_cache_memory=1 << 30)
+LLM("m", max_num_sequences=4)  # wrong
+LLM("m", max_num_seqs="many")  # wrong
+EngineArgs("m", enable_lora="yes")  # wrong
+SamplingParams(temprature=1.0)  # wrong
+EmbeddingOutput([1.0])  # wrong
+LLM("m").generate("a")[0].outputs[0].txt  # wrong
+"""
+
+
+def wrong_lines() -> set[int]:
+    return {number for number, line in enumerate(WRONG.splitlines(), 1) if line.endswith("# wrong")}
+
+
+def test_mypy_resolves_the_modules_of_a_moved_program_and_checks_its_calls(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(tmp_path / "cache")]
+    command += ["--python-executable", str(installed), str(MOVED_PROGRAM), str(tmp_path / "wrong.py")]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False, cwd=tmp_path)
+    found = re.findall(r"^(\S+?):(\d+): error", checked.stdout, re.MULTILINE)
+    assert {(Path(file).name, int(line)) for file, line in found} == {("wrong.py", line) for line in wrong_lines()}, (
+        checked.stdout + checked.stderr
+    )
+
+
+@pytest.mark.system
+def test_pyright_resolves_the_modules_of_a_moved_program_and_checks_its_calls(installed: Path, tmp_path: Path) -> None:
+    """Pyright is a program of Node's: its package on PyPI fetches both."""
+    (tmp_path / "wrong.py").write_text(WRONG)
+    (tmp_path / "moved.py").write_bytes(MOVED_PROGRAM.read_bytes())
+    venv.create(tmp_path / "own", with_pip=True)
+    own = tmp_path / "own" / "bin"
+    subprocess.run([own / "pip", "install", "--quiet", "pyright[nodejs]"], check=True, timeout=200)
+    command = [own / "pyright", "--outputjson", "--pythonpath", str(installed), "moved.py", "wrong.py"]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False, cwd=tmp_path)
+    found = [each for each in json.loads(checked.stdout)["generalDiagnostics"] if each["severity"] == "error"]
+    lines = {(Path(each["file"]).name, each["range"]["start"]["line"] + 1) for each in found}
+    assert lines == {("wrong.py", line) for line in wrong_lines()}, checked.stdout
+
+
+def test_the_generated_stubs_are_up_to_date() -> None:
+    found = {str(path.relative_to(FOLDER)): path.read_text() for path in FOLDER.rglob("*") if path.is_file()}
+    assert found == stubs(), "run make docs"
 
 
 def test_the_commands_are_declared_and_can_be_found(wheel: Path) -> None:

@@ -67,6 +67,12 @@ def renamed_options() -> Mapping[str, str]:
     return types.MappingProxyType(_file()["renamed"])
 
 
+def taken_options() -> Mapping[str, Any]:
+    """vLLM's options that Headrace lacks and takes at some values, with a value of each that asks for nothing."""
+    passing = {name: each.passes[0] if each.passes else None for name, each in unsupported_options().items()}
+    return {**passing, **dict.fromkeys(renamed_options()), **compilation_config.DEFAULTS}
+
+
 def why_no_value(name: str, value: str) -> str | None:
     """Why Headrace's option lacks a value that vLLM's option of the same name has, and what to use instead. None for
     any other value."""

@@ -256,7 +256,8 @@ class TokenizerToAwait:
 
 
 class EngineSignature:
-    """A descriptor for a class's `__signature__` that lists every engine option, built when it is read."""
+    """A descriptor for a class's `__signature__` that lists every engine option, and vLLM's that are taken at some
+    values, built when it is read."""
 
     def __init__(self, *first: str) -> None:
         """first: names of `__init__` parameters that come before the options."""
@@ -265,6 +266,7 @@ class EngineSignature:
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
         from headrace.core.options.engine_options import Options
         from headrace.core.options.values import option_specs
+        from headrace.core.options.vllm_options import taken_options
 
         own = inspect.signature(owner.__init__, eval_str=False).parameters  # type: ignore[misc]
         parameters = [own[name] for name in self._first]
@@ -273,4 +275,10 @@ class EngineSignature:
         for name, spec in option_specs().items():
             if name not in self._first:
                 parameters.append(inspect.Parameter(name, kind, default=spec.default, annotation=hints[name]))
+        known = {each.name for each in parameters}
+        parameters += [
+            inspect.Parameter(name, kind, default=default, annotation=Any)
+            for name, default in taken_options().items()
+            if name not in known
+        ]
         return inspect.Signature(parameters)

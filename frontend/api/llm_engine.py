@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import Field, dataclass, field, fields, make_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Unpack
 
 from headrace.core.options import compilation_config
 from headrace.core.options.parsing import add_options, fill_namespaces, options_from_arguments, parse_options
@@ -41,18 +41,19 @@ from headrace.frontend.client.background import take
 from headrace.frontend.client.control import Controls
 from headrace.ipc.failure import InvalidRequestError
 
+if TYPE_CHECKING:
+    from headrace.frontend.api.engine_keywords import EngineOptions
+
 P = TypeVar("P", bound=argparse.ArgumentParser)
 
 
 class _Defaults(type):
     """Makes `EngineArgs.max_num_seqs` the option's default, which scripts pass to their own argument parsers."""
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(cls, name: str) -> Any:
-            if name not in option_specs():
-                raise no_attribute(cls.__name__, name, {})
-            return copy(option_specs()[name].default)
+    def __getattr__(cls, name: str) -> Any:
+        if name not in option_specs():
+            raise no_attribute(cls.__name__, name, {})
+        return copy(option_specs()[name].default)
 
 
 class EngineArgs(metaclass=_Defaults):
@@ -62,10 +63,14 @@ class EngineArgs(metaclass=_Defaults):
     unknown or bad option.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
-        options = options if model is None else {"model": model, **options}
-        parse_options(**options)
-        vars(self).update(options)
+    def __init__(self, model: str | None = None, **options: Unpack[EngineOptions]) -> None:
+        given: dict[str, Any] = {**options} if model is None else {"model": model, **options}
+        parse_options(**given)
+        vars(self).update(given)
+
+    if TYPE_CHECKING:  # every option is an attribute, which a script may set
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]] = {
         each.name: each

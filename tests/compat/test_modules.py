@@ -23,6 +23,7 @@ import headrace
 from headrace.core.options.document import KEYWORDS_FILE, keywords_module
 from headrace.core.options.parsing import parse_options
 from headrace.core.options.values import option_specs
+from headrace.core.options.vllm_options import taken_options
 from headrace.frontend.api import engine_keywords
 from headrace.vllm_modules import MODULES
 
@@ -352,9 +353,16 @@ def test_the_server_starts_as_a_module(program: str, package: str) -> None:
 def test_signatures_name_every_option_with_its_type_and_default(cls: type) -> None:
     parameters = inspect.signature(cls).parameters
     assert set(option_specs()) <= set(parameters)
+    assert {"swap_space", "enable_lora", "attention_backend", "worker_use_ray", "compilation_config"} <= set(parameters)
+    assert (parameters["swap_space"].default, parameters["enable_lora"].default) == (0, False)
     assert parameters["max_num_seqs"].default == option_specs()["max_num_seqs"].default
     assert parameters["block_size"].annotation is int
-    assert set(engine_keywords.EngineOptions.__annotations__) == set(option_specs()) - {"model"}
+    taken = {*option_specs(), *taken_options()}
+    assert (
+        set(engine_keywords.EngineOptions.__annotations__)
+        == taken - {"model"}
+        == set(parameters) - {"model", "in_process"}
+    )
 
 
 def test_the_generated_keywords_are_up_to_date() -> None:

@@ -81,7 +81,7 @@ def test_bad_input_is_refused_before_anything_runs(llm: LLM) -> None:
         engine.add_request("a", {"no": "prompt"})
     assert not engine.has_unfinished_requests()
     with pytest.raises(OptionError, match="max_model_len"):
-        EngineArgs(max_model_length=3)
+        EngineArgs(max_model_length=3)  # type: ignore[call-arg]
 
 
 def test_engine_args_are_the_options_of_an_llm() -> None:
