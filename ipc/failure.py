@@ -110,6 +110,11 @@ _LONGEST_BEGINNING = 1000
 """How many characters of a message are searched: later text may quote a request."""
 
 
+class InconsistentError(HeadraceError):
+    """What the engine keeps contradicts itself, or a plan contradicts those before it: a fault of Headrace or of an
+    extension. Unlike an assertion it is checked under `python -O` too."""
+
+
 class OptionError(HeadraceError, ValueError):
     """An unknown option, a value out of range, or an option that cannot apply here."""
 

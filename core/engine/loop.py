@@ -58,7 +58,7 @@ from headrace.core.schedule.scheduler import Advance, Scheduler, SchedulerConfig
 from headrace.core.structured_output.backends import Backends
 from headrace.core.structured_output.compiler import GrammarCompiler
 from headrace.ipc.control import CheckSampling, DrainEngine, PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
-from headrace.ipc.failure import SHUT_DOWN, EngineDeadError, Failure, HeadraceError
+from headrace.ipc.failure import SHUT_DOWN, EngineDeadError, Failure, HeadraceError, InconsistentError
 from headrace.ipc.messages import (
     Abort,
     AddRequest,
@@ -321,7 +321,7 @@ class Loop:
             for _ in self.scheduler.audit():
                 if not self._inbox.empty():
                     return  # a request does not wait for it
-        except AssertionError as error:
+        except InconsistentError as error:
             logger.error("the audit of the idle engine found: %s; its cache is begun anew", error)
             self.scheduler.forget_blocks()
             self.scheduler.check()
@@ -513,7 +513,8 @@ class Loop:
             return False
         plan = self.stages.schedule()
         if plan is None:
-            assert self._in_flight or not self.scheduler.has_work, "requests are waiting and nothing can run"
+            if not self._in_flight and self.scheduler.has_work:
+                raise InconsistentError("requests are waiting and nothing can run")
             return False
         events = StepEvents()
         if plan.new_rows:
@@ -528,7 +529,8 @@ class Loop:
         self._load_changed, now_s = True, time.monotonic()
         for new in plan.new_rows:
             request = self.scheduler.rows.requests[new.row]
-            assert request is not None, f"row {new.row} was admitted without a request"
+            if request is None:
+                raise InconsistentError(f"row {new.row} was admitted without a request")
             if not request.first_scheduled_s:
                 request.first_scheduled_s = now_s
                 seed = signed(request.seed) if request.sampling.seed is None else None
@@ -568,7 +570,8 @@ class Loop:
         table = scheduler.rows
         for row_failure in result.failures:
             request = table.requests[row_failure.row]
-            assert request is not None, f"the executor failed row {row_failure.row}, which is empty"
+            if request is None:
+                raise InconsistentError(f"the executor failed row {row_failure.row}, which is empty")
             scheduler.drop(request, forget_blocks=True)
             self._end(events, request, finish_of(request, FinishReason.FAILED, failure=row_failure.failure))
         gather_prompt_logprobs(events, result, table)

@@ -14,7 +14,7 @@ import numpy as np
 from headrace.core.schedule.requests import Request, RowTable
 from headrace.core.schedule.scheduler import Advance, Ended, Scheduler
 from headrace.ipc.codec import Tensor
-from headrace.ipc.failure import Failure
+from headrace.ipc.failure import Failure, InconsistentError
 from headrace.ipc.messages import Admitted, Finish, FinishReason, LogprobRows, PromptLogprobs, StepOutputs
 from headrace.ipc.step import StepPlan, StepResult, nth_of_each
 
@@ -135,7 +135,8 @@ def gather_prompt_logprobs(events: StepEvents, result: StepResult, table: RowTab
     computes its prompt again."""
     for run in result.prompt_logprobs:
         request = table.requests[run.row]
-        assert request is not None, f"the executor read the prompt of row {run.row}, which is empty"
+        if request is None:
+            raise InconsistentError(f"the executor read the prompt of row {run.row}, which is empty")
         start = max(run.start, request.num_prompt_logprobs)
         end = run.start + len(run.rows.token_ids)
         if start >= end:

@@ -25,6 +25,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from headrace.core.schedule.block_hashes import BlockHash
+from headrace.ipc.failure import InconsistentError
 
 T = TypeVar("T")
 NULL_BLOCK = 0
@@ -173,7 +174,7 @@ class BlockPool:
                 observer.evicted(block, block_hash)
 
     def audit(self) -> Iterator[None]:
-        """Raises AssertionError unless reference counts and block lists agree with what all holders report.
+        """Raises InconsistentError unless reference counts and block lists agree with what all holders report.
 
         A generator of pieces of work of a few milliseconds; the state must not change between them.
         """
@@ -185,19 +186,22 @@ class BlockPool:
         for blocks in _pieces(itertools.chain(self._free, self._cached)):
             np.add.at(listed, blocks, 1)
             yield
-        assert listed[NULL_BLOCK] == 0, "the null block was handed out"
+        if listed[NULL_BLOCK] != 0:
+            raise InconsistentError("the null block was handed out")
         for first in range(1, self.num_blocks, AUDITED_AT_ONCE):
             piece = slice(first, first + AUDITED_AT_ONCE)
-            assert np.array_equal(counts[piece], self._references[piece]), "reference counts differ from what is held"
-            assert np.array_equal(listed[piece], counts[piece] == 0), (
-                "a block is lost, listed twice, or held and free at once"
-            )
+            if not np.array_equal(counts[piece], self._references[piece]):
+                raise InconsistentError("reference counts differ from what is held")
+            if not np.array_equal(listed[piece], counts[piece] == 0):
+                raise InconsistentError("a block is lost, listed twice, or held and free at once")
             yield
         for blocks in _pieces(self._cached):
-            assert all(self._hash_of[b] is not None for b in blocks), "a cached block has no hash"
+            if not all(self._hash_of[b] is not None for b in blocks):
+                raise InconsistentError("a cached block has no hash")
             yield
         for named in _pieces(self._block_of.items()):
-            assert all(self._hash_of[b] == h for h, b in named), "a hash names the wrong block"
+            if not all(self._hash_of[b] == h for h, b in named):
+                raise InconsistentError("a hash names the wrong block")
             yield
 
     def check(self) -> None:

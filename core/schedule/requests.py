@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.core.schedule.block_hashes import BlockHash
+from headrace.ipc.failure import InconsistentError
 from headrace.ipc.messages import Sampling
 
 if TYPE_CHECKING:
@@ -129,7 +130,8 @@ class WaitingQueue:
 
     def pop(self) -> Request:
         request = self.head()
-        assert request is not None, "pop from an empty queue"
+        if request is None:
+            raise InconsistentError("pop from an empty queue")
         heapq.heappop(self._heap)
         self._size -= 1
         return request
@@ -196,7 +198,8 @@ class RowTable:
     def leave(self, row: int) -> Request:
         """Frees the row; the request keeps its known tokens."""
         request = self.requests[row]
-        assert request is not None, f"row {row} is not in use"
+        if request is None:
+            raise InconsistentError(f"row {row} is not in use")
         request.token_ids = self.token_ids[row, : self.num_known_tokens[row]].copy()
         request.num_sent = int(self.num_sent[row])
         request.row = -1

@@ -37,6 +37,7 @@ from headrace.core.schedule.plan_builder import PlanBuilder
 from headrace.core.schedule.policies import PrefillLimits, in_turn, order_of, prefill_share
 from headrace.core.schedule.repeated_decode import RepeatedDecode
 from headrace.core.schedule.requests import Request, RowTable, State, WaitingQueue
+from headrace.ipc.failure import InconsistentError
 from headrace.ipc.messages import FinishReason
 from headrace.ipc.step import StepPlan, StepResult
 
@@ -458,7 +459,8 @@ class Scheduler:
         """How many of a row's `count` tokens from `start` on the step can compute, and the extra budget that they use.
         Prompt log-probabilities cost extra: their logits make a step long. Each row gets at least one token."""
         request, cost = self.rows.requests[row], self.config.prompt_logprobs_cost
-        assert request is not None, f"row {row} is planned without a request"
+        if request is None:
+            raise InconsistentError(f"row {row} is planned without a request")
         if request.sampling.prompt_logprobs is None or not cost or count <= 0:
             return count, 0
         unreported = max(0, min(count, request.sampling.prompt_logprob_start - 1 - start))
@@ -498,7 +500,8 @@ class Scheduler:
     def _hashes(self, row: int, num_blocks: int) -> list[BlockHash]:
         """Hashes of at least the row's first num_blocks blocks, whose tokens must be known."""
         request = self.rows.requests[row]
-        assert request is not None, f"row {row} is planned without a request"
+        if request is None:
+            raise InconsistentError(f"row {row} is planned without a request")
         hashes = request.block_hashes
         if self.hasher is not None and len(hashes) < num_blocks:
             self.hasher.extend(hashes, request.cache_salt, self.rows.token_ids[row], num_blocks)
@@ -521,7 +524,8 @@ class Scheduler:
 
         Must not be called while a step is in flight.
         """
-        assert not self.num_in_flight, "a request was to be preempted while a step was in flight"
+        if self.num_in_flight:
+            raise InconsistentError("a request was to be preempted while a step was in flight")
         request = self._leave(row)
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -544,16 +548,20 @@ class Scheduler:
             self._repeated = None
 
     def audit(self) -> Iterator[None]:
-        """Raises AssertionError unless blocks and rows are consistent. A generator of short pieces of work; the state
-        must not change between them."""
+        """Raises InconsistentError unless blocks and rows are consistent. A generator of short pieces of work; the
+        state must not change between them."""
         active = np.flatnonzero(self.rows.active).tolist()
-        assert len(active) + len(self.rows.free) == self.config.max_num_seqs, "a row is lost"
+        if len(active) + len(self.rows.free) != self.config.max_num_seqs:
+            raise InconsistentError("a row is lost")
         for row in active:
             request = self.rows.requests[row]
-            assert request is not None, f"row {row} is active without a request"
-            assert request.row == row, f"row {row}'s request thinks it is in row {request.row}"
+            if request is None:
+                raise InconsistentError(f"row {row} is active without a request")
+            if request.row != row:
+                raise InconsistentError(f"row {row}'s request thinks it is in row {request.row}")
         held = self.tables.num_blocks.nonzero()[0].tolist()
-        assert set(held) <= set(active), f"of rows {held}, which hold blocks, only {active} are active"
+        if not set(held) <= set(active):
+            raise InconsistentError(f"of rows {held}, which hold blocks, only {active} are active")
         yield from self.pool.audit()
 
     def check(self) -> None:

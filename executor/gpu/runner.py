@@ -35,6 +35,7 @@ from headrace.executor.gpu.steps import NUM_RESULTS, DeviceSteps, MixedInputs, S
 from headrace.executor.models.inputs import HiddenStateModel
 from headrace.executor.sampling.sampler import sample
 from headrace.executor.sampling.verification import SampledPositions, verify
+from headrace.ipc.failure import InconsistentError
 from headrace.ipc.step import Drafts, NewRow, StepPlan, StepResult, TokenMasks
 
 STEPS_IN_FLIGHT = 2
@@ -115,7 +116,8 @@ class GpuRunner:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
         """Starts a step. Plans must come in the core's order; at most STEPS_IN_FLIGHT may be uncollected."""
-        assert len(self._in_flight) < STEPS_IN_FLIGHT, f"step {plan.step} is one too many in flight"
+        if len(self._in_flight) >= STEPS_IN_FLIGHT:
+            raise InconsistentError(f"step {plan.step} is one too many in flight")
         with self.times.phase("prepare"):
             self._apply(plan)
             rows = plan.rows[plan.sampled]

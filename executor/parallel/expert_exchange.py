@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.parallel.rank_place import Collectives, World, open_collectives
+from headrace.ipc.failure import InconsistentError
 
 
 class ExpertExchange:
@@ -32,7 +33,8 @@ class ExpertExchange:
     def gather(self, x: Tensor) -> Tensor:
         """x [own tokens, columns] -> [all cores' tokens, columns], in order of rank"""
         most, columns = max(self.counts), x.shape[1]
-        assert len(x) == self.counts[self.dp_rank], f"{len(x)} tokens, and {self.counts} were announced"
+        if len(x) != self.counts[self.dp_rank]:
+            raise InconsistentError(f"{len(x)} tokens, and {self.counts} were announced")
         padded = torch.nn.functional.pad(x, (0, 0, 0, most - len(x)))
         gathered = self._link.all_gather(padded).view(most, len(self.counts), columns)
         return torch.cat([gathered[:count, rank] for rank, count in enumerate(self.counts)])

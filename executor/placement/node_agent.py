@@ -40,7 +40,7 @@ from headrace.executor.placement.messages import (
 from headrace.executor.placement.multiproc import MultiprocExecutor
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.rank import Reporter
-from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
+from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError, InconsistentError
 from headrace.ipc.messages import ChildFailed, Message, Progress, Stop
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
@@ -99,7 +99,8 @@ class NodeAgent:
             self._send(message)
             return
         executor = self._executor
-        assert executor is not None, f"{type(message).__name__} came before RunNode"
+        if executor is None:
+            raise InconsistentError(f"{type(message).__name__} came before RunNode")
         if isinstance(message, NodeStep):
             executor.submit(self._plans.decode(message.data))
             self._steps.put(None)

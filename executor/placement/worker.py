@@ -48,7 +48,7 @@ from headrace.executor.placement.messages import (
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.rank import Rank, Reporter, make_rank
 from headrace.ipc.control import PrepareWeights, WorkerCommand
-from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, InconsistentError
 from headrace.ipc.messages import ChildFailed, Message, Progress
 from headrace.ipc.process.child import die_with_parent, leave, leave_signals_to_parent, show_stacks_when_asked
 from headrace.ipc.process.host import take_share
@@ -126,7 +126,8 @@ class Worker:
         load = self._orders.get()
         if load is None:
             return
-        assert isinstance(load, LoadModel), f"LoadModel is due, and {type(load).__name__} came"
+        if not isinstance(load, LoadModel):
+            raise InconsistentError(f"LoadModel is due, and {type(load).__name__} came")
         self._turns = load.turns
         self.report("meet the other ranks")
         self._connect(rank, load)
@@ -139,7 +140,8 @@ class Worker:
         allocate = self._orders.get()
         if allocate is None:
             return
-        assert isinstance(allocate, AllocateCache), f"AllocateCache is due, and {type(allocate).__name__} came"
+        if not isinstance(allocate, AllocateCache):
+            raise InconsistentError(f"AllocateCache is due, and {type(allocate).__name__} came")
         self.report("allocate")
         rank.allocate(allocate.num_blocks, allocate.max_model_len)
         start, memory = self._start, self._start.memory
@@ -307,7 +309,8 @@ def main() -> None:
     worker: Worker | None = None
     try:
         start = channel.receive(Deadline(10.0))
-        assert isinstance(start, StartWorker), f"StartWorker is due, and {type(start).__name__} came"
+        if not isinstance(start, StartWorker):
+            raise InconsistentError(f"StartWorker is due, and {type(start).__name__} came")
         if start.schema_hash != WORKER_SCHEMA_HASH:
             raise HeadraceError(
                 f"the engine core speaks version {start.schema_hash} of the messages to its workers, and this worker "

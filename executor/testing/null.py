@@ -53,7 +53,7 @@ class NullModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_drafts: int = 0
     """Tokens that the rank drafts for each row after a step, as a draft model would; about one in four is wrong."""
     check: bool = False
-    """Whether to check every plan by `PlanCheck`, which raises AssertionError with the details."""
+    """Whether to check every plan by `PlanCheck`, which raises InconsistentError with the details."""
 
 
 class NullExecutor(Executor):

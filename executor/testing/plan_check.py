@@ -13,6 +13,7 @@ import numpy as np
 
 from headrace.core.options.plan import Plan
 from headrace.executor.sampling.random_numbers import mix
+from headrace.ipc.failure import InconsistentError
 from headrace.ipc.step import Drafts, NewRow, StepPlan
 
 NEVER_WRITTEN = 0
@@ -46,7 +47,7 @@ def _chain(parent: int, tokens: list[int]) -> list[int]:
 
 
 class PlanCheck:
-    """Checks plans one after another. Every error is an AssertionError with the step, row and values."""
+    """Checks plans one after another. Every error is an InconsistentError with the step, row and values."""
 
     def __init__(self, plan: Plan, num_blocks: int, max_model_len: int) -> None:
         self._plan, self._num_blocks, self._max_model_len = plan, num_blocks, max_model_len
@@ -55,16 +56,19 @@ class PlanCheck:
         self._content = np.full(num_blocks * plan.block_size, NEVER_WRITTEN, np.uint64)
 
     def apply(self, plan: StepPlan) -> None:
-        """Raises AssertionError if the plan contradicts itself, earlier plans or the limits."""
+        """Raises InconsistentError if the plan contradicts itself, earlier plans or the limits."""
         for row in plan.released_rows.tolist():
-            assert row in self._rows, f"step {plan.step} releases row {row}, which is free"
+            if row not in self._rows:
+                raise InconsistentError(f"step {plan.step} releases row {row}, which is free")
             del self._rows[row]
         for new in plan.new_rows:
             self._enter(plan.step, new)
         for table, block in zip(plan.block_tables.tolist(), plan.block_ids.tolist(), strict=True):
             group, row = self._table(table)
-            assert row in self._rows, f"step {plan.step} appends block {block} to row {row}, which is free"
-            assert group < len(self._groups), f"step {plan.step} appends block {block} to group {group}"
+            if row not in self._rows:
+                raise InconsistentError(f"step {plan.step} appends block {block} to row {row}, which is free")
+            if group >= len(self._groups):
+                raise InconsistentError(f"step {plan.step} appends block {block} to group {group}")
             self._rows[row].tables[group].append(block)
         for row, drafts in self._drafts_of(plan).items():
             self._rows[row].drafts = drafts
@@ -82,15 +86,22 @@ class PlanCheck:
     def _enter(self, step: int, new: NewRow) -> None:
         where = f"step {step}, new row {new.row}"
         num_tokens = len(new.token_ids)
-        assert 0 <= new.row < self._plan.max_num_seqs, f"{where}: not below max_num_seqs {self._plan.max_num_seqs}"
-        assert new.row not in self._rows, f"{where}: is occupied"
-        assert 1 <= new.num_prompt_tokens <= num_tokens, f"{where}: prompt of {new.num_prompt_tokens} of {num_tokens}"
-        assert 0 <= new.num_computed_tokens < num_tokens, f"{where}: {new.num_computed_tokens} of {num_tokens} computed"
+        if not 0 <= new.row < self._plan.max_num_seqs:
+            raise InconsistentError(f"{where}: not below max_num_seqs {self._plan.max_num_seqs}")
+        if new.row in self._rows:
+            raise InconsistentError(f"{where}: is occupied")
+        if not 1 <= new.num_prompt_tokens <= num_tokens:
+            raise InconsistentError(f"{where}: prompt of {new.num_prompt_tokens} of {num_tokens}")
+        if not 0 <= new.num_computed_tokens < num_tokens:
+            raise InconsistentError(f"{where}: {new.num_computed_tokens} of {num_tokens} computed")
         tokens = [int(token) for token in new.token_ids]
-        assert min(tokens) >= 0, f"{where}: token {min(tokens)}"
-        assert max(tokens) < self._plan.model.vocab_size, f"{where}: token {max(tokens)} is outside the vocabulary"
+        if min(tokens) < 0:
+            raise InconsistentError(f"{where}: token {min(tokens)}")
+        if max(tokens) >= self._plan.model.vocab_size:
+            raise InconsistentError(f"{where}: token {max(tokens)} is outside the vocabulary")
         num_groups = len(self._groups)
-        assert len(new.block_ids) % num_groups == 0, f"{where}: {len(new.block_ids)} blocks in {num_groups} groups"
+        if len(new.block_ids) % num_groups != 0:
+            raise InconsistentError(f"{where}: {len(new.block_ids)} blocks in {num_groups} groups")
         tables = new.block_ids.reshape(num_groups, -1).tolist()
         self._rows[new.row] = _Row(tokens, new.num_computed_tokens, tables)
 
@@ -100,9 +111,11 @@ class PlanCheck:
             read = list[int]()
             for group, table in zip(self._groups, row.tables, strict=True):
                 shown = table[group.first_read(row.num_computed) // self._plan.block_size :]
-                assert all(0 < block < self._num_blocks for block in shown), f"{where}: no such block in {shown}"
+                if not all(0 < block < self._num_blocks for block in shown):
+                    raise InconsistentError(f"{where}: no such block in {shown}")
                 read += shown
-            assert len(set(read)) == len(read), f"{where}: a block occurs twice in {row.tables}"
+            if len(set(read)) != len(read):
+                raise InconsistentError(f"{where}: a block occurs twice in {row.tables}")
 
     def _drafts_of(self, plan: StepPlan) -> dict[int, list[int]]:
         """Drafts by row."""
@@ -110,10 +123,10 @@ class PlanCheck:
         if drafts is None:
             return {}
         counts, token_ids = drafts.counts, drafts.token_ids.tolist()
-        assert len(counts) == len(plan.rows), f"step {plan.step}: {len(counts)} counts of drafts, {len(plan.rows)} rows"
-        assert sum(counts) == len(token_ids) > 0, (
-            f"step {plan.step}: {len(token_ids)} drafts, {sum(counts)} are counted"
-        )
+        if len(counts) != len(plan.rows):
+            raise InconsistentError(f"step {plan.step}: {len(counts)} counts of drafts, {len(plan.rows)} rows")
+        if not sum(counts) == len(token_ids) > 0:
+            raise InconsistentError(f"step {plan.step}: {len(token_ids)} drafts, {sum(counts)} are counted")
         ends = np.cumsum(counts).tolist()
         by_row = zip(plan.rows.tolist(), counts.tolist(), ends, strict=True)
         return {row: token_ids[end - count : end] for row, count, end in by_row if count}
@@ -121,30 +134,40 @@ class PlanCheck:
     def _check_work(self, plan: StepPlan) -> None:
         rows = plan.rows.tolist()
         lengths = {len(plan.rows), len(plan.num_tokens), len(plan.num_computed_tokens), len(plan.sampled)}
-        assert len(lengths) == 1, f"step {plan.step}: columns of different lengths {sorted(lengths)}"
-        assert len(set(rows)) == len(rows), f"step {plan.step}: a row occurs twice in {rows}"
+        if len(lengths) != 1:
+            raise InconsistentError(f"step {plan.step}: columns of different lengths {sorted(lengths)}")
+        if len(set(rows)) != len(rows):
+            raise InconsistentError(f"step {plan.step}: a row occurs twice in {rows}")
         limit = self._plan.max_num_batched_tokens
-        assert plan.total_tokens == plan.num_tokens.sum(), f"step {plan.step}: {plan.total_tokens} tokens in all?"
-        assert plan.total_tokens <= limit, f"step {plan.step}: {plan.total_tokens} tokens, over the budget of {limit}"
+        if plan.total_tokens != plan.num_tokens.sum():
+            raise InconsistentError(f"step {plan.step}: {plan.total_tokens} tokens in all?")
+        if plan.total_tokens > limit:
+            raise InconsistentError(f"step {plan.step}: {plan.total_tokens} tokens, over the budget of {limit}")
         for number, count, computed, sampled in zip(
             rows, plan.num_tokens.tolist(), plan.num_computed_tokens.tolist(), plan.sampled.tolist(), strict=True
         ):
             where = f"step {plan.step}, row {number}"
-            assert number in self._rows, f"{where}: is free"
+            if number not in self._rows:
+                raise InconsistentError(f"{where}: is free")
             row = self._rows[number]
             known, end = len(row.tokens), computed + count
-            assert count >= 1, f"{where}: computes {count} tokens"
-            assert computed == row.num_computed, f"{where}: says {computed} computed, it is {row.num_computed}"
+            if count < 1:
+                raise InconsistentError(f"{where}: computes {count} tokens")
+            if computed != row.num_computed:
+                raise InconsistentError(f"{where}: says {computed} computed, it is {row.num_computed}")
             drafts = len(row.drafts)
-            assert end - drafts <= known, f"{where}: computes up to {end - drafts}, but only {known} tokens are known"
-            assert sampled == (end - drafts == known), (
-                f"{where}: sampled is {sampled} at {end - drafts} of {known} tokens"
-            )
-            assert sampled or not drafts, f"{where}: has {drafts} drafts, and is not sampled"
-            assert end <= self._max_model_len, f"{where}: computes up to {end} of {self._max_model_len} tokens"
+            if end - drafts > known:
+                raise InconsistentError(f"{where}: computes up to {end - drafts}, but only {known} tokens are known")
+            if sampled != (end - drafts == known):
+                raise InconsistentError(f"{where}: sampled is {sampled} at {end - drafts} of {known} tokens")
+            if drafts and not sampled:
+                raise InconsistentError(f"{where}: has {drafts} drafts, and is not sampled")
+            if end > self._max_model_len:
+                raise InconsistentError(f"{where}: computes up to {end} of {self._max_model_len} tokens")
             for table in row.tables:
                 held = len(table) * self._plan.block_size
-                assert end <= held, f"{where}: computes up to {end}, its {len(table)} blocks hold {held}"
+                if end > held:
+                    raise InconsistentError(f"{where}: computes up to {end}, its {len(table)} blocks hold {held}")
 
     def _compute(self, plan: StepPlan) -> None:
         """Writes all rows, then reads them, as each layer of a model does."""
@@ -157,7 +180,8 @@ class PlanCheck:
             for group, table in enumerate(row.tables):
                 for block in {table[position // self._plan.block_size] for position in positions.tolist()}:
                     other = writers.setdefault(block, number)
-                    assert other == number, f"step {plan.step}: rows {other} and {number} both write block {block}"
+                    if other != number:
+                        raise InconsistentError(f"step {plan.step}: rows {other} and {number} both write block {block}")
                 self._content[self._slots(table, positions)] = chains[number][positions] + np.uint64(group)
         for number, count in work:
             row = self._rows[number]
@@ -170,7 +194,7 @@ class PlanCheck:
                     position = int(positions[wrong[0]])
                     block = table[position // self._plan.block_size]
                     state = "was never written" if found[wrong[0]] == NEVER_WRITTEN else "holds another sequence"
-                    raise AssertionError(
+                    raise InconsistentError(
                         f"step {plan.step}, row {number}: block {block} {state} at position {position} of the "
                         f"{end} tokens it reads"
                     )

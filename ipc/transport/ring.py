@@ -38,7 +38,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.ipc.failure import HeadraceError
+from headrace.ipc.failure import HeadraceError, InconsistentError
 from headrace.ipc.transport.futex import Fence, Futex
 from headrace.ipc.wait import Deadline
 
@@ -210,7 +210,8 @@ class RingWriter(_End):
         at = self._slots_at + number % self._num_slots * self._slot_bytes
         is_aside = len(data) > self._message_bytes
         if is_aside:
-            assert self._aside is not None, f"a message of {len(data)} bytes; slots take {self._message_bytes}"
+            if self._aside is None:
+                raise InconsistentError(f"a message of {len(data)} bytes; slots take {self._message_bytes}")
             self._aside(number, data)
         else:
             self._view[at + _SLOT.size : at + _SLOT.size + len(data)] = data
@@ -283,7 +284,8 @@ class RingReader(_End):
             self._taken.wake()
         if data is not None:
             return kind, data
-        assert self._mailbox is not None, f"a message of {length} bytes came another way, and there is no mailbox"
+        if self._mailbox is None:
+            raise InconsistentError(f"a message of {length} bytes came another way, and there is no mailbox")
         return kind, self._mailbox.take(number, deadline)
 
     def finished(self, under_way: int = 0) -> None:

@@ -32,7 +32,7 @@ from headrace.executor.cpu import rank as cpu_rank
 from headrace.executor.models import kv_cache
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.kv_cache import cache_groups
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import InconsistentError, OptionError
 
 GEMMA3 = (1024,) * 5 + (None,)  # windows of six layers after each other
 
@@ -208,7 +208,7 @@ def test_the_audit_counts_what_other_holders_than_rows_hold() -> None:
     core = SteppedCore()
     pool = core.loop.scheduler.pool
     held = pool.allocate(2)
-    with pytest.raises(AssertionError, match="differ from what is held"):
+    with pytest.raises(InconsistentError, match="differ from what is held"):
         core.loop.scheduler.check()
 
     class Transfer:

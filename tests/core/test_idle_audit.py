@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import psutil
@@ -13,6 +15,7 @@ from engine_parts import SteppedCore
 from headrace.core.engine import loop
 from headrace.core.schedule import blocks
 from headrace.ipc.control import PauseGeneration
+from headrace.ipc.failure import InconsistentError
 from headrace.ipc.messages import Control, FinishReason, GetStats
 
 
@@ -116,5 +119,18 @@ def test_requests_that_a_pause_keeps_compute_anew_where_books_were_wrong(core: S
 def test_rows_that_are_mixed_up_end_the_engine(core: SteppedCore) -> None:
     serve(core)
     core.loop.scheduler.rows.free.pop()
-    with pytest.raises(AssertionError, match="a row is lost"):
+    with pytest.raises(InconsistentError, match="a row is lost"):
         core.loop._audit()
+
+
+def test_what_guards_data_is_checked_without_assertions_too() -> None:
+    """As under `python -O`, which leaves them out."""
+    lost = (
+        "from headrace.core.schedule.scheduler import Scheduler, SchedulerConfig\n"
+        "scheduler = Scheduler(SchedulerConfig(num_blocks=16, block_size=4, max_model_len=32, max_num_seqs=4, "
+        "max_num_batched_tokens=32))\n"
+        "scheduler.rows.free.pop()\n"
+        "scheduler.check()\n"
+    )
+    found = subprocess.run([sys.executable, "-O", "-c", lost], capture_output=True, text=True, check=False)
+    assert found.stderr.splitlines()[-1].endswith("InconsistentError: a row is lost"), found.stderr

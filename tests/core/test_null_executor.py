@@ -14,7 +14,7 @@ from engine_parts import make_plan
 from headrace.core.options.engine_options import Options
 from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.executor.testing.plan_check import PlanCheck
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import InconsistentError, OptionError
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan, StepResult
 
@@ -184,5 +184,5 @@ WRONG_PLANS = {
 @pytest.mark.parametrize("complaint", WRONG_PLANS)
 def test_the_oracle_names_what_is_wrong(complaint: str) -> None:
     check = checker()
-    with pytest.raises(AssertionError, match=complaint):
+    with pytest.raises(InconsistentError, match=complaint):
         check.apply(WRONG_PLANS[complaint])

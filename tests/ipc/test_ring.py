@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.ipc.failure import InconsistentError
 from headrace.ipc.transport.ring import (
     FIRST,
     Mailbox,
@@ -217,6 +218,6 @@ def test_a_message_too_large_for_a_slot_is_refused_where_there_is_no_other_way()
         writer = RingWriter(fd, layout)
         writer.put(bytes(layout.message_bytes), AT_ONCE)
         with pytest.raises(
-            AssertionError, match=rf"{layout.message_bytes + 1} bytes; slots take {layout.message_bytes}"
+            InconsistentError, match=rf"{layout.message_bytes + 1} bytes; slots take {layout.message_bytes}"
         ):
             writer.put(bytes(layout.message_bytes + 1), AT_ONCE)

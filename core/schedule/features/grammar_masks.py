@@ -22,6 +22,7 @@ from headrace.core.schedule.drafters.drafter import NOTHING, Drafter
 from headrace.core.schedule.features.feature import Context, Followed, Repeated, StepFeature
 from headrace.core.schedule.requests import RowTable
 from headrace.core.structured_output.backend import Backend, Matcher
+from headrace.ipc.failure import InconsistentError
 from headrace.ipc.step import Attachment, Drafts, LaterWords, StepPlan, TokenMasks
 
 
@@ -177,8 +178,10 @@ def _problem_after(matcher: Matcher, token_id: int) -> str:
 
 def _matcher(table: RowTable, row: int) -> Matcher:
     request = table.requests[row]
-    assert request is not None, f"row {row} has no request"
-    assert request.matcher is not None, f"row {row} has no matcher"
+    if request is None:
+        raise InconsistentError(f"row {row} has no request")
+    if request.matcher is None:
+        raise InconsistentError(f"row {row} has no matcher")
     return request.matcher
 
 
