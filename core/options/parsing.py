@@ -26,6 +26,7 @@ from headrace.core.options.values import OptionKind, OptionSpec, nearest, option
 from headrace.core.options.vllm_environment import options_from_variables
 from headrace.core.options.vllm_options import is_vllm_option, renamed_options, successor, unsupported_options
 from headrace.ipc.failure import OptionError
+from headrace.ipc.process.regular_files import read_text
 
 T = TypeVar("T", bound=msgspec.Struct)
 _STRUCTS, _FOLDED, _VLLM_OPTIONS = "option_structs", "folded_groups", "vllm_options"
@@ -483,7 +484,7 @@ def _read_yaml(path: Path) -> Any:
             return super().construct_mapping(node, deep)
 
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader)
+        return yaml.load(read_text(path), Loader)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except yaml.MarkedYAMLError as error:  # the message must not quote the line, which may contain a secret

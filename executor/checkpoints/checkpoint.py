@@ -18,6 +18,7 @@ from headrace.executor.checkpoints.load_formats import BITSANDBYTES, agreeing_fo
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import Sampling
+from headrace.ipc.process.regular_files import read_text
 from headrace.ipc.ranges import model_defaults
 
 if TYPE_CHECKING:
@@ -315,9 +316,9 @@ def _open_gguf(name: str, path: Path, found: Format, options: Options) -> Checkp
 def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Checkpoint:
     config_folder = None if options.hf_config_path is None else _config_folder(options)
     config_path = _config_file(config_folder or folder, options, found)
-    if config_folder is None and options.config_format != "auto" and not config_path.is_file():
+    if config_folder is None and options.config_format != "auto" and not config_path.exists():
         raise ModelError(f"{folder} has no {config_path.name}, which config_format={options.config_format} reads")
-    if config_folder is None and not config_path.is_file():
+    if config_folder is None and not config_path.exists():
         held = sorted(each.name for each in folder.iterdir())
         shown = f", only {', '.join(held[:5])}" + (" ..." if len(held) > 5 else "") if held else ": it is empty"
         raise ModelError(
@@ -442,7 +443,7 @@ def _method_of(stored: Mapping[str, Any]) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ModelError if the file cannot be read or holds anything else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
@@ -584,16 +585,29 @@ def _folder_weights(folder: Path, found: Format, strategy: Strategy = "lazy", pl
         return SafetensorsWeights(sorted(folder.glob(MISTRAL_FILES)), None, strategy, place)
     files = _torch_files(folder) if found == "pt" else _safetensors_files(folder)
     weight_map: dict[str, str] | None = None
-    if index_path.is_file():
+    if index_path.exists():
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(each, str) for each in weight_map.values()):
             raise ModelError(f"{index_path} has no weight_map of weight names to file names")
-        files = [folder / each for each in sorted(set(weight_map.values()))]
+        names = sorted(set(weight_map.values()))
+        if wrong := [name for name in names if not _is_file_name(name)]:
+            raise ModelError(f"{index_path} names {wrong[0]!r:.100}, which is no file beside it")
+        files = [folder / each for each in names]
         if missing := [file.name for file in files if not file.is_file()]:
             raise ModelError(
                 f"{folder} lacks {', '.join(missing)}, which {index_path.name} lists; fetch the model again"
             )
     return TorchWeights(files, weight_map) if found == "pt" else SafetensorsWeights(files, weight_map, strategy, place)
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether a name in an index is that of a file in its folder or below: others' files are no part of a model."""
+    parts = name.split("/")
+    return (
+        name.isprintable()
+        and len(name) < 1000
+        and not any(part in ("", ".", "..") or len(part.encode()) > 255 for part in parts)
+    )
 
 
 def _dummy(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | None) -> WeightSource:

@@ -28,6 +28,7 @@ from headrace.executor.checkpoints.mapped_pages import MappedPages
 from headrace.executor.checkpoints.weights import bounds, take_part, unreadable
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError
+from headrace.ipc.process.regular_files import open_file
 
 Strategy = Literal["lazy", "eager", "prefetch"]
 BLOCK_BYTES = 16 << 20
@@ -108,7 +109,7 @@ class SafetensorsFile:
         from safetensors import safe_open
 
         self.path = path
-        with path.open("rb") as file:  # a hanging mount blocks here, where the GIL is released; safe_open holds it
+        with open_file(path) as file:  # a hanging mount blocks here, where the GIL is released; safe_open holds it
             file.read(1)
         self._file = safe_open(path, framework="pt")
         self.names = frozenset(self._file.keys())

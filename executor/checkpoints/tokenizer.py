@@ -110,7 +110,7 @@ def _added_id(tokenizer_json: bytes, text: str) -> int | None:
     """The id of an added token; None if it is no such token, or the tokenizer cannot be decoded."""
     try:
         added = msgspec.json.decode(tokenizer_json, type=_TokenizerFile).added_tokens
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None
     return next((token.id for token in added if token.content == text), None)
 

@@ -7,6 +7,7 @@ import math
 import pickle
 import re
 import time
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.ipc.failure import ModelError
+from headrace.ipc.process.regular_files import NoFileError, open_file, require_file
 from headrace.kernels.grouped import GroupedWeight
 
 if TYPE_CHECKING:
@@ -66,11 +68,27 @@ def take_part(tensor: Any, shape: tuple[int, ...], rows: slice | None, columns: 
     return part
 
 
+def dense(tensor: Tensor, name: str) -> Tensor:
+    """The tensor, if it is plain numbers in memory, as every weight must be. Raises ModelError for one that is on the
+    meta device, sparse, nested, of torch's own quantised types, complex or without its storage."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        reason = f"is stored with the layout {'nested' if tensor.is_nested else tensor.layout}"
+    elif tensor.device.type not in ("cpu", "cuda"):
+        reason = f"is on the device {tensor.device}, where it has no numbers"
+    elif tensor.is_quantized or tensor.is_complex():
+        reason = f"is of type {tensor.dtype}"
+    elif tensor.numel() and not tensor.data_ptr():
+        reason = "has lost its numbers"
+    else:
+        return tensor.detach().resolve_neg()
+    raise ModelError(f"the weight {name} {reason}; dense tensors of real numbers are expected")
+
+
 class HeldWeights:
-    """A `WeightSource` of tensors in memory, by name."""
+    """A `WeightSource` of tensors in memory, by name. Raises ModelError for a tensor that is not dense."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = dict(tensors)
+        self._tensors = {name: dense(tensor, name) for name, tensor in tensors.items()}
 
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)
@@ -107,7 +125,10 @@ class TorchWeights(HeldWeights):
             if twice := found.keys() & held.keys():
                 raise ModelError(f"{file} and another file beside it both hold the weight {min(twice)}")
             found |= held
-        super().__init__(found)
+        try:
+            super().__init__(found)
+        except ModelError as error:
+            raise ModelError(f"{', '.join(map(str, files[:3]))}: {error}") from None
 
 
 class DummyWeights:
@@ -209,6 +230,8 @@ def _is_of(name: str, layers: range) -> bool:
 
 def _load_torch(file: Path) -> dict[Any, Any]:
     try:
+        require_file(file)
+        _require_stored(file)
         try:
             loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         except RuntimeError as error:
@@ -223,11 +246,22 @@ def _load_torch(file: Path) -> dict[Any, Any]:
                 "use a safetensors version of this checkpoint"
             ) from error
         raise unreadable(file, "a whole file of torch.save", _unpickling_reason(str(error))) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise unreadable(file, "a whole file of torch.save", str(error)) from error
+    except Exception as error:  # torch's reader checks little of what a damaged file says
+        raise unreadable(file, "a whole file of torch.save", str(error) or type(error).__name__) from error
     if not isinstance(loaded, dict):
         raise ModelError(f"{file} holds a {type(loaded).__name__}; a mapping of names to tensors is expected")
     return loaded
+
+
+def _require_stored(file: Path) -> None:
+    """Raises ValueError for an archive with compressed parts, which torch.save does not write: a few bytes of them
+    could fill the memory."""
+    if not zipfile.is_zipfile(file):
+        return
+    with zipfile.ZipFile(file) as archive:
+        for part in archive.infolist():
+            if part.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"its part {part.filename!r:.80} is compressed")
 
 
 def _wanted_global(text: str) -> str:
@@ -245,9 +279,11 @@ def _unpickling_reason(text: str) -> str:
 def unreadable(file: Path, expected: str, reason: str) -> ModelError:
     """The error to raise for a file that is not what was `expected`: it recognises Git LFS pointers."""
     try:
-        with file.open("rb") as opened:
+        with open_file(file) as opened:
             start = opened.read(len(LFS_POINTER))
         size = file.stat().st_size
+    except NoFileError as cause:
+        return ModelError(str(cause))
     except OSError as cause:
         return ModelError(f"{file} cannot be read: {cause.strerror or cause}")
     if start == LFS_POINTER:

@@ -25,6 +25,7 @@ from headrace.executor.parallel.shared_layout import (
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.collectives import OUTCOMES, GroupC, PeerC, declare
 from headrace.kernels.cpu.linear_args import DTYPES
+from headrace.kernels.cpu.pointers import pointer
 
 STORE_PORT_AT = 16
 """Offset in the shared memory of a uint16: the loopback port of the gloo ranks' store, 0 until it listens."""
@@ -79,7 +80,7 @@ class SharedCollectives:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        self._check(self._dll.hr_group_sum(ctypes.addressof(self.group), x.data_ptr(), x.numel(), DTYPES[x.dtype]))
+        self._check(self._dll.hr_group_sum(ctypes.addressof(self.group), pointer(x), x.numel(), DTYPES[x.dtype]))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -87,9 +88,7 @@ class SharedCollectives:
         rows, columns = x.shape
         out = torch.empty(rows, columns * self.group.size, dtype=x.dtype)
         row_bytes = columns * x.itemsize
-        self._check(
-            self._dll.hr_group_gather(ctypes.addressof(self.group), x.data_ptr(), rows, row_bytes, out.data_ptr())
-        )
+        self._check(self._dll.hr_group_gather(ctypes.addressof(self.group), pointer(x), rows, row_bytes, pointer(out)))
         return out
 
     def barrier(self) -> None:

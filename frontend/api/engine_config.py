@@ -11,6 +11,7 @@ from headrace.core.options.engine_options import Options
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.api.unsupported import CONFIG_FIELDS, DECISIONS, no_attribute
 from headrace.ipc.messages import Welcome
+from headrace.ipc.process.regular_files import read_file
 
 
 class Explained:
@@ -108,7 +109,7 @@ def asked_config(options: Options) -> EngineConfig:
 def _stored_config(model: str) -> dict[str, int]:
     """The numbers of a local folder's config.json, of its text part where it has one."""
     try:
-        stored = json.loads((Path(model).expanduser() / "config.json").read_bytes())
+        stored = json.loads(read_file(Path(model).expanduser() / "config.json"))
         text = stored.get("text_config") or stored
         return {name: value for name, value in text.items() if isinstance(value, int)}
     except (OSError, ValueError, AttributeError):

@@ -26,6 +26,7 @@ import msgspec
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.ipc.failure import HeadraceError, OptionError
+from headrace.ipc.process.regular_files import open_file
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
@@ -136,7 +137,7 @@ _OWN_ID = "batch_req_of_"
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields each line that is not blank, with its number from 1. Raises OptionError."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield number, line

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.ipc.failure import HeadraceError
+from headrace.ipc.process.regular_files import read_text
 
 if TYPE_CHECKING:
     import zmq
@@ -121,7 +122,7 @@ def read_keys(path: Path) -> Keys:
     """Raises KeyFileError."""
     try:
         mode = path.stat().st_mode
-        keys = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8-sig")), Keys)
+        keys = msgspec.convert(tomllib.loads(read_text(path, "utf-8-sig")), Keys)
     except OSError as error:
         raise KeyFileError(f"the key file {path} cannot be read: {(error.strerror or str(error)).lower()}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headrace.kernels.cpu.pointers import pointer
+
 from .build import Library
 from .ops import CACHE_TYPES, GROUP_KEYS, describe_cache
 from .program_args import KvCacheC, LatentArgs, LatentExpandedArgs
@@ -70,8 +72,8 @@ def latent_args(query: Buffer, absorbed: Buffer, latent: Buffer, layer: LatentLa
         query_stride=query.stride,
         absorbed_stride=absorbed.stride,
         latent_stride=latent.stride,
-        cos=layer.rotary.cos.data_ptr(),
-        sin=layer.rotary.sin.data_ptr(),
+        cos=pointer(layer.rotary.cos),
+        sin=pointer(layer.rotary.sin),
         cache=layer.describe_cache(),
         num_heads=layer.num_heads,
         nope_dim=layer.nope_dim,
@@ -112,8 +114,8 @@ def expanded_args(latent: LatentArgs, out: Buffer, layer: LatentLayer, up: Laten
     require_same(tuple(up.keys.shape), shape, "what makes keys", "its layer's")
     return LatentExpandedArgs(
         latent=latent,
-        keys=up.keys.data_ptr(),
-        values=up.values.data_ptr(),
+        keys=pointer(up.keys),
+        values=pointer(up.values),
         keys_stride=up.keys.stride(0),
         output=out.address,
         output_stride=out.stride,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from headrace.kernels.cpu.linear import Arena, Runtime, runtime
+from headrace.kernels.cpu.pointers import pointer
 
 READ_BYTES = 512 << 20
 ROUNDS = 500_000
@@ -57,7 +58,7 @@ def limits(used: Runtime) -> dict[str, Any]:
     memory, address = Arena(chunk_bytes=0).take(READ_BYTES)
     ctypes.memset(address, 1, READ_BYTES)
     sums = torch.zeros(threads, dtype=torch.int64)
-    read = ReadArgs(address, READ_BYTES, sums.data_ptr())
+    read = ReadArgs(address, READ_BYTES, pointer(sums))
     found: dict[str, Any] = {
         "threads": threads,
         "read_gigabytes_per_s": READ_BYTES / min(samples_of(lambda: pool.run_op("hr_op_read", read), 1.0)) / 1e9,
@@ -66,7 +67,7 @@ def limits(used: Runtime) -> dict[str, Any]:
     ones, results = torch.ones(64), torch.zeros(threads, 16)
     for name, kind in ARITHMETIC.items():
         per_round = dll.hr_arithmetic_per_round(kind)
-        args = ArithmeticArgs(ROUNDS, results.data_ptr(), ones.data_ptr(), kind)
+        args = ArithmeticArgs(ROUNDS, pointer(results), pointer(ones), kind)
         best = min(samples_of(functools.partial(pool.run_op, "hr_op_arithmetic", args), 0.5))
         found[f"{name} gigaflops"] = 2 * per_round * ROUNDS * threads / best / 1e9
     return found

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.kernels.cpu.pointers import pointer
 from headrace.kernels.grouped import GroupedWeight
 from headrace.kernels.registry import Version
 
@@ -240,12 +241,12 @@ class PackedLinear:
         self.runtime.pool.reserve(*self.scratch(rows.shape[0]))
         args = LinearArgs(
             weight=self.descriptor,
-            x=rows.data_ptr(),
+            x=pointer(rows),
             x_stride=rows.stride(0),
-            bias=None if bias_f32 is None else bias_f32.data_ptr(),
-            residual=None if added is None else added.data_ptr(),
+            bias=None if bias_f32 is None else pointer(bias_f32),
+            residual=None if added is None else pointer(added),
             residual_stride=0 if added is None else added.stride(0),
-            out=to.data_ptr(),
+            out=pointer(to),
             out_stride=to.stride(0),
             x_dtype=DTYPES[rows.dtype],
             residual_dtype=0 if added is None else DTYPES[added.dtype],
@@ -268,8 +269,8 @@ class PackedLinear:
         self.runtime.pool.reserve(0, 4 * self.k)
         args = EmbedArgs(
             weight=self.descriptor,
-            ids=flat.data_ptr(),
-            out=out.data_ptr(),
+            ids=pointer(flat),
+            out=pointer(out),
             out_stride=self.k,
             out_dtype=DTYPES[dtype],
             rows=ROWS_FIXED,
@@ -336,7 +337,7 @@ def pack(
     descriptor.data = address
     args = PackArgs(
         weight=descriptor,
-        source=source.data_ptr(),
+        source=pointer(source),
         source_stride=source.stride(0),
         packed=address,
         source_dtype=DTYPES.get(source.dtype, 0),
@@ -363,15 +364,15 @@ def _describe_groups(
     """Completes the descriptor. Returns the source to pack from, and objects that must live until it is packed."""
     scales, zeros = weight.scales.contiguous(), None if weight.zeros is None else weight.zeros.contiguous()
     table = (ctypes.c_float * 16)(*weight.table) if weight.table else None
-    descriptor.order = None if order is None else order.data_ptr()
+    descriptor.order = None if order is None else pointer(order)
     descriptor.group = weight.group
     descriptor.scale_type = DTYPES[scales.dtype]
     descriptor.zero_type = NO_ZEROS if zeros is None else DTYPES[zeros.dtype]
     source = GroupSourceC(
-        codes=codes.data_ptr(),
+        codes=pointer(codes),
         stride=codes.stride(0),
-        scales=scales.data_ptr(),
-        zeros=None if zeros is None else zeros.data_ptr(),
+        scales=pointer(scales),
+        zeros=None if zeros is None else pointer(zeros),
         table=None if table is None else ctypes.addressof(table),
     )
     return source, (scales, zeros, table)

@@ -16,6 +16,7 @@ from typing import Any, Required, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from headrace.kernels.cpu.pointers import pointer
 from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
 from headrace.kernels.expert_places import ExpertPlaces
 from headrace.kernels.reference.moe import ExpertStack, ExpertWeights, Scoring
@@ -126,7 +127,7 @@ class PackedExperts:
         args = ExpertsArgs(
             gate_up=ctypes.addressof(stacks[0]),
             down=ctypes.addressof(stacks[1]),
-            experts_read=self.experts_read.data_ptr(),
+            experts_read=pointer(self.experts_read),
             num_experts=self.num_experts,
             top_k=top_k,
             pass_rows=self.pass_rows(max_rows, top_k),
@@ -134,9 +135,9 @@ class PackedExperts:
             activation=GATED_ACTIVATIONS[self.activation],
         )
         if self.biases is not None:
-            args.gate_up_bias, args.down_bias = (bias.data_ptr() for bias in self.biases)
+            args.gate_up_bias, args.down_bias = (pointer(bias) for bias in self.biases)
         if self.loads is not None:
-            args.loads = self.loads.data_ptr()
+            args.loads = pointer(self.loads)
         return args, (*stacks, self)
 
     def scratch(self, args: ExpertsArgs, max_rows: int) -> tuple[int, int]:
@@ -159,9 +160,9 @@ class PackedExperts:
         args, kept = self.describe(top_k, num_rows)
         inner = torch.empty(args.pass_rows, self.inner, dtype=self.inner_dtype)
         out = torch.empty(num_rows, self.hidden)
-        args.x, args.x_stride, args.x_dtype = x.data_ptr(), self.hidden, DTYPES[x.dtype]
-        args.expert_ids, args.weights, args.inner = ids.data_ptr(), wide.data_ptr(), inner.data_ptr()
-        args.out, args.out_stride = out.data_ptr(), self.hidden
+        args.x, args.x_stride, args.x_dtype = pointer(x), self.hidden, DTYPES[x.dtype]
+        args.expert_ids, args.weights, args.inner = pointer(ids), pointer(wide), pointer(inner)
+        args.out, args.out_stride = pointer(out), self.hidden
         args.rows, args.fixed_rows = ROWS_FIXED, num_rows
         self.runtime.pool.reserve(*self.scratch(args, num_rows))
         self.runtime.pool.run_op("hr_op_experts", args)
@@ -199,8 +200,8 @@ def route_args(num_experts: int, top_k: int, options: RouteOptions) -> RouteArgs
         num_groups=groups.number,
         groups_chosen=groups.chosen,
         group_best=groups.best,
-        places=None if places is None else places.numbers.data_ptr(),
-        replicas=None if places is None else places.replicas.data_ptr(),
+        places=None if places is None else pointer(places.numbers),
+        replicas=None if places is None else pointer(places.replicas),
         most_replicas=0 if places is None else places.numbers.shape[1],
         scoring=SCORINGS[scoring],
         renormalise=options["renormalise"],
@@ -229,9 +230,9 @@ def route_experts(
     expert_ids = torch.empty(num_rows, top_k, dtype=torch.int32)
     weights = torch.empty(num_rows, top_k)
     wide_bias = None if bias is None else bias.float().contiguous()
-    args.logits, args.logits_stride, args.logits_dtype = logits.data_ptr(), num_experts, DTYPES[logits.dtype]
-    args.bias = None if wide_bias is None else wide_bias.data_ptr()
-    args.expert_ids, args.weights = expert_ids.data_ptr(), weights.data_ptr()
+    args.logits, args.logits_stride, args.logits_dtype = pointer(logits), num_experts, DTYPES[logits.dtype]
+    args.bias = None if wide_bias is None else pointer(wide_bias)
+    args.expert_ids, args.weights = pointer(expert_ids), pointer(weights)
     args.rows, args.fixed_rows = ROWS_FIXED, num_rows
     runtime_.pool.reserve(0, route_scratch_bytes(num_experts))
     runtime_.pool.run_op("hr_op_route", args)

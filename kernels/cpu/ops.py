@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.kernels.cpu.pointers import pointer
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.registry import Version
 
@@ -62,7 +63,7 @@ def describe_cache(
             raise ValueError(f"the {name} cache is {cache.dtype} and must be contiguous in one of {list(CACHE_TYPES)}.")
     if value_cache.shape != key_cache.shape or value_cache.dtype != key_cache.dtype:
         raise ValueError("the key and value caches differ in shape or type; they must be alike.")
-    is_latent = key_cache.data_ptr() == value_cache.data_ptr()
+    is_latent = pointer(key_cache) == pointer(value_cache)
     if reason := why_no_latent_attention(head_dim) if is_latent else why_no_attention(head_dim=head_dim):
         raise ValueError(reason)
     if layout == LAYOUT_GROUPS and best_layout(block_size, head_dim) != LAYOUT_GROUPS:
@@ -70,12 +71,12 @@ def describe_cache(
         raise ValueError(f"a cache in groups has blocks and heads in whole multiples of {GROUP_KEYS}, {sizes}.")
     scales = scales or CacheScales()
     return KvCacheC(
-        keys=key_cache.data_ptr(),
-        values=value_cache.data_ptr(),
-        key_scales=None if scales.keys is None else scales.keys.data_ptr(),
-        value_scales=None if scales.values is None else scales.values.data_ptr(),
-        key_heads=scales.key.data_ptr() if isinstance(scales.key, Tensor) else None,
-        value_heads=scales.value.data_ptr() if isinstance(scales.value, Tensor) else None,
+        keys=pointer(key_cache),
+        values=pointer(value_cache),
+        key_scales=None if scales.keys is None else pointer(scales.keys),
+        value_scales=None if scales.values is None else pointer(scales.values),
+        key_heads=pointer(scales.key) if isinstance(scales.key, Tensor) else None,
+        value_heads=pointer(scales.value) if isinstance(scales.value, Tensor) else None,
         key_scale=1.0 if isinstance(scales.key, Tensor) else scales.key,
         value_scale=1.0 if isinstance(scales.value, Tensor) else scales.value,
         type=CACHE_TYPES[key_cache.dtype],
@@ -99,7 +100,7 @@ def step_of(batch: PagedBatch) -> Step:
             num_tokens=len(batch.slot_mapping),
             num_seqs=len(batch.seq_lens),
             block_table_stride=tensors["block_table"].shape[1],
-            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+            **{name: pointer(tensor) for name, tensor in tensors.items()},
         )
         batch.memo["cpu step"] = (step, tensors)
     return batch.memo["cpu step"][0]
@@ -134,11 +135,11 @@ class CpuOps:
         total = x if residual is None else residual.clone(memory_format=torch.contiguous_format)
         out, size = torch.empty_like(x), x.shape[-1]
         args = NormArgs(
-            input=x.data_ptr(),
-            residual=None if residual is None else total.data_ptr(),
-            output=out.data_ptr(),
-            weight=None if weight is None else weight.data_ptr(),
-            bias=None if bias is None else bias.data_ptr(),
+            input=pointer(x),
+            residual=None if residual is None else pointer(total),
+            output=pointer(out),
+            weight=None if weight is None else pointer(weight),
+            bias=None if bias is None else pointer(bias),
             input_stride=size,
             residual_stride=size,
             output_stride=size,
@@ -163,15 +164,15 @@ class CpuOps:
         """As `reference.activate_and_multiply`."""
         gate_up = gate_up.contiguous()
         size = gate_up.shape[-1] // 2
-        up = gate_up.data_ptr() + size * gate_up.itemsize
+        up = pointer(gate_up) + size * gate_up.itemsize
         return self._activate(gate_up, size, 2 * size, up, kind)
 
     def _activate(self, x: Tensor, size: int, stride: int, up: int | None, kind: str) -> Tensor:
         out = torch.empty(*x.shape[:-1], size, dtype=x.dtype)
         args = ActivationArgs(
-            gate=x.data_ptr(),
+            gate=pointer(x),
             up=up,
-            output=out.data_ptr(),
+            output=pointer(out),
             gate_stride=stride,
             output_stride=size,
             size=size,
@@ -192,10 +193,10 @@ class CpuOps:
         x, cos, sin = x.clone(memory_format=torch.contiguous_format), cos.contiguous(), sin.contiguous()
         num_tokens, num_heads, head_dim = x.shape
         args = RotaryArgs(
-            query=x.data_ptr(),
+            query=pointer(x),
             query_stride=num_heads * head_dim,
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
+            cos=pointer(cos),
+            sin=pointer(sin),
             cache=KvCacheC(head_dim=head_dim),
             num_heads=num_heads,
             rotary_half=cos.shape[-1],
@@ -218,8 +219,8 @@ class CpuOps:
         """As `reference.write_cache`."""
         key, value = _rows_of_heads(key), _rows_of_heads(value)
         args = RotaryArgs(
-            key=key.data_ptr(),
-            value=value.data_ptr(),
+            key=pointer(key),
+            value=pointer(value),
             key_stride=key.stride(0),
             value_stride=value.stride(0),
             cache=describe_cache(key_cache, value_cache, scales, layout),
@@ -249,17 +250,17 @@ class CpuOps:
         alibi = None if params.alibi is None else params.alibi.float().contiguous()
         args = AttentionArgs(
             source=RotaryArgs(
-                query=query.data_ptr(),
+                query=pointer(query),
                 query_stride=query.stride(0),
                 cache=describe_cache(key_cache, value_cache, scales, layout),
                 num_heads=num_heads,
                 type=DTYPES[query.dtype],
             ),
-            output=out.data_ptr(),
+            output=pointer(out),
             output_stride=num_heads * head_dim,
-            sinks=None if sinks is None else sinks.data_ptr(),
-            alibi=None if alibi is None else alibi.data_ptr(),
-            workspace=self._workspace.data_ptr(),
+            sinks=None if sinks is None else pointer(sinks),
+            alibi=None if alibi is None else pointer(alibi),
+            workspace=pointer(self._workspace),
             workspace_bytes=self._workspace.nbytes,
             scale=params.scale,
             soft_cap=params.soft_cap or 0.0,

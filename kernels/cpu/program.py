@@ -16,6 +16,8 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
+from headrace.kernels.cpu.pointers import pointer
+
 from .latent import LatentLayer, LatentUp, expanded_args, latent_args
 from .linear import ACTIVATIONS, ROWS_LOGITS, ROWS_TOKENS, EmbedArgs, LinearArgs, PackedLinear, Runtime
 from .moe import PackedExperts, RouteOptions, route_args, route_scratch_bytes
@@ -223,7 +225,7 @@ class Builder:
             is_plain = bias is None and residual is None and activation == "none" and not weight.gated
             if not is_plain or out.tensor.dtype != torch.float32:
                 raise ValueError("the highest of each row is kept of plain products in float32 alone.")
-            args.highest, args.highest_rows = out.highest.data_ptr(), out.highest.shape[1]
+            args.highest, args.highest_rows = pointer(out.highest), out.highest.shape[1]
         self._need(*weight.scratch(self._max_rows[out.rows]))
         self._weight_bytes += weight.nbytes
         self._multiply_adds += weight.n * weight.k
@@ -279,7 +281,7 @@ class Builder:
         key = args.pass_rows, packed.inner, packed.inner_dtype
         if key not in self._inner:
             self._inner[key] = torch.empty(args.pass_rows, packed.inner, dtype=packed.inner_dtype)
-        inner = self._inner[key].data_ptr()
+        inner = pointer(self._inner[key])
         args.x, args.x_stride, args.x_dtype = x.address, x.stride, x.type
         args.expert_ids, args.weights, args.inner = expert_ids.address, weights.address, inner
         args.out, args.out_stride, args.add_to_out = out.address, out.stride, add
@@ -299,7 +301,7 @@ class Builder:
         qkv: queries, keys and values side by side, (num_heads + 2 num_kv_heads) head_dim columns; its queries are
         overwritten.
         """
-        source, keys = rotary_args(qkv, layer), layer.cache.keys.data_ptr()
+        source, keys = rotary_args(qkv, layer), pointer(layer.cache.keys)
         if layer.rotary is not None:
             self._limit_positions(len(layer.rotary.cos))
         name = "hr_op_rotary_and_cache_write"
@@ -326,7 +328,7 @@ class Builder:
     def write_latent(self, query: Buffer, absorbed: Buffer, latent: Buffer, layer: LatentLayer) -> None:
         """Rotates queries and the token's vector, and writes the vector to the cache. The rotated queries go into the
         last columns of each head of `absorbed`; other ops write its first `layer.latent_dim` columns."""
-        args, keys = latent_args(query, absorbed, latent, layer), layer.cache.keys.data_ptr()
+        args, keys = latent_args(query, absorbed, latent, layer), pointer(layer.cache.keys)
         self._limit_positions(len(layer.rotary.cos))
         dim, first = layer.vector_dim, layer.latent_dim
         rotated = [absorbed.part(head * dim + first, dim - first) for head in range(layer.num_heads)]
@@ -367,14 +369,14 @@ class Builder:
         packed = LatentUp.of(up, layer.nope_dim, keys, self._runtime.library)
         args = expanded_args(latent_args(query, absorbed, latent, layer), out, layer, packed)
         self._need(0, self._runtime.library.dll.hr_latent_expanded_scratch_bytes(ctypes.byref(args)))
-        reads, name = (query, absorbed, keys.data_ptr()), "hr_op_latent_expanded"
+        reads, name = (query, absorbed, pointer(keys)), "hr_op_latent_expanded"
         self._add("attention", name, args, reads, (out,), keep=(layer, packed), skipped_when_single=True)
 
     def _attend(self, args: AttentionArgs, query: Buffer, out: Buffer, layer: AttentionLayer | LatentLayer) -> None:
         args.output, args.output_stride, args.output_type = out.address, out.stride, out.type
-        args.workspace, args.workspace_bytes = self._workspace.data_ptr(), self._workspace.nbytes
+        args.workspace, args.workspace_bytes = pointer(self._workspace), self._workspace.nbytes
         self._need(0, self._runtime.library.dll.hr_attention_scratch_bytes(ctypes.byref(args)))
-        touched = (self._workspace.data_ptr(), layer.cache.keys.data_ptr())
+        touched = (pointer(self._workspace), pointer(layer.cache.keys))
         self._add("attention", "hr_op_attention", args, (query, *touched), (out, *touched), keep=(layer,))
 
     def activation_multiply(self, gate_up: Buffer, out: Buffer, activation: str) -> None:

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from headrace.kernels.cpu.pointers import pointer
+
 from .linear import DTYPES
 from .ops import CacheScales, best_layout, describe_cache
 from .program_args import RotaryArgs
@@ -69,7 +71,7 @@ class Buffer:
     @property
     def span(self) -> tuple[int, int, int]:
         """(address of the whole buffer, first byte, end) within a row. Buffers share memory if their spans overlap."""
-        base = (self.whole or self).tensor.data_ptr()
+        base = pointer((self.whole or self).tensor)
         first = self.address - base
         return base, first, first + self.columns * self.tensor.itemsize
 
@@ -79,7 +81,7 @@ class Buffer:
 
     @property
     def address(self) -> int:
-        return self.tensor.data_ptr()
+        return pointer(self.tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +178,7 @@ def rotary_args(qkv: Buffer, layer: AttentionLayer) -> RotaryArgs:
         cos, sin = layer.rotary.cos, layer.rotary.sin
         if 2 * cos.shape[1] > head_dim:
             raise ValueError(f"rotation of {2 * cos.shape[1]} dimensions does not fit heads of {head_dim}.")
-        args.cos, args.sin, args.rotary_half = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+        args.cos, args.sin, args.rotary_half = pointer(cos), pointer(sin), cos.shape[1]
     return args
 
 
@@ -192,7 +194,7 @@ def with_own_copies(args: ctypes.Structure, name: str, buffer: Buffer) -> ctypes
     if buffer.copies is None:
         return None
     few = type(args).from_buffer_copy(args)
-    setattr(few, name, buffer.copies.data_ptr())
+    setattr(few, name, pointer(buffer.copies))
     setattr(few, f"{name}_thread_stride", buffer.copies.stride(0) * buffer.copies.itemsize)
     return few
 
@@ -210,10 +212,10 @@ def check_vector(vector: Tensor | None, size: int, what: str) -> None:
 
 
 def address_of(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    return None if tensor is None else pointer(tensor)
 
 
 def matrix_of(table: Tensor) -> tuple[int, int, int]:
     if table.dtype not in DTYPES or table.dim() != 2 or table.stride(1) != 1:
         raise ValueError(f"a table is [rows, columns] in fp32, bf16 or fp16, not {table.dtype} {list(table.shape)}.")
-    return table.data_ptr(), table.stride(0), DTYPES[table.dtype]
+    return pointer(table), table.stride(0), DTYPES[table.dtype]

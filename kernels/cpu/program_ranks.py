@@ -11,6 +11,8 @@ import ctypes
 import torch
 from torch import Tensor
 
+from headrace.kernels.cpu.pointers import pointer
+
 from .collectives import GroupC, RankGatherArgs, RankSumArgs
 from .program import ROW_COUNTS, Builder
 from .program_parts import Buffer
@@ -29,7 +31,7 @@ def rank_sum(builder: Builder, group: GroupC, parts: Tensor, out: Buffer, *, add
         raise ValueError(f"parts of {parts.shape[1]} rows cannot be summed into {len(out.tensor)} rows.")
     args = RankSumArgs(
         group=ctypes.addressof(group),
-        parts=parts.data_ptr(),
+        parts=pointer(parts),
         part_stride=parts.stride(0),
         out=out.address,
         out_stride=out.stride,

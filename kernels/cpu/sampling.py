@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.kernels.cpu.pointers import pointer
+
 from ..reference.sampling import DeviceChosen, DeviceDraws
 from ..registry import Version
 from .linear import ROWS_FIXED, Runtime, runtime
@@ -51,7 +53,7 @@ class SampleBuffers:
         if logits.dtype != torch.float32 or logits.shape[1] != self._vocab_size or logits.stride(1) != 1:
             raise ValueError(f"logits are float32 rows of {self._vocab_size}, not {logits.dtype} {list(logits.shape)}.")
         return SampleArgs(
-            logits=logits.data_ptr(),
+            logits=pointer(logits),
             stride=logits.stride(0),
             vocab_size=self._vocab_size,
             num_rows=len(logits),
@@ -64,9 +66,9 @@ class SampleBuffers:
             token_ids=self.token_ids.ctypes.data,
             best=self.best.ctypes.data,
             # 64-byte aligned
-            workspace=-(-self._workspace.data_ptr() // 64) * 64,
+            workspace=-(-pointer(self._workspace) // 64) * 64,
             rows=rows,
-            highest=None if highest is None else highest.data_ptr(),
+            highest=None if highest is None else pointer(highest),
             highest_rows=0 if highest is None else highest.shape[1],
             is_masked=self.is_masked.ctypes.data,
             masks=self.masks.ctypes.data,

@@ -97,9 +97,14 @@ def _other_parts(header: GGUFHeader) -> list[Path]:
         raise ModelError(
             f"{header.path} is part of a model split into {count} files; give the first, NAME-00001-of-{count:05}.gguf"
         )
+    if int(match[3]) != count:
+        raise ModelError(
+            f"{header.path} is one of {int(match[3])} files by its name, and of {count} by its split.count"
+        )
     parts = [header.path.with_name(f"{match[1]}-{index:05}-of-{count:05}.gguf") for index in range(2, count + 1)]
     if missing := [part.name for part in parts if not part.is_file()]:
-        raise ModelError(f"{header.path} is the first of {count} files; {', '.join(missing)} should lie beside it")
+        named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
+        raise ModelError(f"{header.path} is the first of {count} files; {named} should lie beside it")
     return parts
 
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from headrace.executor.checkpoints.mapped_pages import MappedPages
 from headrace.ipc.failure import ModelError
+from headrace.ipc.process.regular_files import require_file
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -104,7 +105,7 @@ class GGUFHeader:
                 self.metadata[key] = self._value(self._u32(), key)
                 self._spans[key] = start, self._position
             self._read_tensors(tensor_count)
-        except (struct.error, ValueError) as error:  # reading beyond the end of the map
+        except (struct.error, ValueError, OverflowError) as error:  # reading beyond the end of the map
             raise self._truncated() from error
 
     def digest(self, prefix: str) -> str:
@@ -251,6 +252,7 @@ class GGUFHeader:
 def _mapped(path: Path) -> Any:
     """The file's bytes, memory-mapped: [size] uint8. Raises ModelError."""
     try:
+        require_file(path)
         return np.memmap(path, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -88,6 +88,8 @@ def locate(model: str, choice: HubChoice) -> Path:
         if path.suffix == ".gguf":
             return path
         raise ModelError(f"{path} is a file but not a .gguf one; give the folder that holds the model, {path.parent}")
+    if path.exists():
+        raise ModelError(f"{path} is neither a folder nor a file")
     match = _HUB_FILE.fullmatch(model) or _HUB_NAME.fullmatch(model)
     if match is None or is_path(model) or (model.endswith(".gguf") and match["tag"] is None):
         raise ModelError(f"there is no model at {path}{nearest_path(path)}")

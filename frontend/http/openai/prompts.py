@@ -9,7 +9,6 @@ import functools
 import re
 import types
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -34,6 +33,7 @@ from headrace.frontend.text.template_renderer import one_limit
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError, OptionError
 from headrace.ipc.messages import Welcome
+from headrace.ipc.process.regular_files import read_text
 
 MAX_OUTPUTS = 16384
 """Most outputs of a request: prompts times n."""
@@ -295,7 +295,7 @@ def load_template(option: str | None) -> str | None:
         return None
     is_text = "{" in option or "\n" in option
     try:
-        template = option if is_text else Path(option).read_text(encoding="utf-8")
+        template = option if is_text else read_text(option)
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"chat_template={option}: neither a template nor a file that can be read ({error})") from None
     try:

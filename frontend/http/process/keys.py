@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from headrace.core.options.option import Secret
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.ipc.failure import OptionError
+from headrace.ipc.process.regular_files import read_text
 
 VARIABLES = ("HEADRACE_API_KEY", "VLLM_API_KEY")
 """Environment variables of the API key, if no option gives one; the first that is set counts."""
@@ -30,7 +30,7 @@ def _read(name: str, given: Sequence[Secret], file: str | None, variables: Seque
     keys = [key.value.strip() for key in given]
     if file is not None:
         try:
-            lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+            lines = read_text(file, "utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise OptionError(f"{name}_file={file} cannot be read: {error}") from None
         in_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]

@@ -19,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from headrace.ipc.failure import HeadraceError
+from headrace.ipc.process.regular_files import read_file
 
 FOLDER = Path(__file__).parent
 Pair = tuple[str, str]
@@ -201,6 +202,6 @@ def format_of_template(
 
 def _read(path: Path) -> OutputFormat:
     try:
-        return msgspec.yaml.decode(path.read_bytes(), type=OutputFormat)
+        return msgspec.yaml.decode(read_file(path), type=OutputFormat)
     except (OSError, msgspec.MsgspecError) as error:
         raise FormatError(f"{path}: not an output format: {error}") from None
