@@ -50,6 +50,8 @@ RUNTIME, MODEL_FOLDER = "HEADRACE_RUNTIME_DIR", "HEADRACE_TEST_MODEL_FOLDER"
 DAEMON, ENGINE_SOCKETS = "headrace.core.process.daemon", "engine-*.sock"
 MOST_ENGINES = 4
 STEP_S = 0.025
+ANSWERS_WITHIN_S = 30.0
+"""On a busy machine; a dead engine refuses at once."""
 STARTS_WITHIN_S, STREAM_TAKES_S, SCALING_TAKES_S, ENDS_WITHIN_S = 120.0, 240.0, 240.0, 60.0
 BETWEEN_KILLS_S, BETWEEN_SCALINGS_S, DRAINS_S = (0.5, 4.0), (0.0, 3.0), (0.2, 4.0)
 LET_BE, TWICE, FOLDER_AWAY, ALL_AT_ONCE = 0.35, 0.15, 0.1, 0.05
@@ -164,9 +166,9 @@ class Service:
 async def _ask(address: str) -> tuple[int, bool] | None:
     client = CoreClient(ZmqTransport(address))
     try:
-        await client.start(5.0, with_tokenizer=False)
+        await client.start(ANSWERS_WITHIN_S, with_tokenizer=False)
         with contextlib.suppress(HeadraceError, TimeoutError):
-            await client.call(GetStats, 5.0)  # the core has told by then that it is leaving
+            await client.call(GetStats, ANSWERS_WITHIN_S)  # the core has told by then that it is leaving
         return client.welcome.pid, not client.draining
     except (HeadraceError, TimeoutError):
         return None
