@@ -18,7 +18,10 @@ for a moment, since closing it would lose a request that is on its way: a proxy 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import re
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,9 +29,13 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState as UvicornState
 
-from headrace.frontend.http.errors import ApiError
+from headrace.frontend.http.errors import ApiError, unavailable
+from headrace.ipc.process.limits import file_limit
 
+logger = logging.getLogger(__name__)
 EXTENSION = "headrace.connection"
+MOST_SPARE_FILES = 64
+_SAYS_FULL_EVERY_S = 10.0
 MAX_HEADER_BYTES = 64 << 10
 _TOO_LARGE = f"the {{what}} are larger than {MAX_HEADER_BYTES} bytes"
 MAX_PIPELINED = 16
@@ -42,6 +49,25 @@ class Connections(UvicornState):
     """What the connections of a server share."""
 
     is_draining = False
+    _said_full_s = -math.inf
+
+    def is_full(self, descriptor: int) -> bool:
+        """Whether a connection with this file descriptor, the lowest that was free, takes one of those that are kept
+        for other uses. Logs it now and then."""
+        limit = file_limit()
+        spare = min(MOST_SPARE_FILES, limit // 4)
+        if descriptor < limit - spare:
+            return False
+        now_s = time.monotonic()
+        if now_s - self._said_full_s > _SAYS_FULL_EVERY_S:
+            self._said_full_s = now_s
+            logger.warning(
+                "%d connections are open, and this process may have %d files (RLIMIT_NOFILE), of which %d are kept for "
+                "engines, stores and logs: further connections get a 503. Raise the hard limit: ulimit -Hn, systemd's "
+                "LimitNOFILE, or --ulimit nofile of containers",
+                *(len(self.connections), limit, spare),
+            )
+        return True
 
     def drain(self) -> None:
         """From now on responses close their connections, but for those that have begun already."""
@@ -89,6 +115,10 @@ class Connection(HttpToolsProtocol):
         self.refusal: ApiError | None = None
         """The error because of which nothing more is read from this connection."""
         self._await_headers()
+        socket = transport.get_extra_info("socket")
+        state = self.server_state
+        if socket is not None and isinstance(state, Connections) and state.is_full(socket.fileno()):
+            self._refuse(unavailable("this server has as many connections as it may", code="too_many_connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._headers_are_here()

@@ -122,6 +122,8 @@ class ServerState:
         )
         self.routes: Sequence[RouteSpec] = ()
         """The routes that are served; set by the application."""
+        self.why_fixed = ""
+        """Why the number of engines is fixed, if there is no scaler."""
         self.draining = False
         """Set when the server begins to stop. It is not ready, takes no new connections, and answers what comes over
         those that there are."""

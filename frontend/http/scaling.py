@@ -41,8 +41,7 @@ async def scale(state: ServerState, exchange: Exchange) -> None:
     """Answers 200 once there are that many engines. Requests are served meanwhile."""
     request = await exchange.prepare(lambda body: state.decoder.decode(body, ScaleRequest))
     if state.scaler is None:
-        why = "this server's engines are somebody else's, or divide experts among them: here their number is fixed"
-        raise ApiError(HTTPStatus.BAD_REQUEST, why, code="not_scalable")
+        raise ApiError(HTTPStatus.BAD_REQUEST, state.why_fixed, code="not_scalable")
     state.num_scaling += 1
     scaling = asyncio.ensure_future(state.scaler.scale(request.new_data_parallel_size, request.drain_timeout))
     try:

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -17,9 +18,11 @@ from http_server import Server, metric, serving, wait_until
 from null_with_tokenizer import LATE, MISSABLE
 from test_serve_fleet import engines_of, stream
 
+from headrace.core.options.parsing import parse_options
 from headrace.frontend.cli.main import main
 from headrace.frontend.fleet import scaling
 from headrace.frontend.fleet.scaling import ENGINES_PER_CORE
+from headrace.frontend.http.process.ranks import Ranks, why_fixed
 from headrace.ipc.failure import OptionError
 from headrace.ipc.process.host import HostMemory, usable_cores
 from headrace.ipc.process.proc import anonymous_bytes
@@ -224,6 +227,33 @@ def test_engines_that_are_started_later_have_the_weights_that_the_others_read_ag
         kill_rank(server, 0)
         wait_until(lambda: metric(client, "headrace:engine_up") == 2, 30, "the death to be seen")
         assert answers(3) == {before}
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "num_processes", "said"),
+    [
+        ({}, Ranks(range(0)), 1, "somebody else's"),
+        ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, Ranks(range(2)), 1, "placement group of Ray"),
+        ({"data_parallel_size": 2, "data_parallel_meeting": "a"}, Ranks(range(2)), 2, "divide the experts"),
+        ({"data_parallel_size": 4}, Ranks(range(2), "tcp://host:1"), 1, "several hosts"),
+        ({}, Ranks(range(1)), 2, "data_parallel_size=2 or more, or with api_server_count=1"),
+        ({}, Ranks(range(1)), 1, ""),
+        ({"data_parallel_size": 2}, Ranks(range(2)), 2, ""),
+    ],
+)
+def test_where_the_number_is_fixed_the_right_reason_is_given(
+    options: dict[str, Any], ranks: Ranks, num_processes: int, said: str
+) -> None:
+    reason = why_fixed(parse_options(model="null", **options), ranks, num_processes)
+    assert said in reason
+    assert bool(said) == bool(reason)
+
+
+def test_the_reason_comes_over_http() -> None:
+    with serving("--api-server-count", "2", null_model={}) as server, server.client() as client:
+        refused = client.post("/scale_elastic_ep", json={"new_data_parallel_size": 2})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_scalable")
+        assert "api_server_count=1" in refused.json()["error"]["message"]
 
 
 def kill_rank(server: Server, rank: int) -> int:

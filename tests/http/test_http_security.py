@@ -255,7 +255,7 @@ def test_tls(tmp_path):
         (("--ssl-keyfile", "key.pem"), "give ssl_certfile too"),
         (("--ssl-certfile", "nothing.pem"), "ssl_certfile=nothing.pem: there is no such file"),
         (("--ssl-certfile", __file__, "--ssl-keyfile", "nothing.pem"), "ssl_keyfile=nothing.pem: there is no such"),
-        (("--ssl-certfile", __file__), "must be PEM"),
+        (("--ssl-certfile", __file__), "must be a PEM file"),
         (("--ssl-certfile", "nothing.pem", "--api-server-count", "2"), "ssl_certfile=nothing.pem: there is no such"),
         (("--api-key-file", "nothing"), "cannot be read"),
         (("--chat-template", "nothing.jinja"), "nothing.jinja"),

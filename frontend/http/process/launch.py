@@ -27,7 +27,7 @@ from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.fleet.client import owned_ranks, start_ranks, with_meeting
 from headrace.frontend.fleet.sources import EngineProcess
 from headrace.frontend.http.process.options import LOOPBACK, ServeOptions, with_environment
-from headrace.frontend.http.process.ranks import Ranks, ranks_of
+from headrace.frontend.http.process.ranks import Ranks, ranks_of, why_fixed
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import Ready
 from headrace.ipc.process.child import heeded_signals
@@ -176,9 +176,12 @@ def _serve_here(
     from headrace.frontend.fleet.sources import Attached, Source
     from headrace.frontend.http.metrics import Pages
     from headrace.frontend.http.process.server import HttpServer, listen, url_of
+    from headrace.frontend.http.process.tls import warn_of_dates
 
     sock = listen(options)
     server = HttpServer(options, sock, Pages())
+    warn_of_dates(options)
+    server.why_fixed = why_fixed(engine_options, ranks, 1)
     url = url_of(options, sock)
     sources: Sequence[Source]
     if not children:
@@ -187,8 +190,7 @@ def _serve_here(
     else:
         restarts = options.num_restarts(len(children))
         sources = owned = owned_ranks(engine_options, children, restarts, ranks.here)
-        is_whole = len(children) == engine_options.data_parallel_size
-        if is_whole and not engine_options.data_parallel_meeting and engine_options.data_parallel_backend == "mp":
+        if not server.why_fixed:
             server.scaler = OwnScaler(engine_options, restarts)
         owned[0].on_progress = lambda phase: phases.enter(f"engine: {phase}")
         for each in owned:

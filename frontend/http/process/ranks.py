@@ -39,6 +39,27 @@ class Ranks(msgspec.Struct, frozen=True):
         return reachable(_ANY_HOST, self.coordinator) if self.coordinator else new_ipc_address("engine-core")
 
 
+def why_fixed(engine: Options, ranks: Ranks, num_processes: int) -> str:
+    """Why the number of a server's engines cannot be changed while it runs; empty if it can."""
+    if not ranks.here:
+        return "this server's engines are somebody else's: start or drain them where they run, and it finds them"
+    if engine.data_parallel_backend == "ray":
+        return (
+            "the engines run in a placement group of Ray, which has as many places as data_parallel_size and cannot "
+            "grow: start the server with another data_parallel_size, or several servers behind a load balancer"
+        )
+    if engine.data_parallel_meeting:
+        return "the engines divide the experts among them (enable_expert_parallel), so their number is fixed"
+    if len(ranks.here) != engine.data_parallel_size or ranks.coordinator:
+        return "the engines are those of several hosts, each of which starts its own: their number is fixed"
+    if len(ranks.here) == 1 and num_processes > 1:
+        return (
+            "several HTTP processes share the one engine that this server was started with, and only several engines "
+            "are announced to them: start it with data_parallel_size=2 or more, or with api_server_count=1"
+        )
+    return ""
+
+
 def ranks_of(engine: Options, server: ServeOptions) -> Ranks:
     """Raises OptionError for options that contradict each other."""
     size, here = engine.data_parallel_size, engine.num_engines_here

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import os
 import socket
-import ssl
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ from headrace.frontend.http.openai.prompts import load_template
 from headrace.frontend.http.process.engines import log_load, log_missing
 from headrace.frontend.http.process.keys import read_admin_keys, read_keys
 from headrace.frontend.http.process.options import LOG_STATS_EVERY_S, LOOPBACK, ServeOptions
+from headrace.frontend.http.process.tls import tls_arguments, warn_of_dates
 from headrace.frontend.http.routes import ServerState
 from headrace.frontend.text.template_renderer import renderer
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
@@ -117,7 +117,8 @@ def check_files(options: ServeOptions) -> None:
     read_keys(options)
     read_admin_keys(options)
     load_template(options.chat_template)
-    _tls_arguments(options)
+    tls_arguments(options)
+    warn_of_dates(options)
 
 
 class HttpServer:
@@ -128,7 +129,7 @@ class HttpServer:
         self._options, self._sock, self._pages = options, sock, pages
         self._keys = Keys(read_keys(options), read_admin_keys(options))
         self._template = load_template(options.chat_template)
-        self._tls_arguments = _tls_arguments(options)
+        self._tls_arguments = tls_arguments(options)
         self._stop_at_s: float | None = None
         self._stop_asked: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -142,6 +143,8 @@ class HttpServer:
         """Changes the number of engines; None if it is fixed or the engines are not the server's own."""
         self.says_waits = True
         """Whether this process logs what it waits for at the start; one of several does."""
+        self.why_fixed = ""
+        """Why the number of engines is fixed, if there is no scaler."""
         self.logs_stats = False
         """Whether this process logs the engines' load; one of several does."""
 
@@ -184,7 +187,7 @@ class HttpServer:
         pool = EnginePool(sources, router_options, discovery=discovery, serves_early=True)
         pool.on_death, pool.on_return = self.on_engine_end, self.on_engine_return
         state = ServerState(self._options, pool, self._pages, keys=self._keys, template=self._template)
-        state.scaler = self.scaler
+        state.scaler, state.why_fixed = self.scaler, self.why_fixed
         if self.scaler is not None:
             self.scaler.pool = pool
         server = _UvicornServer(self._config(make_app(state)), self._sock)
@@ -338,26 +341,3 @@ class _UvicornServer(uvicorn.Server):
 async def _until_idle(state: ServerState, deadline_s: float) -> None:
     while state.generator.num_running and time.monotonic() < deadline_s:
         await asyncio.sleep(_IDLE_LOOK_S)
-
-
-def _tls_arguments(options: ServeOptions) -> dict[str, Any]:
-    if options.ssl_certfile is None:
-        return {}
-    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):  # OpenSSL's error would not name it
-        file = getattr(options, name)
-        if file is not None and not Path(file).is_file():
-            raise OptionError(f"{name}={file}: there is no such file")
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
-    except (OSError, ssl.SSLError) as error:
-        key = f"ssl_keyfile={options.ssl_keyfile}" if options.ssl_keyfile else "a private key in the same file"
-        raise OptionError(
-            f"ssl_certfile={options.ssl_certfile} with {key} cannot be used: both must be PEM, and belong together "
-            f"({error})"
-        ) from None
-    return {
-        "ssl_certfile": options.ssl_certfile,
-        "ssl_keyfile": options.ssl_keyfile,
-        "ssl_ca_certs": options.ssl_ca_certs,
-        "ssl_cert_reqs": options.ssl_cert_reqs,
-    }

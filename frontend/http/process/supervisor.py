@@ -27,7 +27,7 @@ from headrace.frontend.fleet.scaling import DRAIN_GRACE_S, MOST_ENGINES
 from headrace.frontend.http.metrics import pages_bytes
 from headrace.frontend.http.process.launch import PhaseLog, ready_text, say, say_workers
 from headrace.frontend.http.process.options import ServeOptions
-from headrace.frontend.http.process.ranks import Ranks
+from headrace.frontend.http.process.ranks import Ranks, why_fixed
 from headrace.frontend.http.process.server import (
     EXIT_DONE,
     EXIT_ENGINE_FAILED,
@@ -334,8 +334,7 @@ class _Service:
         self._engine_options, self._coordinator, self._ranks = engine_options, coordinator, ranks
         self._are_found = bool(engine_options.coordinator)
         """HTTP processes find engines through coordinators; else this process reports its single engine to them."""
-        is_whole = len(keepers) == engine_options.data_parallel_size
-        self._scales = coordinator is not None and is_whole and not engine_options.data_parallel_meeting
+        self._why_fixed = why_fixed(engine_options, ranks, len(processes))
         self._shutdown_timeout_s, self._peer_timeout_s = engine_options.shutdown_timeout, engine_options.peer_timeout
         self._logs_stats = not engine_options.disable_log_stats
         self._processes = processes
@@ -385,7 +384,8 @@ class _Service:
             server=self._options,
             parent_has_engine=bool(self._keepers) and not self._are_found,
             coordinators=self._engine_options.coordinator,
-            num_scalable=self._engine_options.data_parallel_size if self._scales else 0,
+            num_scalable=self._engine_options.data_parallel_size if not self._why_fixed else 0,
+            why_fixed=self._why_fixed,
             peer_timeout_s=self._peer_timeout_s,
             pages_file=f"/proc/self/fd/{self._pages}",
             num_processes=len(self._processes),

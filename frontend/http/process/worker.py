@@ -190,6 +190,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The parent runs the only engine and reports its state; else they are those that `server` names or coordinators
     announce."""
     coordinators: tuple[str, ...]
+    why_fixed: str
+    """Why the number of engines is fixed; empty if the parent can change it."""
     num_scalable: int
     """How many engines, which coordinators announce, the parent has started and can change the number of; 0: none."""
     peer_timeout_s: float | None
@@ -244,7 +246,7 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
     server.logs_stats = options.logs_stats
     server.says_waits = options.index == 0
     scaler = ParentScaler(tell_parent, options.num_scalable) if options.num_scalable else None
-    server.scaler = scaler
+    server.scaler, server.why_fixed = scaler, options.why_fixed
 
     def take(news: EngineUp | EngineDown | Scaled) -> None:
         if not isinstance(news, Scaled):
