@@ -33,7 +33,7 @@ from headrace.ipc.codec import Codec, CodecError, Frame
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
 from headrace.ipc.transport.engine_records import OwnRecord
-from headrace.ipc.transport.keys import Gatekeeper, key_file
+from headrace.ipc.transport.keys import Gatekeeper, is_own_file, key_file
 from headrace.ipc.transport.sockets import (
     MOST_FRAMES,
     MOST_HEADER_BYTES,
@@ -134,7 +134,9 @@ class ZmqPort(TellsAll):
         except BaseException:
             self._end_context()
             raise
-        self._record = OwnRecord(self.address, this_kernel())
+        self._record = OwnRecord(
+            self.address, this_kernel(), keys_path if keys_path and is_own_file(keys_path) else None
+        )
         self._socket_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from headrace.ipc.failure import HeadraceError
@@ -26,7 +28,7 @@ def own_secret(name: str) -> str:
     try:
         return _read(path)
     except FileNotFoundError:
-        _make(path)
+        make_once(path, _write)
     return _read(path)
 
 
@@ -45,18 +47,21 @@ def _read(path: Path) -> str:
     raise OwnSecretError(f"{path} is no secret of this user alone; remove it, and it is made anew")
 
 
-def _make(path: Path) -> None:
-    """Writes the file beside its place first: whoever finds it there finds all of it. The first to do so wins."""
+def make_once(path: Path, write: Callable[[Path], object]) -> None:
+    """Makes a file of the runtime directory unless it exists. `write` makes it beside its place: whoever finds it there
+    finds all of it, and of several makers one wins. Raises OwnSecretError."""
     beside = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-            os.fchmod(file.fileno(), 0o600)  # whatever the umask
-            file.write(secrets.token_hex(_SECRET_BYTES) + "\n")
-        try:
+        write(beside)
+        with contextlib.suppress(FileExistsError):
             os.link(beside, path)
-        except FileExistsError:
-            return
     except OSError as error:
         raise OwnSecretError(f"{path} cannot be made: {error}") from error
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _write(path: Path) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        os.fchmod(file.fileno(), 0o600)  # whatever the umask
+        file.write(secrets.token_hex(_SECRET_BYTES) + "\n")

@@ -31,14 +31,16 @@ class EngineRecord(msgspec.Struct, frozen=True):
     began_s: float
     """When it bound its address, in seconds of the system's clock."""
     is_ready: bool = False
+    keys: str = ""
+    """The key file that it listens with, where that is this user's own and not one that somebody names."""
 
 
 class OwnRecord:
     """The record of this process's engine. Without a runtime directory there is none, and the engine serves all the
     same."""
 
-    def __init__(self, address: str, kernel: str) -> None:
-        self._record = EngineRecord(address, os.getpid(), kernel, time.time())
+    def __init__(self, address: str, kernel: str, keys: Path | None = None) -> None:
+        self._record = EngineRecord(address, os.getpid(), kernel, time.time(), keys=str(keys or ""))
         self._path: Path | None = None
         with contextlib.suppress(AddressError):
             self._path = runtime_directory() / f"engine-{os.getpid()}-{secrets.token_hex(4)}.json"
@@ -68,6 +70,15 @@ class OwnRecord:
 def engine_records() -> list[EngineRecord]:
     """The records of this user's engines, oldest first; some may be of dead ones. Raises AddressError."""
     return sorted((record for _, record in _read(runtime_directory())), key=lambda record: record.began_s)
+
+
+def keys_of(address: str) -> Path | None:
+    """The key file of this user's newest engine at this address, if it has one that is still there."""
+    with contextlib.suppress(AddressError):
+        for record in reversed(engine_records()):
+            if record.address == address:
+                return Path(record.keys) if record.keys and os.path.exists(record.keys) else None
+    return None
 
 
 def sweep_records(directory: Path, kernel: str) -> None:

@@ -28,7 +28,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.ipc.failure import HeadraceError
+from headrace.ipc.process.own_secret import make_once
 from headrace.ipc.process.regular_files import read_text
+from headrace.ipc.process.runtime_directory import AddressError, runtime_directory
 
 if TYPE_CHECKING:
     import zmq
@@ -38,6 +40,7 @@ VARIABLE = "HEADRACE_KEYS"
 INSECURE_VARIABLE = "HEADRACE_INSECURE"
 OWN_CLIENT = "deployment"
 """Name of the deployment's own client key, in its key file."""
+_OWN_FILE = "own.keys"
 _Z85_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -116,6 +119,35 @@ def use_keys(path: str | None, insecure: bool) -> None:
         os.environ[VARIABLE] = os.path.abspath(path)
     if insecure:
         os.environ[INSECURE_VARIABLE] = "1"
+
+
+def use_own_keys() -> Path | None:
+    """For what listens on the loopback interface without being given keys: this user's own, of the runtime directory,
+    made at their first use, apply to this process and the children that it starts. So no other user of the machine
+    gets at it. Returns their file; None where keys are named already, or HEADRACE_INSECURE asks for none.
+
+    Raises AddressError, OwnSecretError and KeyFileError.
+    """
+    if key_file() or is_insecure():
+        return None
+    path = make_own_keys()
+    use_keys(str(path), insecure=False)
+    return path
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether these are this user's own keys, which nobody has named."""
+    with contextlib.suppress(AddressError):
+        return path == runtime_directory() / _OWN_FILE
+    return False
+
+
+def make_own_keys() -> Path:
+    """This user's own key file, in the runtime directory, made at its first use."""
+    path = runtime_directory() / _OWN_FILE
+    if not path.exists():
+        make_once(path, make_key_file)
+    return path
 
 
 def read_keys(path: Path) -> Keys:

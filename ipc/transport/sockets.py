@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import ipaddress
+import logging
 import os
 import re
 import secrets
@@ -22,9 +23,10 @@ import zmq
 from headrace.ipc.codec import Frame
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.runtime_directory import UNIX_PATH_BYTES, AddressError, runtime_directory
-from headrace.ipc.transport.engine_records import refuses, sweep_records
+from headrace.ipc.transport.engine_records import keys_of, refuses, sweep_records
 from headrace.ipc.transport.keys import is_insecure, key_file, read_engine_keys, read_keys
 
+logger = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_MS = 1_000
 PEER_TIMEOUT_S = 60.0
 """How long a connected peer may be silent, unless an option or HEADRACE_PEER_TIMEOUT sets another time.
@@ -205,6 +207,12 @@ def bind_router(
         configure(socket, wanted, timeout_s)
         if keys:
             keys.secure_engine(socket)
+        elif path is None and not is_insecure():
+            logger.warning(
+                "%s is open to every user of this machine, who may use and end what listens there: name a key file "
+                "(--keys, HEADRACE_KEYS) or listen at ipc://",
+                wanted,
+            )
         if unread_messages is not None:
             socket.setsockopt(zmq.SNDHWM, unread_messages)
         socket.setsockopt(zmq.ROUTER_MANDATORY, True)
@@ -223,11 +231,11 @@ def new_dealer(
 ) -> zmq.Socket[bytes]:
     """A DEALER for one connection to `address`, not connected yet. A lost or refused connection is never retried.
 
-    Over tcp:// it uses the keys of `keys_path`, by default of the file that HEADRACE_KEYS names.
-    Raises AddressError, KeyFileError.
+    Over tcp:// it uses the keys of `keys_path`, by default of the file that HEADRACE_KEYS names, or else this
+    user's own where an engine listens with them. Raises AddressError, KeyFileError.
     """
     check_address(address, keys_path)
-    used = (keys_path or key_file()) if ipc_path(address) is None else None
+    used = (keys_path or key_file() or keys_of(address)) if ipc_path(address) is None else None
     keys = read_keys(used) if used else None
     socket = context.socket(zmq.DEALER)
     with _closed_if_it_fails(socket):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -18,10 +19,12 @@ import psutil
 import pytest
 from http_server import Server, ask, metric, null_engine_arguments, serving, wait_until
 from test_serve_fleet import stream
+from zmtp_greeting import wants_keys
 
 from headrace.core.options.option import Secret
 from headrace.core.options.parsing import parse_options
 from headrace.frontend.cli.main import main
+from headrace.frontend.client.engine_watch import engine_addresses, look_at
 from headrace.frontend.fleet.client import start_ranks
 from headrace.frontend.http.process.options import ServeOptions, check_serve_options
 from headrace.frontend.http.process.ranks import Ranks, ranks_of
@@ -58,8 +61,14 @@ def test_engines_of_a_host_without_http_serve_with_those_of_the_first() -> None:
     common = ("-dp", "3", "-dpa", "127.0.0.1", "-dpp", free_port())
     with serving(*common, "-dpl", "1", null_model=SLOW) as server, server.client() as client:
         with headless(*common, "-dpl", "2", "-dpr", "1") as other, ThreadPoolExecutor(6) as pool:
+            assert wants_keys(f"tcp://127.0.0.1:{common[-1]}"), "no other user may feed the coordinator"
             wait_until(lambda: ranks_up(client) == [0, 1, 2], 30, "the engines of the other host")
             expected = list(pool.map(lambda each: stream(server, each), range(6)))
+            seen = asyncio.run(look_at(engine_addresses()))
+            at_tcp = [each for each in seen if each.address.startswith("tcp://")]
+            assert len(at_tcp) >= 3
+            assert all(wants_keys(each.address) for each in at_tcp), "nor use or drain the engines"
+            assert all(each.stats is not None for each in at_tcp), "their own user finds the keys"
             assert ask(client, COMPLETIONS, prompt=[5], max_tokens=1, data_parallel_rank=2)
             assert metric(client, "headrace:request_success_total", engine="2") > 0
             streams = [pool.submit(stream, server, each) for each in range(6)]

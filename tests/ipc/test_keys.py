@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,10 @@ from typing import Any
 
 import pytest
 from engine_parts import make_plan, welcome_of
+from zmtp_greeting import wants_keys
 
 import headrace
+from headrace.core.coordinator.program import Coordinator
 from headrace.core.engine.sessions import Inbox, Sessions
 from headrace.core.engine.zmq_port import ZmqPort
 from headrace.frontend.cli.main import main
@@ -23,7 +26,7 @@ from headrace.frontend.client.transport import ZmqTransport
 from headrace.ipc.failure import EngineDeadError
 from headrace.ipc.messages import Hello
 from headrace.ipc.process.runtime_directory import AddressError
-from headrace.ipc.transport.keys import KeyFileError, add_client, make_key_file, read_keys
+from headrace.ipc.transport.keys import KeyFileError, add_client, make_key_file, make_own_keys, read_keys, use_own_keys
 from headrace.ipc.transport.sockets import check_address
 
 
@@ -233,3 +236,67 @@ def test_a_key_file_that_is_not_there_is_told_before_anything_starts(
     told = capfd.readouterr().err
     assert f"the key file {missing} cannot be read: no such file or directory" in told
     assert "never retrieved" not in told
+
+
+def test_this_users_own_keys_are_made_once_and_by_one(runtime_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADRACE_KEYS", raising=False)
+    before = os.umask(0)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            made = list(pool.map(lambda _: make_own_keys(), range(8)))
+    finally:
+        os.umask(before)
+    (path,) = set(made)
+    assert os.listdir(runtime_directory) == [path.name]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert read_keys(path).engine.secret_key
+    monkeypatch.setenv("HEADRACE_KEYS", "")
+    assert use_own_keys() == path
+    assert os.environ["HEADRACE_KEYS"] == str(path)
+    assert use_own_keys() is None, "keys are named now"
+
+
+def test_nobody_gets_own_keys_who_asks_for_none(runtime_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_KEYS", "")
+    monkeypatch.setenv("HEADRACE_INSECURE", "1")
+    assert use_own_keys() is None
+    assert not os.listdir(runtime_directory)
+
+
+def test_an_engine_with_own_keys_serves_its_user_and_nobody_else(
+    runtime_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its record in the runtime directory, which only this user can enter, names them."""
+    monkeypatch.setenv("HEADRACE_KEYS", "")
+    use_own_keys()
+    port = ZmqPort("tcp://127.0.0.1:*")
+    monkeypatch.setenv("HEADRACE_KEYS", "")
+    port.serve(Sessions(Inbox(), welcome_of(*make_plan()), None))
+    try:
+        assert "is open to every user" not in caplog.text
+        assert wants_keys(port.address)
+        assert greet(port.address, None)
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir(mode=0o700)
+        monkeypatch.setenv("HEADRACE_RUNTIME_DIR", str(elsewhere))
+        with pytest.raises(EngineDeadError, match="wants keys"):
+            greet(port.address, None)
+    finally:
+        monkeypatch.setenv("HEADRACE_RUNTIME_DIR", str(runtime_directory))
+        port.close()
+
+
+@pytest.mark.parametrize("opens", [ZmqPort, Coordinator], ids=["engine", "coordinator"])
+def test_a_listener_without_keys_says_who_may_use_it(
+    opens: Any, runtime_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HEADRACE_KEYS", "")
+    for address, insecure, warns in (
+        ("tcp://127.0.0.1:*", "", True),
+        ("tcp://127.0.0.1:*", "1", False),
+        ("", "", False),
+    ):
+        caplog.clear()
+        monkeypatch.setenv("HEADRACE_INSECURE", insecure)
+        opens(address).close()
+        assert ("is open to every user of this machine" in caplog.text) == warns

@@ -33,6 +33,8 @@ from headrace.ipc.messages import Ready
 from headrace.ipc.process.child import heeded_signals
 from headrace.ipc.process.log import FORMAT_VARIABLE, LEVEL_VARIABLE, protect_stderr, set_up_logging
 from headrace.ipc.process.private_files import warn_of_open_secret
+from headrace.ipc.transport.keys import VARIABLE as KEYS_VARIABLE
+from headrace.ipc.transport.keys import use_own_keys
 
 
 class PhaseLog:
@@ -99,6 +101,16 @@ def process_began_s() -> float:
 
 def launch(engine_options: Options, options: ServeOptions) -> int:
     """Serves until it is asked to stop, and returns the exit status. Raises HeadraceError if the start fails."""
+    named = os.environ.get(KEYS_VARIABLE)
+    try:
+        return _launch(engine_options, options)
+    finally:  # the keys that `_use_keys_on_loopback` named are of this server alone
+        os.environ.pop(KEYS_VARIABLE, None)
+        if named is not None:
+            os.environ[KEYS_VARIABLE] = named
+
+
+def _launch(engine_options: Options, options: ServeOptions) -> int:
     warning = take_vllm_variables(os.environ)
     options = with_environment(options, os.environ)
     if options.log_level is not None:
@@ -117,6 +129,7 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
         ranks = ranks_of(engine_options, options)
         for name in ranks.unused:
             say(f"{name} is not needed: something else balances between hosts")
+        _use_keys_on_loopback(ranks)
         several = len(ranks.here) > 1 or bool(ranks.coordinator)
         phases.enter("start the engines' processes" if several else "start the engine's process")
         if len(ranks.here) == engine_options.data_parallel_size:
@@ -151,6 +164,12 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
 def _warn_of_open_secrets(options: ServeOptions) -> None:
     for name in ("api_key_file", "admin_api_key_file", "ssl_keyfile"):
         warn_of_open_secret(name, getattr(options, name))
+
+
+def _use_keys_on_loopback(ranks: Ranks) -> None:
+    """Keeps the machine's other users from engines and a coordinator that no key was named for."""
+    if ranks.is_on_loopback and (own := use_own_keys()) is not None:
+        say(f"what listens for ranks at {ranks.coordinator} has this user's own keys; others need --keys {own}")
 
 
 def _ready_at(coordinator: Child, ranks: Ranks) -> str:

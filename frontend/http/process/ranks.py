@@ -15,7 +15,7 @@ from headrace.core.coordinator.announcer import reachable
 from headrace.core.options.engine_options import Options
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.ipc.failure import OptionError
-from headrace.ipc.transport.sockets import new_ipc_address
+from headrace.ipc.transport.sockets import is_loopback, new_ipc_address
 
 _LOOPBACK = "127.0.0.1"
 _ANY_HOST = "tcp://0.0.0.0:*"
@@ -32,6 +32,11 @@ class Ranks(msgspec.Struct, frozen=True):
     """The coordinator is to be started on this host."""
     unused: tuple[str, ...] = ()
     """Options that were given but have no effect."""
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """The coordinator, and so the engines, are reachable from this host alone."""
+        return is_loopback(self.coordinator.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
 
     def new_address(self) -> str:
         """An address for one of these engines to listen at. A Unix socket's has this process's id, so it is not swept
