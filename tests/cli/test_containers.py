@@ -1,0 +1,105 @@
+"""A server in the surroundings of containers: it starts and answers, and leaves others' files alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from containers import IN_CONTAINER, needs_containers
+from http_server import wait_until
+
+pytestmark = [needs_containers, pytest.mark.system]
+NULL = ("--distributed-executor-backend", "headrace.executor.testing.null:NullExecutor", "--skip-tokenizer-init")
+BODY = {"prompt": [5, 6, 7], "max_tokens": 4}
+SURROUNDINGS = {
+    "process 1": "",
+    "read-only root": "mount --bind / /; mount -o remount,ro,bind /; mount -t tmpfs tmpfs $RUN",
+    "read-only root and temporary folders": (
+        "mount --bind / /; mount -o remount,ro,bind /; mount -t tmpfs -o mode=0700 tmpfs $HEADRACE_RUNTIME_DIR; "
+        "mkdir $RUN; mount -t tmpfs -o ro tmpfs /var/tmp; mount -t tmpfs -o ro tmpfs /dev/shm; export TMPDIR=/var/tmp"
+    ),
+    "no /proc/sys": "mount -t tmpfs tmpfs /proc/sys",
+    "hidden processes of others": "mount -o remount,hidepid=2 /proc || mount -t proc -o hidepid=2 proc /proc",
+    "small shared memory": "mount -t tmpfs -o size=64m tmpfs /dev/shm",
+    "no shared memory": "mount -t tmpfs -o ro,size=4k tmpfs /dev/shm",
+    "few files": "ulimit -n 128",
+    "no home": "unset HOME USER LOGNAME; export HOME=/nonexistent",
+}
+
+
+@contextmanager
+def serving_in(
+    prelude: str, run: Path, *arguments: str, name: str = "server", extra: tuple[str, ...] = ()
+) -> Iterator[httpx.Client]:
+    """A server whose surroundings the shell's prelude has made, and a client on its Unix socket."""
+    run.mkdir(exist_ok=True, mode=0o700)
+    (run / "http").mkdir(exist_ok=True)
+    socket, logged = run / "http" / f"{name}.sock", run / f"{name}.log"
+    script = f'{prelude}\nexec "$@"'
+    program = [sys.executable, "-m", "headrace", "serve", "null", *NULL, "--uds", str(socket), *arguments]
+    environment = {**os.environ, "RUN": str(run / "http"), "HEADRACE_RUNTIME_DIR": str(run), "OMP_NUM_THREADS": "1"}
+    with logged.open("wb") as log:
+        outer = subprocess.Popen(
+            [*IN_CONTAINER, *extra, "sh", "-ec", script, "sh", *program], stdout=log, stderr=log, env=environment
+        )
+    try:
+
+        def is_ready() -> bool:
+            assert outer.poll() is None, logged.read_text()
+            return "ready: " in logged.read_text()
+
+        wait_until(is_ready, 120, "the server to start")
+        (first,) = psutil.Process(outer.pid).children()
+        # Through process 1's root, which has mounts of its own.
+        transport = httpx.HTTPTransport(uds=f"/proc/{first.pid}/root{socket}")
+        with httpx.Client(transport=transport, base_url="http://server", timeout=60) as client:
+            yield client
+        first.terminate()
+        assert outer.wait(60) == 0, logged.read_text()
+    finally:
+        for each in psutil.Process(outer.pid).children() if outer.poll() is None else ():
+            each.kill()
+        outer.wait(30)
+
+
+def answers(client: httpx.Client) -> bool:
+    done = client.post("/v1/completions", json=BODY)
+    assert done.status_code == 200, done.text
+    return bool(done.json()["usage"]["completion_tokens"] == 4)
+
+
+@pytest.mark.parametrize("surroundings", SURROUNDINGS)
+def test_a_server_starts_and_answers_in_the_surroundings_of_containers(surroundings: str, tmp_path: Path) -> None:
+    with serving_in(SURROUNDINGS[surroundings], tmp_path / "run") as client:
+        assert answers(client)
+
+
+def test_a_server_without_a_network_answers_on_its_socket(tmp_path: Path) -> None:
+    with serving_in("", tmp_path / "run", extra=("unshare", "--net")) as client:
+        assert answers(client)
+
+
+def test_a_server_of_a_user_without_a_name_and_a_home_starts_and_answers(tmp_path: Path) -> None:
+    """The namespace maps no user but this one, which its passwd file does not know."""
+    prelude = "mount --bind /dev/null /etc/passwd; unset HOME USER LOGNAME"
+    with serving_in(prelude, tmp_path / "run") as client:
+        assert answers(client)
+
+
+def test_a_second_container_on_one_runtime_folder_leaves_the_sockets_of_the_first(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with serving_in("", run, "--restart-engine", "0") as first:
+        before = set(run.glob("*.sock"))
+        assert before
+        with serving_in("", run, name="second") as second:
+            assert before < set(run.glob("*.sock"))
+            assert answers(second)
+        assert before <= set(run.glob("*.sock"))
+        assert answers(first)
