@@ -34,6 +34,7 @@ from headrace.executor.checkpoints.sentencepiece_files import (
 )
 from headrace.executor.checkpoints.text_ends import add_ends
 from headrace.executor.checkpoints.tiktoken_files import TiktokenKind, tiktoken_json, tiktoken_kind
+from headrace.executor.checkpoints.tokenizer_growth import check_growth
 from headrace.executor.checkpoints.tokenizer_keys import check_gguf_keys, check_tokenizer_config
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
@@ -52,6 +53,12 @@ def load_bundle(checkpoint: Checkpoint, options: Options) -> TokenizerBundle | N
     """
     if options.skip_tokenizer_init:
         return None
+    bundle = _read_bundle(checkpoint, options)
+    check_growth(bundle.tokenizer_json, str(options.tokenizer or checkpoint.path))
+    return bundle
+
+
+def _read_bundle(checkpoint: Checkpoint, options: Options) -> TokenizerBundle:
     header = checkpoint.gguf.header if checkpoint.gguf is not None else None
     path = checkpoint.path
     if options.tokenizer:

@@ -521,7 +521,7 @@ async def _tokenize(prompt: Prompt, client: RequestClient, how: Tokenization = A
     if prompt.token_ids is None and len(prompt.text or "") > _TOKENIZE_INLINE_CHARACTERS:
         await asyncio.to_thread(tokenize, [prompt], client.tokenizer, how)
     else:
-        tokenize([prompt], client.tokenizer, how)
+        await without_blocking(lambda: tokenize([prompt], client.tokenizer, how))
     how.apply(prompt, client.welcome)
 
 

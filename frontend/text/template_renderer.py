@@ -278,6 +278,12 @@ def one_limit() -> Iterator[None]:
         _here.left_s = None
 
 
+def leave_event_loop() -> None:
+    """For work that may take long: in `without_blocking` it goes on in a thread."""
+    if _here.is_brief:
+        raise StillRenderingError(None)
+
+
 async def without_blocking(make: Callable[[], T]) -> T:
     """Returns make(), which renders templates: called in this event loop if they answer at once, else in a thread.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.frontend.text.chat_template import ContentFormat, Message, render_chats
 from headrace.frontend.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from headrace.frontend.text.guarded_tokenizer import GuardedTokenizer, is_panic
 from headrace.frontend.text.transformers_names import TransformersNames, refuse_others
 from headrace.ipc.failure import InvalidRequestError, ModelError
 from headrace.ipc.messages import TokenizerBundle
@@ -33,11 +34,14 @@ class Tokenizer(TransformersNames):
         import tokenizers
 
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(bundle.tokenizer_json)
-        except Exception as error:  # the library raises plain Exception for every fault
+            library = tokenizers.Tokenizer.from_buffer(bundle.tokenizer_json)
+        except BaseException as error:  # the library raises plain Exception for its faults, and panics, which are none
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             raise ModelError(
                 f"the model's tokenizer cannot be read by tokenizers {tokenizers.__version__}: {error}"
             ) from error
+        self._tokenizer = GuardedTokenizer(library, bundle.tokenizer_json)
         # Files often carry truncation and padding settings of a training run; prompts must not be cut or padded.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.api.parameters.sampling_fields import bad
+from headrace.frontend.text.guarded_tokenizer import TokenizingError
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
@@ -211,7 +212,10 @@ def _encode(tokenizer: Tokenizer, text: str) -> Sequence[int]:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"the request contains what is no valid Unicode text: {error}") from error
-    return tokenizer.encode(text, add_special_tokens=False)
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except TokenizingError as error:
+        raise InvalidRequestError(str(error).replace("the prompt", f"the request's text {text!r:.100}", 1)) from None
 
 
 def _is_id(value: Any) -> bool:
