@@ -32,6 +32,7 @@ from headrace.frontend.http.request_log import RequestLine
 from headrace.frontend.http.route_spec import RouteSpec
 from headrace.frontend.http.routes import ROUTES, ServerState
 from headrace.frontend.http.scaling import SCALING_ROUTES
+from headrace.frontend.text.guarded_tokenizer import is_panic
 from headrace.ipc.failure import HeadraceError
 
 _TEXT = "/v1/chat/completions and /v1/completions generate text"
@@ -184,7 +185,10 @@ class App:
             outcome = "the client left"
             if (refusal := exchange.connection.refusal) is not None and not exchange.started:
                 exchange.status, outcome = refusal.status, f"{refusal.status} {refusal}"
-        except Exception as error:
+        except BaseException as error:
+            # A library's panic, and the exit of a plug-in, are no Exceptions.
+            if not isinstance(error, Exception | SystemExit) and not is_panic(error):
+                raise
             answer = _answer_to(error)
             outcome = f"{answer.status} {answer}"
             if not exchange.started:
@@ -262,7 +266,7 @@ class _Endpoint:
         await self._spec.handler(self._state, exchange)
 
 
-def _answer_to(error: Exception) -> ApiError:
+def _answer_to(error: BaseException) -> ApiError:
     if not isinstance(error, ApiError | HeadraceError) and not isinstance(error, asyncio.CancelledError):
         logger.error("a request failed", exc_info=error)
     return ApiError.of(error)

@@ -6,6 +6,7 @@ import pytest
 from server_here import serving_here
 
 from headrace.frontend.client.request_metrics import RequestMeter
+from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.frontend.http.openai.generation import Running
 
 
@@ -30,3 +31,22 @@ def test_an_error_at_a_requests_end_ends_the_http_request(
         assert "ZeroDivisionError: in the server" in answer.text
         good = {**body, "prompt": [5, 6], "stream": False}
         assert client.post("/v1/completions", json=good).status_code == 200
+
+
+class PanicException(BaseException):
+    """As a library in Rust raises it."""
+
+
+@pytest.mark.parametrize("error", [PanicException("at line 1"), SystemExit(3)], ids=["a panic", "an exit"])
+def test_what_is_no_exception_ends_its_request_alone(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    with serving_here() as server, server.client() as client:
+        body = {"model": "null", "prompt": [5, 6], "max_tokens": 4}
+        with monkeypatch.context() as patched:
+            patched.setattr(RequestDecoder, "decode", fail)
+            answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 500
+        assert type(error).__name__ in answer.json()["error"]["message"]
+        assert client.post("/v1/completions", json=body).status_code == 200
