@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -278,7 +279,9 @@ def test_a_template_that_compares_without_end_is_refused_and_the_limit_told(clie
     body = {"messages": [{"role": "user", "content": "x"}], "chat_template": template}
     answer = client.post(CHAT, json=body, timeout=120)
     assert answer.status_code == 400, answer.text
-    assert "takes more than 5 s of processor time" in answer.json()["error"]["message"]
+    # The second, where the machine is so busy that it has not computed for 5 s in a minute.
+    limits = r"the chat template (takes more than 5 s of processor time|took more than 60 s)"
+    assert re.match(limits, answer.json()["error"]["message"])
     assert client.get("/health").status_code == 200
 
 
