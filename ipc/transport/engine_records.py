@@ -61,7 +61,8 @@ class OwnRecord:
             return
         beside = self._path.with_suffix(".new")
         try:
-            beside.write_bytes(msgspec.json.encode(self._record))
+            with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.write(msgspec.json.encode(self._record))
             beside.replace(self._path)  # a reader sees the old record or the new one
         except OSError:
             self._path = None
