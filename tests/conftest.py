@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -165,3 +166,13 @@ def _command(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return "(gone)"
+
+
+@pytest.fixture
+def ipv6() -> None:
+    """Skips where this machine has no IPv6 loopback interface."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")

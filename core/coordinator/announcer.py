@@ -34,8 +34,17 @@ from headrace.ipc.coordination import (
     signed,
 )
 from headrace.ipc.messages import Load, Welcome
+from headrace.ipc.transport.hosts import bare_host, host_port, needs_ipv6
 from headrace.ipc.transport.keys import key_file, read_keys
-from headrace.ipc.transport.sockets import HANDSHAKE_FAILED, CutShortError, ipc_path, new_dealer, or_keys, send_whole
+from headrace.ipc.transport.sockets import (
+    HANDSHAKE_FAILED,
+    CutShortError,
+    check_address,
+    ipc_path,
+    new_dealer,
+    or_keys,
+    send_whole,
+)
 
 logger = logging.getLogger(__name__)
 _FEW_MESSAGES = 4
@@ -108,7 +117,7 @@ class Link:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, patience_s: float) -> None:
         """Raises AddressError and KeyFileError."""
-        self._address, self._patience_s = address, patience_s
+        self._address, self._patience_s = (address := check_address(address)), patience_s
         self.socket = sock = new_dealer(context, address)
         sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
@@ -244,8 +253,8 @@ def reachable(address: str, coordinator: str) -> str:
     if scheme != "tcp" or host not in _ANY_HOST or not coordinator.startswith("tcp://"):
         return address
     there, _, there_port = coordinator.removeprefix("tcp://").rpartition(":")
-    family = plain_socket.AF_INET6 if ":" in there else plain_socket.AF_INET
+    family = plain_socket.AF_INET6 if needs_ipv6(bare_host(there)) else plain_socket.AF_INET
     with plain_socket.socket(family, plain_socket.SOCK_DGRAM) as probe:
-        probe.connect((there.strip("[]"), int(there_port)))  # sends nothing
+        probe.connect((bare_host(there), int(there_port)))  # sends nothing
         own = probe.getsockname()[0]
-    return f"tcp://[{own}]:{port}" if ":" in own else f"tcp://{own}:{port}"
+    return f"tcp://{host_port(own, port)}"

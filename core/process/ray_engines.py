@@ -33,6 +33,7 @@ from headrace.core.process.supervisor import START_GRACE_S, OnExit, OnProgress, 
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError, OptionError
 from headrace.ipc.messages import Ready
 from headrace.ipc.process.own_folder import OwnFolder
+from headrace.ipc.transport.hosts import bare_host
 from headrace.ipc.transport.keys import VARIABLE, key_file, make_key_file
 
 PASSED_ON, PASSED_ON_STARTS = ("PYTHONPATH", "HEADRACE_LOG_LEVEL"), ("NCCL_", "TORCH_NCCL_", "GLOO_")
@@ -82,7 +83,7 @@ def _check_address(address: str) -> None:
     if not port.isdigit() or "://" in address:
         return  # no address, or another form (auto, local, a client's), which Ray checks itself
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        socket.create_connection((bare_host(host), int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise EngineStartError(f"there is no Ray at {address}, which RAY_ADDRESS names: {error}") from error
 

@@ -32,6 +32,7 @@ from headrace.executor.placement.cluster_proof import (
 )
 from headrace.ipc.failure import OptionError
 from headrace.ipc.transport.channel import Seal
+from headrace.ipc.transport.hosts import host_port, listening
 
 logger = logging.getLogger(__name__)
 MOST_STRANGERS = 64
@@ -51,7 +52,7 @@ class _Stranger:
     """A connection without proof yet."""
 
     def __init__(self, sock: socket.socket, address: tuple[str, int]) -> None:
-        self.sock, self.host, self.where = sock, address[0], f"{address[0]}:{address[1]}"
+        self.sock, self.host, self.where = sock, address[0], host_port(*address[:2])
         self.ends_s = time.monotonic() + PROOF_WITHIN_S
         self.received = b""
         self.hello: Hello | None = None
@@ -65,9 +66,9 @@ class JoinPort:
         """Raises OptionError if it cannot listen."""
         self._options, self._key, self._on_member = options, key, on_member
         try:
-            self._listener = socket.create_server((options.master_addr, options.master_port), backlog=BACKLOG)
+            self._listener = listening(options.master_addr, options.master_port, BACKLOG)
         except OSError as error:
-            where = f"{options.master_addr}:{options.master_port}"
+            where = host_port(options.master_addr, options.master_port)
             raise OptionError(
                 f"the other nodes cannot be waited for at {where} (master_addr, master_port): {error}"
             ) from error

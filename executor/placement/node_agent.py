@@ -44,6 +44,7 @@ from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, Hea
 from headrace.ipc.messages import ChildFailed, Message, Progress, Stop
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
+from headrace.ipc.transport.hosts import bare_host, host_port, listening
 from headrace.ipc.wait import Deadline, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class NodeAgent:
     def __init__(self, host: str, own: Options, send: Callable[[Message], None]) -> None:
         """host: this machine's address, as the other nodes reach it. own: the options that this host was started with,
         and the only ones that its workers get. send: delivers a message to the core; must not raise."""
-        self._host, self._own, self._send = host, own, send
+        self._host, self._own, self._send = bare_host(host), own, send
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._executor: MultiprocExecutor | None = None
@@ -127,7 +128,7 @@ class NodeAgent:
         ranks = range(message.first_rank, message.first_rank + message.num_ranks)
         store = None
         if 0 in ranks:  # bound here, so that the port is known before the other ranks need it
-            store = socket.create_server((self._host, 0))
+            store = listening(self._host, 0)
         executor = self._executor = MultiprocExecutor(self._own, ranks, store.fileno() if store else None)
         executor.watch(self._fail)
         description = executor.describe(self._reporter)
@@ -172,7 +173,7 @@ def run_node(options: Options, heeded: Iterable[signal.Signals] = ()) -> None:
 
     Raises EngineStartError when it cannot join, and EngineDeadError with the cause when the engine fails.
     """
-    where = f"{options.master_addr}:{options.master_port}"
+    where = host_port(options.master_addr, options.master_port)
     channel, host = _join(options, where)
     agent = NodeAgent(host, options, lambda message: _say(channel, message))
     began = threading.Event()
@@ -217,7 +218,9 @@ def _join(options: Options, where: str) -> tuple[Channel, str]:
     deadline, key, said = Deadline(options.node_join_timeout), cluster_key(options), ""
     while True:
         try:
-            sock = socket.create_connection((options.master_addr, options.master_port), timeout=deadline.remaining_s)
+            sock = socket.create_connection(
+                (bare_host(options.master_addr), options.master_port), timeout=deadline.remaining_s
+            )
         except OSError as error:
             failure: Exception = error
         else:

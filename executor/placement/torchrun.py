@@ -25,6 +25,7 @@ from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.rank import Report, make_rank
 from headrace.ipc.failure import OptionError
 from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.transport.hosts import bare_host
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -78,7 +79,7 @@ class ExternalExecutor(InProcessExecutor):
                     host_ranks=range(place.rank, place.rank + 1),
                     memory_fd=-1,
                     deadline_s=DEADLINE_S,
-                    address=(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+                    address=(bare_host(os.environ["MASTER_ADDR"]), int(os.environ["MASTER_PORT"])),
                     # torchrun's agent usually has a store there already; otherwise rank 0 opens one.
                     opens_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and place.rank == 0,
                 )

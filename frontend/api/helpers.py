@@ -95,13 +95,13 @@ def get_ip() -> str:
     """This host's address: VLLM_HOST_IP if set, else that of the interface with the default route, else 127.0.0.1."""
     if given := os.environ.get("VLLM_HOST_IP"):
         return given
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        address: str = probe.getsockname()[0]
-        return address
+    for family, somewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        # Connecting a datagram socket sends nothing.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((somewhere, 9))
+            address: str = probe.getsockname()[0]
+            return address
+    return "127.0.0.1"
 
 
 def set_random_seed(seed: int | None) -> None:

@@ -47,6 +47,7 @@ from headrace.frontend.bench.traffic.workload import (
 from headrace.frontend.cli.engine_arguments import as_flag_error
 from headrace.frontend.client.event_loop import run_async
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, OptionError
+from headrace.ipc.transport.hosts import host_port
 
 T = TypeVar("T")
 READY_PERIOD_S = 0.2
@@ -148,12 +149,13 @@ def requests_of(asked: ServingRun) -> tuple[list[BenchRequest], TrafficOptions]:
 
 def target_of(options: TargetOptions) -> Target:
     """The server's address and headers, with an API key from the environment. Raises OptionError."""
-    host = f"[{options.host}]" if ":" in options.host else options.host
     headers = records.parse_pairs(options.header, "header")
     key = (os.environ.get("OPENAI_API_KEY") or os.environ.get("HEADRACE_API_KEY") or "").strip()
     if key and "authorization" not in {name.lower() for name in headers}:
         headers["Authorization"] = f"Bearer {key}"
-    return Target(options.base_url or f"http://{host}:{options.port}", headers, insecure=options.insecure)
+    return Target(
+        options.base_url or f"http://{host_port(options.host, options.port)}", headers, insecure=options.insecure
+    )
 
 
 def body_of(asked: ServingRun, model: str, request: BenchRequest) -> dict[str, Any]:

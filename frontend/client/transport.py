@@ -153,18 +153,20 @@ class ZmqTransport:
         receives: Any = CoreMessage,
         leaving: Any = Goodbye,
         listener: str = "engine-core",
+        ipv6: bool | None = None,
     ) -> None:
         """peer_timeout_s: how long the core may be silent; keys: the key file for tcp://, by default HEADRACE_KEYS.
 
         receives: the union of incoming messages; leaving: the message to send if this object is garbage-collected
-        unclosed; listener: what listens at the address, as named in error messages.
+        unclosed; listener: what listens at the address, as named in error messages; ipv6: `is_ipv6(address)`, if it is
+        known, so that opening need not wait for a name server.
 
         Raises AddressError if clients cannot connect to such an address.
         """
         self._keys_path = key_file() if keys is None else Path(keys)
         self.address, self._peer_timeout_s = check_address(address, self._keys_path), peer_timeout_s
         self._codec: Codec[Any] = Codec(receives)
-        self._leaving, self._listener = leaving, listener
+        self._leaving, self._listener, self._ipv6 = leaving, listener, ipv6
         self._unsent: collections.deque[list[zmq.Frame]] = collections.deque()
         self._unsent_bytes = 0
         self._connected = self._has_spoken = False
@@ -175,7 +177,7 @@ class ZmqTransport:
         self._loop = asyncio.get_running_loop()
         self._on_message, self._on_closed = on_message, on_closed
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = new_dealer(context, self.address, self._peer_timeout_s, self._keys_path)
+        self._socket = new_dealer(context, self.address, self._peer_timeout_s, self._keys_path, ipv6=self._ipv6)
         self._context = context
         # The monitor must exist before the connection is attempted, or its failure could be missed.
         self._monitor = self._socket.get_monitor_socket(

@@ -13,6 +13,7 @@ from headrace.frontend.client.own_engine import CAUSE_GRACE_S
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.ipc.failure import EngineStartError
 from headrace.ipc.messages import Ready
+from headrace.ipc.transport.sockets import is_ipv6
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,7 +82,8 @@ class Attached(Source):
         return self._comes_back
 
     async def open(self) -> CoreClient:
-        client = CoreClient(ZmqTransport(self.address, self._peer_timeout_s, keys=self._keys))
+        ipv6 = await asyncio.to_thread(is_ipv6, self.address)  # the loop does not wait for a name server
+        client = CoreClient(ZmqTransport(self.address, self._peer_timeout_s, keys=self._keys, ipv6=ipv6))
         await client.start()
         return client
 

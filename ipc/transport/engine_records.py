@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.ipc.process.runtime_directory import AddressError, runtime_directory
+from headrace.ipc.transport.hosts import bare_host
 
 _PATTERN = "engine-*.json"
 _ASK_S = 1.0
@@ -99,13 +100,15 @@ def refuses(address: str) -> bool:
     """Whether nobody listens at an ipc:// or tcp:// address, as at the leftover of a dead process."""
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
-    family = socket.AF_UNIX if scheme == "ipc" else socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_ASK_S)
-        try:
-            probe.connect(rest if scheme == "ipc" else (host.strip("[]"), int(port)))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return True
-        except (OSError, ValueError):
-            return False  # its listener accepts no connections just now, or cannot be reached from here
+    try:
+        if scheme == "ipc":
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(_ASK_S)
+                probe.connect(rest)
+        else:
+            socket.create_connection((bare_host(host), int(port)), _ASK_S).close()
+    except (ConnectionRefusedError, FileNotFoundError):
+        return True
+    except (OSError, ValueError):
+        return False  # its listener accepts no connections just now, or cannot be reached from here
     return False

@@ -24,6 +24,7 @@ from headrace.ipc.codec import Frame
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.runtime_directory import UNIX_PATH_BYTES, AddressError, runtime_directory
 from headrace.ipc.transport.engine_records import keys_of, refuses, sweep_records
+from headrace.ipc.transport.hosts import bare_host, host_port, needs_ipv6
 from headrace.ipc.transport.keys import is_insecure, key_file, read_engine_keys, read_keys
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ def new_ipc_address(name: str) -> str:
 
 
 def check_address(address: str, keys: Path | None = None) -> str:
-    """Returns an ipc:// or tcp:// address unchanged. Raises AddressError for any other.
+    """Returns an ipc:// or tcp:// address, an IPv6 one in brackets. Raises AddressError for any other.
 
     Also raises it for a tcp:// address beyond the loopback interface, unless there are keys (by default those of
     `headrace.ipc.transport.keys.key_file`) or insecure connections are allowed.
@@ -134,10 +135,10 @@ def check_address(address: str, keys: Path | None = None) -> str:
         return address
     if scheme == "tcp" and ":" in rest:
         host, _, port = rest.rpartition(":")
-        host = host.strip("[]")
+        host = bare_host(host)
         if host and (port == "*" or (port.isdigit() and int(port) < 65536)):
             if is_loopback(host) or keys or key_file() or is_insecure():
-                return address
+                return f"tcp://{host_port(host, port)}"
             raise AddressError(
                 f"{address} is no loopback address (127.0.0.1, [::1]): with other hosts, engine and clients need keys "
                 "(`headrace keys FILE` makes them; --keys FILE or HEADRACE_KEYS=FILE names them), unless --insecure or "
@@ -151,10 +152,17 @@ def check_address(address: str, keys: Path | None = None) -> str:
     raise AddressError(f"{address!r} is no address: use ipc:///path/to/socket or tcp://HOST:PORT")
 
 
+def is_ipv6(address: str) -> bool:
+    """Whether a tcp:// address is reached by IPv6. Resolves a name, which may take seconds."""
+    scheme, _, rest = address.partition("://")
+    host = bare_host(rest.rpartition(":")[0])
+    return scheme == "tcp" and host != "*" and needs_ipv6(host)
+
+
 def is_loopback(host: str) -> bool:
     """Whether only processes of this host reach this host name or address."""
     with contextlib.suppress(ValueError):
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(bare_host(host)).is_loopback
     return False
 
 
@@ -172,14 +180,17 @@ def peer_timeout_s() -> float:
     return seconds
 
 
-def configure(socket: zmq.Socket[bytes], address: str, timeout_s: float | None) -> None:
-    """Sets bounded queues, heartbeats and a short linger time, and IPv6 for an IPv6 address."""
+def configure(socket: zmq.Socket[bytes], address: str, timeout_s: float | None, *, ipv6: bool | None = None) -> None:
+    """Sets bounded queues, heartbeats and a short linger time, and IPv6 where it is needed.
+
+    ipv6: `is_ipv6(address)`, if that is known: it may wait for a name server.
+    """
     socket.set_hwm(QUEUE_MESSAGES)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int((timeout_s or peer_timeout_s()) * 1e3))
-    socket.setsockopt(zmq.IPV6, "[" in address)
+    socket.setsockopt(zmq.IPV6, is_ipv6(address) if ipv6 is None else ipv6)
 
 
 def bind_router(
@@ -227,19 +238,24 @@ def bind_router(
 
 
 def new_dealer(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, timeout_s: float | None = None, keys_path: Path | None = None
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    timeout_s: float | None = None,
+    keys_path: Path | None = None,
+    *,
+    ipv6: bool | None = None,
 ) -> zmq.Socket[bytes]:
     """A DEALER for one connection to `address`, not connected yet. A lost or refused connection is never retried.
 
     Over tcp:// it uses the keys of `keys_path`, by default of the file that HEADRACE_KEYS names, or else this
-    user's own where an engine listens with them. Raises AddressError, KeyFileError.
+    user's own where an engine listens with them. ipv6: as in `configure`. Raises AddressError, KeyFileError.
     """
-    check_address(address, keys_path)
+    address = check_address(address, keys_path)
     used = (keys_path or key_file() or keys_of(address)) if ipc_path(address) is None else None
     keys = read_keys(used) if used else None
     socket = context.socket(zmq.DEALER)
     with _closed_if_it_fails(socket):
-        configure(socket, address, timeout_s)
+        configure(socket, address, timeout_s, ipv6=ipv6)
         if keys:
             keys.secure_client(socket)
         socket.setsockopt(zmq.SNDHWM, CLIENT_SENDS_MESSAGES)

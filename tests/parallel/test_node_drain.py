@@ -76,6 +76,15 @@ def test_hosts_that_are_told_at_once_finish_what_runs(sizes, processes, number, 
     assert hosts.node.wait(30) == 0
 
 
+@pytest.mark.parametrize("address", ["::1", "[::1]", "localhost"])
+def test_hosts_meet_at_addresses_of_either_kind(address, stack, ipv6):
+    hosts = Hosts(stack, "-tp", "2", "--master-addr", address)
+    assert hosts.are_whole()
+    hosts.server.signal()
+    assert hosts.server.wait_exit(30) == 0
+    assert hosts.node.wait(30) == 0
+
+
 def test_a_node_that_is_told_alone_has_its_engine_finish_what_runs(stack):
     hosts = Hosts(stack, "-tp", "2")
     hosts.node.send_signal(signal.SIGTERM)

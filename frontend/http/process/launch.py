@@ -35,6 +35,7 @@ from headrace.ipc.process.log import FORMAT_VARIABLE, LEVEL_VARIABLE, protect_st
 from headrace.ipc.process.private_files import warn_of_open_secret
 from headrace.ipc.transport.keys import VARIABLE as KEYS_VARIABLE
 from headrace.ipc.transport.keys import use_own_keys
+from headrace.ipc.transport.sockets import is_loopback
 
 
 class PhaseLog:
@@ -257,7 +258,7 @@ def say_engine_returned(address: str) -> None:
 
 def ready_text(url: str, options: ServeOptions) -> str:
     reach = ""
-    if options.uds is None and (options.host or LOOPBACK) == LOOPBACK:
+    if options.uds is None and is_loopback(options.host or LOOPBACK):
         reach = "; from this machine alone, unless --host 0.0.0.0 opens it to others"
     return f"ready: {url}/v1 for clients, {url}/docs to read{reach}"
 

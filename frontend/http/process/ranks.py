@@ -15,6 +15,7 @@ from headrace.core.coordinator.announcer import reachable
 from headrace.core.options.engine_options import Options
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.ipc.failure import OptionError
+from headrace.ipc.transport.hosts import host_port
 from headrace.ipc.transport.sockets import is_loopback, new_ipc_address
 
 _LOOPBACK = "127.0.0.1"
@@ -104,5 +105,5 @@ def ranks_of(engine: Options, server: ServeOptions) -> Ranks:
     if server.headless and not here:
         raise OptionError("headless is for hosts that start engines: data_parallel_size_local is 0")
     host = server.data_parallel_address or _LOOPBACK
-    coordinator = f"tcp://{f'[{host}]' if ':' in host else host}:{server.data_parallel_rpc_port}"
+    coordinator = f"tcp://{host_port(host, server.data_parallel_rpc_port)}"
     return Ranks(range(start, start + here), coordinator, has_coordinator=not server.headless)

@@ -35,6 +35,7 @@ from headrace.frontend.text.template_renderer import renderer
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.process.gc_pauses import gc_watched
 from headrace.ipc.process.limits import raise_file_limit
+from headrace.ipc.transport.hosts import bare_host, host_port
 
 EXIT_DONE, EXIT_ERROR, EXIT_ENGINE_FAILED = 0, 1, 70
 _BACKLOG = 2048
@@ -51,8 +52,8 @@ def listen(options: ServeOptions, *, shared: bool = False) -> socket.socket:
 
     Raises OptionError if the address cannot be bound.
     """
-    host = options.host or LOOPBACK
-    where = options.uds or f"{host}:{options.port}"
+    host = bare_host(options.host or LOOPBACK)
+    where = options.uds or host_port(host, options.port)
     try:
         if options.uds is not None:
             return _unix_socket(Path(options.uds))
@@ -61,6 +62,8 @@ def listen(options: ServeOptions, *, shared: bool = False) -> socket.socket:
         )[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # --host :: is all interfaces, by IPv4 too
         if shared:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
@@ -109,7 +112,7 @@ def url_of(options: ServeOptions, sock: socket.socket) -> str:
     scheme = "https" if options.ssl_certfile else "http"
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{options.root_path}"
+    return f"{scheme}://{host_port(host, port)}{options.root_path}"
 
 
 def check_files(options: ServeOptions) -> None:
