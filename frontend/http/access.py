@@ -86,7 +86,7 @@ class Gate:
 
     def __init__(self, keys: Keys, options: ServeOptions) -> None:
         self.keys = keys
-        self._hosts = KnownHosts([options.host, *options.allowed_hosts])
+        self._hosts = KnownHosts([None if options.host == "*" else options.host, *options.allowed_hosts])
         self._origins = frozenset(options.allowed_origins)
 
     def check(self, exchange: Exchange, *, is_public: bool) -> None:

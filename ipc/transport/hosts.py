@@ -16,6 +16,16 @@ def host_port(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def any_host() -> str:
+    """The address of all interfaces: of IPv6, which takes IPv4 too, where this machine has it, else of IPv4."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        return "0.0.0.0"
+    return "::"
+
+
 def listening(host: str, port: int, backlog: int | None = None) -> socket.socket:
     """A listening TCP socket at this host's address or name, of whichever family it is. Raises OSError."""
     family, *_, address = socket.getaddrinfo(bare_host(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

@@ -24,7 +24,7 @@ from headrace.ipc.codec import Frame
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.runtime_directory import UNIX_PATH_BYTES, AddressError, runtime_directory
 from headrace.ipc.transport.engine_records import keys_of, refuses, sweep_records
-from headrace.ipc.transport.hosts import bare_host, host_port, needs_ipv6
+from headrace.ipc.transport.hosts import any_host, bare_host, host_port, needs_ipv6
 from headrace.ipc.transport.keys import is_insecure, key_file, read_engine_keys, read_keys
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ def is_ipv6(address: str) -> bool:
     """Whether a tcp:// address is reached by IPv6. Resolves a name, which may take seconds."""
     scheme, _, rest = address.partition("://")
     host = bare_host(rest.rpartition(":")[0])
-    return scheme == "tcp" and host != "*" and needs_ipv6(host)
+    return scheme == "tcp" and needs_ipv6(any_host() if host == "*" else host)
 
 
 def is_loopback(host: str) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +138,62 @@ def test_hosts_of_an_engine_have_the_same_options() -> None:
     ours, theirs = (options_from_arguments(arguments_of(each)) for each in (leader, node))
     differ = {name for name in ours.__struct_fields__ if getattr(ours, name) != getattr(theirs, name)}
     assert differ <= {*OWN_TO_A_NODE}
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_pods_have_the_least_privileges(name: str) -> None:
+    """Those of Pod Security "restricted", and what it does not ask for."""
+    secrets: dict[str, set[str]] = {}
+    for document in documents(name):
+        for template in pod_templates(document):
+            pod = template["spec"]
+            assert pod["automountServiceAccountToken"] is False
+            assert pod["securityContext"]["runAsNonRoot"] is True
+            assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+            for container in (*pod.get("initContainers", ()), *pod["containers"]):
+                assert container["securityContext"] == {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                }
+            (container,) = pod["containers"]
+            assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"], "the only folder to write to"
+            mounted = {each["secret"]["secretName"] for each in pod["volumes"] if "secret" in each}
+            secrets[container["name"]] = mounted | {each["secretRef"]["name"] for each in container.get("envFrom", ())}
+    assert secrets["frontend"] - {"headrace-api-key"} == {"headrace-frontend-keys"}, "the keys of a client"
+    assert secrets.get("node", {"headrace-cluster"}) == {"headrace-cluster"}, "clients do not reach it"
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_frontends_alone_reach_engines_in_either_kind_of_network(name: str) -> None:
+    policies = {each["metadata"]["name"]: each["spec"] for each in documents(name) if each["kind"] == "NetworkPolicy"}
+    (of_frontends, *of_hosts) = policies["headrace-engine"]["ingress"]
+    (sources,) = of_frontends["from"]
+    assert sources["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "frontend"
+    assert of_frontends["ports"] == [{"protocol": "TCP", "port": 5400}]
+    assert len(of_hosts) == (name == "kubernetes-several-nodes.yaml")
+    assert policies["headrace-frontend"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": 8000}]}]
+    services = [each["spec"] for each in documents(name) if each["kind"] == "Service"]
+    assert all(each["ipFamilyPolicy"] == "PreferDualStack" for each in services)
+    assert "0.0.0.0" not in (DEPLOY / name).read_text()
+
+
+def test_the_systemd_unit_is_valid_and_hardened() -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed")
+    unit = DEPLOY / "headrace.service"
+    (start,) = re.findall(r"^ExecStart=\S+ serve (.*)$", unit.read_text(), re.MULTILINE)
+    parser = OptionParser()
+    serve.add_arguments(parser)
+    check_serve_options(struct_from_arguments(parser.parse_args(start.split()), ServeOptions))
+    rated = subprocess.run(
+        [analyze, "security", "--offline=true", "--threshold=30", "--no-pager", str(unit)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert rated.returncode == 0, rated.stdout[-500:] + rated.stderr
 
 
 def test_the_autoscaler_goes_by_a_metric_that_there_is() -> None:

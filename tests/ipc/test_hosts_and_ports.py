@@ -27,14 +27,16 @@ def free_port(host: str) -> int:
         return port
 
 
-@pytest.mark.parametrize(("written", "url_host"), [("::1", "[::1]"), ("[::1]", "[::1]"), ("::", "[::1]")])
+@pytest.mark.parametrize(
+    ("written", "url_host"), [("::1", "[::1]"), ("[::1]", "[::1]"), ("::", "[::1]"), ("*", "[::1]")]
+)
 def test_a_server_listens_at_ipv6_addresses_and_prints_them_with_brackets(written, url_host, ipv6):
     with serving("--host", written) as server:
         assert server.url.startswith(f"http://{url_host}:")
         port = httpx.URL(server.url).port
-        for host in (url_host, *(["127.0.0.1"] if written == "::" else [])):
+        for host in ("[::1]", *(["127.0.0.1"] if written in ("::", "*") else [])):
             assert httpx.get(f"http://{host}:{port}/health", timeout=30).status_code == 200
-        assert ("from this machine alone" in server.log) == (written != "::")
+        assert ("from this machine alone" in server.log) == (written not in ("::", "*"))
 
 
 def test_engine_and_clients_meet_at_ipv6_addresses_however_they_are_written(monkeypatch, ipv6):
@@ -49,6 +51,16 @@ def test_engine_and_clients_meet_at_ipv6_addresses_however_they_are_written(monk
             named = (f"--engine={address}",)
             with serving(*named, attached=True) as server, server.client() as client:
                 assert client.get("/health").status_code == 200
+
+
+def test_an_engine_at_all_addresses_is_reached_by_ipv4_and_ipv6(monkeypatch, ipv6):
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("HEADRACE_INSECURE", "1")
+    port = free_port("::1")
+    with engine_at(f"tcp://*:{port}"):
+        for host in ("127.0.0.1", "[::1]", "localhost"):
+            with connect(f"tcp://{host}:{port}") as llm:
+                assert llm.generate([[5, 6]])[0].outputs[0].token_ids
 
 
 def test_addresses_and_ports_are_written_as_urls_have_them():

@@ -32,7 +32,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None,
         Option(
             ADDRESS,
-            "Interface to listen on; 0.0.0.0 is all of them, as a container needs it",
+            "Interface to listen on; 0.0.0.0 is all of them, as a container needs it, and * those of IPv6 too",
             default_text="the environment's HEADRACE_HOST, else its VLLM_HOST_IP, else 127.0.0.1",
         ),
     ] = None

@@ -35,7 +35,7 @@ from headrace.frontend.text.template_renderer import renderer
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.process.gc_pauses import gc_watched
 from headrace.ipc.process.limits import raise_file_limit
-from headrace.ipc.transport.hosts import bare_host, host_port
+from headrace.ipc.transport.hosts import any_host, bare_host, host_port
 
 EXIT_DONE, EXIT_ERROR, EXIT_ENGINE_FAILED = 0, 1, 70
 _BACKLOG = 2048
@@ -53,6 +53,7 @@ def listen(options: ServeOptions, *, shared: bool = False) -> socket.socket:
     Raises OptionError if the address cannot be bound.
     """
     host = bare_host(options.host or LOOPBACK)
+    host = any_host() if host == "*" else host
     where = options.uds or host_port(host, options.port)
     try:
         if options.uds is not None:

@@ -8,13 +8,22 @@ runAsUser: 1000
 runAsGroup: 1000
 fsGroup: 1000
 runAsNonRoot: true
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- /* Pod Security "restricted", and a root file system that nothing writes to. */ -}}
+{{- define "headrace.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
 {{- end }}
 
 {{- /* A key file must be its owner's alone, and those of a Secret are root's. */ -}}
 {{- define "headrace.initContainers" -}}
 - name: keys
-  image: {{ .Values.image }}
-  command: [install, -m, "0400", /secret/deployment.keys, /keys/deployment.keys]
+  image: {{ .root.Values.image }}
+  securityContext: {{- include "headrace.containerSecurity" . | nindent 4 }}
+  command: [install, -m, "0400", /secret/{{ .file }}, /keys/{{ .file }}]
   volumeMounts:
     - {name: secret, mountPath: /secret, readOnly: true}
     - {name: keys, mountPath: /keys}
@@ -22,13 +31,16 @@ runAsNonRoot: true
 
 {{- define "headrace.volumes" -}}
 - name: secret
-  secret: {secretName: {{ .Values.keysSecret }}}
+  secret: {secretName: {{ .secret }}}
 - name: keys
   emptyDir: {medium: Memory}
+- name: tmp
+  emptyDir: {}
 {{- end }}
 
 {{- define "headrace.engineContainer" -}}
 image: {{ .Values.image }}
+securityContext: {{- include "headrace.containerSecurity" . | nindent 2 }}
 env:
   - {name: HEADRACE_KEYS, value: /keys/deployment.keys}
   - {name: HOME, value: /tmp}
@@ -55,13 +67,23 @@ volumeMounts: {{- include "headrace.engineMounts" . | nindent 2 }}
 
 {{- define "headrace.engineMounts" -}}
 - {name: keys, mountPath: /keys, readOnly: true}
+{{ include "headrace.nodeMounts" . }}
+{{- end }}
+
+{{- /* A host that is not its engine's first needs no keys: clients do not reach it. */ -}}
+{{- define "headrace.nodeMounts" -}}
+- {name: tmp, mountPath: /tmp}
 {{- if .Values.modelVolumeClaim }}
 - {name: models, mountPath: /models, readOnly: true}
 {{- end }}
 {{- end }}
 
 {{- define "headrace.engineVolumes" -}}
-{{ include "headrace.volumes" . }}
+{{ include "headrace.volumes" (dict "secret" .Values.keysSecret) }}
+{{- include "headrace.modelVolume" . }}
+{{- end }}
+
+{{- define "headrace.modelVolume" -}}
 {{- if .Values.modelVolumeClaim }}
 - name: models
   persistentVolumeClaim: {claimName: {{ .Values.modelVolumeClaim }}, readOnly: true}
