@@ -18,12 +18,13 @@ from http_server import wait_until
 pytestmark = [needs_containers, pytest.mark.system]
 NULL = ("--distributed-executor-backend", "headrace.executor.testing.null:NullExecutor", "--skip-tokenizer-init")
 BODY = {"prompt": [5, 6, 7], "max_tokens": 4}
+READ_ONLY = "mount -o remount,ro,bind /; if touch /etc/written 2> /dev/null; then exit 9; fi"
 SURROUNDINGS = {
     "process 1": "",
-    "read-only root": "mount --bind / /; mount -o remount,ro,bind /; mount -t tmpfs tmpfs $RUN",
+    "read-only root": (f"{READ_ONLY}; mount -t tmpfs tmpfs /tmp; mkdir -p -m 700 $HEADRACE_RUNTIME_DIR; mkdir -p $RUN"),
     "read-only root and temporary folders": (
-        "mount --bind / /; mount -o remount,ro,bind /; mount -t tmpfs -o mode=0700 tmpfs $HEADRACE_RUNTIME_DIR; "
-        "mkdir $RUN; mount -t tmpfs -o ro tmpfs /var/tmp; mount -t tmpfs -o ro tmpfs /dev/shm; export TMPDIR=/var/tmp"
+        f"{READ_ONLY}; mount -t tmpfs -o mode=0700 tmpfs $HEADRACE_RUNTIME_DIR; mkdir $RUN; "
+        "mount -t tmpfs -o ro tmpfs /dev/shm"
     ),
     "no /proc/sys": "mount -t tmpfs tmpfs /proc/sys",
     "hidden processes of others": "mount -o remount,hidepid=2 /proc || mount -t proc -o hidepid=2 proc /proc",
@@ -77,7 +78,9 @@ def answers(client: httpx.Client) -> bool:
 
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
 def test_a_server_starts_and_answers_in_the_surroundings_of_containers(surroundings: str, tmp_path: Path) -> None:
-    with serving_in(SURROUNDINGS[surroundings], tmp_path / "run") as client:
+    # Uploaded files and stored responses need a folder that can be written.
+    kept = ("--file-store-bytes", "0") if "temporary" in surroundings else ()
+    with serving_in(SURROUNDINGS[surroundings], tmp_path / "run", *kept) as client:
         assert answers(client)
 
 
