@@ -82,6 +82,8 @@ OF_INSIDES = re.compile(
     r"^(from|import) vllm\.(entrypoints\.(?!llm )|v1\.|parser|renderers|snapshot|model_exec)", re.MULTILINE
 )
 """An import at the beginning of a file that tests parts of vLLM, unless it starts an engine."""
+FOLDERS = re.compile(r"(?:\.\.)?(?:/[\w.+~-]+)+/|(?:[\w.+~-]+/){2,}")
+"""Paths in messages, which name folders of the machine."""
 CASE = re.compile(r"^\s*(?:async )?def (test_\w+)", re.MULTILINE)
 CONTEXT = 32768
 """Of the models that the tests name. The demo model was trained for less."""
@@ -273,6 +275,8 @@ def show(cases: list[dict[str, Any]]) -> dict[str, Any]:
                 print(f"{kind}: {each['case']}: {each.get('why') or each['message']}")
     failed = [{name: each[name] for name in ("case", "kind", "why", "message") if name in each} for each in cases]
     failed = [each for each in failed if each["kind"] in ("documented", "elsewhere", "undocumented")]
+    for each in failed:
+        each["message"] = FOLDERS.sub("", each["message"])
     return {"total": {kind: total[kind] for kind in KINDS}, "by_file": by_file, "failed": failed}
 
 
