@@ -52,6 +52,13 @@ async def _at_once(body: bytes, make: Callable[[bytes], T]) -> T:
     return make(body)
 
 
+class Slots(Protocol):
+    """Limits how many lines are answered at once, as asyncio.Semaphore does."""
+
+    async def acquire(self) -> object: ...
+    def release(self) -> None: ...
+
+
 class LineAnswers:
     """Answers the lines of one batch."""
 
@@ -79,7 +86,7 @@ class LineAnswers:
     async def run(
         self,
         lines: Iterable[tuple[int, bytes]],
-        slots: asyncio.Semaphore,
+        slots: Slots,
         record: Callable[[int, BatchResult | None], None],
     ) -> None:
         """record: called with each line's position and its result, or None if it already has one. Raises an

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from headrace.ipc.failure import (
     RequestFailedError,
 )
 
+logger = logging.getLogger(__name__)
 LONGEST_MESSAGE = 800
 """Most characters of an error message, since text that it quotes from a request may have any length."""
 LONGEST_PARAM = 200
@@ -91,16 +93,8 @@ class ApiError(Exception):
             )
         if isinstance(error, InvalidRequestError):
             return _bad_request(error)
-        if isinstance(error, EngineDeadError):
-            return unavailable(_first_line(error), code="engine_dead")
-        if isinstance(error, EngineAsleepError):
-            return unavailable(_first_line(error), code="asleep")
-        if isinstance(error, StoreError):
-            return unavailable(_first_line(error), code="store_unavailable")
-        if isinstance(error, RequestFailedError):
-            return cls(500, _first_line(error), type="server_error", code="request_failed")
         if isinstance(error, HeadraceError):
-            return cls(500, _first_line(error), type="server_error")
+            return _failed(error)
         if isinstance(error, MemoryError):
             return unavailable("this server has no memory for the request just now", code="out_of_memory")
         return cls(500, f"the server failed: {type(error).__name__}", type="server_error", code="internal_error")
@@ -166,6 +160,39 @@ def _bad_request(error: InvalidRequestError) -> ApiError:
     if param is not None:
         text = text.replace("SamplingParams.", "")
     return ApiError(HTTPStatus.BAD_REQUEST, text, param=param, code="invalid_value")
+
+
+def _failed(error: HeadraceError) -> ApiError:
+    """Of a server's failure, whose cause may name what is the server's own."""
+    cause = _first_line(error)
+    message = without_own_names(cause)
+    if message != cause:
+        logger.info("answered with %r: %s", message, cause)
+    if isinstance(error, EngineDeadError):
+        return unavailable(message, code="engine_dead")
+    if isinstance(error, EngineAsleepError):
+        return unavailable(message, code="asleep")
+    if isinstance(error, StoreError):
+        return unavailable(message, code="store_unavailable")
+    code = "request_failed" if isinstance(error, RequestFailedError) else None
+    return ApiError(500, message, type="server_error", code=code)
+
+
+_OWN_NAMES = re.compile(
+    r"""
+    \b[a-z][a-z0-9+.-]*://[^\s,;'"()]*[^\s,;:.'"()]             # ipc:///run/user/0/x.sock, tcp://gpu-7:5400
+    | (?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?(?![\w.]*\w)   # 10.0.0.7:5400
+    | \[[0-9a-f]*:[0-9a-f:.%]+\](?::\d+)?                      # [fe80::1]:5400
+    | \b(?:localhost|[a-z0-9-]+(?:\.[a-z0-9-]+)+):\d{1,5}\b     # gpu-7.lan:5400
+    | (?<![\w./~-])~?(?:/[\w.@+=,-]*[\w@+=-]){2,}/?                   # /models/x/model.safetensors
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+
+
+def without_own_names(message: str) -> str:
+    """A failure's cause without addresses and paths of the server, which are nobody's business but its operator's."""
+    return _OWN_NAMES.sub("[...]", message)
 
 
 def _first_line(error: HeadraceError) -> str:

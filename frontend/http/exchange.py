@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import collections
 import contextlib
 import functools
 import re
@@ -66,15 +67,19 @@ class _LargeWork(ThreadPoolExecutor):
 class LargeBodies:
     """Limits and worker threads for the bodies of all connections of a process. Called only in the event loop."""
 
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, num_tenants: int = 1) -> None:
+        """num_tenants: how many share the memory; each has its part, and room for one body."""
         self._most_bytes = _BODIES_IN_MEMORY * max_body_bytes
+        self._share_bytes = max(self._most_bytes // num_tenants, max_body_bytes)
+        self._bytes_of: collections.Counter[str] = collections.Counter()
         self._num_bytes = 0
         self.threads: Executor = _LargeWork()
         self._is_trim_due = False
 
-    def reserve(self, num_bytes: int) -> None:
-        """Counts bytes of a body as in memory until `release`. Raises ApiError (429) if that is too much in total."""
-        if self._num_bytes + num_bytes > self._most_bytes:
+    def reserve(self, num_bytes: int, tenant: str = "") -> None:
+        """Counts bytes of a body as in memory until `release`. Raises ApiError (429) if that is too much, in total or
+        for the tenant."""
+        if self._num_bytes + num_bytes > self._most_bytes or self._bytes_of[tenant] + num_bytes > self._share_bytes:
             raise ApiError(
                 HTTPStatus.TOO_MANY_REQUESTS,
                 "the bodies of other requests fill the memory that this server has for them; try again",
@@ -83,9 +88,11 @@ class LargeBodies:
                 retry_after_s=1.0,
             )
         self._num_bytes += num_bytes
+        self._bytes_of[tenant] += num_bytes
 
-    def release(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int, tenant: str = "") -> None:
         self._num_bytes -= num_bytes
+        self._bytes_of[tenant] -= num_bytes
 
     async def run(self, body: bytes, make: Callable[[bytes], T]) -> T:
         """Returns make(body), run in a thread unless the body is small. Raises ApiError, and what `make` raises, which
@@ -171,6 +178,8 @@ def as_utf8(body: bytes, charset: str) -> bytes:
 
 _CHARSETS = frozenset({"utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "iso8859-1", "iso8859-15", "cp1252"})
 _CHARSET = re.compile(r"charset\s*=\s*\"?([\w.:-]+)", re.IGNORECASE)
+_JSON_TYPE = re.compile(r"\s*(application/([\w!#$&^.+-]+\+)?json|text/json)\s*(;.*)?", re.IGNORECASE | re.ASCII)
+"""JSON by its media type (RFC 6839, 3.1): application/json, application/*+json, and text/json of old clients."""
 DISCARD_S = 5.0
 """How long the rest of a refused body is read and discarded, so that its sender reads the error first."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
@@ -241,7 +250,7 @@ class Exchange:
         try:
             return await self._bodies.run(await self._json_body(), make)
         finally:
-            self._bodies.release(self._num_body_bytes)
+            self._bodies.release(self._num_body_bytes, self.tenant)
 
     async def parts(self) -> AsyncIterator[bytes]:
         """Yields a body of any size, for a handler that bounds and stores it. Raises ApiError and ClientGoneError."""
@@ -262,9 +271,8 @@ class Exchange:
         self._bodies.give_back(max(self._num_body_bytes, self._num_answer_bytes))
 
     async def _json_body(self) -> bytes:
-        content_type, _, parameters = (self.header(b"content-type") or "").partition(";")
-        content_type = content_type.strip().lower()
-        is_json = content_type in ("application/json", "text/json") or content_type.endswith("+json")
+        types = [value.decode("latin-1") for name, value in self.scope["headers"] if name == b"content-type"]
+        is_json = bool(types) and all(map(_JSON_TYPE.fullmatch, types))
         # Any other type could come from a form of a foreign web page, which browsers send without a CORS preflight.
         if not is_json and not (self.takes_any_type and not self._is_of_a_page()):
             raise ApiError(  # the status that OpenAI's clients and vLLM's know
@@ -272,7 +280,7 @@ class Exchange:
                 "Unsupported Media Type: the body must be JSON, sent with Content-Type: application/json",
                 code="unsupported_media_type",
             )
-        named = _CHARSET.search(parameters)
+        named = _CHARSET.search(types[0]) if types else None
         return as_utf8(await self._read_body(), named.group(1) if named else "")
 
     def _is_of_a_page(self) -> bool:
@@ -332,7 +340,7 @@ class Exchange:
         try:
             async with asyncio.timeout(self._read_timeout_s):
                 while (part := await self._part()) is not None:
-                    self._bodies.reserve(len(part))
+                    self._bodies.reserve(len(part), self.tenant)
                     self._num_body_bytes += len(part)
                     if self._num_body_bytes > self._max_body_bytes:
                         raise self._too_large()

@@ -102,7 +102,7 @@ class ServerState:
         self.options, self.pool, self.pages = options, pool, pages
         self.gate = Gate(keys, options)
         self.decoder = RequestDecoder(strict=options.strict_requests, others=OTHERS)
-        self.bodies = LargeBodies(options.max_body_bytes)
+        self.bodies = LargeBodies(options.max_body_bytes, len(keys.tenants))
         self.collector = IdleCollector()
         self.chat = ChatParts.of(options, template, trusts_requests=options.trust_request_chat_template)
         self.responses = ResponsesState(
@@ -110,8 +110,9 @@ class ServerState:
             options.response_store_bytes,
             options.tool_server,
             strict=options.strict_requests,
+            tenants=keys.tenants,
         )
-        self.files = FilesState(options.file_store, options.file_store_bytes)
+        self.files = FilesState(options.file_store, options.file_store_bytes, len(keys.tenants))
         self.exposition = Exposition(pages, pool, options.metrics_prefix)
         self.generator = Generator(
             KeepAlive(options.sse_keep_alive), options.request_timeout, pages, pool, self.bodies.threads

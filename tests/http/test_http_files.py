@@ -31,6 +31,7 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 END = "STOPHERE"
 TEMPLATE = "{{ messages[-1]['content'] }}"
 STORE_BYTES = 60_000
+"""What each of the two keys may keep."""
 ENDED = ("completed", "failed", "cancelled", "expired")
 
 
@@ -39,7 +40,7 @@ def server():
     """Of a model that says its last message, up to the stop string, slowly."""
     arguments = (
         *("--distributed-executor-backend", PARROT, "--chat-template", TEMPLATE, "--max-model-len", "4096"),
-        *("--api-key", "k", "--api-key", "other", "--file-store-bytes", str(STORE_BYTES)),
+        *("--api-key", "k", "--api-key", "other", "--file-store-bytes", str(2 * STORE_BYTES)),
     )
     with serving(*arguments, null_model={"step_delay_s": 0.002}) as server:
         yield server

@@ -29,7 +29,7 @@ def test_a_file_that_is_full_of_its_boundary_leaves_others_their_turns(tmp_path:
         yield b"\r\n--B--\r\n"
 
     async def longest_turn_s(store: FileStore) -> float:
-        upload = Upload(store, "multipart/form-data; boundary=B")
+        upload = Upload(store, "", "multipart/form-data; boundary=B")
         reading, longest_s = asyncio.create_task(upload.read(parts())), 0.0
         while not reading.done():
             began_s = time.thread_time()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.frontend.batch_file.file import BatchResult, Results, read_lines, why_none
-from headrace.frontend.batch_file.lines import LineAnswers
+from headrace.frontend.batch_file.lines import LineAnswers, Slots
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.files.store import (
@@ -29,6 +29,7 @@ from headrace.frontend.http.files.store import (
     fail_by,
     output_name,
 )
+from headrace.frontend.http.files.turns import Turns
 from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.shared_database import StoreError
 from headrace.ipc.failure import EngineDeadError, HeadraceError
@@ -78,7 +79,7 @@ class ResultFile:
             self.file = FileObject(
                 id=id, bytes=0, created_at=made, filename=self._name, purpose=RESULTS, expires_at=expires_at
             )
-        self._store.grow(self.file.id, len(data))
+        self._store.grow(self._tenant, self.file.id, len(data))
         path, size = self._store.path(self.file.id), self.file.bytes
         try:
             self._store.append(self.file.id, data)
@@ -172,7 +173,7 @@ class Batch:
             prepare=state.bodies.run,
         )
         path = self._store.path(batch.input_file_id)
-        self._work = asyncio.create_task(answers.run(read_lines(path), state.files.slots(), self._record))
+        self._work = asyncio.create_task(answers.run(read_lines(path), state.files.slots(self._tenant), self._record))
         try:
             await self._work
         except* (ApiError, HeadraceError, OSError) as group:
@@ -249,11 +250,18 @@ class Batch:
             return
         if self._failure is not None:
             why = "file_store_full" if isinstance(self._failure, FullError) else "server_error"
-            fail(batch, why, f"results could not be written: {self._failure}")
+            said = str(self._failure) if isinstance(self._failure, HeadraceError) else _why(self._failure)
+            fail(batch, why, f"results could not be written: {said}")
         for results, name in ((self._answers, "output_file_id"), (self._errors, "error_file_id")):
             if results.file is not None and results.file.bytes:
                 setattr(batch, name, results.file.id)
         await self._store.put_batch(self._tenant, batch)
+
+
+def _why(error: Exception) -> str:
+    """Without the path, which is the server's own."""
+    logger.warning("results of a batch could not be written: %s", error)
+    return str(getattr(error, "strerror", None) or type(error).__name__)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> Exception:
@@ -267,18 +275,18 @@ def _first(group: BaseExceptionGroup[BaseException]) -> Exception:
 class FilesState:
     """The state of files and batches in one HTTP process."""
 
-    def __init__(self, folder: str | None, most_bytes: int) -> None:
-        """Raises OptionError."""
-        self.store = FileStore(folder, most_bytes)
+    def __init__(self, folder: str | None, most_bytes: int, num_tenants: int = 1) -> None:
+        """num_tenants: among how many the store is divided. Raises OptionError."""
+        self.store = FileStore(folder, most_bytes, num_tenants)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._batches: dict[str, Batch] = {}
-        self._slots: asyncio.Semaphore | None = None
+        self._slots: Turns | None = None
         self._taking_over: asyncio.Task[None] | None = None
 
     def start(self, batch: Batch, most_in_flight: int) -> None:
         """most_in_flight: limit of all batches' running requests together, which leaves room for other requests."""
         if self._slots is None:
-            self._slots = asyncio.Semaphore(max(1, most_in_flight))
+            self._slots = Turns(max(1, most_in_flight))
         id = batch.batch.id
         self._batches[id] = batch
         task = self._tasks[id] = asyncio.create_task(batch.run())
@@ -306,9 +314,9 @@ class FilesState:
             logger.info("going on with %s, whose process or engine has ended", batch.id)
             self.start(Batch(state, tenant, batch, run), most_in_flight)
 
-    def slots(self) -> asyncio.Semaphore:
+    def slots(self, tenant: str) -> Slots:
         assert self._slots is not None, "a batch runs, so one has begun"
-        return self._slots
+        return self._slots.of(tenant)
 
     def cancel(self, id: str) -> None:
         if (batch := self._batches.get(id)) is not None:

@@ -95,7 +95,7 @@ async def upload(state: ServerState, exchange: Exchange) -> None:
     store = state.files.store
     if not store.most_bytes:
         raise ApiError(HTTPStatus.NOT_FOUND, "this server keeps no files (its option file_store_bytes is 0)")
-    reading = Upload(store, exchange.header(b"content-type") or "")
+    reading = Upload(store, exchange.tenant, exchange.header(b"content-type") or "")
     kept = False
     try:
         try:
@@ -213,7 +213,16 @@ async def create_batch(state: ServerState, exchange: Exchange) -> None:
         metadata=request.metadata,
         output_expires_after=request.output_expires_after,
     )
-    await state.files.store.add_batch(exchange.tenant, batch)
+    try:
+        await state.files.store.add_batch(exchange.tenant, batch)
+    except FullError as error:
+        raise ApiError(
+            HTTPStatus.TOO_MANY_REQUESTS,
+            str(error),
+            type="rate_limit_error",
+            code="too_many_batches",
+            retry_after_s=60.0,
+        ) from None
     body = msgspec.json.encode(batch)
     state.files.start(Batch(state, exchange.tenant, batch), client.welcome.max_num_seqs // 2)
     await exchange.answer(body)

@@ -26,8 +26,9 @@ from headrace.ipc.process.own_folder import OwnFolder
 from headrace.ipc.process.private_files import make_existing_private, private_opener, warn_of_open_folder
 
 T = TypeVar("T")
-MOST_BATCHES = 4096
-"""Most batches in the index; of those that have ended, the oldest are removed first."""
+MOST_BATCHES, MOST_FILES = 4096, 65536
+"""Most batches and files in the index, divided among tenants as the bytes are; of batches that have ended, the oldest
+are removed first."""
 MOST_RUNS = 4
 """How often a batch is run if its process or engine ends each time, as the batch itself may be the cause."""
 LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 30 * 24 * 3600
@@ -113,11 +114,13 @@ class TakenOver(NamedTuple):
 
 
 class FileStore:
-    def __init__(self, folder: str | None, most_bytes: int) -> None:
-        """folder: None for a temporary one, or for none if most_bytes is 0. Raises OptionError if it cannot be used."""
+    def __init__(self, folder: str | None, most_bytes: int, num_tenants: int = 1) -> None:
+        """folder: None for a temporary one, or for none if most_bytes is 0. num_tenants: among how many it is
+        divided, one for each API key. Raises OptionError if it cannot be used."""
         self.most_bytes = most_bytes
-        self._growing: dict[str, int] = {}
-        """Bytes so far of the files that this process is writing, by id."""
+        self._share_bytes, self._num_tenants = most_bytes // num_tenants, num_tenants
+        self._growing: dict[str, tuple[str, int]] = {}
+        """Tenant and bytes so far of the files that this process is writing, by id."""
         self._own: OwnFolder | None = None
         try:
             if folder is None and not most_bytes:
@@ -158,16 +161,21 @@ class FileStore:
 
     def new_id(self) -> str:
         """An id for a file that is about to be written."""
-        id = f"file-{uuid.uuid4().hex}"
-        self._growing[id] = 0
-        return id
+        return f"file-{uuid.uuid4().hex}"
 
-    def grow(self, id: str, num_bytes: int) -> None:
-        """Reserves room before bytes are written. Runs in the store's thread. Raises FullError if there is no room."""
-        (kept,) = self._database.execute("select coalesce(sum(size), 0) from files").fetchone()
-        if kept + sum(self._growing.values()) + num_bytes > self.most_bytes:
-            raise FullError(f"the server keeps {self.most_bytes} bytes of files at most, and they are full")
-        self._growing[id] = self._growing.get(id, 0) + num_bytes
+    def grow(self, tenant: str, id: str, num_bytes: int) -> None:
+        """Reserves room before bytes are written. Runs in the store's thread. Raises FullError if the tenant's share
+        has no room."""
+        own = "select coalesce(sum(size), 0), count(*) from files where tenant = ?"
+        kept, num_files = self._database.execute(own, (tenant,)).fetchone()
+        growing = [size for owner, size in self._growing.values() if owner == tenant]
+        whose = "of each key " if self._num_tenants > 1 else ""
+        if kept + sum(growing) + num_bytes > self._share_bytes:
+            raise FullError(f"the server keeps {self._share_bytes} bytes of files {whose}at most, and they are full")
+        if num_files + len(growing) >= (most := MOST_FILES // self._num_tenants):
+            raise FullError(f"the server keeps {most} files {whose}at most, and there are so many")
+        _, size = self._growing.get(id, (tenant, 0))
+        self._growing[id] = (tenant, size + num_bytes)
 
     def release(self, id: str) -> None:
         """Gives back what `grow` reserved for bytes that could not be written."""
@@ -230,13 +238,20 @@ class FileStore:
     # --- batches ------------------------------------------------------------------------------------------------------
 
     async def add_batch(self, tenant: str, batch: BatchObject) -> None:
+        """Raises FullError if too many of the tenant's batches are running."""
+
         def add() -> None:
+            most = max(1, MOST_BATCHES // self._num_tenants)
+            running = "select count(*) from batches where tenant = ? and runs > 0"
+            (num_running,) = self._database.execute(running, (tenant,)).fetchone()
+            if num_running >= most:
+                raise FullError(f"{num_running} batches are running, and more are not taken")
             values = (tenant, batch.id, time.time(), last_heard.now_s(), FIRST_RUN, msgspec.json.encode(batch))
             self._database.execute("insert into batches values (?,?,?,?,?,?)", values)
             self._database.execute(
-                "delete from batches where runs = 0 and rowid not in "
-                "(select rowid from batches order by made desc limit ?)",
-                (MOST_BATCHES,),
+                "delete from batches where runs = 0 and tenant = ? and rowid not in "
+                "(select rowid from batches where tenant = ? order by made desc limit ?)",
+                (tenant, tenant, most),
             )
 
         await self.run(add)

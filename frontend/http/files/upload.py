@@ -25,12 +25,12 @@ _LONGEST_BOUNDARY = 70
 class Upload:
     """The upload of one body. Call `drop` unless its file is added to the store."""
 
-    def __init__(self, store: FileStore, content_type: str) -> None:
+    def __init__(self, store: FileStore, tenant: str, content_type: str) -> None:
         """Raises ApiError for a body that is not multipart/form-data."""
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not 0 < len(options.get(b"boundary", b"")) <= _LONGEST_BOUNDARY:
             raise ApiError(415, "the body must be multipart/form-data: fields purpose and file")
-        self._store, self.id = store, store.new_id()
+        self._store, self._tenant, self.id = store, tenant, store.new_id()
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self.num_bytes = 0
@@ -76,7 +76,7 @@ class Upload:
 
     def _write(self) -> None:
         """Writes the buffered bytes of the file. Runs in the store's thread."""
-        self._store.grow(self.id, len(self._waiting))
+        self._store.grow(self._tenant, self.id, len(self._waiting))
         self._store.append(self.id, self._waiting)
         self.num_bytes += len(self._waiting)
         self._waiting.clear()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from headrace.frontend.client.stats_log import StatsLog, cache_line
 from headrace.frontend.fleet.pool import SILENT_AFTER_S, Engine, EnginePool
-from headrace.frontend.http.errors import ApiError, unavailable
+from headrace.frontend.http.errors import ApiError, unavailable, without_own_names
 from headrace.ipc.failure import Failure, HeadraceError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def why_unavailable(pool: EnginePool) -> ApiError:
     if failure is not None and not pool.started.is_set() and not pool.dead.is_set():
         return unavailable(f"waiting for an engine: {failure.message}", code="loading")
     if failure is not None:
-        return unavailable(f"the engine is not running: {failure.message}", code="engine_dead")
+        return unavailable(f"the engine is not running: {without_own_names(failure.message)}", code="engine_dead")
     if any(engine.is_silent for engine in pool.engines):
         return unavailable(
             f"the engine has said nothing for more than {SILENT_AFTER_S:g} s; it may be stopped",

@@ -331,7 +331,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Option(
             STORED,
-            "Most that /v1/responses keeps: the least recently used leave first. 0 keeps nothing",
+            "Most that /v1/responses keeps, divided equally among the API keys: the least recently used leave first. 0 "
+            "keeps nothing",
             "bytes",
             minimum=0,
         ),
@@ -350,7 +351,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Option(
             STORED,
-            "Most that all files together may have: uploads beyond it are refused. 0 takes none",
+            "Most that all files together may have, divided equally among the API keys: uploads beyond it are refused. "
+            "0 takes none",
             "bytes",
             minimum=0,
         ),

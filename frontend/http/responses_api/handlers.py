@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from headrace.frontend.http.routes import ServerState
 
 _MOST_LOG_BYTES = 16 << 20
-"""Most bytes of events kept of ended background responses, for clients that resume a stream."""
+"""Most bytes of events kept of ended background responses, for clients that resume a stream; divided among the keys."""
 _LOOK_S = 1.0
 """How often to check whether another process has cancelled a background response."""
 
@@ -46,7 +46,8 @@ _LOOK_S = 1.0
 class BackgroundRuns:
     """The background responses of this process, and the events of some that have ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_tenants: int = 1) -> None:
+        self._share_bytes = _MOST_LOG_BYTES // num_tenants
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._logs: collections.OrderedDict[tuple[str, str], EventLog] = collections.OrderedDict()
 
@@ -72,19 +73,31 @@ class BackgroundRuns:
         del self._tasks[key]
         if key in self._logs:
             self._logs.move_to_end(key)
-        while sum(log.num_bytes for each, log in self._logs.items() if each not in self._tasks) > _MOST_LOG_BYTES:
-            del self._logs[next(each for each in self._logs if each not in self._tasks)]
+        ended = [each for each in self._logs if each[0] == key[0] and each not in self._tasks]
+        excess = sum(self._logs[each].num_bytes for each in ended) - self._share_bytes
+        for each in ended:
+            if excess <= 0:
+                break
+            excess -= self._logs.pop(each).num_bytes
 
 
 class ResponsesState:
     """The state of this API in one HTTP process."""
 
-    def __init__(self, path: str | None, most_bytes: int, tool_servers: Sequence[str], *, strict: bool = False) -> None:
-        """Raises OptionError."""
-        self.store = ResponseStore(path, most_bytes)
+    def __init__(
+        self,
+        path: str | None,
+        most_bytes: int,
+        tool_servers: Sequence[str],
+        *,
+        strict: bool = False,
+        tenants: Sequence[str] = ("",),
+    ) -> None:
+        """tenants: those of the server's keys. Raises OptionError."""
+        self.store = ResponseStore(path, most_bytes, tenants)
         self.tool_servers = ToolServers(tool_servers)
         self.left_out = LeftOut(strict=strict)
-        self.runs = BackgroundRuns()
+        self.runs = BackgroundRuns(len(tenants))
 
     async def close(self) -> None:
         """Called when no request runs on the engines any more."""

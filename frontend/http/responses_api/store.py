@@ -1,4 +1,5 @@
-"""The store of the Responses API: responses and their input items. The least recently used are evicted first.
+"""The store of the Responses API: responses and their input items. Each
+tenant, which is the owner of an API key, has a share of it, in which the least recently used are evicted first.
 
 It is a SQLite database in memory, or in a file that the server's HTTP processes share and that outlives them.
 Methods raise StoreError while it cannot be used.
@@ -54,9 +55,11 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class ResponseStore:
-    def __init__(self, path: str | None, most_bytes: int) -> None:
-        """path: None for memory. most_bytes: 0 stores nothing. Raises OptionError for a file that cannot be used."""
+    def __init__(self, path: str | None, most_bytes: int, tenants: Sequence[str] = ("",)) -> None:
+        """path: None for memory. most_bytes: 0 stores nothing. tenants: those among whom it is divided; what others
+        have left makes room first. Raises OptionError for a file that cannot be used."""
         self.most_bytes, self.is_shared = most_bytes, path is not None
+        self._tenants, self._share_bytes = tuple(tenants), most_bytes // len(tenants)
         try:
             self._database = SharedDatabase("response store", path, _TABLES)
         except (OSError, sqlite3.Error) as error:
@@ -120,7 +123,7 @@ class ResponseStore:
             return False
         rows = [(tenant, item["id"], stored.id) for item in items]
         self._database.executemany("insert or replace into items (tenant, id, response) values (?, ?, ?)", rows)
-        self._make_room()
+        self._make_room(tenant)
         return True
 
     def _items(self, tenant: str, ids: Collection[str]) -> dict[str, dict[str, Any]]:
@@ -132,13 +135,25 @@ class ResponseStore:
             found |= {item["id"]: item for item in (stored.items() if stored is not None else ())}
         return {id: found[id] for id in ids if id in found}
 
-    def _make_room(self) -> None:
+    def _make_room(self, tenant: str) -> None:
+        """Evicts the tenant's own responses if they exceed its share, then those of tenants that are not known now."""
+        self._evict("tenant = ?", [tenant], self._share_bytes)
         (total,) = self._database.execute("select coalesce(sum(size), 0) from responses").fetchone()
-        excess = total - self.most_bytes
+        if total > self.most_bytes:
+            known = ", ".join("?" * len(self._tenants))
+            self._evict(f"tenant not in ({known})", self._tenants, 0, at_most=total - self.most_bytes)
+
+    def _evict(self, which: str, values: Sequence[str], most_bytes: int, at_most: int | None = None) -> None:
+        """Evicts the least recently used of some responses until they have most_bytes, or at_most bytes are freed."""
+        (total,) = self._database.execute(
+            f"select coalesce(sum(size), 0) from responses where {which}", values
+        ).fetchone()
+        excess = total - most_bytes if at_most is None else min(total - most_bytes, at_most)
         if excess <= 0:
             return
         gone: list[Sequence[Any]] = []
-        for row, size in self._database.execute("select rowid, size from responses order by used"):
+        rows = self._database.execute(f"select rowid, size from responses where {which} order by used", values)
+        for row, size in rows:
             gone.append((row,))
             excess -= size
             if excess <= 0:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.errors import ApiError, bad_field, without_own_names
 from headrace.frontend.http.responses_api.items import Item, new_id
 from headrace.ipc.failure import OptionError
 
@@ -146,7 +146,7 @@ class ToolServers:
                 item["output"] = text
         except Exception as error:  # whatever fails at a foreign server, the model gets it as an error
             logger.info("the call of a tool of %s failed", item["server_label"], exc_info=error)
-            item["error"] = failure(f"{type(error).__name__}: {_cause(error)}"[:_LONGEST_OUTPUT])
+            item["error"] = failure(_for_clients(error)[:_LONGEST_OUTPUT])
 
     def _client(self, label: str) -> Any:
         """A new client, for one operation: the server may have been restarted since the last one."""
@@ -195,14 +195,19 @@ def failure(text: str) -> Item:
 
 
 def _unreachable(label: str, error: BaseException) -> ApiError:
-    why = f"the tools of {label} could not be listed: {type(error).__name__}: {_cause(error)}"
+    logger.warning("the tools of %s could not be listed: %s", label, _cause(error))
+    why = f"the tools of {label} could not be listed: {_for_clients(error)}"
     return ApiError(424, why, type="server_error", param="tools", code="tool_server_error")
 
 
 def _cause(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return str(error) or type(error).__name__
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _for_clients(error: BaseException) -> str:
+    return without_own_names(_cause(error))
 
 
 def _text(block: Any) -> str:
