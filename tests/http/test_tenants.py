@@ -227,7 +227,7 @@ def test_a_tenant_is_named_by_its_keys_hash() -> None:
 HIDDEN = (
     *("ipc:///run/user/0/headrace/engine-7-ab.sock", "tcp://gpu-7:5400", "tcp://[fe80::1%eth0]:5400", "10.0.0.7:5400"),
     *("http://10.0.0.7/mcp?token=x", "gpu-7.lan:5400", "localhost:8080", "[fe80::1]:5400", "192.168.0.9"),
-    *("/models/llama/model-00001-of-2.safetensors", "~/.cache/headrace/x", "/tmp/headrace-0-x/y", "/root/a"),
+    *("/models/llama/model-00001-of-2.safetensors", "~/.cache/headrace/x", "/tmp/headrace-0-x/y", "/srv/a"),
 )
 
 
