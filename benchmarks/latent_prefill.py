@@ -22,7 +22,6 @@ import torch
 from report import Report
 
 from headrace.executor.checkpoints.weights import DummyWeights
-from headrace.executor.cpu.batch import StepArrays
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.cpu.program import StepLimits
 from headrace.executor.models.arch import ArchSpec
@@ -30,6 +29,7 @@ from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.kv_cache import KVCache, allocate
 from headrace.executor.models.sizes import weight_shapes
+from headrace.executor.step.batch import StepArrays
 from headrace.kernels.cpu.latent import NEVER, LatentLayer
 from headrace.kernels.cpu.linear import runtime
 

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from headrace.executor.checkpoints.declared_weights import as_declared, with_own_head
 from headrace.executor.checkpoints.weights import WeightSource
-from headrace.executor.cpu.batch import Draws, StepArrays
 from headrace.executor.cpu.model import CpuModel, read_model
 from headrace.executor.cpu.program import ProgramWriter, StepLimits, WrittenProgram
 from headrace.executor.cpu.weights import Blocks, CpuWeights, inner_block
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.models.inputs import BegunBlocks, Chosen, StepLogits, no_logits
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.padding import padded_for
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.step.batch import Draws, StepArrays
+from headrace.executor.step.inputs import BegunBlocks, Chosen, StepLogits, no_logits
 from headrace.ipc.step import TokenMasks
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import FLOAT_TYPES, Runtime, runtime

@@ -22,6 +22,7 @@ from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.cpu.decoder import CpuDecoder, CpuDecoderPart, why_not
 from headrace.executor.cpu.program import StepLimits
 from headrace.executor.cpu.runner import ModelRunner
+from headrace.executor.cpu.stages import LastStageRunner, StageRunner, make_runner
 from headrace.executor.cpu.weights import Blocks
 from headrace.executor.gpu.hardware.device import check_no_gpu_options
 from headrace.executor.model_rank import DTYPES, ModelRank, cache_dtype
@@ -33,7 +34,6 @@ from headrace.executor.models.sizes import activation_bytes, redundant_elements,
 from headrace.executor.parallel.expert_exchange import ExpertExchange
 from headrace.executor.parallel.load_balancing import ExpertBalancer, costs
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
-from headrace.executor.parallel.stages import LastStageRunner, StageRunner, make_runner
 from headrace.executor.rank import Report
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.process.host import HostMemory, host_memory, usable_cores

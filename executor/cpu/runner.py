@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from headrace.executor.cpu.batch import BatchState, Draws, Needs, StepArrays
 from headrace.executor.cpu.repeated_decode import RepeatedDecode, RepeatingModel
-from headrace.executor.models.inputs import StepLogits
 from headrace.executor.sampling.logprobs import logprob_rows, no_prompt_logprobs
 from headrace.executor.sampling.sampler import Sampled, find_problems, row_failure, sample
-from headrace.executor.sampling.verification import SampledPositions, verify
+from headrace.executor.step.batch import BatchState, Draws, Needs, StepArrays
+from headrace.executor.step.inputs import StepLogits
+from headrace.executor.step.verification import SampledPositions, verify
 from headrace.ipc.step import Drafts, PromptLogprobRun, StepPlan, StepResult, TokenMasks
 
 PROMPT_LOGITS_BYTES = 1 << 27

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from headrace import kernels
-from headrace.executor.cpu.batch import BatchState, Needs, has_penalties
 from headrace.executor.gpu.device_state import DeviceState, Staging
 from headrace.executor.sampling.token_rules import TokenRules
+from headrace.executor.step.batch import BatchState, Needs, has_penalties
 from headrace.ipc.step import NewRow, TokenMasks
 from headrace.kernels.reference.sampling import DeviceChosen, DeviceDraws, LogitChanges, Penalties, choose_tokens
 

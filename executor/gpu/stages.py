@@ -1,4 +1,4 @@
-"""Runners of pipeline stages on GPUs; the algorithm is that of `executor/parallel/stages.py`.
+"""Runners of pipeline stages on GPUs; the algorithm is that of `executor/cpu/stages.py`.
 
 A stage that is not the last runs the same steps, graphs and captures as the last one, in the same order, so that sends
 and receives match; it chooses no tokens. The last stage sends the tokens that are computed next through the hosts, and
@@ -19,10 +19,10 @@ from headrace.executor.gpu.graphs import Capturer
 from headrace.executor.gpu.runner import PENDING, GpuRunner, RunnerLimits
 from headrace.executor.gpu.sampler import Choice
 from headrace.executor.gpu.steps import DeviceSteps, StepInFlight
-from headrace.executor.models.inputs import HiddenStateModel, StepInputs
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
-from headrace.executor.parallel.stages import AwaitedTokens, by_row
-from headrace.executor.sampling.verification import SampledPositions, verify
+from headrace.executor.step.awaited_tokens import AwaitedTokens, by_row
+from headrace.executor.step.inputs import HiddenStateModel, StepInputs
+from headrace.executor.step.verification import SampledPositions, verify
 from headrace.ipc.step import Drafts, StepPlan, StepResult
 
 NOTHING = np.zeros(0, np.int32)

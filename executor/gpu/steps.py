@@ -20,10 +20,10 @@ from torch import Tensor
 from headrace import kernels
 from headrace.executor.gpu.device_state import Device, DeviceState, Mark
 from headrace.executor.gpu.sampler import Choice, Choose, choose
-from headrace.executor.models.inputs import HiddenStateModel, StepInputs
 from headrace.executor.sampling.logprobs import Asked, no_prompt_logprobs, padded, with_asked
 from headrace.executor.sampling.sampler import ALL_FORBIDDEN, Sampled, find_problems, row_failure
-from headrace.executor.sampling.verification import SampledPositions, verify
+from headrace.executor.step.inputs import HiddenStateModel, StepInputs
+from headrace.executor.step.verification import SampledPositions, verify
 from headrace.ipc.messages import LogprobRows
 from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult
 from headrace.kernels.reference.decode import RowsState

@@ -10,7 +10,6 @@ from torch import Tensor
 from headrace import kernels
 from headrace.executor.checkpoints.declared_weights import as_declared, with_own_head
 from headrace.executor.checkpoints.weights import WeightSource
-from headrace.executor.cpu.batch import Draws, StepArrays
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Linear, Norm
 from headrace.executor.models.eager import (
@@ -21,12 +20,13 @@ from headrace.executor.models.eager import (
     Layer,
     Step,
 )
-from headrace.executor.models.inputs import StepInputs, StepLogits, no_logits, step_in_two
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.rotary import Rotary
 from headrace.executor.models.vocabulary import EagerStream, VocabParallelEmbedding, VocabParallelHead, stream_scale
 from headrace.executor.parallel.padding import padded_for
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.step.batch import Draws, StepArrays
+from headrace.executor.step.inputs import StepInputs, StepLogits, no_logits, step_in_two
 from headrace.kernels.expert_places import replica_keys
 from headrace.kernels.reference.rotary_cache import LayerCache
 

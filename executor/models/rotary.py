@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.models.arch import RopeSpec
-from headrace.executor.models.inputs import StepInputs
+from headrace.executor.step.inputs import StepInputs
 
 
 def inverse_frequencies(rope: RopeSpec) -> Tensor:

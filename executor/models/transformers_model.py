@@ -14,11 +14,11 @@ from torch import Tensor
 
 from headrace import kernels
 from headrace.executor.checkpoints.checkpoint import Checkpoint
-from headrace.executor.cpu.batch import Draws, StepArrays
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.models.inputs import StepInputs, StepLogits
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.transformers_spec import ATTENTION, BINDING, ForeignAttention, register
+from headrace.executor.step.batch import Draws, StepArrays
+from headrace.executor.step.inputs import StepInputs, StepLogits
 from headrace.ipc.failure import ModelError
 from headrace.kernels.reference.attention import AttentionParams, PagedBatch
 from headrace.kernels.reference.rotary_cache import LayerCache

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.options.plan import Plan
-from headrace.executor.cpu.batch import BatchState
+from headrace.executor.step.batch import BatchState
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Sampling
 from headrace.ipc.plugins import load_class, load_plugin, logits_processor_entries

@@ -20,7 +20,7 @@ from headrace.ipc.messages import LogprobRows
 from headrace.kernels.reference.sampling import token_logprobs
 
 if TYPE_CHECKING:
-    from headrace.executor.cpu.batch import SamplingColumns
+    from headrace.executor.step.batch import SamplingColumns
 
 WHOLE_VOCABULARY = -1
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.cpu.batch import BatchState, Needs
+from headrace.executor.step.batch import BatchState, Needs
 
 
 class TokenCounts:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.cpu.batch import BatchState, Draws, Needs
 from headrace.executor.sampling.row_processors import Candidates, Position, RowProcessor
+from headrace.executor.step.batch import BatchState, Draws, Needs
 from headrace.kernels.reference.sampling import likeliest, truncated
 
 T = TypeVar("T")

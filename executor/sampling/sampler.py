@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from headrace import kernels
-from headrace.executor.cpu.batch import CHANGES, BatchState, Draws, Needs
-from headrace.executor.models.inputs import Chosen
 from headrace.executor.sampling.logprobs import asked_tokens, logprob_rows
 from headrace.executor.sampling.penalties import penalise
 from headrace.executor.sampling.rows import ProcessedRows, truncate_row
 from headrace.executor.sampling.token_rules import additions
+from headrace.executor.step.batch import CHANGES, BatchState, Draws, Needs
+from headrace.executor.step.inputs import Chosen
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import LogprobRows
 from headrace.ipc.step import RowFailure, TokenMasks

@@ -15,7 +15,7 @@ import numpy as np
 from headrace.ipc.messages import Sampling
 
 if TYPE_CHECKING:
-    from headrace.executor.cpu.batch import BatchState
+    from headrace.executor.step.batch import BatchState
 
 FORBIDDEN = np.float32(-np.inf)
 

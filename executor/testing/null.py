@@ -19,7 +19,7 @@ from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.placement.base import Executor
 from headrace.executor.rank import Report
 from headrace.executor.sampling.random_numbers import row_keys
-from headrace.executor.sampling.verification import SampledPositions
+from headrace.executor.step.verification import SampledPositions
 from headrace.executor.testing.plan_check import PlanCheck
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import Failure, OptionError

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_async_scheduling import KINDS
 
-from headrace.executor.sampling.verification import SampledPositions
+from headrace.executor.step.verification import SampledPositions
 from headrace.executor.testing.null import NullModel
 from headrace.ipc.messages import FinishReason
 from headrace.ipc.step import Drafts, StepPlan

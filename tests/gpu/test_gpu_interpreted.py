@@ -17,10 +17,10 @@ import torch
 from interpreted_decode import dtype_of, model_and_spec, quantised, source_of, tokens_of
 from triton_cases import why_not_interpreted
 
-from headrace.executor.cpu.batch import BatchState
 from headrace.executor.cpu.runner import ModelRunner
 from headrace.executor.models import kv_cache
 from headrace.executor.models.decoder import Decoder
+from headrace.executor.step.batch import BatchState
 from headrace.kernels.registry import choose_reference
 
 pytestmark = pytest.mark.system

@@ -24,12 +24,12 @@ from gpu_parts import (
 from graph_recorder import RecordingCapturer
 from plan_maker import PlanMaker
 
-from headrace.executor.cpu.batch import BatchState, Draws, Needs, StepArrays
 from headrace.executor.cpu.runner import ModelRunner
 from headrace.executor.gpu.device_state import HostDevice
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
 from headrace.executor.gpu.steps import LogprobsInFlight
-from headrace.executor.models.inputs import StepInputs, StepLogits, step_in_two
+from headrace.executor.step.batch import BatchState, Draws, Needs, StepArrays
+from headrace.executor.step.inputs import StepInputs, StepLogits, step_in_two
 from headrace.ipc.step import Drafts, StepPlan, StepResult, TokenMasks
 
 LIMITS = RunnerLimits(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE, eos_token_ids=(3,), capture_sizes=(1, 2, 4, 6))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.executor.cpu.batch import Draws, Needs
 from headrace.executor.gpu.device_state import Deltas, DeviceState, HostDevice, Staging, StateShape
 from headrace.executor.gpu.sampler import Choice, choice_for, choose
 from headrace.executor.sampling.sampler import choose_tokens
+from headrace.executor.step.batch import Draws, Needs
 from headrace.ipc.messages import Sampling
 
 NUM_ROWS, VOCAB_SIZE = 12, 700

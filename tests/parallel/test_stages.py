@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.executor.cpu.batch import BatchState, Draws, StepArrays
-from headrace.executor.models.inputs import StepLogits, no_logits
+from headrace.executor.cpu.stages import StageRunner
 from headrace.executor.parallel.rank_place import Collectives, World, collectives_bytes, open_collectives
-from headrace.executor.parallel.stages import StageRunner
+from headrace.executor.step.batch import BatchState, Draws, StepArrays
+from headrace.executor.step.inputs import StepLogits, no_logits
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan
 from headrace.kernels.cpu import build

@@ -17,7 +17,6 @@ import torch
 
 from headrace import LLM, InvalidRequestError, OptionError, RequestFailedError, SamplingParams
 from headrace.core.options.parsing import parse_options
-from headrace.executor.cpu.batch import BatchState
 from headrace.executor.sampling.logits_processors import (
     BatchUpdate,
     LogitsProcessors,
@@ -27,6 +26,7 @@ from headrace.executor.sampling.logits_processors import (
     processor_classes,
 )
 from headrace.executor.sampling.sampler import sample
+from headrace.executor.step.batch import BatchState
 from headrace.ipc.control import CheckSampling, WorkerCommand
 from headrace.ipc.messages import Sampling
 from headrace.ipc.plugins import has_logits_processors

@@ -13,8 +13,8 @@ from test_sampler import EOS, Case, random_logits
 
 from headrace import LLM, SamplingParams
 from headrace.core.options.model_options import LogprobsMode
-from headrace.executor.cpu.batch import BatchState
 from headrace.executor.sampling.sampler import sample
+from headrace.executor.step.batch import BatchState
 from headrace.ipc.messages import Sampling
 
 VOCABULARY = 200

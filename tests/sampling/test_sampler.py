@@ -11,9 +11,9 @@ import pytest
 import torch
 from scalar_noise import scalar_noise
 
-from headrace.executor.cpu.batch import BatchState
 from headrace.executor.sampling.penalties import penalise
 from headrace.executor.sampling.sampler import Sampled, sample
+from headrace.executor.step.batch import BatchState
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan
 from headrace.kernels.reference.sampling import likeliest, truncated

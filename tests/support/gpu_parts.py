@@ -18,10 +18,10 @@ from headrace.executor.gpu.collectives import GpuCollectives
 from headrace.executor.gpu.device_state import HostDevice
 from headrace.executor.gpu.hardware.device import GpuFacts
 from headrace.executor.gpu.rank import GpuRank
-from headrace.executor.models.inputs import StepInputs
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.in_process import InProcessExecutor
+from headrace.executor.step.inputs import StepInputs
 from headrace.ipc.step import StepPlan
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.reference.rows import LARGEST_STORED, narrow

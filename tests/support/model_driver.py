@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.cpu.batch import StepArrays
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.kv_cache import allocate
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.step.batch import StepArrays
 
 
 class DictSource:

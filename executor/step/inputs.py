@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.cpu.batch import StepArrays
+from headrace.executor.step.batch import StepArrays
 from headrace.kernels.reference.attention import PagedBatch
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from headrace.core.options.model_options import LogprobsMode
 from headrace.executor.sampling.row_processors import Position, RowProcessor, processors_of
 from headrace.executor.sampling.token_rules import TokenRules, rules_of
-from headrace.executor.sampling.verification import SampledPositions
+from headrace.executor.step.verification import SampledPositions
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import Drafts, NewRow, StepPlan, TokenMasks, nth_of_each
 
