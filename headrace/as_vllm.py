@@ -18,7 +18,7 @@ from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 
 import headrace
-from headrace.vllm_modules import MODULES
+from headrace.vllm_modules import MODULES, is_replaced
 
 VLLM_VERSION = "0.33.0"
 """The version of vLLM whose interface Headrace follows: scripts check the installed version against it."""
@@ -83,7 +83,7 @@ def _version_module() -> types.ModuleType:
 
 def _install() -> None:
     loaded = sys.modules.get("vllm")
-    if isinstance(loaded, VllmPackage):
+    if is_replaced():  # also by this module under the name __main__
         return
     if loaded is not None and not (loaded.__file__ or "").startswith(_ON_PATH):
         raise ImportError(f"vllm is imported already, from {loaded.__file__}: import headrace.as_vllm before it")

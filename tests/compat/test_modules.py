@@ -210,6 +210,12 @@ def test_a_clone_that_is_not_installed_names_what_it_lacks() -> None:
     assert done.stderr.rstrip().endswith("ModuleNotFoundError: No module named 'headrace.frontend'")
 
 
+def test_a_script_may_ask_again_for_the_replacement_that_it_runs_under(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import headrace.as_vllm, vllm\nprint(vllm.LLM.__module__)\n")
+    done = run("-m", "headrace.as_vllm", str(tmp_path / "script.py"))
+    assert done.stdout == "headrace.frontend.api.llm\n", done.stderr
+
+
 def test_a_script_that_imports_vllm_runs_on_headrace() -> None:
     script = """
 import headrace.as_vllm
