@@ -275,8 +275,8 @@ def show(cases: list[dict[str, Any]]) -> dict[str, Any]:
                 print(f"{kind}: {each['case']}: {each.get('why') or each['message']}")
     failed = [{name: each[name] for name in ("case", "kind", "why", "message") if name in each} for each in cases]
     failed = [each for each in failed if each["kind"] in ("documented", "elsewhere", "undocumented")]
-    for each in failed:
-        each["message"] = FOLDERS.sub("", each["message"])
+    for one in failed:
+        one["message"] = FOLDERS.sub("", one["message"])
     return {"total": {kind: total[kind] for kind in KINDS}, "by_file": by_file, "failed": failed}
 
 
