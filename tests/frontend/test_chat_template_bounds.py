@@ -275,7 +275,12 @@ def test_work_that_goes_on_in_a_thread_renders_nothing_twice(tmp_path: Any, monk
     monkeypatch.setattr(template_renderer, "INLINE_S", 0.0)
     asked: list[Any] = []
     send = renderer()._helper.send
-    monkeypatch.setattr(renderer()._helper, "send", lambda lane, *rest: (asked.append(rest[0]), send(lane, *rest))[1])
+
+    def noting(lane: int, *rest: Any) -> Any:
+        asked.append(rest[0])
+        return send(lane, *rest)
+
+    monkeypatch.setattr(renderer()._helper, "send", noting)
     template = "{% for i in range(99) %}{{ range(9999)|sum }}{% endfor %}"
     text = asyncio.run(without_blocking(lambda: render_chat(template, [USER])))
     assert len(text) == 99 * len(str(sum(range(9999))))

@@ -79,7 +79,7 @@ class DeadlyFormExecutor(TokenizingNullExecutor):
             return accept(matcher, token_id)
 
         counts: weakref.WeakKeyDictionary[LLGuidanceMatcher, int] = weakref.WeakKeyDictionary()
-        LLGuidanceMatcher.accept = deadly  # type: ignore[method-assign]
+        LLGuidanceMatcher.accept = deadly  # type: ignore[method-assign, assignment]
 
 
 class ParrotExecutor(TokenizingNullExecutor):
