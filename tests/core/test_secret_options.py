@@ -40,7 +40,7 @@ def model_of(struct: type[msgspec.Struct]) -> list[str]:
 
 
 def test_tokens_keys_and_headers_are_the_secret_options() -> None:
-    assert [name for _, name in SECRETS] == ["hf_token", "api_key", "header"]
+    assert [name for _, name in SECRETS] == ["hf_token", "api_key", "admin_api_key", "header"]
 
 
 @pytest.mark.parametrize(("struct", "name"), SECRETS)

@@ -168,7 +168,7 @@ def check_error(response: httpx.Response, status: int, param: str | None, said: 
         ({"prompt": [5], "mirostat_mode": "x"}, "mirostat_mode", "mirostat_mode: expected int"),
         ({"prompt": [5], "grammar": "start: x", "regex": "a"}, "regex", "is given beside structured_outputs"),
         ({"prompt": [5], "n_predict": -1}, "n_predict", "16 tokens unless a number is given"),
-        ({"prompt": [5], "vllm_xargs": {"a": 2**70}}, "vllm_xargs", "vllm_xargs = {"),
+        ({"prompt": [5], "vllm_xargs": {"a": 2**70}}, "vllm_xargs", "vllm_xargs integers must be at least -2**63"),
         ({"prompt": [5], "extra_args": {"a": 1}}, "extra_args", "bodies have vllm_xargs"),
         ({"prompt": [5], "prompt_logprob_start": 1}, "prompt_logprob_start", "in Python alone"),
         ({"prompt": [5], "flat_logprobs": True}, "flat_logprobs", "in Python alone"),
