@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,6 +71,13 @@ def serving_in(
         outer.wait(30)
 
 
+@pytest.fixture
+def run() -> Iterator[Path]:
+    """A runtime directory with a short path: a client reaches its sockets through /proc, which makes theirs longer."""
+    with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
+        yield Path(folder) / "run"
+
+
 def answers(client: httpx.Client) -> bool:
     done = client.post("/v1/completions", json=BODY)
     assert done.status_code == 200, done.text
@@ -77,27 +85,26 @@ def answers(client: httpx.Client) -> bool:
 
 
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
-def test_a_server_starts_and_answers_in_the_surroundings_of_containers(surroundings: str, tmp_path: Path) -> None:
+def test_a_server_starts_and_answers_in_the_surroundings_of_containers(surroundings: str, run: Path) -> None:
     # Uploaded files and stored responses need a folder that can be written.
     kept = ("--file-store-bytes", "0") if "temporary" in surroundings else ()
-    with serving_in(SURROUNDINGS[surroundings], tmp_path / "run", *kept) as client:
+    with serving_in(SURROUNDINGS[surroundings], run, *kept) as client:
         assert answers(client)
 
 
-def test_a_server_without_a_network_answers_on_its_socket(tmp_path: Path) -> None:
-    with serving_in("", tmp_path / "run", extra=("unshare", "--net")) as client:
+def test_a_server_without_a_network_answers_on_its_socket(run: Path) -> None:
+    with serving_in("", run, extra=("unshare", "--net")) as client:
         assert answers(client)
 
 
-def test_a_server_of_a_user_without_a_name_and_a_home_starts_and_answers(tmp_path: Path) -> None:
+def test_a_server_of_a_user_without_a_name_and_a_home_starts_and_answers(run: Path) -> None:
     """The namespace maps no user but this one, which its passwd file does not know."""
     prelude = "mount --bind /dev/null /etc/passwd; unset HOME USER LOGNAME"
-    with serving_in(prelude, tmp_path / "run") as client:
+    with serving_in(prelude, run) as client:
         assert answers(client)
 
 
-def test_a_second_container_on_one_runtime_folder_leaves_the_sockets_of_the_first(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_a_second_container_on_one_runtime_folder_leaves_the_sockets_of_the_first(run: Path) -> None:
     with serving_in("", run, "--restart-engine", "0") as first:
         before = set(run.glob("*.sock"))
         assert before
