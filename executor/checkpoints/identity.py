@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.ipc.failure import ModelError
+from headrace.ipc.process.regular_files import NoFileError, open_file
 
 if TYPE_CHECKING:
     from headrace.executor.checkpoints.checkpoint import Checkpoint
@@ -42,11 +43,13 @@ def _pages(files: Iterable[Path]) -> Iterable[bytes]:
     """For each file its size (8 bytes), then its first and last page and some in between. Raises ModelError."""
     for path in files:
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 size_bytes = file.seek(0, 2)
                 yield size_bytes.to_bytes(8, "little")
                 for number in range(_PAGES):
                     file.seek(max(0, size_bytes - _PAGE_BYTES) * number // (_PAGES - 1))
                     yield file.read(_PAGE_BYTES)
+        except NoFileError as error:
+            raise ModelError(str(error)) from error
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error

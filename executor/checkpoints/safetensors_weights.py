@@ -163,7 +163,7 @@ class EagerFile(SafetensorsFile):
     def __init__(self, path: Path, buffers: Buffers) -> None:
         super().__init__(path)
         self._buffers = buffers
-        with path.open("rb") as file:
+        with open_file(path) as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             self._header: dict[str, Any] = json.loads(file.read(header_bytes))
         self._data_start = 8 + header_bytes

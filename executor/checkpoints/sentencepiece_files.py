@@ -23,6 +23,7 @@ from headrace.executor.checkpoints.sentencepiece_tokenizers import (
     sentencepiece_tokenizer,
 )
 from headrace.ipc.failure import ModelError
+from headrace.ipc.process.regular_files import read_file
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def parse(path: Path) -> Any:
 
     model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made as it is imported
     try:
-        model.ParseFromString(path.read_bytes())
+        model.ParseFromString(read_file(path))
     except Exception:  # protobuf's DecodeError, of whichever implementation is there
         return None
     return model if model.pieces else None
@@ -138,7 +139,7 @@ def _prefix(pieces: Pieces, config: Mapping[str, Any]) -> Prefix:
 
 def _check_same(path: Path, pieces: Pieces) -> None:
     """Raises ModelError where the conversion gives other ids than SentencePiece does, and logs single differences."""
-    tokenizer, reference = sentencepiece_tokenizer(path, pieces), _processor(path, path.read_bytes())
+    tokenizer, reference = sentencepiece_tokenizer(path, pieces), _processor(path, read_file(path))
     marks = [text for piece in pieces.of_types(USER_DEFINED)[:5] for text in (piece, f"a{piece}b", f"a {piece} b")]
     _compare(
         path, [*TEXTS, *marks], reference.encode, lambda text: tokenizer.encode(text, add_special_tokens=False).ids

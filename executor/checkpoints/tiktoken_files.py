@@ -17,6 +17,7 @@ from typing import Any
 from headrace.executor.checkpoints.byte_level import byte_level_tokenizer
 from headrace.executor.checkpoints.gguf.splits import SPLITS, Split
 from headrace.ipc.failure import ModelError
+from headrace.ipc.process.regular_files import read_file
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def _ranks(path: Path) -> dict[bytes, int]:
     """The rank of each token: 0, 1, ... without a gap. Raises ModelError."""
     found: dict[bytes, int] = {}
     try:
-        for line in path.read_bytes().splitlines():
+        for line in read_file(path).splitlines():
             if line:
                 token, rank = line.split()
                 found[base64.b64decode(token, validate=True)] = int(rank)

@@ -38,6 +38,7 @@ from headrace.executor.checkpoints.tokenizer_growth import check_growth
 from headrace.executor.checkpoints.tokenizer_keys import check_gguf_keys, check_tokenizer_config
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
+from headrace.ipc.process.regular_files import read_file
 
 # Files that transformers can convert if there is no tokenizer.json.
 SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
@@ -95,7 +96,7 @@ def end_of_tokenizer(checkpoint: Checkpoint, options: Options) -> int | None:
     file = checkpoint.path / "tokenizer.json"
     if not options.tokenizer and options.tokenizer_mode != "mistral" and file.is_file():
         text = folder_tokens(checkpoint.path, _config(checkpoint.path)).roles.get("eos_token")
-        found = None if text is None else _added_id(file.read_bytes(), text)
+        found = None if text is None else _added_id(read_file(file), text)
         if text is None or found is not None:
             return found
     bundle = load_bundle(checkpoint, options)
@@ -142,7 +143,7 @@ def _fast(folder: Path) -> TokenizerBundle:
     path, config = folder / "tokenizer.json", _config(folder)
     tokens = folder_tokens(folder, config)
     try:
-        data = completed(with_prefix_flags(path.read_bytes(), config), tokens)
+        data = completed(with_prefix_flags(read_file(path), config), tokens)
     except ModelError:
         raise
     except Exception as error:  # the library raises plain Exception for every fault
@@ -177,7 +178,7 @@ def _digest(folder: Path, files: Sequence[Path]) -> str:
     for file in sorted({*files, *beside}):
         if not file.name.endswith(".index.json"):
             digest.update(file.name.encode())
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
+            digest.update(hashlib.sha256(read_file(file)).digest())
     return digest.hexdigest()
 
 

@@ -141,8 +141,8 @@ def check_address(address: str, keys: Path | None = None) -> str:
                 return f"tcp://{host_port(host, port)}"
             raise AddressError(
                 f"{address} is no loopback address (127.0.0.1, [::1]): with other hosts, engine and clients need keys "
-                "(`headrace keys FILE` makes them; --keys FILE or HEADRACE_KEYS=FILE names them), unless --insecure or "
-                "HEADRACE_INSECURE=1 says that everybody who reaches the address may use it"
+                "(`headrace keys FILE` makes them; HEADRACE_KEYS=FILE names them, or the option --keys of the commands "
+                "that have it), unless HEADRACE_INSECURE=1 says that everybody who reaches the address may use it"
             )
     if scheme in ("http", "https"):
         raise AddressError(

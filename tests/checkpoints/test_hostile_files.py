@@ -24,6 +24,7 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
+from headrace.executor.checkpoints import identity
 from headrace.executor.checkpoints.gguf.file import GGUFFile
 from headrace.executor.checkpoints.gguf.header import GGUFHeader
 from headrace.executor.checkpoints.weights import HeldWeights
@@ -340,3 +341,11 @@ def test_files_of_options_are_files_or_the_shells_own_pipes(tmp_path: Path) -> N
     os.close(writer)
     assert read_file(f"/dev/fd/{reader}") == b"of a command"
     os.close(reader)
+
+
+def test_the_identity_of_weights_waits_for_no_pipe(tmp_path: Path) -> None:
+    """It is the first that reads the files, before any tensor."""
+    for index, (what, make) in enumerate(THINGS.items()):
+        make(tmp_path / str(index))
+        with pytest.raises(ModelError, match=f"{tmp_path / str(index)} is {what}, and a file is expected"):
+            list(identity._pages([tmp_path / str(index)]))

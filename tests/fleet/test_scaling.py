@@ -314,7 +314,7 @@ def test_two_scalings_at_once_both_end() -> None:
         assert len(engines_of(server)) in (1, 3)
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.system)])
 def test_an_engine_that_dies_while_it_joins_ends_no_stream(processes: str) -> None:
     model = {"load_delay_s": 3.0, "step_delay_s": 0.05}
     arguments = ("-dp", "2", "--api-server-count", processes)
@@ -331,7 +331,7 @@ def test_an_engine_that_dies_while_it_joins_ends_no_stream(processes: str) -> No
         assert len(engines_of(server)) == 2
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.system)])
 def test_once_a_server_serves_no_engine_that_dies_in_its_start_ends_it(
     processes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

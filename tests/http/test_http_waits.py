@@ -40,6 +40,7 @@ def test_a_server_waits_for_its_engine_and_says_for_which(engines, processes, tm
         client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30))
         statuses = {path: client.get(path).status_code for path in ("/health", "/health/ready", "/health/live")}
         assert statuses == {"/health": 503, "/health/ready": 503, "/health/live": 200}
+        assert "://" not in client.get("/health").text, "addresses are for the log"
         asked = client.post(COMPLETIONS, json={"prompt": [5]}).json()["error"]
         assert (asked["code"], "waiting for" in asked["message"]) == ("loading", True)
         if engines == ["coordinator"]:

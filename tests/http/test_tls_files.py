@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from headrace.frontend.http.process import tls
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.tls import tls_arguments, warn_of_dates
 from headrace.ipc.failure import OptionError
@@ -39,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "broken.pem").write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     (folder / "broken.key").write_text("-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n")
     (folder / "empty.pem").write_text("")
+    os.mkfifo(folder / "pipe.pem")
     (folder / "folder.pem").mkdir()
     return folder
 
@@ -63,7 +66,9 @@ def arguments(folder: Path, certificate: str, key: str | None = None, authoritie
         (("own.pem",), "ssl_certfile={}/own.pem", "must be a PEM file with a certificate and its private key"),
         (("own.key", "own.key"), "ssl_certfile={}/own.key", "must be a PEM file with a certificate"),
         (("empty.pem", "own.key"), "ssl_certfile={}/empty.pem", "must be a PEM file"),
-        (("folder.pem", "own.key"), "ssl_certfile={}/folder.pem", "cannot be read: Is a directory"),
+        (("folder.pem", "own.key"), "ssl_certfile={}/folder.pem", "is a folder, and a file is expected"),
+        (("pipe.pem", "own.key"), "ssl_certfile={}/pipe.pem", "is a named pipe, and a file is expected"),
+        (("own.pem", "pipe.pem"), "ssl_keyfile={}/pipe.pem", "is a named pipe, and a file is expected"),
         (("none.pem", "own.key"), "ssl_certfile={}/none.pem", "there is no such file"),
         (("broken.pem", "own.key"), "broken.pem", "cannot be used"),
         (("own.pem", "broken.key"), "broken.key", "cannot be used"),
@@ -85,10 +90,10 @@ def test_files_that_fit_are_taken(folder: Path, files: tuple[str, ...]) -> None:
 
 
 def test_a_file_that_may_not_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bytes:
+    def refuse(path: str) -> bytes:
         raise PermissionError(13, "Permission denied")  # root may read every file
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(tls, "read_file", refuse)
     with pytest.raises(OptionError, match=r"own\.pem cannot be read: Permission denied"):
         tls_arguments(arguments(folder, "own.pem", "own.key"))
 

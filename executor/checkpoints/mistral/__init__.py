@@ -13,6 +13,7 @@ from typing import Any
 from headrace.executor.checkpoints.converted_tokenizers import cached_bundle, is_installed
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
+from headrace.ipc.process.regular_files import read_file
 
 LIBRARY, EXTRA = "mistral_common", "mistral"
 TEKKEN = "tekken.json"
@@ -45,7 +46,7 @@ def mistral_bundle(path: Path, templates: Mapping[str, str], made: bool) -> Toke
     """
     by = f"{LIBRARY}-{metadata.version(LIBRARY)}" if made else ""
     # The name is hashed too: it tells for which version of the conversation format the model was trained.
-    digest = hashlib.sha256(path.name.encode() + path.read_bytes()).hexdigest()
+    digest = hashlib.sha256(path.name.encode() + read_file(path)).hexdigest()
     names = ",".join(f"{name}={hashlib.sha256(text.encode()).hexdigest()}" for name, text in sorted(templates.items()))
 
     def convert() -> TokenizerBundle:

@@ -39,7 +39,7 @@ def engine_for(pool: EnginePool, model: str | None) -> Engine:
 def why_unavailable(pool: EnginePool) -> ApiError:
     failure = next(filter(None, map(_failure_of, pool.engines)), None)
     if failure is not None and not pool.started.is_set() and not pool.dead.is_set():
-        return unavailable(f"waiting for an engine: {failure.message}", code="loading")
+        return unavailable(f"waiting for an engine: {without_own_names(failure.message)}", code="loading")
     if failure is not None:
         return unavailable(f"the engine is not running: {without_own_names(failure.message)}", code="engine_dead")
     if any(engine.is_silent for engine in pool.engines):

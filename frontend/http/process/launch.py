@@ -259,7 +259,8 @@ def say_engine_returned(address: str) -> None:
 def ready_text(url: str, options: ServeOptions) -> str:
     reach = ""
     if options.uds is None and is_loopback(options.host or LOOPBACK):
-        reach = "; from this machine alone, unless --host 0.0.0.0 opens it to others"
+        everywhere = "::" if ":" in (options.host or "") else "0.0.0.0"
+        reach = f"; from this machine alone, unless --host {everywhere} opens it to others"
     return f"ready: {url}/v1 for clients, {url}/docs to read{reach}"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.ipc.failure import OptionError
+from headrace.ipc.process.regular_files import NoFileError, read_file
 
 logger = logging.getLogger(__name__)
 _CERTIFICATE, _KEY = "CERTIFICATE-----", "PRIVATE KEY-----"
@@ -66,7 +67,9 @@ def tls_arguments(options: ServeOptions) -> dict[str, Any]:
 def _check_pem(option: str, file: str, mark: str, holds: str) -> str:
     """Returns the file's text. Raises OptionError if there is no PEM block with this mark in it."""
     try:
-        data = Path(file).read_bytes()
+        data = read_file(file)
+    except NoFileError as error:
+        raise OptionError(f"{option}: {error}") from None
     except OSError as error:
         raise OptionError(f"{option} cannot be read: {error.strerror}") from None
     text = data.decode("latin-1")
