@@ -146,9 +146,11 @@ def compare(
     speeds: dict[str, list[float]] = {kind: [] for kind in engines}
     answers: dict[str, list[list[int]]] = {}
     before = {kind: llm.get_stats() for kind, llm in engines.items()}
-    for _ in range(rounds):
+    for number in range(rounds):
+        salt = f"{streams} at once, round {number}"  # no round finds past outputs of another
+        salted = [{"cache_salt": salt} | (each if isinstance(each, dict) else {"prompt": each}) for each in prompts]
         for kind, llm in engines.items():
-            answers[kind], seconds = measure(llm, prompts, params, streams)
+            answers[kind], seconds = measure(llm, salted, params, streams)
             speeds[kind].append(sum(len(tokens) - 1 for tokens in answers[kind]) / seconds)
             time.sleep(0.05)
     found = {}
