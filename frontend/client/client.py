@@ -234,6 +234,7 @@ class CoreClient(AsyncControls):
         for waiting in (*self._calls.values(), self._welcome):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(EngineDeadError.from_failure(failure))
+                waiting.exception()  # else asyncio logs one that nobody waits for: `failure` tells it already
         if self.on_dead is not None and not self._closed:
             self.on_dead(failure)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -264,3 +265,16 @@ def test_the_demo_model_answers(demo_model_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
+
+
+def test_a_key_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "headrace", "complete", "hi", "--engine", "tcp://127.0.0.1:9"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "HEADRACE_KEYS": str(tmp_path / "none")},
+    )
+    assert result.returncode != 0
+    assert result.stderr == f"headrace: the key file {tmp_path / 'none'} cannot be read: no such file or directory\n"
