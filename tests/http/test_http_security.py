@@ -251,6 +251,7 @@ def test_tls(tmp_path):
     [
         (("--uds", "x.sock", "--api-server-count", "2"), "belongs to one process"),
         (("--uds", "nowhere/x.sock"), "there is no folder nowhere"),
+        (("--uds", __file__), "there is something else than a socket; choose another path"),
         (("--host", "nowhere.invalid"), "cannot listen at nowhere.invalid:"),
         (("--ssl-keyfile", "key.pem"), "give ssl_certfile too"),
         (("--ssl-certfile", "nothing.pem"), "ssl_certfile=nothing.pem: there is no such file"),

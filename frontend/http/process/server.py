@@ -79,6 +79,8 @@ def listen(options: ServeOptions, *, shared: bool = False) -> socket.socket:
 
 def _why_not(error: OSError, options: ServeOptions) -> str:
     if error.errno == errno.EADDRINUSE:
+        if options.uds and not Path(options.uds).is_socket():
+            return "there is something else than a socket; choose another path"
         return "another program does; choose another " + ("path" if options.uds else "--port")
     if error.errno == errno.ENOENT and options.uds:
         return f"there is no folder {Path(options.uds).parent}"
