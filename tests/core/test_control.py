@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from dead_mount import hanging
 from engine_parts import EOS, VOCAB_SIZE, SteppedCore, make_plan
 from source_tree import PYTHONPATH
 
@@ -483,10 +484,7 @@ def test_a_reload_that_hangs_is_answered_at_its_deadline_and_the_engine_serves_o
 ):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folder = shutil.copytree(checkpoints["one"], tmp_path / "on a dead mount")
-    pipe = folder / "model.safetensors"
-    pipe.unlink()
-    os.mkfifo(pipe)  # whoever opens it waits until somebody writes
-    with LLM(checkpoints["one"], control_timeout=0.5, **ranks, **MODEL) as llm:
+    with hanging(folder / "model.safetensors"), LLM(checkpoints["one"], control_timeout=0.5, **ranks, **MODEL) as llm:
         before = tokens_of(llm)
         with pytest.raises(HeadraceError, match=r"reading the weights did not end within 0.5 s \(control_timeout\)"):
             llm.reload_weights(str(folder))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from dead_mount import hanging
 from engine_parts import EOS, VOCAB_SIZE, SteppedCore
 from source_tree import PYTHONPATH
 from test_control import Driver, ObedientNull
@@ -222,18 +223,18 @@ def test_waking_up_whose_checkpoint_hangs_is_answered_at_its_deadline_and_the_en
     ) as llm:  # fmt: skip
         before = tokens_of(llm)
         llm.sleep(level=2)
-        weights, pipe = folder / "model.safetensors", tmp_path / "pipe"
-        os.mkfifo(pipe)  # whoever opens it waits until somebody writes, as on a dead mount
+        weights, dead = folder / "model.safetensors", tmp_path / "on a dead mount"
+        shutil.copy(weights, dead)
         aside = weights.rename(tmp_path / "aside")
-        weights.hardlink_to(pipe)
-        with pytest.raises(HeadraceError, match=r"reading the weights did not end within 6 s \(control_timeout\)"):
-            llm.wake_up()
-        assert llm.is_sleeping()
-        with pytest.raises(HeadraceError, match="reading the weights of before still hangs"):
-            llm.wake_up()
-        aside.replace(weights)
-        with pipe.open("wb"):
-            pass  # the mount is back: what hung goes on, for nobody
+        weights.hardlink_to(dead)
+        with hanging(dead):
+            with pytest.raises(HeadraceError, match=r"reading the weights did not end within 6 s \(control_timeout\)"):
+                llm.wake_up()
+            assert llm.is_sleeping()
+            with pytest.raises(HeadraceError, match="reading the weights of before still hangs"):
+                llm.wake_up()
+            aside.replace(weights)
+        # The mount is back: what hung goes on, for nobody.
         for thread in threading.enumerate():
             if thread.name == "reading the weights":
                 thread.join(20)
