@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.core.options.speculation import NgramSpeculation
-from headrace.core.schedule.drafters.drafter import NOTHING, Drafter
-from headrace.core.schedule.drafters.pacing import Pacing
-from headrace.core.schedule.drafters.row_texts import RowTexts, continued
+from headrace.core.schedule.drafters.drafter import NOTHING
+from headrace.core.schedule.drafters.row_texts import continued
+from headrace.core.schedule.drafters.text_drafter import TextDrafter
 from headrace.core.schedule.requests import RowTable
 from headrace.ipc.step import StepPlan
 
@@ -20,7 +20,7 @@ MOST_LENGTHS = 8
 between those indexed count as the next shorter one."""
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(TextDrafter):
     def __init__(self, speculation: NgramSpeculation) -> None:
         self.speculation = speculation
 
@@ -29,14 +29,9 @@ class NgramDrafter(Drafter):
         num_rows, speculation = len(rows.active), self.speculation
         spread = np.linspace(speculation.prompt_lookup_min, speculation.prompt_lookup_max, MOST_LENGTHS).round()
         lengths = sorted({int(each) for each in spread})
-        self._texts = RowTexts(rows, lengths, counts=False)
-        self.pacing = Pacing(num_rows, speculation.num_speculative_tokens)
+        self.search(rows, lengths, speculation.num_speculative_tokens, counts=False)
         self._distance = np.zeros(num_rows, np.int64)  # how many tokens back the last draft was found
         self._found = np.zeros(num_rows, np.int64)  # how many tokens back the next draft is; 0: there is none
-
-    def wants(self, rows: np.ndarray) -> np.ndarray:
-        wants: np.ndarray = self.table.num_tokens[rows] >= self.pacing.due_at[rows]
-        return wants
 
     def look_up(self, rows: np.ndarray) -> None:
         self._texts.update(rows)
@@ -71,15 +66,6 @@ class NgramDrafter(Drafter):
         return continued(self._texts.text(row), distance, limit)
 
     def planned(self, plan: StepPlan) -> None:
+        super().planned(plan)
         for new in plan.new_rows:
-            self.pacing.begin(new.row)
-            self._texts.begin(new.row)
             self._distance[new.row] = 0
-
-    def quiet_steps(self, rows: np.ndarray) -> int | None:
-        return max(0, int((self.pacing.due_at[rows] - self.table.num_tokens[rows]).min()))
-
-    def judged(self, rows: np.ndarray, num_drafts: np.ndarray, num_right: np.ndarray) -> None:
-        known = self.table.num_known_tokens[rows]
-        for each in zip(rows.tolist(), num_drafts.tolist(), num_right.tolist(), known.tolist(), strict=True):
-            self.pacing.judge(*each)

@@ -14,13 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.core.options.speculation import SuffixSpeculation
-from headrace.core.schedule.drafters.drafter import NOTHING, Drafter
-from headrace.core.schedule.drafters.pacing import Pacing
+from headrace.core.schedule.drafters.drafter import NOTHING
 from headrace.core.schedule.drafters.past_outputs import PastOutputs
-from headrace.core.schedule.drafters.row_texts import RowTexts, continued
+from headrace.core.schedule.drafters.row_texts import continued
+from headrace.core.schedule.drafters.text_drafter import TextDrafter
 from headrace.core.schedule.drafters.token_index import TokenIndex
 from headrace.core.schedule.requests import RowTable
-from headrace.ipc.step import StepPlan
 
 LENGTHS = (3, 5, 8, 16)
 """Lengths of the runs of last tokens that are searched for."""
@@ -35,23 +34,17 @@ class _Match(NamedTuple):
     """The place in the ring of past outputs after them; 0: not there."""
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(TextDrafter):
     def __init__(self, speculation: SuffixSpeculation) -> None:
         self.speculation = speculation
 
     def bind(self, rows: RowTable) -> None:
         super().bind(rows)
-        lengths = [each for each in LENGTHS if each <= self.speculation.max_tree_depth] or [
-            self.speculation.max_tree_depth
-        ]
-        self._texts = RowTexts(rows, lengths, counts=True)
+        depth = self.speculation.max_tree_depth
+        lengths = [each for each in LENGTHS if each <= depth] or [depth]
+        self.search(rows, lengths, self.speculation.num_speculative_tokens, counts=True)
         self._past = PastOutputs(lengths, self.speculation.max_cached_requests)
-        self.pacing = Pacing(len(rows.active), self.speculation.num_speculative_tokens)
         self._matches: dict[int, _Match] = {}  # by row looked up
-
-    def wants(self, rows: np.ndarray) -> np.ndarray:
-        wants: np.ndarray = self.table.num_tokens[rows] >= self.pacing.due_at[rows]
-        return wants
 
     def look_up(self, rows: np.ndarray) -> None:
         self._texts.update(rows)
@@ -112,19 +105,6 @@ class SuffixDrafter(Drafter):
         likely = np.cumprod(index.trust(np.concatenate([text[-length:], draft]), length, owner))
         size = int(np.count_nonzero(likely >= self.speculation.min_token_prob))  # it only falls
         return draft[:size], float(likely[:size].sum())
-
-    def planned(self, plan: StepPlan) -> None:
-        for new in plan.new_rows:
-            self.pacing.begin(new.row)
-            self._texts.begin(new.row)
-
-    def quiet_steps(self, rows: np.ndarray) -> int | None:
-        return max(0, int((self.pacing.due_at[rows] - self.table.num_tokens[rows]).min()))
-
-    def judged(self, rows: np.ndarray, num_drafts: np.ndarray, num_right: np.ndarray) -> None:
-        known = self.table.num_known_tokens[rows]
-        for each in zip(rows.tolist(), num_drafts.tolist(), num_right.tolist(), known.tolist(), strict=True):
-            self.pacing.judge(*each)
 
     def leave(self, row: int) -> None:
         begin = max(0, int(self.table.num_prompt_tokens[row]) - LENGTHS[-1])
