@@ -156,23 +156,24 @@ def test_a_client_may_follow_and_says_nothing_of_engines(
     make_key_file(engines)
     add_client(engines, "reader", client)
     monkeypatch.setenv(VARIABLE, str(engines))
-    with coordinator() as running, announcer(running.address):
-        wait_until(lambda: list(running.registry.entries) == [ENTRY], 20, "the engine to be known")
-        message: Any = forged(what)
-        if isinstance(proof, bytes):
-            message = msgspec.structs.replace(message, proof=proof)
-        else:
-            message = signed(message, read_keys(client).client.secret_key)
-        with client_of(running.address, client) as ask:
-            denied = ask(message)
-            assert isinstance(denied, Denied)
-            assert "only holders of the engines' secret key" in denied.why
-        assert running.registry.entries == [ENTRY]
-        assert running.registry.num_changes == 1
-        with client_of(running.address, client) as ask:
-            (listed,) = ask(Unfollow()).listed
-            assert listed.entry == ENTRY
-    assert running.registry.entries == [], "the engine itself may leave"
+    with coordinator() as running:
+        with announcer(running.address):
+            wait_until(lambda: list(running.registry.entries) == [ENTRY], 20, "the engine to be known")
+            message: Any = forged(what)
+            if isinstance(proof, bytes):
+                message = msgspec.structs.replace(message, proof=proof)
+            else:
+                message = signed(message, read_keys(client).client.secret_key)
+            with client_of(running.address, client) as ask:
+                denied = ask(message)
+                assert isinstance(denied, Denied)
+                assert "only holders of the engines' secret key" in denied.why
+            assert running.registry.entries == [ENTRY]
+            assert running.registry.num_changes == 1
+            with client_of(running.address, client) as ask:
+                (listed,) = ask(Unfollow()).listed
+                assert listed.entry == ENTRY
+        wait_until(lambda: running.registry.entries == [], 20, "the engine itself to leave")
 
 
 def test_an_engine_with_a_clients_file_is_told_what_it_lacks(
