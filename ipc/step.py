@@ -18,6 +18,8 @@ import numpy as np
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import ExpertBalance, LogprobRows, Sampling
 
+_NO_PAGES = np.empty(0, np.int32)
+
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A request that enters a row, in full."""
@@ -34,6 +36,12 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     sampling: Sampling
     seed: int
     """The resolved 64-bit seed, never None."""
+    state_pages: np.ndarray = _NO_PAGES
+    """[pages of the state group] int32: the row's own pages, as long as the request is in the row; empty for a model
+    without a state group"""
+    state_source: np.ndarray = _NO_PAGES
+    """[as state_pages] int32: the pages of the snapshot that the row starts from, which is of the first
+    num_computed_tokens tokens. Others may read them too, so they are not written. Empty: it starts without a state."""
 
 
 class StepSizes(NamedTuple):
@@ -46,6 +54,8 @@ class StepSizes(NamedTuple):
     num_places: int
     """Most positions that a step samples."""
     vocab_size: int
+    num_state_pages: int = 0
+    """Most pages of the snapshots that a step takes."""
 
 
 class Attachment(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
@@ -149,6 +159,24 @@ class TokenMasks(Attachment, frozen=True):
         chosen = kept[self.places]
         places = (np.cumsum(kept, dtype=np.int32) - 1)[self.places[chosen]].astype(np.int32)
         return TokenMasks(places=places, words=self.bits.reshape(len(self.places), -1)[chosen].reshape(-1))
+
+
+@attachment(most_bytes=lambda sizes: 12 * sizes.num_state_pages + 64 if sizes.num_state_pages else 0)
+class StateSnapshots(Attachment, frozen=True):
+    """Which states of rows are kept in pages of their own, for other requests that begin alike.
+
+    The state after exactly `positions[i]` tokens is stored as the step passes that position; no chunk ends there for
+    it. In a row whose last step had accepted drafts, a position may be one that this step passes while it applies
+    them, which is at most its num_computed_tokens.
+    """
+
+    rows: np.ndarray
+    """[num_snapshots] int32: in the plan's order; a row may occur several times, with ascending positions"""
+    positions: np.ndarray
+    """[num_snapshots] int32: numbers of tokens, multiples of the block size, and at most num_computed_tokens +
+    num_tokens without drafts"""
+    pages: np.ndarray
+    """[num_snapshots * pages of the state group] int32: where they are stored, snapshot after snapshot"""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

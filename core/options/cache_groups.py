@@ -35,7 +35,7 @@ MOST_PADDING = 1.5
 class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that share one block table per row."""
 
-    kind: Literal["full", "sliding_window"] = "full"
+    kind: Literal["full", "sliding_window", "state"] = "full"
     layers: tuple[int, ...] = ()
     """The layers' numbers in the whole model, ascending; may be empty for a model's only group. A pipeline stage has
     some of them."""
@@ -43,6 +43,8 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Size of a sliding window: a token reads itself and the window - 1 tokens before it. 0: full attention."""
     layers_in_place: int = 1
     """How many of the layers share one place of a page."""
+    pages: int = 0
+    """Of kind "state": how many pages a row's state takes, whatever its length. 0 for the other kinds."""
 
     def first_read(self, position: int) -> int:
         """The first position that the token at `position` reads."""
