@@ -48,7 +48,7 @@ bench-check: install
 docs: install
 	$(BIN)/python -m headrace.core.options.document
 	$(BIN)/python -m headrace.vllm_stubs
-	$(BIN)/python -m headrace.executor.checkpoints.quantisation.document
+	$(BIN)/python -m headrace.executor.checkpoints.formats.document
 	PYTHONPATH=tests/support $(BIN)/python tests/models/models_document.py
 
 install: $(INSTALLED)

@@ -24,8 +24,8 @@ from tokenizers import Tokenizer
 
 from headrace.core.structured_output.backend import Vocabulary
 from headrace.core.structured_output.backends import make_backend
-from headrace.executor.checkpoints.mistral.sentencepiece_model import sentencepiece_tokenizer
-from headrace.executor.checkpoints.mistral.tekken import tekken_tokenizer
+from headrace.executor.checkpoints.tokenizers.mistral.sentencepiece_model import sentencepiece_tokenizer
+from headrace.executor.checkpoints.tokenizers.mistral.tekken import tekken_tokenizer
 from headrace.frontend.text.formats.channels import ForcedChannelCalls, StrictChannelCalls
 from headrace.frontend.text.formats.declaration import load_format
 from headrace.frontend.text.formats.grammar import ForcedCalls, StrictCalls

@@ -142,7 +142,7 @@ class ModelRank(Rank):
 
     def _ends(self, checkpoint: Checkpoint, spec: ArchSpec) -> tuple[int, ...]:
         """The tokens that end an answer: the tokenizer's own eos, then those of the configs, as in vLLM."""
-        from headrace.executor.checkpoints.tokenizer import end_of_tokenizer
+        from headrace.executor.checkpoints.tokenizers.tokenizer import end_of_tokenizer
 
         own = end_of_tokenizer(checkpoint, self._options)
         ends = (*(() if own is None else (own,)), *checkpoint.eos_token_ids)
@@ -151,7 +151,7 @@ class ModelRank(Rank):
     def tokenizer(self) -> TokenizerBundle | None:
         if self._options.skip_tokenizer_init:
             return None
-        from headrace.executor.checkpoints.tokenizer import load_bundle  # may bring in transformers
+        from headrace.executor.checkpoints.tokenizers.tokenizer import load_bundle  # may bring in transformers
 
         return load_bundle(self.found.checkpoint, self._options)
 

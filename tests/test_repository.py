@@ -69,7 +69,11 @@ WITHIN = frozenset(
     map(
         Path,
         (
-            *("executor/checkpoints/gguf", "executor/checkpoints/hub", "executor/checkpoints/mistral"),
+            *(
+                "executor/checkpoints/sources/gguf",
+                "executor/checkpoints/hub",
+                "executor/checkpoints/tokenizers/mistral",
+            ),
             *("executor/models/blocks", "executor/models/families"),
             *("executor/gpu/hardware", "executor/gpu/weights", "ipc/process", "ipc/transport"),
             *("frontend/api/inputs", "frontend/api/parameters", "frontend/bench/results", "frontend/bench/traffic"),

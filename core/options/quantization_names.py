@@ -12,14 +12,14 @@ BY_DEVICE = ("int8", "int4", "fp8")
 """Quantisation of float weights while they load, into forms of the device's own kernels."""
 TO_FORMS = ("bitsandbytes", "experts_int8")
 """Quantisation of float weights while they load, into forms that the kernels also read from quantised checkpoints: see
-executor/checkpoints/quantisation/as_loaded.py."""
+executor/checkpoints/formats/as_loaded.py."""
 STORED = (
     *("auto-round", "auto_round", "inc", "intel/auto-round"),
     *("awq", "awq_marlin", "gptq", "gptq_marlin", "gptqmodel", "gptq_v2", "moe_wna16"),
     *("bitsandbytes", "compressed-tensors", "compressed_tensors", "sparseml", "fp8", "fbgemm_fp8", "hqq"),
     *("modelopt", "modelopt_fp4", "nvfp4", "mxfp4", "gpt_oss_mxfp4", "quark", "amd-quark", "torchao"),
 )
-"""Formats of quantised checkpoints, by the names in executor/checkpoints/quantisation/."""
+"""Formats of quantised checkpoints, by the names in executor/checkpoints/formats/."""
 RETIRED: Mapping[str, str] = MappingProxyType(
     {
         "squeezellm": "vLLM took it out in 0.8; quantise the model anew with AWQ or GPTQ",

@@ -22,12 +22,12 @@ from headrace.ipc.process.regular_files import read_text
 from headrace.ipc.ranges import model_defaults
 
 if TYPE_CHECKING:
-    from headrace.executor.checkpoints.gguf.file import GGUFFile
-    from headrace.executor.checkpoints.quantisation import AsLoaded
-    from headrace.executor.checkpoints.quantisation import Format as Quantisation
-    from headrace.executor.checkpoints.quantisation.cache_scales import LayerScales
-    from headrace.executor.checkpoints.safetensors_weights import Strategy
-    from headrace.executor.checkpoints.tensorizer_file import TensorizerFile
+    from headrace.executor.checkpoints.formats import AsLoaded
+    from headrace.executor.checkpoints.formats import Format as Quantisation
+    from headrace.executor.checkpoints.formats.cache_scales import LayerScales
+    from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
+    from headrace.executor.checkpoints.sources.safetensors_weights import Strategy
+    from headrace.executor.checkpoints.sources.tensorizer_file import TensorizerFile
     from headrace.executor.checkpoints.weights import OnRead, WeightSource
     from headrace.executor.models.arch import ArchSpec
 
@@ -101,7 +101,7 @@ class Checkpoint:
         floats."""
         if self.as_loaded is None:
             return self.stored_bytes
-        from headrace.executor.checkpoints.quantisation.as_loaded import bytes_as_loaded
+        from headrace.executor.checkpoints.formats.as_loaded import bytes_as_loaded
 
         return bytes_as_loaded(self.as_loaded, spec, DTYPE_BYTES.get(self.dtype_name, 2))
 
@@ -112,7 +112,7 @@ class Checkpoint:
         """
         if not _quantisation_in(self.config) or self.format not in ("safetensors", "pt"):
             return ()
-        from headrace.executor.checkpoints.quantisation.cache_scales import cache_scales
+        from headrace.executor.checkpoints.formats.cache_scales import cache_scales
 
         return cache_scales(_folder_weights(self.path, self.format), spec, _quantisation_in(self.config))
 
@@ -138,7 +138,7 @@ class Checkpoint:
         """
         source = self._source(shapes, place)
         if self.as_loaded is not None:
-            from headrace.executor.checkpoints.quantisation.as_loaded import ToQuantise
+            from headrace.executor.checkpoints.formats.as_loaded import ToQuantise
 
             source = ToQuantise(source, self.as_loaded)
         if self.on_read is None:
@@ -155,7 +155,7 @@ class Checkpoint:
         if self.gguf is not None:
             return self.gguf.weights()
         if self.format == "sharded_state":
-            from headrace.executor.checkpoints.sharded_state import ShardedWeights
+            from headrace.executor.checkpoints.sources.sharded_state import ShardedWeights
             from headrace.executor.models.families import spec_from_config
 
             return ShardedWeights(self.path, place, spec_from_config(self.config).num_layers, self.load_strategy)
@@ -163,16 +163,16 @@ class Checkpoint:
             return self.tensorizer.weights()
         stored: WeightSource = _folder_weights(self.path, self.format, self.load_strategy, place)
         if self.library:
-            from headrace.executor.checkpoints.library_readers import LibraryWeights
+            from headrace.executor.checkpoints.sources.library_readers import LibraryWeights
 
             stored = LibraryWeights(self.library, self.weight_files, stored)
         if self.quantisation is None and not _quantisation_in(self.config):
             return stored
         if self.quantisation is None:  # the cache alone is quantised
-            from headrace.executor.checkpoints.quantisation.cache_scales import WithoutCacheScales
+            from headrace.executor.checkpoints.formats.cache_scales import WithoutCacheScales
 
             return WithoutCacheScales(stored)
-        from headrace.executor.checkpoints.quantisation.weights import QuantisedWeights
+        from headrace.executor.checkpoints.formats.weights import QuantisedWeights
         from headrace.executor.models.families import spec_from_config
 
         return QuantisedWeights(stored, self.quantisation, spec_from_config(self.config))
@@ -235,8 +235,8 @@ def config_at_hand(options: Options) -> dict[str, Any] | None:
     if found == "gguf" or (found is None and path.suffix == ".gguf"):
         if not path.is_file():
             return None
-        from headrace.executor.checkpoints.gguf.config import config_from_gguf
-        from headrace.executor.checkpoints.gguf.header import GGUFHeader
+        from headrace.executor.checkpoints.sources.gguf.config import config_from_gguf
+        from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
 
         return _overridden(config_from_gguf(GGUFHeader(path)), options.hf_overrides)
     choice = HubChoice.of(options)
@@ -290,7 +290,7 @@ def _folder_format(folder: Path, load_format: str) -> tuple[Path, Format]:
 
 
 def _open_gguf(name: str, path: Path, found: Format, options: Options) -> Checkpoint:
-    from headrace.executor.checkpoints.gguf.file import GGUFFile
+    from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
 
     if options.hf_config_path is not None:
         raise OptionError(
@@ -327,7 +327,7 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
         )
     tensorized = None
     if found == "tensorizer":
-        from headrace.executor.checkpoints.tensorizer_file import tensorizer_file
+        from headrace.executor.checkpoints.sources.tensorizer_file import tensorizer_file
 
         tensorized = tensorizer_file(folder, options.model_loader_extra_config)
     elif found not in ("dummy", "mistral") and not _weight_files(folder):
@@ -339,7 +339,7 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
     generation = _read_generation_config(folder, options)
     quantisation = to_become = None
     if options.quantization or _quantisation_in(config):
-        from headrace.executor.checkpoints.quantisation import format_of, forms_as_loaded  # imports torch
+        from headrace.executor.checkpoints.formats import format_of, forms_as_loaded  # imports torch
 
         quantisation = format_of(config, options.quantization)
         to_become = forms_as_loaded().get(options.quantization or "") if quantisation is None else None
@@ -539,7 +539,7 @@ def _dtype_name(
     if quantisation is not None:
         return "float16"
     if found == "sharded_state":
-        from headrace.executor.checkpoints.safetensors_weights import SafetensorsWeights
+        from headrace.executor.checkpoints.sources.safetensors_weights import SafetensorsWeights
 
         return SafetensorsWeights(sorted(folder.glob(SHARDED_STATE))[:1]).dtype_name()
     held = tensorized.weights() if tensorized is not None else _folder_weights(folder, found)
@@ -577,7 +577,7 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def _folder_weights(folder: Path, found: Format, strategy: Strategy = "lazy", place: RankPlace = SINGLE) -> Any:
-    from headrace.executor.checkpoints.safetensors_weights import SafetensorsWeights
+    from headrace.executor.checkpoints.sources.safetensors_weights import SafetensorsWeights
     from headrace.executor.checkpoints.weights import TorchWeights
 
     index_path = folder / (TORCH_INDEX if found == "pt" else SAFETENSORS_INDEX)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation.as_loaded import QuantisedAsLoaded
+from headrace.executor.checkpoints.formats.as_loaded import QuantisedAsLoaded
 from headrace.executor.checkpoints.stacked_experts import each_expert
 from headrace.executor.checkpoints.weights import Packed, WeightSource, WrappedWeights, bounds
 from headrace.executor.models.arch import ArchSpec, Fused

@@ -51,7 +51,7 @@ def library_of(options: Options) -> tuple[str, Options]:
     asked = options.load_format
     if asked not in BY_LIBRARY:
         return "", options
-    from headrace.executor.checkpoints.library_readers import check_installed  # imports torch
+    from headrace.executor.checkpoints.sources.library_readers import check_installed  # imports torch
 
     check_installed(asked)
     if options.safetensors_load_strategy != "lazy":

@@ -21,7 +21,7 @@ from headrace.ipc.process.regular_files import NoFileError, open_file, require_f
 from headrace.kernels.grouped import GroupedWeight
 
 if TYPE_CHECKING:
-    from headrace.executor.checkpoints.quantisation import AsLoaded
+    from headrace.executor.checkpoints.formats import AsLoaded
 
 Packed = tuple[str, np.ndarray] | GroupedWeight
 """A quantised weight as stored: (GGUF type's name, [rows, bytes of a row] uint8), or codes with group scales."""

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.freed_memory import FreedMemory
 from headrace.executor.checkpoints.weights import Packed, WeightSource
+from headrace.executor.cpu.freed_memory import FreedMemory
 from headrace.executor.models import blocks
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Attend, AttendLatent, Axis, Declared, Linear, Role, size_of

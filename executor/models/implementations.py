@@ -10,7 +10,7 @@ import torch
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import Checkpoint
-from headrace.executor.checkpoints.remote_code import with_code
+from headrace.executor.checkpoints.hub.remote_code import with_code
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import NotNativeError, UnknownArchitectureError, spec_from_config
 from headrace.executor.models.registry import class_of_plugin, registered_model

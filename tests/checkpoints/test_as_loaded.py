@@ -20,8 +20,8 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.quantization_names import STORED, TO_FORMS
 from headrace.core.options.resolve import check_stored_format
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
-from headrace.executor.checkpoints.quantisation import formats, forms_as_loaded
-from headrace.executor.checkpoints.sharded_state import save
+from headrace.executor.checkpoints.formats import formats, forms_as_loaded
+from headrace.executor.checkpoints.sources.sharded_state import save
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config

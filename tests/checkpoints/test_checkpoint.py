@@ -396,7 +396,7 @@ def test_opening_a_folder_imports_neither_torch_nor_transformers(tmp_path: Path)
     program = (
         "import sys; from headrace.core.options.engine_options import Options; "
         "from headrace.executor.checkpoints.checkpoint import open_checkpoint; "
-        "import headrace.executor.checkpoints.tokenizer; "
+        "import headrace.executor.checkpoints.tokenizers.tokenizer; "
         "open_checkpoint(Options(model=sys.argv[1])); assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)

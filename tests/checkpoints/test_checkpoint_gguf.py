@@ -22,7 +22,7 @@ from tiny_gguf import finish, save_gguf, save_tensors
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import config_at_hand, open_checkpoint
 from headrace.executor.checkpoints.declared_weights import as_declared
-from headrace.executor.checkpoints.gguf.file import GGUFFile
+from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.sizes import model_weights
 from headrace.ipc.failure import ModelError

@@ -29,14 +29,14 @@ from torch import Tensor
 from headrace import LLM
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
-from headrace.executor.checkpoints.safetensors_weights import (
+from headrace.executor.checkpoints.sources.safetensors_weights import (
     BLOCK_BYTES,
     SafetensorsWeights,
     Strategy,
     open_files,
     prefetch,
 )
-from headrace.executor.checkpoints.sharded_state import ShardedWeights, save
+from headrace.executor.checkpoints.sources.sharded_state import ShardedWeights, save
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.failure import ModelError, OptionError
 
@@ -201,7 +201,9 @@ def test_a_rank_passes_over_what_another_has_read_ahead(large: Path) -> None:
 
 
 def test_reading_ahead_ends_with_the_weights_it_is_for(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.executor.checkpoints.safetensors_weights.BLOCK_BYTES", 1)  # it would take for ever
+    monkeypatch.setattr(
+        "headrace.executor.checkpoints.sources.safetensors_weights.BLOCK_BYTES", 1
+    )  # it would take for ever
     weights = SafetensorsWeights([large], None, "prefetch")
     (thread,) = threads_called("prefetch")
     assert thread.is_alive()

@@ -13,7 +13,7 @@ from test_tokenizer_bundle import TEXTS, auto_tokenizer, bundle_of, ids_of, open
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from headrace.core.options.engine_options import Options
-from headrace.executor.checkpoints.tokenizer import end_of_tokenizer
+from headrace.executor.checkpoints.tokenizers.tokenizer import end_of_tokenizer
 from headrace.frontend.text import tokenizer as frontend
 from headrace.ipc.failure import ModelError
 

@@ -13,8 +13,8 @@ import test_quantised_inputs
 import tiny_models
 from test_quantisation import CASES, MOST_ERROR, error_of, kinds_of, opened
 
-from headrace.executor.checkpoints.quantisation import Stored, formats, forms_as_loaded
-from headrace.executor.checkpoints.quantisation.document import DOCS_PAGE, quantisation_page
+from headrace.executor.checkpoints.formats import Stored, formats, forms_as_loaded
+from headrace.executor.checkpoints.formats.document import DOCS_PAGE, quantisation_page
 from headrace.kernels.cpu import build
 
 STORED: dict[str, Stored] = {

@@ -19,10 +19,10 @@ from tiny_gguf import convert, save_gguf, saved_state
 from torch import Tensor
 
 from headrace import kernels
-from headrace.executor.checkpoints.gguf.architecture import UNUSED
-from headrace.executor.checkpoints.gguf.config import config_from_gguf
-from headrace.executor.checkpoints.gguf.file import GGUFFile
-from headrace.executor.checkpoints.gguf.header import GGUFHeader
+from headrace.executor.checkpoints.sources.gguf.architecture import UNUSED
+from headrace.executor.checkpoints.sources.gguf.config import config_from_gguf
+from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
+from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config

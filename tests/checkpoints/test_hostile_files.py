@@ -25,8 +25,8 @@ from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
 from headrace.executor.checkpoints import identity
-from headrace.executor.checkpoints.gguf.file import GGUFFile
-from headrace.executor.checkpoints.gguf.header import GGUFHeader
+from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
+from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
 from headrace.executor.checkpoints.weights import HeldWeights
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.regular_files import NoFileError, read_file

@@ -12,8 +12,8 @@ import torch
 
 from headrace.core.options.parsing import parse_options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
-from headrace.executor.checkpoints.library_readers import LIBRARIES
 from headrace.executor.checkpoints.load_formats import BY_LIBRARY
+from headrace.executor.checkpoints.sources.library_readers import LIBRARIES
 from headrace.ipc.failure import ModelError, OptionError
 
 
@@ -26,7 +26,7 @@ def test_a_library_that_is_not_installed_is_named_with_the_line_that_installs_it
     load_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent = {load_format: replace(LIBRARIES[load_format], package="not_a_package")}
-    monkeypatch.setattr("headrace.executor.checkpoints.library_readers.LIBRARIES", absent)
+    monkeypatch.setattr("headrace.executor.checkpoints.sources.library_readers.LIBRARIES", absent)
     expected = rf"needs not_a_package, which is not installed: in Headrace's clone, pip install '\.\[{load_format}\]'"
     with pytest.raises(OptionError, match=expected):
         open_checkpoint(parse_options(model=str(tmp_path), load_format=load_format))

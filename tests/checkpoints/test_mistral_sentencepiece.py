@@ -13,7 +13,7 @@ import tiny_models
 from test_tekken import CHAT, HAS_LIBRARY, WEATHER, load, put_library
 from test_tokenizer_bundle import TEXTS
 
-from headrace.executor.checkpoints import mistral
+from headrace.executor.checkpoints.tokenizers import mistral
 from headrace.ipc.failure import ModelError, OptionError
 
 CONTROL = (

@@ -16,8 +16,8 @@ from quantised_checkpoints import write
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
-from headrace.executor.checkpoints.quantisation import Format, formats
-from headrace.executor.checkpoints.quantisation._keys import ANY, READ, Keys, Refused
+from headrace.executor.checkpoints.formats import Format, formats
+from headrace.executor.checkpoints.formats._keys import ANY, READ, Keys, Refused
 from headrace.ipc.failure import HeadraceError, ModelError
 
 Path_ = tuple[str, ...]

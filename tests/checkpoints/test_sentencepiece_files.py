@@ -14,9 +14,9 @@ import tiny_models
 from test_tokenizer_bundle import TEXTS, bundle_of, ids_of, load_without_transformers
 from tokenizers import Tokenizer
 
-from headrace.executor.checkpoints import sentencepiece_files
-from headrace.executor.checkpoints.comparison_texts import TEXTS as COMPARED
-from headrace.executor.checkpoints.sentencepiece_files import MOST_DIFFERENT
+from headrace.executor.checkpoints.tokenizers import sentencepiece_files
+from headrace.executor.checkpoints.tokenizers.comparison_texts import TEXTS as COMPARED
+from headrace.executor.checkpoints.tokenizers.sentencepiece_files import MOST_DIFFERENT
 from headrace.frontend.text import tokenizer as frontend
 from headrace.ipc.failure import ModelError
 

@@ -17,7 +17,7 @@ from tiny_gguf import save_gguf
 from headrace import LLM, SamplingParams
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
-from headrace.executor.checkpoints.sharded_state import save
+from headrace.executor.checkpoints.sources.sharded_state import save
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.frontend.cli.main import main
 from headrace.ipc.failure import ModelError, OptionError

@@ -15,10 +15,10 @@ import pytest
 from test_tiktoken_files import TEXTS, by_rank, trained_ranks
 
 from headrace.core.options.parsing import parse_options
-from headrace.executor.checkpoints import mistral
 from headrace.executor.checkpoints.checkpoint import Checkpoint
-from headrace.executor.checkpoints.mistral.tekken import FIRST_SPECIAL
-from headrace.executor.checkpoints.tokenizer import load_bundle
+from headrace.executor.checkpoints.tokenizers import mistral
+from headrace.executor.checkpoints.tokenizers.mistral.tekken import FIRST_SPECIAL
+from headrace.executor.checkpoints.tokenizers.tokenizer import load_bundle
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import ModelError, OptionError
 

@@ -12,10 +12,10 @@ import tiny_models
 
 from headrace import LLM, SamplingParams
 from headrace.core.options.parsing import parse_options
-from headrace.executor.checkpoints import tensorizer_file
 from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from headrace.executor.checkpoints.identity import weights_identity
 from headrace.executor.checkpoints.load_formats import options_of_another
+from headrace.executor.checkpoints.sources import tensorizer_file
 from headrace.ipc.failure import ModelError, OptionError
 
 HAS_LIBRARY = util.find_spec(tensorizer_file.LIBRARY) is not None

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from headrace.core.options.parsing import parse_options
 from headrace.executor.checkpoints.checkpoint import Checkpoint
-from headrace.executor.checkpoints.tokenizer import load_bundle
+from headrace.executor.checkpoints.tokenizers.tokenizer import load_bundle
 from headrace.ipc.failure import ModelError
 
 # As the models' own code has them.

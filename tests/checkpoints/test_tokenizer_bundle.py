@@ -16,9 +16,9 @@ from tiny_gguf import save_gguf
 from tokenizers import Tokenizer, processors
 
 from headrace.core.options.engine_options import Options
-from headrace.executor.checkpoints import sentencepiece_files
 from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from headrace.executor.checkpoints.tokenizer import load_bundle
+from headrace.executor.checkpoints.tokenizers import sentencepiece_files
+from headrace.executor.checkpoints.tokenizers.tokenizer import load_bundle
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import TokenizerBundle
 
@@ -169,7 +169,7 @@ def load_without_transformers(path: Path) -> int:
     program = (
         "import sys; from headrace.core.options.engine_options import Options; "
         "from headrace.executor.checkpoints.checkpoint import open_checkpoint; "
-        "from headrace.executor.checkpoints.tokenizer import load_bundle; "
+        "from headrace.executor.checkpoints.tokenizers.tokenizer import load_bundle; "
         "bundle = load_bundle(open_checkpoint(Options(model=sys.argv[1], load_format='dummy')), Options()); "
         "assert 'transformers' not in sys.modules; print(len(bundle.tokenizer_json))"
     )

@@ -12,8 +12,8 @@ from fake_tokenizers import byte_level_tokenizer
 
 from headrace.core.options.parsing import parse_options
 from headrace.executor.checkpoints.checkpoint import Checkpoint
-from headrace.executor.checkpoints.tokenizer import load_bundle
-from headrace.executor.checkpoints.tokenizer_growth import MOST_ADDED, check_growth
+from headrace.executor.checkpoints.tokenizers.tokenizer import load_bundle
+from headrace.executor.checkpoints.tokenizers.tokenizer_growth import MOST_ADDED, check_growth
 from headrace.ipc.failure import ModelError
 
 LONG = "x" * (1 << 20)

@@ -22,11 +22,11 @@ from tokenizers import AddedToken, Tokenizer, processors
 from transformers import GenerationConfig
 
 from headrace.core.options.engine_options import Options
-from headrace.executor.checkpoints import sentencepiece_files
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.checkpoints.generation_keys import IDLE, UNSET
-from headrace.executor.checkpoints.tokenizer import end_of_tokenizer
-from headrace.executor.checkpoints.tokenizer_keys import (
+from headrace.executor.checkpoints.tokenizers import sentencepiece_files
+from headrace.executor.checkpoints.tokenizers.tokenizer import end_of_tokenizer
+from headrace.executor.checkpoints.tokenizers.tokenizer_keys import (
     GGUF,
     GGUF_BESIDE,
     NOT_IN_BPE,

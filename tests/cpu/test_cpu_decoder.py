@@ -35,7 +35,7 @@ from test_models import (
 from tiny_gguf import save_gguf
 from torch import Tensor
 
-from headrace.executor.checkpoints.gguf.file import GGUFFile
+from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.cpu.decoder import CpuDecoder, why_not
 from headrace.executor.cpu.program import StepLimits

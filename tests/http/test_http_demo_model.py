@@ -111,7 +111,7 @@ def test_log_probabilities_are_transformers(sdk, server, demo_model_path):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from headrace.executor.checkpoints.gguf.file import GGUFFile
+    from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
 
     file = GGUFFile(demo_model_path)
     weights = file.weights()

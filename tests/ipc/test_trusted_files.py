@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from headrace.executor import library_caches
-from headrace.executor.checkpoints import converted_tokenizers, demo_model
+from headrace.executor.checkpoints import demo_model
+from headrace.executor.checkpoints.tokenizers import converted_tokenizers
 from headrace.frontend.text import tokenizer_cache
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo
 from headrace.ipc.process import own_folder, runtime_directory, trusted_files

@@ -10,7 +10,7 @@ import torch
 from all_at_once import generate_all_at_once
 
 from headrace import LLM, RequestOutput, SamplingParams
-from headrace.executor.checkpoints.gguf.file import GGUFFile
+from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
 
 pytestmark = pytest.mark.demo_model
 

@@ -17,7 +17,7 @@ from tiny_families import FAMILIES
 from tiny_models import state_of
 
 from headrace import LLM, HeadraceError, SamplingParams, kernels
-from headrace.executor.checkpoints.quantisation.cache_scales import cache_scales
+from headrace.executor.checkpoints.formats.cache_scales import cache_scales
 from headrace.executor.cpu.decoder import why_not
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config

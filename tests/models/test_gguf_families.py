@@ -12,9 +12,9 @@ from gguf_cases import CASES, Source, mixture, plain
 from test_mixtures import MIXTURE_ERROR, error, logits_of, program_of
 
 from headrace import LLM, SamplingParams
-from headrace.executor.checkpoints.gguf.config import ARCHITECTURES
-from headrace.executor.checkpoints.gguf.file import GGUFFile
-from headrace.executor.checkpoints.gguf.mixtures import MIXTRAL
+from headrace.executor.checkpoints.sources.gguf.config import ARCHITECTURES
+from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
+from headrace.executor.checkpoints.sources.gguf.mixtures import MIXTRAL
 from headrace.executor.models.families import spec_from_config
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"

@@ -18,7 +18,7 @@ from tiny_gguf import save_gguf
 from tiny_models import state_of
 from torch import Tensor
 
-from headrace.executor.checkpoints.gguf.file import GGUFFile
+from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.cpu.weights import Blocks
 from headrace.executor.gpu.kernels import Rounding, quantising, to_int4, to_int8

@@ -15,7 +15,7 @@ from tiny_models import state_of
 from torch import Tensor
 
 from headrace import kernels
-from headrace.executor.checkpoints.gguf.file import GGUFFile
+from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config

@@ -14,7 +14,7 @@ from rounded_cache import RoundedCache
 from headrace import LLM, SamplingParams
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
-from headrace.executor.checkpoints.tokenizer import load_bundle
+from headrace.executor.checkpoints.tokenizers.tokenizer import load_bundle
 from headrace.frontend.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.demo_model, pytest.mark.system]

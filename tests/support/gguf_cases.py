@@ -22,7 +22,7 @@ from tiny_mixtures import PHIMOE_LONGROPE
 from tiny_models import TINY_MODELS
 from torch import Tensor
 
-from headrace.executor.checkpoints.gguf.mixtures import PHIMOE_ATTENTION_FACTOR
+from headrace.executor.checkpoints.sources.gguf.mixtures import PHIMOE_ATTENTION_FACTOR
 
 LLAMA3_WIDE = {
     "hidden_size": 256,

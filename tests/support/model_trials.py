@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
 def read(path: str) -> None:
     from headrace.core.options.engine_options import Options
     from headrace.executor.checkpoints.checkpoint import open_checkpoint
-    from headrace.executor.checkpoints.tokenizer import end_of_tokenizer, load_bundle
+    from headrace.executor.checkpoints.tokenizers.tokenizer import end_of_tokenizer, load_bundle
 
     options = Options(model=path)
     checkpoint = open_checkpoint(options)
@@ -79,10 +79,10 @@ def in_a_fork(path: str, options: dict[str, Any] | None) -> str:
 def main() -> None:
     # What a model needs is imported once, without a thread, which a fork would not have.
     import headrace.core.engine.engine
-    import headrace.executor.checkpoints.converted_tokenizers
-    import headrace.executor.checkpoints.gguf.file
-    import headrace.executor.checkpoints.gguf.tokenizer
-    import headrace.executor.checkpoints.tokenizer
+    import headrace.executor.checkpoints.sources.gguf.file
+    import headrace.executor.checkpoints.sources.gguf.tokenizer
+    import headrace.executor.checkpoints.tokenizers.converted_tokenizers
+    import headrace.executor.checkpoints.tokenizers.tokenizer
     import headrace.executor.cpu.rank
     import headrace.executor.placement.in_process  # noqa: F401
     from headrace.executor.models import families

@@ -16,7 +16,7 @@ from null_with_tokenizer import _ParrotRows
 from tokenizers import Tokenizer
 
 from headrace.core.options.engine_options import Options
-from headrace.executor.checkpoints.tokenizer import _fast
+from headrace.executor.checkpoints.tokenizers.tokenizer import _fast
 from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import NewRow

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = parse_options(**given)
     check_engine_is_installed("numpy", "torch")
     # A separate process: reading weights needs torch, which must not be loaded here.
-    command = python_command("-m", "headrace.executor.checkpoints.sharded_state", arguments.output)
+    command = python_command("-m", "headrace.executor.checkpoints.sources.sharded_state", arguments.output)
     done = subprocess.run(
         command,
         input=msgspec.json.encode(options),

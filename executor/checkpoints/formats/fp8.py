@@ -1,0 +1,122 @@
+"""fp8 as Hugging Face, DeepSeek and FBGEMM store it: `weight` in float8_e4m3fn, with its scales.
+
+`weight_scale` is one for the matrix or for each row; `weight_scale_inv`, with `weight_block_size`, for blocks
+(DeepSeek-V3, section 3.3). Codes are multiplied by either, but divided by it if `weight_scale_semantics` is inverse
+(GPTQModel). Scales that are powers of two may be stored as their exponents (e8m0). Scales of activations are ignored,
+since activations stay floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from headrace.executor.checkpoints.formats import (
+    EXPONENTS,
+    FLOATS,
+    FLOATS_OF_8_BITS,
+    Config,
+    Dtypes,
+    Format,
+    Parts,
+    Shapes,
+    Stored,
+)
+from headrace.executor.checkpoints.formats._keys import (
+    BY_TENSORS,
+    COMMON,
+    OF_CACHE,
+    OF_INPUTS,
+    OF_TOOLS,
+    READ,
+    SEARCH,
+    Keys,
+    Refused,
+    keys,
+)
+from headrace.executor.checkpoints.formats._scaled import floats_of_8_bits
+from headrace.ipc.failure import ModelError
+from headrace.kernels.grouped import GroupedWeight
+
+SCALES = ("weight_scale_inv", "weight_scale")
+
+
+@dataclass(frozen=True)
+class Fp8(Format):
+    names = ("fp8", "fbgemm_fp8")
+    stored = (
+        Stored(
+            "float8_e4m3fn, a scale for the matrix, each row (FBGEMM), or blocks of 128 x 128 (DeepSeek), as a number "
+            "or as an exponent of two; activations stay in floats",
+            ("e4m3",),
+            ("fp8 matrix", "fp8 rows", "fp8 blocks", "fp8 exponents", "fp8 exponents as bytes", "fp8 divisors"),
+        ),
+    )
+    made_by = "GPTQModel 7.6 (benchmarks/quantised_tools.py), a writer in tests"
+    marks = SCALES
+    keys: ClassVar[Keys] = {
+        **COMMON,
+        **OF_TOOLS,
+        **keys(
+            READ, "weight_block_size", "weight_scale_semantics", "fmt", "format", "checkpoint_format", "expert_dtype"
+        ),
+        **keys(BY_TENSORS, "scale_fmt", "store_dtype", "weight_scale_method", "bits", "group_size", "sym"),
+        **keys(OF_INPUTS, "activation_scale_ub"),
+        **keys(OF_CACHE, "kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method"),
+        **keys(SEARCH, "method", "data_type", "desc_act", "quant_type"),
+        "dynamic": Refused("fp8 weights whose settings differ between modules are not supported"),
+    }
+    block: tuple[int, int] | None
+    """Rows and columns of a block that shares a scale; None: the matrix or each row has one."""
+    divides: bool = False
+    """Whether codes are divided by the stored scales."""
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        block, semantics = config.get("weight_block_size"), config.get("weight_scale_semantics")
+        for key in ("fmt", "format", "checkpoint_format"):
+            if config.get(key) and "e4m3" not in str(config[key]).lower() and str(config[key]).lower() != "fp8":
+                raise ModelError(f"the fp8 config's {key} is {config[key]!r}; e4m3 is known")
+        if config.get("expert_dtype") not in (None, "fp8"):
+            raise ModelError(f"the fp8 config's expert_dtype is {config['expert_dtype']!r}; fp8 is known")
+        if semantics not in (None, "inverse"):
+            raise ModelError(f"the fp8 config's weight_scale_semantics is {semantics!r}; inverse is known")
+        divides = semantics is not None
+        if block is None:
+            return cls(None, divides)
+        numbers = block if isinstance(block, list | tuple) else ()
+        if len(numbers) != 2 or not all(isinstance(each, int) and each > 0 for each in numbers):
+            raise ModelError(f"the fp8 config's weight_block_size is {block!r}; two whole numbers are expected")
+        return cls((numbers[0], numbers[1]), divides)
+
+    def scheme(self, module: str) -> str:
+        return "fp8" if self.block is None else f"fp8 in blocks of {self.block[0]} x {self.block[1]}"
+
+    def parts(self, module: str, held: Container[str]) -> Parts:
+        usual = "weight_scale" if self.block is None else "weight_scale_inv"
+        scales = next((name for name in SCALES if f"{module}.{name}" in held), usual)
+        return {"weight": f"{module}.weight", "scales": f"{module}.{scales}"}
+
+    def dtypes(self, module: str) -> Dtypes:
+        return {"weight": FLOATS_OF_8_BITS, "scales": (*FLOATS, *EXPONENTS)}
+
+    def beside(self, module: str) -> tuple[str, ...]:
+        return ("input_scale", "activation_scale", "input_scale_ub")
+
+    def shape(self, module: str, shapes: Shapes) -> tuple[int, int]:
+        n, k = shapes["weight"]
+        return n, k
+
+    def group(self, module: str, columns: int) -> int:
+        return columns if self.block is None else self.block[1]
+
+    def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
+        scales = tensors["scales"]
+        own = 1 / scales.float() if self.divides else scales
+        return floats_of_8_bits(module, tensors["weight"], own, block=self.block)
+
+
+FORMAT = Fp8

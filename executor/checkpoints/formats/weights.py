@@ -1,0 +1,143 @@
+"""A `WeightSource` of a quantised checkpoint, which has the names and shapes of the unquantised one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.executor.checkpoints.declared_weights import stored_weights
+from headrace.executor.checkpoints.formats import Format, Parts, expect, lacking
+from headrace.executor.checkpoints.formats.cache_scales import OF_CACHE
+from headrace.executor.checkpoints.weights import WeightSource, bounds
+from headrace.executor.models.arch import ArchSpec
+from headrace.ipc.failure import ModelError
+from headrace.kernels.grouped import SCALE_DTYPES, GroupedWeight
+
+
+class QuantisedWeights:
+    """A `WeightSource` around one of the stored tensors. `packed` returns a quantised matrix, `get` its dequantised
+    values in float32.
+
+    Raises ModelError if config and tensors disagree: on construction if tensors are missing, otherwise on reading.
+    """
+
+    def __init__(self, source: WeightSource, format_: Format, spec: ArchSpec) -> None:
+        self._source, self._format = source, format_
+        held = source.names()
+        as_floats = held | {f"{name.rpartition('.')[0]}.weight" for name in held}
+        self._parts: dict[str, Parts] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        weights = {weight.name: weight for weight in stored_weights(spec, as_floats)}
+        stored, entries = set[str](), dict[str, int]()
+        for weight in weights.values():
+            module = weight.name.removesuffix(".weight")
+            if len(weight.dimensions) != 2 or not weight.name.endswith(".weight"):
+                continue
+            if not format_.marked(module, held):
+                if weight.name in held and source.shape(weight.name) != weight.shape:
+                    self._check_floats(weight.name, source.get(weight.name, rows=slice(0, 0)).dtype)
+                continue
+            parts = format_.parts(module, held)
+            if missing := [name for name in parts.values() if name not in held]:
+                raise lacking(format_, module, missing)
+            if (entry := format_.entry(module)) is not None:
+                entries |= {name: max(entry + 1, entries.get(name, 0)) for name in parts.values()}
+            self._parts[weight.name], self._shapes[weight.name] = parts, weight.shape
+            stored |= {*parts.values(), *(f"{module}.{name}" for name in format_.beside(module))}
+            bias = f"{module}.bias"
+            if bias in held and bias not in weights and not source.get(bias).any():
+                stored.add(bias)  # some tools write biases of zeros for models without biases
+        if not self._parts:
+            raise ModelError(
+                f"the config says that the weights are quantised ({format_.names[0]}), and none of them is stored so"
+            )
+        for name, count in entries.items():
+            if (found := source.shape(name)[0]) != count:
+                raise ModelError(f"{name} holds {found} matrices, but the config needs {count}")
+        stored |= {name for name in held if OF_CACHE.search(name)}
+        self._names = frozenset(held - stored | self._parts.keys())
+
+    def names(self) -> frozenset[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        parts = self._parts.get(name)
+        if parts is None:
+            return self._source.shape(name)
+        shapes = {part: self._source.shape(each) for part, each in parts.items()}
+        try:
+            return self._format.shape(_module(name), shapes) or self._shapes[name]
+        except ValueError as error:
+            said = ", ".join(f"{parts[part]} is {list(shape)}" for part, shape in shapes.items())
+            raise ModelError(f"the quantised weights of {_module(name)} are no matrix: {said}") from error
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        if name not in self._parts:
+            found = self._source.get(name, rows=rows, columns=columns)
+            self._check_floats(name, found.dtype)
+            return found
+        height, width = self.shape(name)
+        first, last = bounds(rows, height)
+        whole = self._read(name).part(slice(first, last), slice(0, width))
+        return whole.floats()[:, slice(*bounds(columns, width))].contiguous()
+
+    def packed(self, name: str) -> GroupedWeight | None:
+        """The whole quantised matrix; None for weights in floats."""
+        return self._read(name) if name in self._parts else None
+
+    def group_of(self, name: str) -> int | None:
+        """Number of neighbours in a row that share a scale, which ranks cannot divide; None for weights in floats."""
+        if name not in self._parts:
+            return None
+        columns = self.shape(name)[1]
+        size = self._format.group(_module(name), columns)
+        return size if size < columns else 1  # a scale of a whole row fits any part of it
+
+    def _check_floats(self, name: str, dtype: torch.dtype) -> None:
+        """Raises ModelError if a tensor that is not marked as quantised is not stored as floats."""
+        if dtype in SCALE_DTYPES or dtype == torch.float64:
+            return
+        module = _module(name)
+        if name == module or not self._format.marks or len(self._source.shape(name)) != 2:
+            raise ModelError(f"{name} is stored as {_said(dtype)}; a type of floats is expected")
+        held = self._source.names()
+        missing = [each for each in self._format.parts(module, held).values() if each not in held]
+        raise lacking(self._format, module, missing)
+
+    def _read(self, name: str) -> GroupedWeight:
+        module = _module(name)
+        entry = self._format.entry(module)
+        own = None if entry is None else slice(entry, entry + 1)
+        tensors = {part: self._source.get(each, rows=own) for part, each in self._parts[name].items()}
+        if own is not None:
+            tensors = {part: each[0] for part, each in tensors.items()}
+        dtypes = self._format.dtypes(module)
+        for part, tensor in tensors.items():
+            if tensor.dtype not in dtypes[part]:
+                wanted = " or ".join(_said(each) for each in dtypes[part])
+                stored = f"{self._parts[name][part]} is stored as {_said(tensor.dtype)}; {wanted} is expected"
+                expect(False, module, stored)
+        try:
+            found = self._format.read(module, tensors)
+        except ValueError as error:
+            raise ModelError(f"the quantised weights of {module} do not fit together: {error}") from error
+        if found.shape != self.shape(name):
+            raise ModelError(
+                f"the quantised weights of {module} are {list(found.shape)}, but the config needs "
+                f"{list(self.shape(name))}"
+            )
+        if found.kind == "e4m3" and ((found.codes & 0x7F) == 0x7F).any():
+            raise ModelError(f"the quantised weights of {module} hold NaN")
+        if not bool(torch.isfinite(found.scales).all()):
+            raise ModelError(f"the scales of {module} are not all finite numbers")
+        if found.zeros is not None and not bool(torch.isfinite(found.zeros).all()):
+            raise ModelError(f"the zero points of {module} are not all finite numbers")
+        return found
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,267 @@
+"""Converts a GGUF file's metadata to a Hugging Face config. What is specific to an architecture is in `dense.py` and
+`mixtures.py`."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from headrace.executor.checkpoints.sources.gguf.architecture import Fields, GGUFArchitecture
+from headrace.executor.checkpoints.sources.gguf.dense import DENSE
+from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
+from headrace.executor.checkpoints.sources.gguf.mixtures import MIXTRAL, MIXTURES, mixture
+from headrace.executor.checkpoints.sources.gguf.special_tokens import end_token_ids
+from headrace.executor.models.families._config import MOST
+from headrace.ipc.failure import ModelError
+from headrace.ipc.process.log import printable
+
+logger = logging.getLogger(__name__)
+ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType({**DENSE, **MIXTURES})
+SAMPLING_KEYS = MappingProxyType(
+    {
+        "temp": "temperature",
+        "top_k": "top_k",
+        "top_p": "top_p",
+        "min_p": "min_p",
+        "penalty_repeat": "repetition_penalty",
+    }
+)
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+# Parameters of the published Llama 3 scaling, which `_llama3_scaling` tries first.
+LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT = 1.0, 4.0, 8192
+
+
+def architecture_of(header: GGUFHeader) -> GGUFArchitecture:
+    """The file's architecture. Raises ModelError if its metadata names none, or one that is not supported."""
+    name = header.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise ModelError(f"{header.path} holds no model: its metadata has no general.architecture")
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"{header.path} is of architecture {name}; supported in GGUF files are {', '.join(sorted(ARCHITECTURES))}"
+        )
+    found = MIXTRAL if name == "llama" and header.metadata.get("llama.expert_count") else ARCHITECTURES[name]
+    if header.metadata.get(f"{name}.expert_count") and not found.is_mixture:
+        raise ModelError(f"{header.path} is a mixture of experts ({name}), which this architecture is not known to be")
+    return found
+
+
+def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
+    """The content of the equivalent config.json. Raises ModelError, naming the key that is missing or wrong."""
+    architecture = architecture_of(header)
+    fields = Fields(header)
+    tensors = header.tensors
+    if "token_embd.weight" not in tensors:
+        raise ModelError(f"{header.path} has no tensor token_embd.weight; it is not a whole language model")
+    num_heads = fields.count("attention.head_count", most=MOST["num_attention_heads"])
+    hidden_size = fields.count("embedding_length")
+    num_layers = fields.count("block_count", most=MOST["num_hidden_layers"]) - fields.integer("nextn_predict_layers", 0)
+    if num_layers < 1:
+        raise ModelError(f"{header.path}: {num_layers} layers ({fields.prefix}.block_count less nextn_predict_layers)")
+    rotary_dim = fields.count("rope.dimension_count") if fields.has("rope.dimension_count") else 0
+    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
+    if head_dim < 1:
+        raise ModelError(
+            f"{header.path}: heads of {head_dim} values each ({fields.prefix}.embedding_length is {hidden_size}, "
+            f"attention.head_count {num_heads}); at least 1 is expected"
+        )
+    config: dict[str, Any] = {
+        "architectures": [architecture.architecture],
+        "model_type": architecture.model_type,
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.integers("feed_forward_length", 0 if architecture.is_mixture else None),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": fields.count("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": fields.integer("context_length"),
+        **_eps(fields),
+        "rope_theta": _theta(fields),
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
+    if rotary_dim:
+        config["partial_rotary_factor"] = rotary_dim / head_dim
+    if scaling := _rope_scaling(fields, config):
+        config["rope_scaling"] = scaling
+    if architecture.is_mixture:
+        config |= mixture(fields, config, architecture)
+    if architecture.extra is not None:
+        config |= architecture.extra(fields, config)
+    _expect_common(fields, config)
+    fields.check_unread()
+    return config | _token_ids(header)
+
+
+def _theta(fields: Fields) -> float:
+    theta = fields.number("rope.freq_base", 10000.0)
+    if theta <= 1:
+        raise ModelError(f"{fields.header.path}: {fields.prefix}.rope.freq_base is {theta}; more than 1 is expected")
+    return theta
+
+
+def _expect_common(fields: Fields, config: Mapping[str, Any]) -> None:
+    """Checks keys whose values must be those of others that are computed with."""
+    head_dim = config["head_dim"]
+    rotary_dim = fields.integer("rope.dimension_count", head_dim)
+    fields.expect("attention.key_length_swa", head_dim)
+    fields.expect("attention.value_length_swa", head_dim)
+    if "kv_lora_rank" in config:
+        value_dim, is_compressed = config["v_head_dim"], fields.has("attention.value_length_mla")
+        fields.expect("attention.value_length_mla", value_dim)
+        fields.expect("attention.key_length_mla", config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+        fields.expect("attention.value_length", config["kv_lora_rank"] if is_compressed else value_dim)
+    else:
+        fields.expect("attention.value_length", head_dim)
+    fields.expect("rope.dimension_count_swa", rotary_dim)
+    if "rope_local_base_freq" not in config:
+        fields.expect("rope.freq_base_swa", config["rope_theta"])
+    fields.expect("embedding_length_out", config["hidden_size"])
+
+
+def _eps(fields: Fields) -> dict[str, float]:
+    """The norms' eps, under all names that families use for it."""
+    if fields.has("attention.layer_norm_epsilon"):
+        keys = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+        return dict.fromkeys(keys, fields.number("attention.layer_norm_epsilon"))
+    return {"rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon")}
+
+
+def _rope_scaling(fields: Fields, config: dict[str, Any]) -> dict[str, Any] | None:
+    """As llama.cpp scales: a factor without a type is linear, `none` scales nothing, and factors of each frequency
+    (tensors) come besides."""
+    kind, factor = fields.get("rope.scaling.type", (str,), "linear"), fields.number("rope.scaling.factor", 0.0)
+    old = fields.number("rope.scale_linear", 0.0)
+    factor = 1.0 if kind == "none" else factor or old or 1.0
+    magnitude = fields.number("rope.scaling.attn_factor", 1.0)
+    factors = fields.header.tensors.get("rope_freqs.weight")
+    if LONG_FACTORS in fields.header.tensors or SHORT_FACTORS in fields.header.tensors:
+        if kind not in ("none", "linear", "longrope"):
+            fields.expect("rope.scaling.type", "longrope")
+        return _longrope(fields, config, factor)
+    if kind == "yarn" and factor != 1.0 and factors is None:
+        return _yarn(fields, factor, magnitude)
+    fields.expect("rope.scaling.attn_factor", 1.0)
+    if kind not in ("none", "linear", "longrope", "yarn"):
+        raise ModelError(
+            f"{fields.header.path}: the metadata key {fields.prefix}.rope.scaling.type is {kind!r:.80}; none, linear, "
+            "yarn and longrope are supported"
+        )
+    if factors is not None:
+        return _scaled_by_frequency(fields, factors.data.reshape(-1).view("<f4"), factor, config)
+    return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+
+
+def _yarn(fields: Fields, factor: float, magnitude: float) -> dict[str, Any]:
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    if fields.has("rope.scaling.original_context_length"):
+        scaling["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
+    for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+        if fields.has(f"rope.scaling.{key}"):
+            scaling[name] = fields.number(f"rope.scaling.{key}")
+    if magnitude != 1.0:  # a further factor of cos and sin, besides YaRN's own
+        scaling["attention_factor"] = magnitude * (1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0)
+    return scaling
+
+
+def _longrope(fields: Fields, config: dict[str, Any], factor: float) -> dict[str, Any]:
+    """Parameters of LongRoPE, whose factors are tensors of the file; `factor` divides all frequencies besides. Raises
+    ModelError if one of the two is missing."""
+    tensors = fields.header.tensors
+    for name, other in ((SHORT_FACTORS, LONG_FACTORS), (LONG_FACTORS, SHORT_FACTORS)):
+        if name not in tensors:
+            raise ModelError(f"{fields.header.path} has a tensor {other} and no {name}")
+    short, long = (
+        [float(str(each)) * factor for each in tensors[name].data.reshape(-1).view("<f4")]
+        for name in (SHORT_FACTORS, LONG_FACTORS)
+    )
+    original = fields.count("rope.scaling.original_context_length", config["max_position_embeddings"])
+    found = {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "original_max_position_embeddings": original,
+    }
+    if fields.has("rope.scaling.attn_factor"):
+        found["attention_factor"] = fields.number("rope.scaling.attn_factor")
+    return found
+
+
+def _scaled_by_frequency(
+    fields: Fields, factors: np.ndarray, factor: float, config: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Divisors of each frequency, as Llama 3's parameters if they follow its rule, else as they are. None if they
+    scale nothing. factors: [rotary dimensions / 2] float32. factor: divides all besides."""
+    if factor == 1.0:
+        if (factors == 1.0).all():
+            return None
+        if (found := _llama3_scaling(factors, config)) is not None:
+            return found
+    divisors = [float(str(each)) * factor for each in factors]
+    return {
+        "rope_type": "longrope",
+        "short_factor": divisors,
+        "long_factor": divisors,
+        "original_max_position_embeddings": config["max_position_embeddings"],
+        "attention_factor": 1.0,
+    }
+
+
+def _llama3_scaling(factors: np.ndarray, config: dict[str, Any]) -> dict[str, Any] | None:
+    """Reconstructs Llama 3's rope scaling parameters from the factors that the converter computed from them. None if
+    the factors do not follow this rule.
+
+    factors: [rotary dimensions / 2] float32, the divisor of each frequency: 1 for short wavelengths, `factor` for long
+    ones, and 1 / ((1 - s) / factor + s) between, where s is linear in the frequency. They determine the original
+    context and the two thresholds only up to a common factor, so the lower threshold is set to Llama's 1.
+    """
+    factor = float(factors.max())
+    if factor <= 1.0:
+        return None
+    frequencies = config["rope_theta"] ** -(np.arange(len(factors)) / len(factors)) / (2 * math.pi)
+    candidates = [(LLAMA3_LOW, LLAMA3_HIGH, float(LLAMA3_CONTEXT))]
+    between = (factors > 1.0 + 1e-4) & (factors < factor * (1 - 1e-4))
+    if between.sum() >= 2:
+        smooth = (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
+        slope, start = np.polyfit(frequencies[between], smooth, 1)
+        if slope > 0 > start:
+            high = LLAMA3_LOW * (1 - 1 / start)
+            candidates.append((LLAMA3_LOW, round(high, 3), float(round(slope * (high - LLAMA3_LOW)))))
+    for low, high, context in candidates:
+        smooth = np.clip((context * frequencies - low) / (high - low), 0, 1)
+        if np.allclose(1 / ((1 - smooth) / factor + smooth), factors, rtol=1e-3):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": int(context),
+            }
+    return None
+
+
+def _token_ids(header: GGUFHeader) -> dict[str, Any]:
+    """bos, eos and pad token ids under Hugging Face's names; several eos ids are a list."""
+    metadata = header.metadata
+    found: dict[str, Any] = {}
+    for key, name in (("bos_token_id", "bos_token_id"), ("padding_token_id", "pad_token_id")):
+        if isinstance(metadata.get(f"tokenizer.ggml.{key}"), int):
+            found[name] = metadata[f"tokenizer.ggml.{key}"]
+    if ends := end_token_ids(header):
+        found["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    return found
+
+
+def sampling_from_gguf(header: GGUFHeader) -> dict[str, Any]:
+    """The content of the equivalent generation_config.json: sampling defaults in the metadata."""
+    start = "general.sampling."
+    given = {key.removeprefix(start): value for key, value in header.metadata.items() if key.startswith(start)}
+    if others := [key for key, value in given.items() if key not in SAMPLING_KEYS and value not in (0, -1, "")]:
+        logger.warning("%s: defaults of sampling that are not used: %s", header.path, printable(", ".join(others)))
+    values = {name: given.get(key) for key, name in SAMPLING_KEYS.items()}
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}

@@ -1,0 +1,282 @@
+"""GGUF architectures without experts, by the name in a file's `general.architecture`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import NormalDist
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from headrace.executor.checkpoints.sources.gguf.architecture import Fields, GGUFArchitecture
+from headrace.ipc.failure import ModelError
+
+Config = Mapping[str, Any]
+GEMMA_27B_LAYERS = MappingProxyType({"gemma2": 46, "gemma3_text": 62})
+GEMMA2_DEFAULTS = (4096, 50.0, 30.0)
+"""The sliding window and the soft caps of scores and logits of Gemma 2 files that do not have them."""
+BAICHUAN_13B_LAYERS = 40
+ALIBI_BIAS = 8.0
+"""llama.cpp's constant for architectures whose files have no `attention.max_alibi_bias`."""
+# Parameters that MiniCPM 3's files do not have, nor MiniCPM's older ones; llama.cpp's code has them as constants.
+MINICPM3 = MappingProxyType({"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256})
+
+
+def biases(fields: Fields, config: Config) -> dict[str, Any]:
+    """Which projections have biases, in the fields of Llama's config."""
+    return {
+        "hidden_act": "silu",
+        "attention_bias": fields.holds("blk.0.attn_q.bias"),
+        "attention_out_bias": fields.holds("blk.0.attn_output.bias"),
+        "mlp_bias": fields.holds("blk.0.ffn_down.bias"),
+    }
+
+
+def query_biases(fields: Fields, config: Config) -> dict[str, Any]:
+    return {"attention_bias": fields.holds("blk.0.attn_q.bias")}
+
+
+def granite(fields: Fields, config: Config) -> dict[str, Any]:
+    fields.expect("rope.scaling.finetuned", True)  # by false, llama.cpp leaves out the rotation of this architecture
+    return biases(fields, config) | {
+        "attention_multiplier": fields.number("attention.scale", 0.0) or config["head_dim"] ** -0.5,
+        "embedding_multiplier": fields.number("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": fields.number("residual_scale", 0.0) or 1.0,
+        "logits_scaling": fields.number("logit_scale"),
+    }
+
+
+def window(fields: Fields, config: Config) -> dict[str, Any]:
+    return {"sliding_window": fields.integer("attention.sliding_window", 0) or None}
+
+
+def _starcoder2(fields: Fields, config: Config) -> dict[str, Any]:
+    return {"hidden_act": "gelu_pytorch_tanh", "use_bias": fields.holds("blk.0.attn_q.bias")}
+
+
+def _stablelm(fields: Fields, config: Config) -> dict[str, Any]:
+    return {
+        "use_parallel_residual": fields.flag("use_parallel_residual", False),
+        "use_qkv_bias": fields.holds("blk.0.attn_q.bias"),
+    }
+
+
+def _command_r(fields: Fields, config: Config) -> dict[str, Any]:
+    return {"logit_scale": fields.number("logit_scale"), "use_qk_norm": fields.holds("blk.0.attn_q_norm.weight")}
+
+
+def layers_with_windows(fields: Fields, config: Config) -> dict[str, Any]:
+    return window(fields, config) | fields.sliding_layers(config["num_hidden_layers"])
+
+
+def _cohere2(fields: Fields, config: Config) -> dict[str, Any]:
+    return layers_with_windows(fields, config) | {"logit_scale": fields.number("logit_scale")}
+
+
+def _seed_oss(fields: Fields, config: Config) -> dict[str, Any]:
+    return {
+        "attention_bias": fields.holds("blk.0.attn_q.bias"),
+        "attention_out_bias": fields.holds("blk.0.attn_output.bias"),
+        "mlp_bias": fields.holds("blk.0.ffn_down.bias"),
+    }
+
+
+def _squared_relu(fields: Fields, config: Config) -> dict[str, Any]:
+    return biases(fields, config) | {"hidden_act": "relu2"}
+
+
+def _clipped(fields: Fields, config: Config) -> dict[str, Any]:
+    return {"clip_qkv": fields.number("attention.clamp_kqv", 0.0) or None}
+
+
+def _olmo2(fields: Fields, config: Config) -> dict[str, Any]:
+    """OLMo 3 files have OLMo 2's architecture name, and a sliding window."""
+    found = layers_with_windows(fields, config)
+    if found["sliding_window"] is None:
+        return {}
+    return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"} | found
+
+
+def _exaone4(fields: Fields, config: Config) -> dict[str, Any]:
+    found = layers_with_windows(fields, config)
+    if found["sliding_window"] is None:
+        return found | {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    return found
+
+
+def _gemma(fields: Fields, config: Config) -> dict[str, Any]:
+    """Adds what only llama.cpp has, not the file: the query scale and the rotary base of Gemma 3's sliding layers."""
+    layers = config["num_hidden_layers"]
+    per_head = config["hidden_size"] // config["num_attention_heads"]
+    is_27b = layers == GEMMA_27B_LAYERS[config["model_type"]]
+    found: dict[str, Any] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": per_head if is_27b else config["head_dim"],
+    }
+    if config["model_type"] == "gemma3_text":
+        found["rope_local_base_freq"] = fields.number("rope.freq_base_swa", 10000.0)
+        found["rope_theta"] = fields.number("rope.freq_base", 1_000_000.0)
+    is_second = config["model_type"] == "gemma2"
+    window, *caps = GEMMA2_DEFAULTS if is_second else (0, 0.0, 0.0)
+    for key, default in zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True):
+        found[key] = fields.number(key, default) or None
+    found |= fields.sliding_layers(layers)
+    size = fields.integer("attention.sliding_window", window)
+    if size:
+        found["sliding_window"] = size
+    else:
+        found["layer_types"] = ["full_attention"] * layers
+    return found
+
+
+def _gemma3n(fields: Fields, config: Config) -> dict[str, Any]:
+    """Takes sizes without a metadata key from tensors. The file has each layer's sparsity as a number of standard
+    deviations above the mean (minus infinity: dense); the config has it as the fraction that becomes 0."""
+    least = fields.floats("activation_sparsity_scale") or [-math.inf] * config["num_hidden_layers"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": fields.integer("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": fields.rows("per_layer_token_embd.weight"),
+        "laurel_rank": fields.rows("blk.0.laurel_l.weight"),
+        "altup_num_inputs": fields.integer("altup.num_inputs"),
+        "altup_active_idx": fields.integer("altup.active_idx"),
+        "num_kv_shared_layers": fields.integer("attention.shared_kv_layers"),
+        # The file's deviations are float32, so seven digits of the fraction are significant.
+        "activation_sparsity_pattern": [round(NormalDist().cdf(each), 7) for each in least],
+        **fields.sliding_layers(config["num_hidden_layers"]),
+        "sliding_window": fields.integer("attention.sliding_window"),
+        "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
+        "rope_theta": fields.number("rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": fields.number("rope.freq_base_swa", 10_000.0),
+    }
+
+
+def _apertus(fields: Fields, config: Config) -> dict[str, Any]:
+    """The activation's slopes are read as weights; its other two parameters are the same in every model."""
+    for name, value in (("xielu.beta", 0.5), ("xielu.eps", -1e-6)):
+        found = np.asarray(fields.header.metadata.get(name, value), np.float64)
+        if not np.allclose(found, value, rtol=1e-3):
+            raise ModelError(f"{fields.header.path}: the metadata key {name} is {found.tolist()}; {value} is computed")
+    return query_biases(fields, config)
+
+
+def _gpt2(fields: Fields, config: Config) -> dict[str, Any]:
+    return {"n_inner": config["intermediate_size"]}
+
+
+def _neox(fields: Fields, config: Config) -> dict[str, Any]:
+    return {
+        "use_parallel_residual": fields.flag("use_parallel_residual", True),
+        "attention_bias": fields.holds("blk.0.attn_qkv.bias"),
+    }
+
+
+def _falcon(fields: Fields, config: Config) -> dict[str, Any]:
+    """The old decoder architecture has one key/value head; of the new one, the large models have two norms per layer
+    and the 11B has one."""
+    groups = config["num_key_value_heads"]
+    return {
+        "multi_query": groups == 1,
+        "num_kv_heads": groups,
+        "new_decoder_architecture": groups > 1,
+        "num_ln_in_parallel_attn": 2 if fields.holds("blk.0.attn_norm_2.weight") else 1,
+        "parallel_attn": True,
+        "bias": fields.holds("blk.0.attn_qkv.bias"),
+        "ffn_hidden_size": config["intermediate_size"],
+    }
+
+
+def _mpt(fields: Fields, config: Config) -> dict[str, Any]:
+    return {
+        "attn_config": {
+            "alibi": fields.number("attention.max_alibi_bias", 0.0) > 0,
+            "alibi_bias_max": fields.number("attention.max_alibi_bias", 8.0),
+            "clip_qkv": fields.number("attention.clamp_kqv", 0.0) or None,
+        },
+        "expansion_ratio": config["intermediate_size"] / config["hidden_size"],
+    }
+
+
+def _bloom(fields: Fields, config: Config) -> dict[str, Any]:
+    fields.expect("attention.max_alibi_bias", ALIBI_BIAS)
+    return {}
+
+
+def _baichuan(fields: Fields, config: Config) -> dict[str, Any]:
+    """Only the 13B has ALiBi. `rope.dimension_count` does not tell, since its files have it too."""
+    fields.expect("attention.max_alibi_bias", ALIBI_BIAS)
+    is_13b = config["num_hidden_layers"] == BAICHUAN_13B_LAYERS
+    return {"architectures": ["BaichuanForCausalLM" if is_13b else "BaiChuanForCausalLM"]}
+
+
+def _internlm2(fields: Fields, config: Config) -> dict[str, Any]:
+    return {"bias": fields.holds("blk.0.attn_q.bias")}
+
+
+def _minicpm(fields: Fields, config: Config) -> dict[str, Any]:
+    depth, default = math.sqrt(config["num_hidden_layers"]), MINICPM3
+    return biases(fields, config) | {
+        "scale_emb": fields.number("embedding_scale", default["scale_emb"]),
+        "scale_depth": fields.number("residual_scale", default["scale_depth"] / depth) * depth,
+        "logits_scaling": fields.number("logit_scale", config["hidden_size"] / default["dim_model_base"]),
+    }
+
+
+def _minicpm3(fields: Fields, config: Config) -> dict[str, Any]:
+    rope_dim, num_heads = fields.integer("rope.dimension_count"), config["num_attention_heads"]
+    nope_dim, up = (
+        fields.integer("attention.key_length") - rope_dim,
+        fields.header.tensors.get("blk.0.attn_kv_b.weight"),
+    )
+    return {
+        **MINICPM3,
+        "q_lora_rank": fields.integer("attention.q_lora_rank"),
+        "kv_lora_rank": fields.integer("attention.kv_lora_rank"),
+        "qk_nope_head_dim": nope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": 0 if up is None else up.shape[0] // num_heads - nope_dim,
+        "partial_rotary_factor": 1.0,
+    }
+
+
+DENSE: Mapping[str, GGUFArchitecture] = MappingProxyType(
+    {
+        "apertus": GGUFArchitecture("ApertusForCausalLM", "apertus", extra=_apertus),
+        "arcee": GGUFArchitecture("ArceeForCausalLM", "arcee", permuted=True, extra=_squared_relu),
+        "baichuan": GGUFArchitecture("BaichuanForCausalLM", "baichuan", permuted=True, extra=_baichuan),
+        "bloom": GGUFArchitecture("BloomForCausalLM", "bloom", extra=_bloom),
+        "cohere2": GGUFArchitecture("Cohere2ForCausalLM", "cohere2", extra=_cohere2),
+        "command-r": GGUFArchitecture("CohereForCausalLM", "cohere", extra=_command_r),
+        "ernie4_5": GGUFArchitecture("Ernie4_5ForCausalLM", "ernie4_5"),
+        "exaone4": GGUFArchitecture("Exaone4ForCausalLM", "exaone4", extra=_exaone4),
+        "falcon": GGUFArchitecture("FalconForCausalLM", "falcon", extra=_falcon),
+        "gemma": GGUFArchitecture("GemmaForCausalLM", "gemma", offset_norms=True),
+        "gemma2": GGUFArchitecture("Gemma2ForCausalLM", "gemma2", offset_norms=True, extra=_gemma),
+        "gemma3": GGUFArchitecture("Gemma3ForCausalLM", "gemma3_text", offset_norms=True, extra=_gemma),
+        "gemma3n": GGUFArchitecture("Gemma3nForCausalLM", "gemma3n_text", extra=_gemma3n),
+        "glm4": GGUFArchitecture("Glm4ForCausalLM", "glm4", extra=query_biases),
+        "gpt2": GGUFArchitecture("GPT2LMHeadModel", "gpt2", extra=_gpt2),
+        "gptneox": GGUFArchitecture("GPTNeoXForCausalLM", "gpt_neox", extra=_neox),
+        "granite": GGUFArchitecture("GraniteForCausalLM", "granite", permuted=True, extra=granite),
+        "internlm2": GGUFArchitecture("InternLM2ForCausalLM", "internlm2", permuted=True, extra=_internlm2),
+        "llama": GGUFArchitecture("LlamaForCausalLM", "llama", permuted=True, extra=biases),
+        "minicpm": GGUFArchitecture("MiniCPMForCausalLM", "minicpm", permuted=True, extra=_minicpm),
+        "minicpm3": GGUFArchitecture("MiniCPM3ForCausalLM", "minicpm3", extra=_minicpm3),
+        "mpt": GGUFArchitecture("MptForCausalLM", "mpt", extra=_mpt),
+        "nemotron": GGUFArchitecture("NemotronForCausalLM", "nemotron", offset_norms=True, extra=_squared_relu),
+        "olmo": GGUFArchitecture("OlmoForCausalLM", "olmo", permuted=True, extra=_clipped),
+        "olmo2": GGUFArchitecture("Olmo2ForCausalLM", "olmo2", extra=_olmo2),
+        "phi2": GGUFArchitecture("PhiForCausalLM", "phi"),
+        "phi3": GGUFArchitecture("Phi3ForCausalLM", "phi3", extra=window),
+        "qwen": GGUFArchitecture("QWenLMHeadModel", "qwen"),
+        "qwen2": GGUFArchitecture("Qwen2ForCausalLM", "qwen2"),
+        "qwen3": GGUFArchitecture("Qwen3ForCausalLM", "qwen3"),
+        "seed_oss": GGUFArchitecture("SeedOssForCausalLM", "seed_oss", extra=_seed_oss),
+        "smollm3": GGUFArchitecture("SmolLM3ForCausalLM", "smollm3", permuted=True, extra=biases),
+        "stablelm": GGUFArchitecture("StableLmForCausalLM", "stablelm", extra=_stablelm),
+        "starcoder": GGUFArchitecture("GPTBigCodeForCausalLM", "gpt_bigcode", extra=_gpt2),
+        "starcoder2": GGUFArchitecture("Starcoder2ForCausalLM", "starcoder2", extra=_starcoder2),
+    }
+)

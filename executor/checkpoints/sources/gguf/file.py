@@ -1,0 +1,223 @@
+"""Weights of a GGUF file under Hugging Face names, with their shapes and row order: dequantised by parts, or packed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.executor.checkpoints.sources.gguf.config import architecture_of, config_from_gguf, sampling_from_gguf
+from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, TensorRecord
+from headrace.executor.checkpoints.sources.gguf.names import records_by_name
+from headrace.executor.checkpoints.sources.gguf.regrouped import REGROUPED
+from headrace.executor.checkpoints.sources.gguf.split_latent import JoinedLatent, joined_latent
+from headrace.executor.checkpoints.weights import Packed, bounds
+from headrace.ipc.failure import ModelError
+
+UNQUANTISED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class GGUFFile:
+    """A GGUF file, or a split model given by its first file: config, generation defaults and weights.
+
+    Opening reads headers only. Raises ModelError, naming file, tensor and numbers, if a file is truncated, not GGUF, of
+    an architecture that is not supported, or has a tensor of an unknown type.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header = GGUFHeader(path)
+        self.architecture = architecture_of(self.header)
+        self.tensors: dict[str, TensorRecord] = dict(self.header.tensors)
+        others = _other_parts(self.header)
+        self.files = [path, *others]
+        for other in others:
+            self.tensors |= GGUFHeader(other).tensors
+        self.header.tensors = self.tensors
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The content of the equivalent Hugging Face config.json."""
+        return config_from_gguf(self.header)
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        return sampling_from_gguf(self.header)
+
+    @property
+    def dtype_name(self) -> str:
+        """The type of most of the file's bytes: float32, float16, bfloat16, or a quantised type such as Q4_1."""
+        sizes: dict[str, int] = {}
+        for record in self.tensors.values():
+            sizes[record.type_name] = sizes.get(record.type_name, 0) + record.nbytes
+        most = max(sizes, key=lambda name: sizes[name])
+        return UNQUANTISED.get(most, most)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the packed weights, in bytes."""
+        return sum(_kept_bytes(record) for record in self.tensors.values())
+
+    def weights(self) -> GGUFWeights | JoinedLatent:
+        from headrace.executor.models.families import spec_from_config
+
+        config = self.config
+        spec = spec_from_config(config)
+        heads = {}
+        if self.architecture.permuted:
+            heads = {
+                spec.names.query: config["num_attention_heads"],
+                spec.names.key: config["num_key_value_heads"],
+            }
+        records = records_by_name(self.header, self.tensors, spec)
+        return joined_latent(spec, GGUFWeights(self.path, records, heads, self.architecture.offset_norms))
+
+
+def _kept_bytes(record: TensorRecord) -> int:
+    form = REGROUPED.get(record.type_name)
+    return record.nbytes if form is None else form.num_bytes(math.prod(record.shape))
+
+
+def _other_parts(header: GGUFHeader) -> list[Path]:
+    """The other files of a split model. Raises ModelError if the header is not that of its first file, or if a file is
+    missing."""
+    count = header.metadata.get("split.count", 1)
+    if not isinstance(count, int) or count <= 1:
+        return []
+    match = _SPLIT_NAME.fullmatch(header.path.name)
+    if match is None or header.metadata.get("split.no", 0) != 0:
+        raise ModelError(
+            f"{header.path} is part of a model split into {count} files; give the first, NAME-00001-of-{count:05}.gguf"
+        )
+    if int(match[3]) != count:
+        raise ModelError(
+            f"{header.path} is one of {int(match[3])} files by its name, and of {count} by its split.count"
+        )
+    parts = [header.path.with_name(f"{match[1]}-{index:05}-of-{count:05}.gguf") for index in range(2, count + 1)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
+        raise ModelError(f"{header.path} is the first of {count} files; {named} should lie beside it")
+    return parts
+
+
+class GGUFWeights:
+    """A `WeightSource`. Quantised tensors are returned as float32, others in their own type."""
+
+    def __init__(
+        self,
+        path: Path,
+        records: Mapping[str, TensorRecord],
+        permuted_heads: Mapping[str, int],
+        offset_norms: bool,
+    ) -> None:
+        """records: by Hugging Face name. permuted_heads: number of heads of each projection whose rows are reordered,
+        by its name relative to a layer's prefix. offset_norms: as in `GGUFArchitecture`."""
+        self._path, self._records = path, dict(records)
+        self._permuted_heads, self._offset_norms = permuted_heads, offset_norms
+        self._check_types()
+
+    def _check_types(self) -> None:
+        from gguf.quants import _type_traits
+
+        readable = {kind.name for kind in _type_traits} | set(UNQUANTISED)
+        for record in self._records.values():
+            if record.type_name not in readable:
+                raise ModelError(
+                    f"{self._path}: tensor {record.name} is of type {record.type_name} ({record.type_number}), which "
+                    f"cannot be turned into numbers; readable are {', '.join(sorted(readable))}"
+                )
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._records)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._records[name].shape
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """The tensor or a part of it; only the bytes of these rows and blocks are read."""
+        record = self._read(name)
+        order = self._row_order(name)
+        if len(record.shape) == 1:
+            vector = _decode(record, record.data).reshape(-1)
+            vector = vector if order is None else vector[torch.from_numpy(order)]
+            start, stop = bounds(rows, record.shape[0])
+            return self._without_offset(name, vector[start:stop])
+        start, stop = bounds(rows, record.data.shape[0])
+        data = record.data[start:stop] if order is None else record.data[order[start:stop]]
+        first, last = bounds(columns, record.shape[-1])
+        first_block, last_block = first // record.block_size, -(-last // record.block_size)
+        part = _decode(record, data[:, first_block * record.block_bytes : last_block * record.block_bytes])
+        skipped = first_block * record.block_size
+        part = part[:, first - skipped : last - skipped]
+        if len(record.shape) > 2 and rows is None and columns is None:
+            part = part.reshape(record.shape)
+        return self._without_offset(name, part)
+
+    def packed(self, name: str) -> Packed | None:
+        """The weight as stored, (type, [rows, bytes of a row] uint8), with rows in Hugging Face's order; None if the
+        tensor is not quantised. If rows are not reordered it is a read-only view of the memory map. Types in
+        `REGROUPED` become codes with group scales.
+        """
+        record = self._records[name]
+        if record.type_name in UNQUANTISED or len(record.shape) != 2 or self._is_offset(name):
+            return None
+        self._read(name)
+        order = self._row_order(name)
+        rows = record.data if order is None else record.data[order]
+        if form := REGROUPED.get(record.type_name):
+            return form.take_apart(record.type_name, rows)
+        return record.type_name, rows
+
+    def _read(self, name: str) -> TensorRecord:
+        """The tensor's record. Call before reading its data, so that its pages can be released."""
+        record = self._records[name]
+        record.pages.read(record.data.ctypes.data, record.nbytes)
+        return record
+
+    def group_of(self, name: str) -> int | None:
+        """Number of neighbours in a row that share a scale, which ranks cannot divide; None for floats."""
+        record = self._records[name]
+        if record.type_name in UNQUANTISED:
+            return None
+        form = REGROUPED.get(record.type_name)
+        return record.block_size if form is None else form.group
+
+    def _row_order(self, name: str) -> np.ndarray | None:
+        """[rows] int64: for each row in Hugging Face's order, its index in the file; None if the orders are equal.
+
+        In a head of d rows, rows i and i + d/2 are rotated together; the file has them at 2i and 2i + 1.
+        """
+        stem = name.rpartition(".")[0]
+        heads = next((count for each, count in self._permuted_heads.items() if stem.endswith(f".{each}")), None)
+        if heads is None:
+            return None
+        num_rows = self._records[name].shape[0]
+        if num_rows % (2 * heads):
+            raise ModelError(f"{self._path}: {name} has {num_rows} rows, which {heads} heads cannot share in pairs")
+        return np.arange(num_rows).reshape(heads, num_rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+
+    def _is_offset(self, name: str) -> bool:
+        return self._offset_norms and name.endswith("norm.weight")
+
+    def _without_offset(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.to(torch.float32) - 1.0 if self._is_offset(name) else tensor
+
+
+def _decode(record: TensorRecord, data: np.ndarray) -> Tensor:
+    """Dequantises whole blocks, data [rows, bytes] uint8 -> [rows, elements], a copy."""
+    if record.type_name in UNQUANTISED:
+        owned = torch.from_numpy(np.array(data))
+        return owned.view(getattr(torch, UNQUANTISED[record.type_name]))
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    values = dequantize(np.ascontiguousarray(data), GGMLQuantizationType(record.type_number))
+    return torch.from_numpy(np.asarray(values, dtype=np.float32))

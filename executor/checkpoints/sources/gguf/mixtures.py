@@ -1,0 +1,201 @@
+"""GGUF architectures with experts, by the name in a file's `general.architecture`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from headrace.executor.checkpoints.sources.gguf.architecture import Fields, GGUFArchitecture
+from headrace.executor.checkpoints.sources.gguf.dense import Config, granite, layers_with_windows, query_biases, window
+from headrace.executor.models.families._config import longrope_attention_factor
+
+SIGMOID, SOFTMAX_OF_CHOSEN = 2, 3
+"""Values of `expert_gating_func`."""
+DEEPSEEK_GROUPS = MappingProxyType({160: (8, 3), 256: (8, 4)})
+"""(groups of experts, groups chosen) of DeepSeek V2 and V3 by their number of experts, for older files, which lack
+them."""
+PHIMOE_ATTENTION_FACTOR = 1.243163121016122
+"""LongRoPE's attention factor of the published model. Files have LongRoPE's default instead."""
+LLAMA4_CHUNK = 8192
+"""Llama 4's chunk size, which llama.cpp's code has as a constant."""
+MAVERICK_EXPERTS = 128
+"""A Llama 4 with this number of experts does not norm queries and keys, which files do not tell."""
+
+
+def mixture(fields: Fields, config: Config, architecture: GGUFArchitecture) -> dict[str, Any]:
+    """Config fields that all mixtures have, under the names that several families use."""
+    fields.expect("expert_gating_func", *architecture.gating)
+    count, chosen = fields.integer("expert_count"), fields.integer("expert_used_count")
+    found: dict[str, Any] = {
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), count),
+        **dict.fromkeys(("num_experts_per_tok", "moe_k"), chosen),
+        "moe_intermediate_size": fields.integer("expert_feed_forward_length", config["intermediate_size"]),
+    }
+    if architecture.routes_in_groups:
+        found |= {
+            "n_shared_experts": fields.integer("expert_shared_count", 0),
+            "routed_scaling_factor": fields.number("expert_weights_scale", 0.0) or 1.0,
+            "first_k_dense_replace": fields.integer("leading_dense_block_count", 0),
+            "n_group": fields.integer("expert_group_count", 1),
+            "topk_group": fields.integer("expert_group_used_count", 1),
+        }
+    if architecture.always_renormalises is not None:
+        fields.expect("expert_weights_norm", architecture.always_renormalises)
+        return found
+    return found | {"norm_topk_prob": fields.flag("expert_weights_norm", architecture.renormalised)}
+
+
+def _qwen2(fields: Fields, config: Config) -> dict[str, Any]:
+    shared = fields.header.tensors.get("blk.0.ffn_up_shexp.weight")
+    length = fields.integer("expert_shared_feed_forward_length", 0 if shared is None else shared.shape[0])
+    return {"shared_expert_intermediate_size": length, "qkv_bias": fields.holds("blk.0.attn_q.bias")}
+
+
+def _gpt_oss(fields: Fields, config: Config) -> dict[str, Any]:
+    scaling = config.get("rope_scaling")
+    rope = {} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}
+    return query_biases(fields, config) | layers_with_windows(fields, config) | rope
+
+
+def _deepseek2(fields: Fields, config: Config) -> dict[str, Any]:
+    """DeepSeek V2, or V3 and models with its architecture, which choose experts by corrected scores."""
+    rope_dim = fields.integer("rope.dimension_count")
+    found: dict[str, Any] = {
+        "q_lora_rank": fields.integer("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": fields.integer("attention.kv_lora_rank"),
+        "qk_nope_head_dim": _of_a_head(fields, "key") - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": _of_a_head(fields, "value"),
+        "partial_rotary_factor": 1.0,
+    }
+    scaling = config.get("rope_scaling")
+    if scaling is not None and fields.has("rope.scaling.yarn_log_multiplier"):
+        # The key has a tenth of mscale_all_dim, the factor of queries and keys; mscale is assumed to equal that.
+        scale = fields.number("rope.scaling.yarn_log_multiplier") * 10
+        found["rope_scaling"] = {**scaling, "mscale": scale, "mscale_all_dim": scale}
+    if not fields.has("expert_group_count"):
+        groups, chosen = DEEPSEEK_GROUPS.get(fields.integer("expert_count"), (1, 1))
+        found |= {"n_group": groups, "topk_group": chosen}
+    is_grouped = found.get("n_group", fields.integer("expert_group_count", 1)) > 1
+    if fields.any_layer_holds("exp_probs_b.bias"):
+        fields.expect("expert_gating_func", 0, SIGMOID)
+    if fields.integer("expert_gating_func", 0) == SIGMOID or fields.any_layer_holds("exp_probs_b.bias"):
+        return found | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    return found | {"topk_method": "group_limited_greedy" if is_grouped else "greedy"}
+
+
+def _of_a_head(fields: Fields, kind: str) -> int:
+    """Size of a head's key or value. Files made for the compressed cache have it under a name with _mla, and the
+    compressed size under the plain name."""
+    own = f"attention.{kind}_length_mla"
+    return fields.integer(own if fields.has(own) else f"attention.{kind}_length")
+
+
+def _glm4(fields: Fields, config: Config) -> dict[str, Any]:
+    return query_biases(fields, config) | {"use_qk_norm": fields.holds("blk.0.attn_q_norm.weight")}
+
+
+def _ernie(fields: Fields, config: Config) -> dict[str, Any]:
+    return {
+        "moe_layer_start_index": fields.integer("leading_dense_block_count", 0),
+        "moe_layer_interval": fields.integer("interleave_moe_layer_step", 1),
+        "moe_num_shared_experts": fields.integer("expert_shared_count", 0),
+        "use_bias": fields.holds("blk.0.attn_q.bias"),
+    }
+
+
+def _llama4(fields: Fields, config: Config) -> dict[str, Any]:
+    window = fields.integer("attention.sliding_window", LLAMA4_CHUNK)  # 0: no layer has chunks, and all rotate
+    if window != LLAMA4_CHUNK:
+        fields.expect("attention.sliding_window", 0)
+    layers = config["num_hidden_layers"]
+    plain = {} if window else {"no_rope_layers": [1] * layers, "layer_types": ["full_attention"] * layers}
+    return (
+        query_biases(fields, config)
+        | plain
+        | {
+            "intermediate_size": fields.integer("expert_feed_forward_length"),
+            "intermediate_size_mlp": config["intermediate_size"],
+            "interleave_moe_layer_step": fields.integer("interleave_moe_layer_step"),
+            "use_qk_norm": fields.integer("expert_count") != MAVERICK_EXPERTS,
+        }
+    )
+
+
+def _phimoe(fields: Fields, config: Config) -> dict[str, Any]:
+    scaling = config.get("rope_scaling")
+    rope = {}
+    if scaling is not None and scaling["rope_type"] == "longrope":
+        original = scaling["original_max_position_embeddings"]
+        default = longrope_attention_factor(config["max_position_embeddings"] / original, original)
+        written = scaling.get("attention_factor", default)
+        own = PHIMOE_ATTENTION_FACTOR if math.isclose(written, default, rel_tol=1e-4) else written
+        rope = {"rope_scaling": {**scaling, "attention_factor": own}}
+    head = {"lm_head_bias": fields.holds("output.bias")}
+    return query_biases(fields, config) | window(fields, config) | head | rope
+
+
+MIXTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
+    {
+        "deepseek2": GGUFArchitecture(
+            "DeepseekV2ForCausalLM",
+            "deepseek_v2",
+            is_mixture=True,
+            extra=_deepseek2,
+            routes_in_groups=True,
+            gating=(0, 1, SIGMOID),
+        ),
+        "dots1": GGUFArchitecture(
+            "Dots1ForCausalLM", "dots1", is_mixture=True, extra=query_biases, routes_in_groups=True, gating=(0, SIGMOID)
+        ),
+        "ernie4_5-moe": GGUFArchitecture(
+            "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", is_mixture=True, extra=_ernie, always_renormalises=True
+        ),
+        "glm4moe": GGUFArchitecture(
+            "Glm4MoeForCausalLM",
+            "glm4_moe",
+            is_mixture=True,
+            extra=_glm4,
+            renormalised=True,
+            routes_in_groups=True,
+            gating=(0, SIGMOID),
+        ),
+        "gpt-oss": GGUFArchitecture(
+            "GptOssForCausalLM",
+            "gpt_oss",
+            is_mixture=True,
+            extra=_gpt_oss,
+            always_renormalises=True,
+            gating=(0, 1, SOFTMAX_OF_CHOSEN),
+        ),
+        "granitemoe": GGUFArchitecture(
+            "GraniteMoeForCausalLM",
+            "granitemoe",
+            permuted=True,
+            is_mixture=True,
+            extra=granite,
+            always_renormalises=True,
+        ),
+        "llama4": GGUFArchitecture(
+            "Llama4ForCausalLM",
+            "llama4_text",
+            is_mixture=True,
+            extra=_llama4,
+            always_renormalises=False,
+            gating=(0, SIGMOID),
+        ),
+        "minimax-m2": GGUFArchitecture(
+            "MiniMaxM2ForCausalLM", "minimax_m2", is_mixture=True, always_renormalises=True, gating=(0, SIGMOID)
+        ),
+        "olmoe": GGUFArchitecture("OlmoeForCausalLM", "olmoe", is_mixture=True),
+        "phimoe": GGUFArchitecture(
+            "PhimoeForCausalLM", "phimoe", is_mixture=True, extra=_phimoe, always_renormalises=False
+        ),
+        "qwen2moe": GGUFArchitecture("Qwen2MoeForCausalLM", "qwen2_moe", is_mixture=True, extra=_qwen2),
+        "qwen3moe": GGUFArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", is_mixture=True, renormalised=True),
+    }
+)
+MIXTRAL = GGUFArchitecture("MixtralForCausalLM", "mixtral", permuted=True, is_mixture=True, always_renormalises=True)
+"""The architecture of files that have experts and the architecture name llama."""

@@ -1,0 +1,173 @@
+"""Maps a GGUF file's tensors to the names that a model declares, by the gguf package's tables read in reverse.
+
+Fused matrices (mostly of queries, keys and values) are fused in a file too, but with their parts one after the other;
+they are split here. Experts, which a file stacks, become one tensor each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, TensorRecord
+
+if TYPE_CHECKING:
+    from headrace.executor.models.arch import ArchSpec
+
+# Tensors that are read into the config, or that only llama.cpp uses.
+NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
+EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
+ONE_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.(weight|bias)")
+LAYER = re.compile(r"blk\.(\d+)\.")
+# Weights of one number per layer, which a file has in its metadata.
+METADATA_WEIGHTS = {"xielu.alpha_p": "mlp.act_fn.alpha_p", "xielu.alpha_n": "mlp.act_fn.alpha_n"}
+# Halves of latent attention's up-projection, which `split_latent.py` joins.
+LATENT_HALVES = ("k_b_proj", "v_b_proj")
+
+
+def records_by_name(header: GGUFHeader, tensors: Mapping[str, TensorRecord], spec: ArchSpec) -> dict[str, TensorRecord]:
+    """The file's tensors by the names that the model declares. A tensor that the model does not declare keeps its name,
+    and the decoder refuses it."""
+    places, found = _Places(header, spec), dict[str, TensorRecord]()
+    for name, record in tensors.items():
+        if NOT_WEIGHTS.fullmatch(name) or places.is_beyond(name):
+            continue
+        if match := EXPERTS.fullmatch(name):
+            found |= places.experts(int(match[1]), match[2], match[3], record)
+        elif match := ONE_EXPERT.fullmatch(name):
+            found[places.expert(int(match[1]), match[2], match[4], int(match[3]))] = record
+        else:
+            found |= places.plain(name, record)
+    found |= places.of_metadata(next(iter(tensors.values())))
+    return {name: _with_row(record, places.shapes.get(name)) for name, record in found.items()}
+
+
+class _Places:
+    """The model's name for each tensor of a file."""
+
+    def __init__(self, header: GGUFHeader, spec: ArchSpec) -> None:
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+        from headrace.executor.models.sizes import model_weights
+
+        architecture = header.metadata["general.architecture"]
+        kind = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
+        self._header, self._spec = header, spec
+        self._prefix = spec.names.prefixes[0]
+        self._table = get_tensor_name_map(kind, spec.num_layers)
+        self._num_blocks = int(header.metadata.get(f"{architecture}.block_count", spec.num_layers))
+        self.shapes = {weight.name: weight.shape for weight in model_weights(spec)}
+        self._stacked = dict[str, str]()
+        """For tensors that stack several weights of one shape: the weights' name, with {} for the number."""
+        self._declared = dict(self._plain_names())
+        self._fused = {
+            own: (start, fused)
+            for start in map(self._start, range(spec.num_layers))
+            for fused in spec.fused
+            if (own := self._own_name(start + fused.name))
+        }
+
+    def _start(self, layer: int) -> str:
+        return self._spec.names.layer(self._prefix, layer)
+
+    def _own_name(self, stem: str) -> str | None:
+        """The file's name for a weight, or None. The tables have some families with another prefix, or without one."""
+        rest = stem.removeprefix(self._prefix)
+        tried = [stem, *(prefix + rest for prefix in self._spec.names.prefixes if stem.startswith(self._prefix))]
+        return next((own for each in tried if (own := self._table.get_name(each))), None)
+
+    def _plain_names(self) -> Iterator[tuple[str, str]]:
+        """(the file's name, the model's name) of all weights except experts; fills `_stacked`."""
+        each_expert = f".{self._spec.names.experts}."
+        for name in self.shapes:
+            if each_expert in name:
+                continue
+            stem, _, kind = name.rpartition(".")
+            together, _, number = stem.rpartition(".")
+            if number.isdecimal() and (own := self._own_name(together)):
+                self._stacked[f"{own}.{kind}"] = f"{together}.{{}}.{kind}"
+                continue
+            if kind not in ("weight", "bias"):  # a complete name, such as that of a parameter outside a module
+                stem, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
+            if own := self._own_name(stem):
+                yield f"{own}.{kind}", name
+
+    def is_beyond(self, name: str) -> bool:
+        """Whether a tensor belongs to a layer beyond the last, which is for multi-token prediction."""
+        match = LAYER.match(name)
+        return match is not None and self._spec.num_layers <= int(match[1]) < self._num_blocks
+
+    def expert(self, layer: int, matrix: str, kind: str, number: int) -> str:
+        names = self._spec.names
+        part = {"gate": names.expert_gate, "up": names.expert_up, "down": names.expert_down}[matrix]
+        return f"{self._start(layer)}{names.experts}.{number}.{part}.{kind}"
+
+    def experts(self, layer: int, matrix: str, kind: str, record: TensorRecord) -> dict[str, TensorRecord]:
+        """The experts' weights in a tensor [num_experts, ...]. matrix: gate, up, down or gate_up."""
+        found: dict[str, TensorRecord] = {}
+        for number, part in enumerate(_unstacked(record)):
+            if matrix == "gate_up":
+                half = part.shape[0] // 2
+                found[self.expert(layer, "gate", kind, number)] = _rows(part, 0, half)
+                found[self.expert(layer, "up", kind, number)] = _rows(part, half, part.shape[0])
+            else:
+                found[self.expert(layer, matrix, kind, number)] = part
+        return found
+
+    def plain(self, name: str, record: TensorRecord) -> dict[str, TensorRecord]:
+        stem, _, kind = name.rpartition(".")
+        if stem in self._fused:
+            start, fused = self._fused[stem]
+            stops = np.cumsum([count * fused.groups for _, count in fused.parts]).tolist()
+            if record.shape[0] == stops[-1]:
+                return {
+                    f"{start}{part}.{kind}": _rows(record, first, last)
+                    for (part, _), first, last in zip(fused.parts, [0, *stops], stops, strict=False)
+                }
+        if name in self._declared:
+            return {self._declared[name]: record}
+        if name in self._stacked:
+            return {self._stacked[name].format(number): part for number, part in enumerate(_unstacked(record))}
+        return {self._latent_half(name) or name: record}
+
+    def _latent_half(self, name: str) -> str | None:
+        match = re.fullmatch(r"blk\.(\d+)\.attn_([kv])_b\.weight", name)
+        if match is None:
+            return None
+        up = self._spec.names.latent_up.rpartition(".")[0]
+        return f"{self._start(int(match[1]))}{up}.{match[2]}_b_proj.weight"
+
+    def of_metadata(self, any_record: TensorRecord) -> dict[str, TensorRecord]:
+        found: dict[str, TensorRecord] = {}
+        for key, name in METADATA_WEIGHTS.items():
+            values = self._header.metadata.get(key)
+            if not isinstance(values, np.ndarray) or values.dtype != np.float32:
+                continue
+            for layer in range(len(values)):
+                found[self._start(layer) + name] = TensorRecord(
+                    key, (1,), 0, "F32", 1, 4, values[layer : layer + 1].view(np.uint8).reshape(1, -1), any_record.pages
+                )
+        return found
+
+
+def _unstacked(record: TensorRecord) -> list[TensorRecord]:
+    """Each expert's part of a tensor [num_experts, ...]."""
+    count, *shape = record.shape
+    return [replace(record, shape=tuple(shape), data=part) for part in np.split(record.data, count)]
+
+
+def _rows(record: TensorRecord, first: int, last: int) -> TensorRecord:
+    """Rows of a matrix, or elements of a vector."""
+    if len(record.shape) > 1:
+        return replace(record, shape=(last - first, *record.shape[1:]), data=record.data[first:last])
+    size = record.block_bytes // record.block_size
+    return replace(record, shape=(last - first,), data=record.data[:, first * size : last * size])
+
+
+def _with_row(record: TensorRecord, declared: tuple[int, ...] | None) -> TensorRecord:
+    """The record as a matrix of one row if the model declares that; converters drop the dimension."""
+    return replace(record, shape=declared) if declared == (1, *record.shape) else record

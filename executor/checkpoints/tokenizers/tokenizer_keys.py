@@ -1,0 +1,132 @@
+"""What the keys of tokenizer files mean here: each is read, or known not to matter, with the reason.
+
+A key that is not known is refused in a GGUF file, whose keys are llama.cpp's, and named in the log for
+tokenizer_config.json, which holds whatever its author wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
+from headrace.ipc.failure import ModelError
+
+logger = logging.getLogger(__name__)
+
+READ = ""
+"""The meaning of keys that are read."""
+Keys = Mapping[str, str]
+"""READ, or the reason why a key does not matter."""
+OF_CODE = "it says which code reads the files; what they say is read without it"
+OF_BATCHES = "prompts are neither padded nor cut"
+OF_OTHERS = "transformers reads it for other uses of a tokenizer than prompts and answers"
+OF_ENCODERS = "a tokenizer.json has its normalizer; the classes that build their own are those of encoders"
+OF_DECODING = "it changes text that is decoded at once; answers are decoded token by token, as in vLLM"
+OF_INFILLING = "it is for prompts with a gap, which are made by the caller"
+OF_TRAINING = "it says how the vocabulary was trained"
+
+
+def keys(meaning: str, *names: str) -> dict[str, str]:
+    """The same meaning for several keys."""
+    return dict.fromkeys(names, meaning)
+
+
+TOKENIZER_CONFIG: Keys = MappingProxyType(
+    keys(
+        READ,
+        *("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "split_special_tokens"),
+        *("chat_template", "tokenizer_class", "add_prefix_space", "legacy", "fast_tokenizer_files", "auto_map"),
+        *("add_bos_token", "add_eos_token", "sp_model_kwargs"),
+    )
+    | keys(
+        OF_CODE, "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file", "use_fast"
+    )
+    | keys(OF_CODE, "processor_class", "backend", "is_local", "local_files_only", "from_slow", "tokenizer_type")
+    | keys(OF_CODE, "init_inputs", "files_loaded", "transformers_version", "device_map", "verbose", "language")
+    | keys(OF_BATCHES, "padding_side", "truncation_side", "truncation", "padding", "max_length", "stride", "max_len")
+    | keys(OF_BATCHES, "truncation_strategy", "pad_to_multiple_of", "pad_token_type_id", "model_max_length")
+    | keys(OF_BATCHES, "return_token_type_ids", "return_tensors", "return_attention_mask")
+    | keys(OF_OTHERS, "model_input_names", "use_default_system_prompt", "trim_offsets", "suffix_first", "fill_token")
+    | keys(OF_OTHERS, "chat_control_tokens", "response_schema", "response_template", "model_specific_special_tokens")
+    | keys(OF_ENCODERS, "do_lower_case", "strip_accents", "tokenize_chinese_chars", "do_basic_tokenize", "never_split")
+    | keys(OF_ENCODERS, "remove_space", "keep_accents", "do_word_tokenize", "do_subword_tokenize", "cls_token_box")
+    | keys(OF_DECODING, "clean_up_tokenization_spaces", "spaces_between_special_tokens", "errors")
+    | keys(OF_DECODING, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")
+)
+"""Keys of tokenizer_config.json. Those that end in _token are special tokens, whatever their name."""
+
+GGUF: Keys = MappingProxyType(
+    keys(READ, *("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token"))
+    | keys(READ, *("add_space_prefix", "remove_extra_whitespaces", "precompiled_charsmap", "eos_token_ids"))
+    | keys(READ, *(f"{role}_token_id" for role in ("bos", "eos", "eot", "eom", "unknown", "padding", "cls", "mask")))
+    | keys(READ, "seperator_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
+    | keys(
+        OF_INFILLING, *(f"{part}_token_id" for part in ("fim_pre", "fim_suf", "fim_mid", "prefix", "suffix", "middle"))
+    )
+    | keys(OF_ENCODERS, "token_type_count", "add_sep_token", "normalizer.lowercase", "normalizer.strip_accents")
+    | keys("an older name of the tokens that token_type marks", "added_tokens")
+)
+"""Keys of a GGUF file, without `tokenizer.ggml.`."""
+GGUF_BESIDE: Keys = MappingProxyType(
+    {
+        "chat_template": READ,
+        "chat_templates": "the templates that it names stand under keys of their own",
+        "huggingface.json": "llama.cpp reads the vocabulary beside it",
+        "rwkv.world": "it belongs to a kind of vocabulary that is refused",
+    }
+)
+"""Keys without `tokenizer.`."""
+NOT_IN_BPE: Keys = MappingProxyType(
+    keys(
+        "llama.cpp reads it for SentencePiece vocabularies alone",
+        *("scores", "add_space_prefix", "remove_extra_whitespaces", "precompiled_charsmap"),
+    )
+)
+NOT_IN_SENTENCEPIECE: Keys = MappingProxyType(
+    keys("llama.cpp reads it for byte-level vocabularies alone", "merges", "pre")
+    | keys("llama.cpp reads it for unigram vocabularies alone", "remove_extra_whitespaces", "precompiled_charsmap")
+)
+
+SENTENCEPIECE: Keys = MappingProxyType(
+    keys(READ, *(f"trainer_spec.{name}" for name in ("model_type", "byte_fallback", "treat_whitespace_as_suffix")))
+    | keys(READ, *(f"trainer_spec.{name}_id" for name in ("bos", "eos", "unk", "pad")))
+    | keys(READ, *(f"normalizer_spec.{name}" for name in ("precompiled_charsmap", "add_dummy_prefix")))
+    | keys(READ, *(f"normalizer_spec.{name}" for name in ("remove_extra_whitespaces", "escape_whitespaces")))
+    | keys(READ, "denormalizer_spec.precompiled_charsmap", "pieces")
+    | keys(OF_DECODING, "trainer_spec.unk_surface")
+)
+"""Fields of a SentencePiece model. Others of its trainer_spec say how it was trained; others of its normalizer_spec,
+what the map of characters was made from."""
+
+
+def check_tokenizer_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises ModelError for what the file asks for that is not supported, and names unknown keys in the log."""
+    others = config.get("fast_tokenizer_files") or ["tokenizer.json"]
+    if list(others) != ["tokenizer.json"]:
+        raise ModelError(f"{path}: fast_tokenizer_files names {others!r:.80}; only tokenizer.json is read")
+    options = config.get("sp_model_kwargs")
+    if isinstance(options, Mapping) and options.get("enable_sampling"):
+        raise ModelError(f"{path}: sp_model_kwargs sets enable_sampling, with which a text is split at random")
+    unknown = [name for name in config if name not in TOKENIZER_CONFIG and not name.endswith("_token")]
+    if unknown := [name for name in unknown if config[name] not in (None, False, "", [], {})]:
+        logger.warning("%s has %s, which is not known and has no effect", path, ", ".join(sorted(unknown)))
+
+
+def check_gguf_keys(header: GGUFHeader) -> None:
+    """Raises ModelError for keys of a tokenizer that are not known, and for tokens that must never be written."""
+    for key, value in header.metadata.items():
+        if not key.startswith("tokenizer."):
+            continue
+        name = key.removeprefix("tokenizer.")
+        if name == "ggml.suppress_tokens" and len(value):
+            raise ModelError(f"{header.path}: {key} forbids {len(value)} tokens to the model, which is not supported")
+        is_known = name.removeprefix("ggml.") in (*GGUF, "suppress_tokens") or name in GGUF_BESIDE
+        if not is_known and not name.startswith("chat_template."):
+            raise ModelError(
+                f"{header.path} has {key}, which is not known and may change what its tokenizer does",
+                hint="--tokenizer names another one",
+            )
