@@ -29,8 +29,8 @@ from headrace.executor.parallel.expert_exchange import ExpertExchange
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.rank import Rank, Report, reader_of
+from headrace.executor.sampling.columns import SamplingColumns
 from headrace.executor.sampling.logits_processors import looks_at_params, make_processors, processor_classes, refusal_of
-from headrace.executor.step.batch import SamplingColumns
 from headrace.ipc.control import (
     ASLEEP,
     CallExtension,

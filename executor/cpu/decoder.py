@@ -16,8 +16,9 @@ from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.padding import padded_for
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
-from headrace.executor.step.batch import Draws, StepArrays
-from headrace.executor.step.inputs import BegunBlocks, Chosen, StepLogits, no_logits
+from headrace.executor.sampling.draws import Chosen, Draws
+from headrace.executor.step.batch import StepArrays
+from headrace.executor.step.inputs import BegunBlocks, StepLogits, no_logits
 from headrace.ipc.step import TokenMasks
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import FLOAT_TYPES, Runtime, runtime

@@ -7,7 +7,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from headrace.executor.step.inputs import BegunBlocks, Chosen
+from headrace.executor.sampling.draws import Chosen
+from headrace.executor.step.inputs import BegunBlocks
 from headrace.ipc.step import Attachment, StepPlan, TokenMasks
 
 _REPEATED = frozenset((TokenMasks,))

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from headrace.executor.cpu.repeated_decode import RepeatedDecode, RepeatingModel
+from headrace.executor.sampling.columns import Needs
+from headrace.executor.sampling.draws import Draws
 from headrace.executor.sampling.logprobs import logprob_rows, no_prompt_logprobs
 from headrace.executor.sampling.sampler import Sampled, find_problems, row_failure, sample
-from headrace.executor.step.batch import BatchState, Draws, Needs, StepArrays
+from headrace.executor.step.batch import BatchState, StepArrays
 from headrace.executor.step.inputs import StepLogits
 from headrace.executor.step.verification import SampledPositions, verify
 from headrace.ipc.step import Drafts, PromptLogprobRun, StepPlan, StepResult, TokenMasks
@@ -62,14 +64,15 @@ class ModelRunner:
         batch.apply(plan)
         if not len(plan.rows):
             return StepResult(step=plan.step, rows=np.zeros(0, np.int32), token_ids=np.zeros(0, np.int32))
-        needs = batch.needs(plan.rows)
+        needs = batch.sampling.all_needs(plan.rows)
         drafts, masks = plan.get(Drafts), plan.get(TokenMasks)
         places = None if drafts is None else SampledPositions(plan, drafts)
         arrays = batch.arrays(plan, places, reads_logits=needs != 0 or masks is not None)
-        rows, num_tokens = plan.rows[plan.sampled], None
-        if places is not None:
-            rows, num_tokens = places.row_of, batch.num_tokens[places.row_of] + places.nth
-        draws = batch.draws(rows, num_tokens) if needs & Needs.RANDOM or masks is not None else None
+        rows = plan.rows[plan.sampled] if places is None else places.row_of
+        draws = None
+        if needs & Needs.RANDOM or masks is not None:
+            num_tokens = batch.num_tokens[rows] if places is None else batch.num_tokens[rows] + places.nth
+            draws = batch.sampling.draws(rows, num_tokens)
         changes_or_reports = needs & ~(Needs.RANDOM | Needs.TRUNCATION)
         if draws is not None and masks is not None and not changes_or_reports:
             draws = replace(draws, masks=masks)
@@ -112,7 +115,7 @@ class ModelRunner:
         batch, logits, masks = self._batch, computed.sampled, plan.get(TokenMasks)
         problems: dict[int, str] = {}  # row -> why it failed
         prompt_logprobs: tuple[PromptLogprobRun, ...] = ()
-        if batch.needs(plan.rows) & Needs.PROMPT_LOGPROBS:
+        if batch.sampling.all_needs(plan.rows) & Needs.PROMPT_LOGPROBS:
             logits = logits.clone()
             prompt_logprobs = self._prompt_logprobs(plan, arrays, computed, problems)
             if problems and places is None:

@@ -15,8 +15,9 @@ import numpy as np
 
 from headrace.executor.cpu.runner import Model, ModelRunner
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
+from headrace.executor.sampling.columns import SamplingColumns
 from headrace.executor.step.awaited_tokens import AwaitedTokens, by_row
-from headrace.executor.step.batch import BatchState, SamplingColumns
+from headrace.executor.step.batch import BatchState
 from headrace.ipc.step import Drafts, StepPlan, StepResult
 
 

@@ -10,9 +10,10 @@ from headrace import kernels
 from headrace.executor.gpu.device_state import Device, DeviceState, Staging
 from headrace.executor.gpu.sampler import Changes, Choice, TokenStates, choice_for
 from headrace.executor.gpu.steps import RAW_BEST, DeviceSteps, LogprobsInFlight, ReportLogprobs, StepInFlight
+from headrace.executor.sampling.columns import CHANGES, Needs
 from headrace.executor.sampling.logprobs import asked_tokens, limited, no_prompt_logprobs
 from headrace.executor.sampling.token_rules import additions
-from headrace.executor.step.batch import CHANGES, BatchState, Needs
+from headrace.executor.step.batch import BatchState
 from headrace.ipc.step import StepPlan, TokenMasks
 
 PROMPT_LOGITS_BYTES = 1 << 27

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.step.batch import GREEDY_BELOW
+from headrace.executor.sampling.columns import GREEDY_BELOW
 from headrace.ipc.messages import Sampling
 
 

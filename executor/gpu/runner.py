@@ -31,8 +31,9 @@ from headrace.executor.gpu.graphs import Capturer, DecodeGraphs, GraphKey
 from headrace.executor.gpu.sampler import Choice, TokenStates, choice_for, chooser
 from headrace.executor.gpu.step_times import DeviceClock, StepTimes
 from headrace.executor.gpu.steps import NUM_RESULTS, DeviceSteps, MixedInputs, StepInFlight
+from headrace.executor.sampling.columns import CHANGES, ON_HOST_ALONE, Needs
 from headrace.executor.sampling.sampler import sample
-from headrace.executor.step.batch import CHANGES, ON_HOST_ALONE, BatchState, Needs
+from headrace.executor.step.batch import BatchState
 from headrace.executor.step.inputs import HiddenStateModel
 from headrace.executor.step.verification import SampledPositions, verify
 from headrace.ipc.failure import InconsistentError
@@ -197,7 +198,7 @@ class GpuRunner:
             self.tokens.enter(new, self.batch.sampling.rules.get(row), self._staging)
 
     def _start(self, plan: StepPlan, step: StepInFlight) -> None:
-        needs = self.batch.needs(plan.rows)
+        needs = self.batch.sampling.all_needs(plan.rows)
         on_the_host = bool(needs & ~ON_THE_DEVICE) or not self.choosing.can(step.rows)
         logits = self._compute(plan, step, needs)
         num_sampled = len(step.rows)
@@ -216,7 +217,7 @@ class GpuRunner:
 
     def _start_drafted(self, plan: StepPlan, places: SampledPositions, step: StepInFlight) -> None:
         """Computes a step with drafts, and samples tokens up to the first rejected draft."""
-        batch, needs = self.batch, self.batch.needs(plan.rows)
+        batch, needs = self.batch, self.batch.sampling.all_needs(plan.rows)
         self._settle_earlier()
         logits = self._mixed(plan, step, needs, places)
         assert logits is not None, "rows with drafts are sampled"

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from headrace import kernels
 from headrace.executor.gpu.device_state import DeviceState, Staging
+from headrace.executor.sampling.columns import Needs, has_penalties
 from headrace.executor.sampling.token_rules import TokenRules
-from headrace.executor.step.batch import BatchState, Needs, has_penalties
+from headrace.executor.step.batch import BatchState
 from headrace.ipc.step import NewRow, TokenMasks
 from headrace.kernels.reference.sampling import DeviceChosen, DeviceDraws, LogitChanges, Penalties, choose_tokens
 
@@ -178,7 +179,7 @@ class TokenStates:
 
     def changes(self, batch: BatchState, rows: np.ndarray) -> Changes:
         """The changes that `rows` [num_rows] need."""
-        penalised = bool(batch.needs(rows) & Needs.PENALTIES)
+        penalised = bool(batch.sampling.all_needs(rows) & Needs.PENALTIES)
         return Changes(
             limited=not self._limited.isdisjoint(rows.tolist()),
             penalised=penalised,

@@ -94,7 +94,7 @@ class GpuStageRunner(GpuRunner):
         self._take_tokens(plan)
 
     def _start(self, plan: StepPlan, step: StepInFlight) -> None:
-        self._compute(plan, step, self.batch.needs(plan.rows))
+        self._compute(plan, step, self.batch.sampling.all_needs(plan.rows))
         self.batch.append_sampled(step.rows, np.full(len(step.rows), PENDING, np.int32))
         if len(step.rows):
             self._awaited.steps.append(_Unknown(plan.step, step.rows, step.columns, step.generations))

@@ -25,7 +25,8 @@ from headrace.executor.models.rotary import Rotary
 from headrace.executor.models.vocabulary import EagerStream, VocabParallelEmbedding, VocabParallelHead, stream_scale
 from headrace.executor.parallel.padding import padded_for
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
-from headrace.executor.step.batch import Draws, StepArrays
+from headrace.executor.sampling.draws import Draws
+from headrace.executor.step.batch import StepArrays
 from headrace.executor.step.inputs import StepInputs, StepLogits, no_logits, step_in_two
 from headrace.kernels.expert_places import replica_keys
 from headrace.kernels.reference.rotary_cache import LayerCache

@@ -17,7 +17,8 @@ from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.transformers_spec import ATTENTION, BINDING, ForeignAttention, register
-from headrace.executor.step.batch import Draws, StepArrays
+from headrace.executor.sampling.draws import Draws
+from headrace.executor.step.batch import StepArrays
 from headrace.executor.step.inputs import StepInputs, StepLogits
 from headrace.ipc.failure import ModelError
 from headrace.kernels.reference.attention import AttentionParams, PagedBatch

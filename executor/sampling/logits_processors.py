@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.options.plan import Plan
-from headrace.executor.step.batch import BatchState
+from headrace.executor.sampling.columns import SampledRows
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Sampling
 from headrace.ipc.plugins import load_class, load_plugin, logits_processor_entries
@@ -231,7 +231,7 @@ class LogitsProcessors:
         self._saved: Tensor | None = None
 
     def begin(
-        self, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None, problems: dict[int, str]
+        self, batch: SampledRows, rows: np.ndarray, num_tokens: np.ndarray | None, problems: dict[int, str]
     ) -> ProcessedBatch:
         """Begins a step. rows, num_tokens: as in `sampler.sample`; problems: index of a row -> why it failed; added
         to."""
@@ -252,7 +252,7 @@ class LogitsProcessors:
             self._saved = torch.empty_like(logits)
         return self._saved[: len(logits)].copy_(logits)
 
-    def _member(self, batch: BatchState, row: int) -> _Entered:
+    def _member(self, batch: SampledRows, row: int) -> _Entered:
         number, entered = batch.sampling.entries[row], self._entered.get(row)
         first, end = int(batch.num_prompt_tokens[row]), int(batch.num_tokens[row])
         if entered is None or entered.number != number:

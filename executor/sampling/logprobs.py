@@ -20,7 +20,7 @@ from headrace.ipc.messages import LogprobRows
 from headrace.kernels.reference.sampling import token_logprobs
 
 if TYPE_CHECKING:
-    from headrace.executor.step.batch import SamplingColumns
+    from headrace.executor.sampling.columns import SamplingColumns
 
 WHOLE_VOCABULARY = -1
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.step.batch import BatchState, Needs
+from headrace.executor.sampling.columns import Needs, SampledRows
 
 
 class TokenCounts:
@@ -52,7 +52,7 @@ class TokenCounts:
         return ids, counts
 
 
-def penalise(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> None:
+def penalise(logits: Tensor, batch: SampledRows, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> None:
     """Applies the repetition, frequency and presence penalties in place, in that order, as in vLLM.
 
     The logit of a token in prompt or output is divided by the repetition penalty if positive and multiplied by it if
@@ -85,7 +85,7 @@ def penalise(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens: np
     flat_logits[at] = values - beside(losses)
 
 
-def _counts_of(batch: BatchState, row: int, num_tokens: int) -> TokenCounts:
+def _counts_of(batch: SampledRows, row: int, num_tokens: int) -> TokenCounts:
     """The counts after the row's first num_tokens tokens."""
     counts = batch.sampling.counts.get(row)
     if counts is None or counts.num_tokens > num_tokens:

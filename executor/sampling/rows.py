@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.executor.sampling.columns import Needs, SampledRows
+from headrace.executor.sampling.draws import Draws
 from headrace.executor.sampling.row_processors import Candidates, Position, RowProcessor
-from headrace.executor.step.batch import BatchState, Draws, Needs
 from headrace.kernels.reference.sampling import likeliest, truncated
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ class ProcessedRows:
     """The rows of a step that have processors. problems: index of a row -> why it failed; is added to."""
 
     def __init__(
-        self, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None, problems: dict[int, str]
+        self, batch: SampledRows, rows: np.ndarray, num_tokens: np.ndarray | None, problems: dict[int, str]
     ) -> None:
         """rows, num_tokens: as in `sampler.sample`."""
         self._problems = problems

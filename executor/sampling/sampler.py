@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from headrace import kernels
+from headrace.executor.sampling.columns import CHANGES, Needs, SampledRows
+from headrace.executor.sampling.draws import Chosen, Draws
 from headrace.executor.sampling.logprobs import asked_tokens, logprob_rows
 from headrace.executor.sampling.penalties import penalise
 from headrace.executor.sampling.rows import ProcessedRows, truncate_row
 from headrace.executor.sampling.token_rules import additions
-from headrace.executor.step.batch import CHANGES, BatchState, Draws, Needs
-from headrace.executor.step.inputs import Chosen
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import LogprobRows
 from headrace.ipc.step import RowFailure, TokenMasks
@@ -66,7 +66,7 @@ class Sampled:
 
 def sample(
     logits: Tensor,
-    batch: BatchState,
+    batch: SampledRows,
     rows: np.ndarray,
     num_tokens: np.ndarray | None = None,
     masks: TokenMasks | None = None,
@@ -78,7 +78,7 @@ def sample(
     position; None: all known tokens. masks: the tokens that may be chosen; places are rows of logits.
     """
     needs = batch.sampling.needs[rows]
-    used = batch.needs(rows) if len(rows) else 0
+    used = batch.sampling.all_needs(rows) if len(rows) else 0
     reporting = np.flatnonzero((needs & Needs.LOGPROBS) != 0)
     raw = logits[_indices(reporting, logits)] if reporting.size else None  # a copy, before anything changes logits
     changes = bool(used & CHANGES) or masks is not None
@@ -94,7 +94,8 @@ def sample(
         if custom is not None:
             custom.apply(logits, argmax_invariant=False)
         penalise(logits, batch, rows, num_tokens)
-    draws, processed = batch.draws(rows, num_tokens), None
+    draws = batch.sampling.draws(rows, batch.num_tokens[rows] if num_tokens is None else num_tokens)
+    processed = None
     if used & Needs.PROCESSORS:
         processed = ProcessedRows(batch, rows, num_tokens, problems)
         processed.change(logits)
@@ -177,9 +178,9 @@ def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
         logits[place].masked_fill_(~mask, -torch.inf)
 
 
-def apply_rules(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> None:
+def apply_rules(logits: Tensor, batch: SampledRows, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> None:
     """Applies rules for single tokens, in place: allowed tokens, bad words, min_tokens, bias (vLLM's order)."""
-    for index, _, rules in batch.with_rules(rows):
+    for index, _, rules in batch.sampling.with_rules(rows):
         if len(rules.allowed):
             allowed = _indices(rules.allowed, logits)
             kept = logits[index, allowed]

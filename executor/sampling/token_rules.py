@@ -15,7 +15,7 @@ import numpy as np
 from headrace.ipc.messages import Sampling
 
 if TYPE_CHECKING:
-    from headrace.executor.step.batch import BatchState
+    from headrace.executor.sampling.columns import SampledRows
 
 FORBIDDEN = np.float32(-np.inf)
 
@@ -57,7 +57,7 @@ def rules_of(sampling: Sampling) -> TokenRules | None:
 
 
 def additions(
-    batch: BatchState, rows: np.ndarray, vocab_size: int, num_tokens: np.ndarray | None = None
+    batch: SampledRows, rows: np.ndarray, vocab_size: int, num_tokens: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """The numbers to add to single logits of rows [num_rows] at this step, for bad words, min_tokens and bias.
 
@@ -77,7 +77,7 @@ def additions(
     for index in np.flatnonzero(last - first < columns.min_tokens[rows]).tolist():
         ending = columns.ending_token_ids[rows[index]]
         forbid(index, ending[ending < vocab_size])
-    for index, row, rules in batch.with_rules(rows):
+    for index, row, rules in batch.sampling.with_rules(rows):
         places.append(rules.ids + index * vocab_size)
         added.append(rules.added)
         if completing := rules.completing(batch.tokens[row, first[index] : last[index]]):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.executor.sampling.draws import Chosen
 from headrace.executor.step.batch import StepArrays
 from headrace.kernels.reference.attention import PagedBatch
 
@@ -78,13 +79,6 @@ class BegunBlocks(NamedTuple):
     """Their indices in the step."""
     places: np.ndarray  # [num_sequences] int32: index of the block in its sequence's block tables
     block_ids: np.ndarray  # [num_groups, num_sequences] int32
-
-
-class Chosen(NamedTuple):
-    """Tokens that the model itself chose for rows of logits."""
-
-    token_ids: np.ndarray  # [num_rows] int32; meaningless where `best` is not finite
-    best: np.ndarray  # [num_rows] float32: each row's highest logit, NaN if the row contains NaN
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from plan_maker import OTHER_BLOCKS, PlanMaker, i32
 from torch import Tensor
 
 from headrace.executor.cpu.runner import PROMPT_LOGITS_BYTES, ModelRunner
+from headrace.executor.sampling.draws import Draws
 from headrace.executor.sampling.logprobs import logprob_rows
-from headrace.executor.step.batch import BatchState, Draws, StepArrays
+from headrace.executor.step.batch import BatchState, StepArrays
 from headrace.executor.step.inputs import StepInputs, StepLogits, step_in_two
 from headrace.ipc.messages import LogprobRows, Sampling
 from headrace.ipc.step import StepPlan, StepResult
@@ -276,7 +277,7 @@ def test_a_request_whose_parameters_cannot_be_used_fails_alone(monkeypatch: pyte
             raise ZeroDivisionError("no rules for these words")
 
     bench = Bench()
-    monkeypatch.setattr("headrace.executor.step.batch.rules_of", refuse)
+    monkeypatch.setattr("headrace.executor.sampling.columns.rules_of", refuse)
     bench.maker.enter(0, PROMPT, temperature=0.0)
     bench.maker.enter(1, PROMPT, bad_words=((5,),), logprobs=2, prompt_logprobs=1, temperature=0.0)
     result = bench.step(0, (1, 4))

@@ -28,7 +28,9 @@ from headrace.executor.cpu.runner import ModelRunner
 from headrace.executor.gpu.device_state import HostDevice
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
 from headrace.executor.gpu.steps import LogprobsInFlight
-from headrace.executor.step.batch import BatchState, Draws, Needs, StepArrays
+from headrace.executor.sampling.columns import Needs
+from headrace.executor.sampling.draws import Draws
+from headrace.executor.step.batch import BatchState, StepArrays
 from headrace.executor.step.inputs import StepInputs, StepLogits, step_in_two
 from headrace.ipc.step import Drafts, StepPlan, StepResult, TokenMasks
 

@@ -8,8 +8,9 @@ import torch
 
 from headrace.executor.gpu.device_state import Deltas, DeviceState, HostDevice, Staging, StateShape
 from headrace.executor.gpu.sampler import Choice, choice_for, choose
+from headrace.executor.sampling.columns import Needs
+from headrace.executor.sampling.draws import Draws
 from headrace.executor.sampling.sampler import choose_tokens
-from headrace.executor.step.batch import Draws, Needs
 from headrace.ipc.messages import Sampling
 
 NUM_ROWS, VOCAB_SIZE = 12, 700

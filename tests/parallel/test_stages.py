@@ -12,7 +12,8 @@ import pytest
 
 from headrace.executor.cpu.stages import StageRunner
 from headrace.executor.parallel.rank_place import Collectives, World, collectives_bytes, open_collectives
-from headrace.executor.step.batch import BatchState, Draws, StepArrays
+from headrace.executor.sampling.draws import Draws
+from headrace.executor.step.batch import BatchState, StepArrays
 from headrace.executor.step.inputs import StepLogits, no_logits
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan

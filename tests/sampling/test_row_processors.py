@@ -14,10 +14,11 @@ from scalar_noise import scalar_noise
 from test_sampler import Case, random_logits, run
 
 from headrace.executor.sampling import rows as rows_module
+from headrace.executor.sampling.draws import Draws
 from headrace.executor.sampling.random_numbers import uniform
 from headrace.executor.sampling.row_processors import RowProcessor, mirostat
 from headrace.executor.sampling.sampler import Sampled, sample
-from headrace.executor.step.batch import BatchState, Draws
+from headrace.executor.step.batch import BatchState
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow
 from headrace.kernels.reference.sampling import likeliest, truncated
