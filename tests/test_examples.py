@@ -1,0 +1,55 @@
+"""The programs of `examples/` run as they are, with the demo model, and print what they are there to show."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from http_server import serving
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SHOWS = {
+    "generate.py": "'The sky is' -> ",
+    "chat.py": "prompt tokens were in the cache",
+    "stream.py": "short: stopped",
+    "structured.py": " and speaks ",
+    "serve.py": "(40 tokens)",
+    "attach.py": "another process: ",
+    "several_engines.py": "both together have generated",
+    "batch.py": "Oslo -> ",
+    "logits_processor.py": "{'no_repeats': 40} -> ",
+}
+WITH_A_SERVER = {"tools.py": "the model calls get_weather("}
+
+pytestmark = [pytest.mark.demo_model, pytest.mark.usefixtures("demo_model_path")]
+
+
+def printed(name: str, *arguments: str) -> str:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # where `engine-core` is
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    ran = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_each_program_is_tried_and_described() -> None:
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    assert names == SHOWS.keys() | WITH_A_SERVER.keys()
+    described = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert not [name for name in names if f"`{name}`" not in described]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", SHOWS)
+def test_it_runs(name: str) -> None:
+    assert SHOWS[name] in printed(name)
+
+
+@pytest.mark.system
+def test_it_runs_with_a_server(demo_model_path: Path) -> None:
+    with serving(str(demo_model_path), attached=True) as server:
+        for name, text in WITH_A_SERVER.items():
+            assert text in printed(name, f"{server.url}/v1")
