@@ -285,7 +285,7 @@ class Child:
                 ready = {key.fd for key, _ in selector.select()}
                 if process.stdout.fileno() in ready and not self._relay(process.stdout.fileno()):
                     selector.unregister(process.stdout)
-                if self._channel.fileno() in ready and not self._take_message():
+                if self._channel.fileno() in ready and not self._take_messages():
                     selector.unregister(self._channel)
                 if pidfd in ready:
                     break
@@ -294,22 +294,26 @@ class Child:
             with contextlib.suppress(BlockingIOError):
                 while self._relay(process.stdout.fileno()):
                     pass
-            while selector.get_map().get(self._channel.fileno()) and _readable(self._channel.fileno()):
-                if not self._take_message():
-                    break
+            if self._channel.fileno() in selector.get_map():
+                self._take_messages()
 
     def _relay(self, fd: int) -> bool:
         data = os.read(fd, 65536)
         self.log.take(data)
         return bool(data)
 
-    def _take_message(self) -> bool:
-        try:
-            message: Message = self._channel.receive(Deadline(0.0))
-        except WaitTimeoutError:
-            return True  # a partial message: the rest is still to come, and the log and the process need attention
-        except (ChannelClosedError, CodecError):
-            return False
+    def _take_messages(self) -> bool:
+        """Takes those that are here. False: no more will come."""
+        while True:
+            try:
+                message: Message = self._channel.receive(Deadline(0.0))
+            except WaitTimeoutError:
+                return True  # the rest is still to come, and the log and the process need attention
+            except (ChannelClosedError, CodecError):
+                return False
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
         with self._changed:
             if isinstance(message, Progress) and message.total_bytes:
                 self._bar.read(message.read_bytes, message.total_bytes)
@@ -327,7 +331,6 @@ class Child:
             self._changed.notify_all()
         if self.options.on_message is not None:
             self.options.on_message(message)
-        return True
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()
@@ -422,9 +425,3 @@ def start_coordinator(address: str = "") -> Child:
     start = Start(schema_hash=SCHEMA_HASH, options={}, bind=address)
     child = ChildOptions(bind=address)
     return Child("coordinator", ["-m", "headrace.core.coordinator.program"], start, child)
-
-
-def _readable(fd: int) -> bool:
-    with selectors.DefaultSelector() as selector:
-        selector.register(fd, selectors.EVENT_READ)
-        return bool(selector.select(0))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import select
 import socket
 import struct
 import threading
@@ -25,12 +26,13 @@ from typing import Any
 from headrace.ipc.codec import Codec, CodecError, Frame
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.messages import Stop
-from headrace.ipc.wait import Deadline, wait_readable
+from headrace.ipc.wait import Deadline
 
 _LENGTH, _NUMBER = struct.Struct("<I"), struct.Struct("<QQ")
 MAX_MESSAGE_BYTES = 3 << 30
 """A worker's largest message has a step's log-probabilities over a whole vocabulary; anything longer is garbage."""
 _PART_BYTES = 1 << 20
+_LEAST_PART_BYTES = 1 << 16
 ORPHAN_GRACE_S = 3.0
 """How long a child's orderly shutdown may take after its parent's death."""
 
@@ -75,7 +77,10 @@ class Channel:
         self._sending = threading.Lock()
         self._sends: Codec[Any] = Codec(receives)  # encoding is the same for every union
         self._receives: Codec[Any] = Codec(receives)
-        self._received = bytearray()  # the part received so far of an incomplete message
+        self._received = bytearray()  # what has come of messages that `receive` has not returned yet
+        self._can_send, self._can_receive = select.poll(), select.poll()
+        self._can_send.register(sock, select.POLLOUT)
+        self._can_receive.register(sock, select.POLLIN)
 
     @classmethod
     def pair(cls, receives: Any) -> tuple[Channel, socket.socket]:
@@ -101,14 +106,15 @@ class Channel:
             parts = [_LENGTH.pack(len(header)), header, mac]
             if len(header) < _PART_BYTES:
                 parts = [b"".join(parts)]  # several would wake up the receiver several times
+            for data in parts:
+                self._send_all(memoryview(data), deadline)
+
+    def _send_all(self, data: memoryview, deadline: Deadline | None) -> None:
+        while data:
             try:
-                for data in parts:
-                    remaining_s = deadline.remaining_s if deadline is not None else None
-                    self._socket.settimeout(None if remaining_s is None else max(remaining_s, 1e-3))
-                    self._socket.sendall(data)
-            except TimeoutError:
-                assert deadline is not None, "only a deadline sets a time limit"
-                raise deadline.fail("taking a message from the channel") from None
+                data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                _wait(self._can_send, deadline, "taking a message from the channel")
             except OSError as error:
                 raise ChannelClosedError(f"the other process is gone ({error})") from error
 
@@ -122,29 +128,39 @@ class Channel:
         length = _LENGTH.unpack_from(self._received)[0]
         if length > MAX_MESSAGE_BYTES:
             raise CodecError(f"a channel message of {length} bytes; at most {MAX_MESSAGE_BYTES} are taken")
-        ends_at = _LENGTH.size + length
-        self._read_until(ends_at + (Seal.BYTES if self._seal else 0), deadline)
-        received, self._received = memoryview(self._received), bytearray()
-        data = bytes(received[_LENGTH.size : ends_at])
+        mac_at = _LENGTH.size + length
+        ends_at = mac_at + (Seal.BYTES if self._seal else 0)
+        self._read_until(ends_at, deadline)
+        with memoryview(self._received) as received:
+            data, mac = bytes(received[_LENGTH.size : mac_at]), bytes(received[mac_at:ends_at])
+        del self._received[:ends_at]
         if self._seal is not None:
-            self._seal.check(data, bytes(received[ends_at:]))
+            self._seal.check(data, mac)
         return self._receives.decode([data])
 
     def _read_until(self, size: int, deadline: Deadline) -> None:
-        """Receives until `size` bytes of the message are here."""
+        """Receives until `size` bytes of the message are here; what follows it may come along."""
         received = self._received
         while len(received) < size:
-            wait_readable(self.fileno(), deadline, what="a message from the other process")
+            _wait(self._can_receive, deadline, "a message from the other process")
             try:
-                part = self._socket.recv(min(size - len(received), _PART_BYTES))
-            except ConnectionResetError:
-                part = b""
+                part = self._socket.recv(min(max(size - len(received), _LEAST_PART_BYTES), _PART_BYTES))
+            except OSError as error:
+                raise ChannelClosedError(f"the other process is gone ({error})") from error
             if not part:
                 raise ChannelClosedError("the other process closed its end")
             received += part
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _wait(poller: select.poll, deadline: Deadline | None, what: str) -> None:
+    """Raises WaitTimeoutError at the deadline."""
+    remaining_s = None if deadline is None else deadline.remaining_s
+    if not poller.poll(None if remaining_s is None else 1e3 * remaining_s):
+        assert deadline is not None, "only a deadline sets a time limit"
+        raise deadline.fail(what)
 
 
 def obey_parent(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import threading
 import time
 
 import msgspec
@@ -193,6 +194,57 @@ def test_a_channel_does_not_wait_beyond_its_deadline():
     with pytest.raises(WaitTimeoutError, match=r"within 0\.1 s"):
         ours.receive(Deadline(0.1))
     assert time.monotonic() - began_s < 2
+    ours.close()
+    theirs.close()
+
+
+class _CountingSocket(socket.socket):
+    """Counts its reads and writes."""
+
+    num_reads = num_writes = 0
+
+    def recv(self, *arguments):
+        self.num_reads += 1
+        return super().recv(*arguments)
+
+    def send(self, *arguments):
+        self.num_writes += 1
+        return super().send(*arguments)
+
+    def settimeout(self, value):
+        self.num_writes += 1  # a system call too
+        super().settimeout(value)
+
+
+def test_a_channel_takes_one_system_call_for_a_message_each_way():
+    left, right = (_CountingSocket(fileno=each.detach()) for each in socket.socketpair())
+    sends, receives = Channel(left, ChildMessage), Channel(right, ChildMessage)
+    for number in range(3):
+        sends.send(Progress(phase="load", seconds=number), Deadline(1.0))
+        assert receives.receive(Deadline(1.0)).seconds == number
+    assert (left.num_writes, right.num_reads) == (3, 3)
+    sends.close()
+    receives.close()
+
+
+def test_messages_that_come_together_are_returned_in_turn():
+    ours, theirs = Channel.pair(ChildMessage)
+    child = Channel.inherited(theirs.detach(), ChildMessage)
+    sent = [Progress(phase="x" * size, seconds=0.0) for size in (1, 70_000, 0, 65_532, 3, 100_000)]
+    writer = threading.Thread(target=lambda: [child.send(each) for each in sent])
+    writer.start()
+    assert [ours.receive(Deadline(5.0)) for _ in sent] == sent
+    writer.join()
+    with pytest.raises(WaitTimeoutError):
+        ours.receive(Deadline(0.0))
+    ours.close()
+    child.close()
+
+
+def test_a_channel_that_nobody_reads_says_so_at_the_deadline():
+    ours, theirs = Channel.pair(ChildMessage)
+    with pytest.raises(WaitTimeoutError, match=r"taking a message from the channel did not happen within 0\.1 s"):
+        ours.send(Progress(phase="x" * 4_000_000, seconds=0.0), Deadline(0.1))
     ours.close()
     theirs.close()
 
