@@ -20,7 +20,7 @@ from report import write_report
 from headrace.core.options.speculation import NgramSpeculation, Speculation, SuffixSpeculation
 from headrace.core.schedule.drafters import drafter_of
 from headrace.core.schedule.requests import Request, RowTable
-from headrace.ipc.messages import Sampling
+from headrace.ipc.messages import Generate, Sampling
 
 METHODS: dict[str, Speculation] = {
     "ngram": NgramSpeculation(num_speculative_tokens=8, prompt_lookup_max=4, prompt_lookup_min=2),
@@ -55,7 +55,12 @@ def measure(speculation: Speculation, num_rows: int, context: int, steps: int) -
     for text in texts:
         tokens = np.resize(text, context)
         request = Request(
-            client=0, slot=0, request_id="", token_ids=tokens, sampling=Sampling(max_tokens=2 * steps + 99), seed=0
+            client=0,
+            slot=0,
+            request_id="",
+            token_ids=tokens,
+            task=Generate(sampling=Sampling(max_tokens=2 * steps + 99)),
+            seed=0,
         )
         row = table.enter(request, context + 2 * steps + 100, 0)
         texts[row] = text

@@ -40,7 +40,7 @@ from headrace.executor.parallel.rank_place import SINGLE
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.rank import make_rank
 from headrace.ipc.failure import OptionError
-from headrace.ipc.messages import Sampling
+from headrace.ipc.messages import Generate, Sampling
 from headrace.ipc.process.host import host_memory
 from headrace.ipc.step import NewRow, StepPlan, StepResult
 
@@ -398,7 +398,7 @@ class Feeder:
             num_prompt_tokens=len(tokens),
             num_computed_tokens=0,
             block_ids=np.array(self._take(self._num_blocks[row]), np.int32),
-            sampling=Sampling(max_tokens=1 << 20, temperature=temperature, ignore_eos=True),
+            task=Generate(sampling=Sampling(max_tokens=1 << 20, temperature=temperature, ignore_eos=True)),
             seed=row,
         )
 

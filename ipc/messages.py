@@ -141,9 +141,37 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=T
 
     sampling: Sampling
 
+    def most_cached(self, num_tokens: int) -> int:
+        """How many of a request's num_tokens first tokens may come from the prefix cache. The last one is always
+        computed, since its logits choose the next one; prompt log-probabilities need the logits of every prompt
+        position from prompt_logprob_start - 1 on."""
+        sampling = self.sampling
+        if sampling.skip_reading_prefix_cache:
+            return 0
+        if sampling.prompt_logprobs is None:
+            return num_tokens - 1
+        return min(num_tokens - 1, max(0, sampling.prompt_logprob_start - 1))
+
 
 class Pool(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """The task of a request for pooled hidden states: one vector, and no tokens. No model supports it yet."""
+    """The task of a request for vectors that are made of its prompt's hidden states. It samples no tokens, and ends
+    with the prompt."""
+
+    kind: Literal["embed"]
+    """What the vectors are, under vLLM's names of pooling tasks."""
+    dimensions: Annotated[int, Range(1, INT32)] | None = None
+    """How many of a vector's values are kept; None: all."""
+    activate: bool = True
+    """Whether the kind's activation is applied; that of `embed` scales a vector to length 1."""
+    skip_reading_prefix_cache: bool = False
+    """As in `Sampling`."""
+
+    def most_cached(self, num_tokens: int) -> int:
+        """As in `Generate`."""
+        return 0 if self.skip_reading_prefix_cache else num_tokens - 1
+
+
+Task = Generate | Pool
 
 
 # --- client -> core ---------------------------------------------------------------------------------------------
@@ -163,7 +191,7 @@ class AddRequest(Message):
     """The user's name for the request, for logs."""
     prompt_token_ids: Tensor
     """[num_prompt_tokens + num_resumed_tokens] int32; the prompt has at least one token."""
-    task: Generate | Pool
+    task: Task
     priority: Annotated[int, Range(-INT64 - 1, INT64)] = 0
     """A smaller value is scheduled earlier under the `priority` policy."""
     cache_salt: Name = ""

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from headrace.ipc.failure import Failure, HeadraceError
-from headrace.ipc.messages import ExpertBalance, LogprobRows, Sampling
+from headrace.ipc.messages import ExpertBalance, LogprobRows, Task
 
 _NO_PAGES = np.empty(0, np.int32)
 
@@ -33,9 +33,9 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     block_ids: np.ndarray
     """[num_groups * num_blocks] int32: the request's block tables, one cache group after another, including blocks for
     this step; 0 for blocks that a sliding window has passed"""
-    sampling: Sampling
+    task: Task
     seed: int
-    """The resolved 64-bit seed, never None."""
+    """The resolved 64-bit seed; 0 for a task that samples nothing."""
     state_pages: np.ndarray = _NO_PAGES
     """[pages of the state group] int32: the row's own pages, as long as the request is in the row; empty for a model
     without a state group"""
@@ -198,7 +198,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_computed_tokens: np.ndarray
     """[num_scheduled] int32: how many tokens of each row were computed before this step"""
     sampled: np.ndarray
-    """[num_scheduled] bool: rows whose last known token is computed, so that the next one is sampled"""
+    """[num_scheduled] bool: rows that generate whose last known token is computed, so that the next one is sampled"""
     total_tokens: int
     """The sum of num_tokens."""
     attachments: tuple[Attachment, ...] = ()

@@ -150,7 +150,7 @@ class Admission:
             slot=message.slot,
             request_id=message.request_id,
             token_ids=message.prompt_token_ids.numpy().copy(),  # the frame it arrived in is not kept alive
-            sampling=sampling,
+            task=Generate(sampling=sampling),
             seed=seed & _MASK,
         )
         if message.num_resumed_tokens:  # as after a preemption

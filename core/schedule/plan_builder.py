@@ -93,7 +93,7 @@ class PlanBuilder:
             rows=rows,
             num_tokens=num_tokens,
             num_computed_tokens=num_computed_tokens,
-            sampled=num_computed_tokens + num_tokens >= table.num_tokens[rows],
+            sampled=table.generates[rows] & (num_computed_tokens + num_tokens >= table.num_tokens[rows]),
             total_tokens=self.total_tokens,
         )
 
@@ -106,6 +106,6 @@ class PlanBuilder:
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=int(table.num_computed_tokens[row]),
             block_ids=tables.table[:, row, : tables.num_blocks[row]].flatten(),
-            sampling=request.sampling,
+            task=request.task,
             seed=request.seed,
         )

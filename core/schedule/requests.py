@@ -22,10 +22,13 @@ import numpy as np
 
 from headrace.core.schedule.block_hashes import BlockHash
 from headrace.ipc.failure import InconsistentError
-from headrace.ipc.messages import Sampling
+from headrace.ipc.messages import Generate, Sampling, Task
 
 if TYPE_CHECKING:
     from headrace.core.structured_output.backend import Matcher
+
+
+_NO_SAMPLING = Sampling(max_tokens=1)
 
 
 class State(enum.Enum):
@@ -60,11 +63,12 @@ class Request:
         "slot",
         "state",
         "stop_token_ids",
+        "task",
         "token_ids",
     )
 
     def __init__(
-        self, *, client: int, slot: int, request_id: str, token_ids: np.ndarray, sampling: Sampling, seed: int
+        self, *, client: int, slot: int, request_id: str, token_ids: np.ndarray, task: Task, seed: int
     ) -> None:
         """`token_ids` is the prompt, [num_prompt_tokens] int32."""
         self.client, self.slot, self.request_id = client, slot, request_id
@@ -73,7 +77,8 @@ class Request:
         self.token_ids = token_ids
         # Given tokens are those that the request arrived with: the prompt, and output of another engine.
         self.num_given_tokens = self.num_prompt_tokens = len(token_ids)
-        self.sampling, self.seed = sampling, seed
+        self.task, self.seed = task, seed
+        self.sampling = sampling = task.sampling if isinstance(task, Generate) else _NO_SAMPLING
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self.matcher: Matcher | None = None  # state of its grammar after the last known token
         self.cache_salt = ""
@@ -163,6 +168,7 @@ class RowTable:
         self.num_given_tokens = np.zeros(rows, np.int32)  # the prompt, and output of another engine
         self.max_tokens_total = np.zeros(rows, np.int32)  # the request ends when num_tokens reaches it
         self.min_tokens_total = np.zeros(rows, np.int32)  # stop tokens are ignored until there are more tokens
+        self.generates = np.zeros(rows, bool)  # the request's task is to generate tokens
         self.stops_at_eos = np.zeros(rows, bool)
         self.has_stop_token_ids = np.zeros(rows, bool)
         self.has_matcher = np.zeros(rows, bool)
@@ -187,6 +193,7 @@ class RowTable:
         self.num_prompt_tokens[row], self.num_given_tokens[row] = request.num_prompt_tokens, request.num_given_tokens
         self.max_tokens_total[row] = min(request.num_prompt_tokens + sampling.max_tokens, max_model_len)
         self.min_tokens_total[row] = min(request.num_prompt_tokens + sampling.min_tokens, max_model_len)
+        self.generates[row] = isinstance(request.task, Generate)
         self.stops_at_eos[row] = not sampling.ignore_eos
         self.has_stop_token_ids[row] = bool(request.stop_token_ids)
         self.has_matcher[row] = request.matcher is not None

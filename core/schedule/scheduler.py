@@ -236,13 +236,15 @@ class Scheduler:
         return self._seal(builder)
 
     def _extend_decodes(self, builder: PlanBuilder) -> bool:
-        """Plans one token for each decode (a row with exactly one token to compute). If blocks run out, preempts the
-        last running requests in order. If it would have to while a step is in flight, plans nothing and returns False:
-        that step may end a request and free blocks, and a preemption would lose a token that is being computed."""
+        """Plans one token for each decode (a row that generates, with exactly one token to compute). If blocks run out,
+        preempts the last running requests in order. If it would have to while a step is in flight, plans nothing and
+        returns False: that step may end a request and free blocks, and a preemption would lose a token that is being
+        computed."""
         table, tables = self.rows, self.tables
         while True:
             running = table.active.nonzero()[0]
-            decodes = running[table.num_tokens[running] - table.num_computed_tokens[running] == 1]
+            missing = table.num_tokens[running] - table.num_computed_tokens[running]
+            decodes = running[(missing == 1) & table.generates[running]]
             if self.num_in_flight or not self.config.rows_run_ahead:
                 # At its limit, a request only waits for the result that brings its last token.
                 decodes = decodes[table.num_tokens[decodes] < table.max_tokens_total[decodes]]
@@ -268,7 +270,8 @@ class Scheduler:
         """Continues the prompts of running requests, in the order of service."""
         table = self.rows
         running = table.active.nonzero()[0]
-        pending = running[table.num_tokens[running] - table.num_computed_tokens[running] > 1].tolist()
+        missing = table.num_tokens[running] - table.num_computed_tokens[running]
+        pending = running[missing > table.generates[running]].tolist()
         pending.sort(key=lambda row: table.requests[row].order)  # type: ignore[union-attr]
         for position, row in enumerate(pending):
             others_wait = position + 1 < len(pending) or len(self.waiting) > 0
@@ -470,15 +473,9 @@ class Scheduler:
         return count, min(builder.budget - count, math.ceil(cost * max(0, count - unreported)))
 
     def _look_up(self, request: Request) -> PrefixHit:
-        """Looks up the request's longest cached prefix.
-
-        At least one token is always computed, since its logits choose the next one. Prompt log-probabilities
-        need the logits of every prompt position from prompt_logprob_start - 1 on.
-        """
-        sampling, usable_tokens = request.sampling, len(request.token_ids) - 1
-        if sampling.prompt_logprobs is not None:
-            usable_tokens = min(usable_tokens, max(0, sampling.prompt_logprob_start - 1))
-        if self.hasher is None or sampling.skip_reading_prefix_cache or not usable_tokens:
+        """Looks up the request's longest cached prefix."""
+        usable_tokens = request.task.most_cached(len(request.token_ids))
+        if self.hasher is None or not usable_tokens:
             return self.tables.find([])
         usable, hashes = usable_tokens // self.config.block_size, request.block_hashes
         # A long prompt is hashed only as far as the cache holds it; the rest is hashed when its tokens are planned.

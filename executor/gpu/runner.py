@@ -37,6 +37,7 @@ from headrace.executor.step.batch import BatchState
 from headrace.executor.step.inputs import HiddenStateModel
 from headrace.executor.step.verification import SampledPositions, verify
 from headrace.ipc.failure import InconsistentError
+from headrace.ipc.messages import Generate
 from headrace.ipc.step import Drafts, NewRow, StepPlan, StepResult, TokenMasks
 
 STEPS_IN_FLIGHT = 2
@@ -186,7 +187,8 @@ class GpuRunner:
     def _enter(self, new: NewRow) -> None:
         row, at, deltas = new.row, np.array([new.row]), self.deltas
         self._generation[row] += 1
-        deltas.enter(row, new.sampling, new.seed)
+        if isinstance(new.task, Generate):
+            deltas.enter(row, new.task.sampling, new.seed)
         deltas.set("last_token", at, new.token_ids[-1:])
         deltas.set("prompt_len", at, np.array([new.num_prompt_tokens]))
         num_groups, num_rows = self.batch.num_groups, self._limits.max_num_seqs
@@ -194,8 +196,8 @@ class GpuRunner:
         tables = np.repeat(np.arange(num_groups) * num_rows + row, num_blocks)
         numbers = self.batch.numbers_in_group(tables, new.block_ids)
         deltas.set_blocks(tables, np.tile(np.arange(num_blocks), num_groups), numbers)
-        if self.chooses:
-            self.tokens.enter(new, self.batch.sampling.rules.get(row), self._staging)
+        if self.chooses and isinstance(new.task, Generate):
+            self.tokens.enter(new, new.task.sampling, self.batch.sampling.rules.get(row), self._staging)
 
     def _start(self, plan: StepPlan, step: StepInFlight) -> None:
         needs = self.batch.sampling.all_needs(plan.rows)

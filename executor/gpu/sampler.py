@@ -21,6 +21,7 @@ from headrace.executor.gpu.device_state import DeviceState, Staging
 from headrace.executor.sampling.columns import Needs, has_penalties
 from headrace.executor.sampling.token_rules import TokenRules
 from headrace.executor.step.batch import BatchState
+from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, TokenMasks
 from headrace.kernels.reference.sampling import DeviceChosen, DeviceDraws, LogitChanges, Penalties, choose_tokens
 
@@ -116,9 +117,9 @@ class TokenStates:
     def nbytes(self) -> int:
         return self.bits.nbytes + (self.counts.nbytes if self.counts is not None else 0)
 
-    def enter(self, new: NewRow, rules: TokenRules | None, staging: Staging) -> None:
+    def enter(self, new: NewRow, sampling: Sampling, rules: TokenRules | None, staging: Staging) -> None:
         """Enters a request that is assigned a row, with the tokens known so far."""
-        row, sampling = new.row, new.sampling
+        row = new.row
         if rules is not None and len(rules.allowed):
             self._limited.add(row)
             self._set_bits(self.allowed_bits[row], rules.allowed, staging)

@@ -13,7 +13,8 @@ from headrace.core.options.model_options import LogprobsMode
 from headrace.executor.sampling.draws import Draws
 from headrace.executor.sampling.row_processors import Position, RowProcessor, processors_of
 from headrace.executor.sampling.token_rules import TokenRules, rules_of
-from headrace.ipc.messages import Sampling
+from headrace.ipc.messages import Generate, Sampling
+from headrace.ipc.step import NewRow
 
 if TYPE_CHECKING:
     from headrace.executor.sampling.logits_processors import LogitsProcessors
@@ -52,7 +53,8 @@ CHANGES = int(Needs.PENALTIES | Needs.MIN_TOKENS | Needs.TOKEN_RULES | Needs.PRO
 
 
 class SamplingColumns:
-    """Sampling parameters by row. A freed row keeps its old values until a new request is entered."""
+    """Sampling parameters by row (`executor.step.columns.RowColumns`). A freed row needs nothing, and keeps its other
+    values until a new request is entered."""
 
     def __init__(self, num_rows: int, eos_token_ids: Sequence[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
@@ -87,7 +89,14 @@ class SamplingColumns:
         self.counts: dict[int, TokenCounts] = {}
         """Only for rows whose penalties are computed on the host."""
 
-    def enter(self, row: int, sampling: Sampling, seed: int) -> None:
+    def enter(self, new: NewRow) -> None:
+        if isinstance(new.task, Generate):
+            self.put(new.row, new.task.sampling, new.seed)
+
+    def leave(self, rows: np.ndarray) -> None:
+        self.needs[rows] = 0
+
+    def put(self, row: int, sampling: Sampling, seed: int) -> None:
         """Enters a request's parameters. An error fails only this request, when its first token is due."""
         try:
             self._enter(row, sampling, seed)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.executor.sampling.columns import SamplingColumns
+from headrace.executor.step.columns import RowColumns
 from headrace.executor.step.verification import SampledPositions
 from headrace.ipc.step import Drafts, NewRow, StepPlan, nth_of_each
 
@@ -34,7 +35,7 @@ class StepArrays:
 
 
 class BatchState:
-    """Every row's tokens, block tables and sampling parameters.
+    """Every row's tokens and block tables, and the columns of what requests bring.
 
     A row has a block table for each cache group; tables are numbered as in `StepPlan.block_tables`. Blocks that a
     sliding window has passed stay in its table and are never read.
@@ -62,6 +63,8 @@ class BatchState:
         self.num_blocks = np.zeros(num_groups * num_rows, np.int32)
         """By table: how many blocks it has."""
         self.sampling = SamplingColumns(num_rows, eos_token_ids)
+        self.columns: dict[str, RowColumns] = {"sampling": self.sampling}
+        """What requests bring besides tokens and blocks, by concern."""
         self._repeated_rows = np.zeros(0, np.int32)
         self._repeated: list[np.ndarray] = []  # tokens of repeated steps, one array per step, not yet in `tokens`
         self._counting = np.arange(num_rows + 1, dtype=np.int32)
@@ -73,7 +76,8 @@ class BatchState:
         if plan.released_rows.size:
             self.num_tokens[plan.released_rows] = 0
             self.num_blocks.reshape(self.num_groups, -1)[:, plan.released_rows] = 0
-            self.sampling.needs[plan.released_rows] = 0
+            for columns in self.columns.values():
+                columns.leave(plan.released_rows)
         for new in plan.new_rows:
             self._enter(new)
         if plan.block_tables.size:
@@ -160,7 +164,8 @@ class BatchState:
         )
         self.block_tables[:, row, num_blocks:] = 0
         self.num_blocks.reshape(self.num_groups, -1)[:, row] = num_blocks
-        self.sampling.enter(row, new.sampling, new.seed)
+        for columns in self.columns.values():
+            columns.enter(new)
 
     def _take_repeated(self) -> None:
         rows, steps = self._repeated_rows, len(self._repeated)

@@ -23,7 +23,7 @@ from headrace.executor.step.verification import SampledPositions
 from headrace.executor.testing.plan_check import PlanCheck
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import Failure, OptionError
-from headrace.ipc.messages import LogprobRows, TokenizerBundle
+from headrace.ipc.messages import Generate, LogprobRows, TokenizerBundle
 from headrace.ipc.step import Drafts, NewRow, PromptLogprobRun, RowFailure, StepPlan, StepResult, TokenMasks
 
 FIRST_ORDINARY_TOKEN = 3
@@ -205,10 +205,13 @@ class _Rows:
         self._num_prompt_tokens[row] = new.num_prompt_tokens
         self._fails[row] = self._model.fail_token_id >= 0 and self._model.fail_token_id in prompt
         self._crashes[row] = self._model.crash_token_id >= 0 and self._model.crash_token_id in prompt
-        self._num_logprobs[row] = -2 if new.sampling.logprobs is None else new.sampling.logprobs
-        if new.sampling.prompt_logprobs is not None:
+        if not isinstance(new.task, Generate):
+            return
+        sampling = new.task.sampling
+        self._num_logprobs[row] = -2 if sampling.logprobs is None else sampling.logprobs
+        if sampling.prompt_logprobs is not None:
             self._prompts[row] = prompt
-            self._num_prompt_logprobs[row] = new.sampling.prompt_logprobs
+            self._num_prompt_logprobs[row] = sampling.prompt_logprobs
 
     def _sample(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """The sampled rows, the row of each new token, those tokens, and how many each row has (None: one each)."""

@@ -15,7 +15,7 @@ from headrace.core.schedule.drafters.drafter import Drafter
 from headrace.core.schedule.drafters.past_outputs import PastOutputs
 from headrace.core.schedule.drafters.token_index import MOST_ADDED
 from headrace.core.schedule.requests import Request, RowTable
-from headrace.ipc.messages import Sampling
+from headrace.ipc.messages import Generate, Sampling
 
 
 class Texts:
@@ -28,7 +28,9 @@ class Texts:
     def enter(self, tokens: list[int], salt: str = "", num_prompt_tokens: int | None = None) -> int:
         """Begins a request in a free row, and returns the row."""
         prompt = np.array(tokens, np.int32)
-        request = Request(client=0, slot=0, request_id="", token_ids=prompt, sampling=Sampling(max_tokens=9), seed=0)
+        request = Request(
+            client=0, slot=0, request_id="", token_ids=prompt, task=Generate(sampling=Sampling(max_tokens=9)), seed=0
+        )
         request.cache_salt = salt
         request.num_prompt_tokens = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
         row = self.table.enter(request, self.table.token_ids.shape[1], 0)

@@ -15,7 +15,7 @@ from headrace.core.options.engine_options import Options
 from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.executor.testing.plan_check import PlanCheck
 from headrace.ipc.failure import InconsistentError, OptionError
-from headrace.ipc.messages import Sampling
+from headrace.ipc.messages import Generate, Sampling
 from headrace.ipc.step import NewRow, StepPlan, StepResult
 
 
@@ -27,7 +27,7 @@ def new_row(row: int, tokens: list[int], blocks: list[int], **changes: Any) -> N
     values: dict[str, Any] = {
         "num_prompt_tokens": len(tokens),
         "num_computed_tokens": 0,
-        "sampling": Sampling(max_tokens=9),
+        "task": Generate(sampling=Sampling(max_tokens=9)),
         "seed": 0,
         **changes,
     }
@@ -101,7 +101,7 @@ def test_it_ends_fails_and_crashes_as_told() -> None:
 
 
 def test_logprobs_have_the_shapes_that_were_asked_for() -> None:
-    wanting = new_row(1, [5, 6, 7], [2], sampling=Sampling(max_tokens=9, logprobs=2, prompt_logprobs=1))
+    wanting = new_row(1, [5, 6, 7], [2], task=Generate(sampling=Sampling(max_tokens=9, logprobs=2, prompt_logprobs=1)))
     made = executor()
     first = run(made, make_step(0, (0, 1, 0, True), (1, 2, 0, False), new_rows=(new_row(0, [5], [1]), wanting)))
     second = run(made, make_step(1, (1, 1, 2, True)))

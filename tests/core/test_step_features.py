@@ -170,7 +170,9 @@ def test_a_process_that_does_not_know_a_kind_says_so(monkeypatch: pytest.MonkeyP
     plan = msgspec.structs.replace(plan_of_two(), attachments=(Marks(numbers=np.arange(3)),))
     data = StepCodec(StepPlan).encode(plan)
     monkeypatch.delitem(KINDS, "Marks")
-    with pytest.raises(CodecError, match=r"a kind that this process does not know \(it knows Drafts, StateSnapshots, TokenMasks\)"):
+    with pytest.raises(
+        CodecError, match=r"a kind that this process does not know \(it knows Drafts, StateSnapshots, TokenMasks\)"
+    ):
         StepCodec(StepPlan).decode(data)
 
 

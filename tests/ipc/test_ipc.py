@@ -73,7 +73,7 @@ def test_numpy_fields_cross_the_wire_as_arrays():
         num_prompt_tokens=500,
         num_computed_tokens=0,
         block_ids=np.arange(4, dtype=np.int32),
-        sampling=Sampling(max_tokens=1),
+        task=Generate(sampling=Sampling(max_tokens=1)),
         seed=2**64 - 1,
     )
     empty = np.zeros(0, np.int32)

@@ -15,7 +15,7 @@ from headrace.executor.parallel.rank_place import Collectives, World, collective
 from headrace.executor.sampling.draws import Draws
 from headrace.executor.step.batch import BatchState, StepArrays
 from headrace.executor.step.inputs import StepLogits, no_logits
-from headrace.ipc.messages import Sampling
+from headrace.ipc.messages import Generate, Sampling
 from headrace.ipc.step import NewRow, StepPlan
 from headrace.kernels.cpu import build
 
@@ -51,7 +51,7 @@ def new_row(row: int, tokens: list[int]) -> NewRow:
         num_prompt_tokens=len(tokens),
         num_computed_tokens=0,
         block_ids=np.array([1 + row], np.int32),
-        sampling=Sampling(max_tokens=8),
+        task=Generate(sampling=Sampling(max_tokens=8)),
         seed=0,
     )
 

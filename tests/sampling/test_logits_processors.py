@@ -155,7 +155,7 @@ def batch_with(processors: LogitsProcessors, *arguments: dict[str, Any] | None, 
     batch = BatchState(len(arguments), 32, 16, ())
     batch.sampling.logits_processors = processors
     for row, given in enumerate(arguments):
-        batch.sampling.enter(row, Sampling(max_tokens=5, temperature=temperature, extra_args=given), 0)
+        batch.sampling.put(row, Sampling(max_tokens=5, temperature=temperature, extra_args=given), 0)
     batch.num_tokens[:] = batch.num_prompt_tokens[:] = 1
     return batch
 

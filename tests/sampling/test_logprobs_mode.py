@@ -63,7 +63,7 @@ def test_what_is_reported_is_what_the_mode_says(mode: LogprobsMode) -> None:
     for row, case in enumerate(CASES):
         batch.tokens[row, : len(case.tokens)] = case.tokens
         batch.num_tokens[row], batch.num_prompt_tokens[row] = len(case.tokens), case.num_prompt_tokens
-        batch.sampling.enter(row, case.sampling, case.seed)
+        batch.sampling.put(row, case.sampling, case.seed)
     logits = random_logits(len(CASES), VOCABULARY, seed=3)
     found = sample(logits.clone(), batch, np.arange(len(CASES), dtype=np.int32))
     assert found.logprobs is not None

@@ -19,7 +19,7 @@ from headrace.executor.sampling.random_numbers import uniform
 from headrace.executor.sampling.row_processors import RowProcessor, mirostat
 from headrace.executor.sampling.sampler import Sampled, sample
 from headrace.executor.step.batch import BatchState
-from headrace.ipc.messages import Sampling
+from headrace.ipc.messages import Generate, Sampling
 from headrace.ipc.step import NewRow
 from headrace.kernels.reference.sampling import likeliest, truncated
 
@@ -36,7 +36,7 @@ def entered(tokens: list[int], num_prompt_tokens: int, seed: int, sampling: Samp
             num_prompt_tokens=num_prompt_tokens,
             num_computed_tokens=0,
             block_ids=np.zeros(0, np.int32),
-            sampling=sampling,
+            task=Generate(sampling=sampling),
             seed=seed,
         )
     )
@@ -249,7 +249,7 @@ def test_a_processor_that_raises_ends_its_row_alone() -> None:
                 num_prompt_tokens=1,
                 num_computed_tokens=0,
                 block_ids=block_ids,
-                sampling=sampling,
+                task=Generate(sampling=sampling),
                 seed=row,
             )
         )

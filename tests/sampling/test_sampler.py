@@ -14,7 +14,7 @@ from scalar_noise import scalar_noise
 from headrace.executor.sampling.penalties import penalise
 from headrace.executor.sampling.sampler import Sampled, sample
 from headrace.executor.step.batch import BatchState
-from headrace.ipc.messages import Sampling
+from headrace.ipc.messages import Generate, Sampling
 from headrace.ipc.step import NewRow, StepPlan
 from headrace.kernels.reference.sampling import likeliest, truncated
 from headrace.kernels.registry import choose_reference
@@ -44,7 +44,7 @@ def run(logits: torch.Tensor, cases: list[Case], rows: list[int] | None = None) 
             num_prompt_tokens=case.num_prompt_tokens,
             num_computed_tokens=0,
             block_ids=NONE,
-            sampling=case.sampling,
+            task=Generate(sampling=case.sampling),
             seed=case.seed,
         )
         for row, case in zip(rows, cases, strict=True)
@@ -303,7 +303,7 @@ def test_penalties_follow_their_formulas() -> None:
     batch = BatchState(1, 16, 16)
     batch.tokens[0, :6], batch.num_tokens[0], batch.num_prompt_tokens[0] = [0, 1, 2, 3, 2, 2], 6, 2
     sampling = Sampling(max_tokens=9, repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=0.5)
-    batch.sampling.enter(0, sampling, 0)
+    batch.sampling.put(0, sampling, 0)
     penalise(logits, batch, np.array([0]))
     assert logits[0].tolist() == [1.0, -4.0, 1.5 - 0.75 - 0.5, -6.0 - 0.25 - 0.5, 1.0, 0.5]
 
@@ -313,7 +313,7 @@ def test_penalties_look_at_each_token_of_a_context_once_and_count_the_same(draft
     rng = np.random.default_rng(3)
     sampling = Sampling(max_tokens=500, repetition_penalty=1.3, frequency_penalty=0.25, presence_penalty=0.5)
     batch, context = BatchState(2, 600, 16), rng.integers(0, 60, 600).astype(np.int32)
-    batch.sampling.enter(1, sampling, 0)
+    batch.sampling.put(1, sampling, 0)
     batch.num_prompt_tokens[1] = 200
     for num_tokens in (200, 201, 204, 330, 331, 596):
         known = context[:num_tokens]
@@ -329,7 +329,7 @@ def test_penalties_look_at_each_token_of_a_context_once_and_count_the_same(draft
         penalise(logits, batch, np.array([1]), np.array([num_tokens + len(drafts)]) if drafts else None)
         assert logits[0].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
         batch.tokens[1, :num_tokens] = 99  # whoever looked again would count this one
-    batch.sampling.enter(1, sampling, 0)
+    batch.sampling.put(1, sampling, 0)
     batch.tokens[1, :2], batch.num_tokens[1], batch.num_prompt_tokens[1] = (4, 5), 2, 1
     logits = torch.full((1, 100), 1.0)
     penalise(logits, batch, np.array([1]))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.core.options.plan import Plan
-from headrace.ipc.messages import Sampling
+from headrace.ipc.messages import Generate, Sampling
 from headrace.ipc.step import Drafts, NewRow, StepPlan
 
 OTHER_BLOCKS = 1000
@@ -70,7 +70,7 @@ class PlanMaker:
                 num_prompt_tokens=self.prompts[row],
                 num_computed_tokens=self.computed[row],
                 block_ids=self._in_groups(self.blocks[row], self.blocks_apart),
-                sampling=Sampling(max_tokens=99, **sampling),  # type: ignore[arg-type]
+                task=Generate(sampling=Sampling(max_tokens=99, **sampling)),  # type: ignore[arg-type]
                 seed=seed,
             )
         )
