@@ -16,7 +16,8 @@ of their group. Here full layers keep half as much per token as the others, and 
     a page of group 0, of group 1 or 2:                  [f f] [f f]   [w  ] [w  ]
 
 A row has a block table for each group. A full-attention group holds all of a request's tokens; a sliding-window group
-releases blocks that no later token reads.
+releases blocks that no later token reads. All recurrent layers form one group, the last one, in which a row holds a
+constant number of pages for its state, however long it gets.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
@@ -35,7 +35,8 @@ MOST_PADDING = 1.5
 class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that share one block table per row."""
 
-    kind: Literal["full", "sliding_window", "state"] = "full"
+    kind: str = "full"
+    """full, sliding_window or state: which class in `core/schedule/groups/` keeps the rows' tables"""
     layers: tuple[int, ...] = ()
     """The layers' numbers in the whole model, ascending; may be empty for a model's only group. A pipeline stage has
     some of them."""
@@ -52,6 +53,8 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     def num_blocks(self, num_tokens: int, block_size: int, step_tokens: int = 1) -> int:
         """The most blocks that a request of num_tokens holds at once if a step computes at most step_tokens of it."""
+        if self.pages:
+            return self.pages
         whole = -(-num_tokens // block_size)
         if not self.window:
             return whole
@@ -83,7 +86,7 @@ def group_layers(windows: Sequence[int | None], token_elements: Sequence[int] | 
         num_groups = -(-len(layers) // (places * in_place))
         for first in range(num_groups):
             own = tuple(layers[first::num_groups])
-            kind: Literal["full", "sliding_window"] = "sliding_window" if window else "full"
+            kind = "sliding_window" if window else "full"
             groups.append(CacheGroup(kind=kind, layers=own, window=window, layers_in_place=in_place))
     return tuple(groups)
 

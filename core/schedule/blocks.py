@@ -13,6 +13,9 @@ A block is in exactly one state:
         release, no hash            hit                    held
 
 Block 0, the null block, is never allocated: padding and empty table entries point to it, so they never touch live data.
+
+A *bundle* is several blocks that live and die together: the first, its leader, is held, named, cached and evicted as
+any block, and the others, its companions, stay with it until it becomes free. The pool itself holds them.
 """
 
 from __future__ import annotations
@@ -70,6 +73,8 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack: recently used blocks are warm in cache
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._companions: dict[int, tuple[int, ...]] = {}  # leader of a bundle -> its other blocks
+        self._num_cached_companions = 0  # of cached leaders
         self.holders: list[BlockHolder] = []
         """All owners of references, for `audit`."""
         self.observers: list[BlockObserver] = []
@@ -79,7 +84,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that can be allocated: free and cached ones."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._cached) + self._num_cached_companions
 
     @property
     def num_cached(self) -> int:
@@ -97,9 +102,29 @@ class BlockPool:
             else:
                 block, _ = self._cached.popitem(last=False)
                 self._forget(block)
+                if block in self._companions:
+                    self._num_cached_companions -= len(self._companions[block])
+                    self._disband(block)
             self._references[block] = 1
             blocks.append(block)
         return blocks
+
+    def allocate_bundle(self, count: int) -> list[int]:
+        """A bundle of `count` blocks, its leader first, with one reference to the leader. Raises as `allocate`."""
+        leader, *companions = blocks = self.allocate(count)
+        if companions:
+            self._companions[leader] = tuple(companions)
+        return blocks
+
+    def bundle(self, leader: int) -> list[int]:
+        """All blocks of a bundle, its leader first."""
+        return [leader, *self._companions.get(leader, ())]
+
+    def _disband(self, leader: int) -> None:
+        """Frees the companions of a leader that has become free."""
+        for block in self._companions.pop(leader):
+            self._references[block] = 0
+            self._free.append(block)
 
     def find(self, hashes: Sequence[BlockHash]) -> list[int]:
         """The blocks of the longest prefix of `hashes` that is in the cache. Takes no references."""
@@ -115,15 +140,25 @@ class BlockPool:
         """The block of this name, or NULL_BLOCK. Takes no reference."""
         return self._block_of.get(name, NULL_BLOCK)
 
+    def name_of(self, block: int) -> BlockHash:
+        """The name of a block that has one. Raises InconsistentError for another."""
+        name = self._hash_of[block]
+        if name is None:
+            raise InconsistentError(f"block {block} has no name")
+        return name
+
     def num_unheld(self, blocks: Sequence[int]) -> int:
-        """How many of these blocks are not referenced, so that acquiring them reduces `num_available`."""
-        return sum(1 for block in blocks if self._references[block] == 0)
+        """By how much `num_available` falls when these blocks are acquired: those that are not referenced."""
+        unheld = [block for block in blocks if self._references[block] == 0]
+        return len(unheld) + sum(len(self._companions.get(block, ())) for block in unheld if self._companions)
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Takes a reference to each of these blocks, which `find` or `named` returned."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._cached[block]
+                if block in self._companions:
+                    self._num_cached_companions -= len(self._companions[block])
             self._references[block] += 1
 
     def publish(self, block: int, block_hash: BlockHash) -> None:
@@ -147,8 +182,12 @@ class BlockPool:
             if self._references[block] == 0:
                 if self._hash_of[block] is None:
                     self._free.append(block)
+                    if block in self._companions:
+                        self._disband(block)
                 else:
                     self._cached[block] = None
+                    if block in self._companions:
+                        self._num_cached_companions += len(self._companions[block])
 
     def reset_cache(self) -> None:
         """Empties the prefix cache. Held blocks stay held, and become free when released."""
@@ -162,8 +201,8 @@ class BlockPool:
                 continue
             self._forget(block)
             if self._references[block] == 0:
-                del self._cached[block]
-                self._free.append(block)
+                self.acquire([block])
+                self.release([block])  # which has no name now, so that it becomes free
 
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]
@@ -178,7 +217,8 @@ class BlockPool:
 
         A generator of pieces of work of a few milliseconds; the state must not change between them.
         """
-        held = itertools.chain.from_iterable(holder.held_blocks() for holder in self.holders)
+        companions = itertools.chain.from_iterable(self._companions.values())
+        held = itertools.chain(companions, *(holder.held_blocks() for holder in self.holders))
         counts, listed = np.zeros(self.num_blocks, np.int32), np.zeros(self.num_blocks, np.int32)
         for blocks in _pieces(held):
             np.add.at(counts, blocks, 1)
@@ -199,6 +239,12 @@ class BlockPool:
             if not all(self._hash_of[b] is not None for b in blocks):
                 raise InconsistentError("a cached block has no hash")
             yield
+        if any(self._hash_of[b] is not None for each in self._companions.values() for b in each):
+            raise InconsistentError("a block of a bundle can be found without its leader")
+        if self._num_cached_companions != sum(len(each) for b, each in self._companions.items() if b in self._cached):
+            raise InconsistentError("the count of cached bundles' blocks is wrong")
+        if not set(self._companions).isdisjoint(self._free):
+            raise InconsistentError("a bundle was left without its leader")
         for named in _pieces(self._block_of.items()):
             if not all(self._hash_of[b] == h for h, b in named):
                 raise InconsistentError("a hash names the wrong block")
@@ -218,6 +264,8 @@ class BlockPool:
         self._hash_of = [None] * self.num_blocks
         self._block_of.clear()
         self._cached.clear()
+        self._companions.clear()
+        self._num_cached_companions = 0
         self._free = list(range(self.num_blocks - 1, NULL_BLOCK, -1))
 
 

@@ -100,6 +100,7 @@ class PlanBuilder:
     def _new_row(self, row: int, table: RowTable, tables: BlockTables) -> NewRow:
         request = table.requests[row]
         assert request is not None
+        state_pages, state_source = tables.state_pages(row)
         return NewRow(
             row=row,
             token_ids=table.token_ids[row, : table.num_tokens[row]].copy(),
@@ -108,4 +109,6 @@ class PlanBuilder:
             block_ids=tables.table[:, row, : tables.num_blocks[row]].flatten(),
             task=request.task,
             seed=request.seed,
+            state_pages=state_pages,
+            state_source=state_source,
         )

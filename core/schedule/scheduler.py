@@ -29,9 +29,10 @@ import numpy as np
 
 from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup, request_blocks
 from headrace.core.schedule.block_hashes import BlockHash, BlockHasher
-from headrace.core.schedule.block_tables import BlockTables, PrefixHit
+from headrace.core.schedule.block_tables import BlockTables
 from headrace.core.schedule.blocks import BlockPool
 from headrace.core.schedule.features.feature import Context, Followed, StepFeature, together
+from headrace.core.schedule.groups.group import PrefixHit
 from headrace.core.schedule.new_tokens import new_tokens
 from headrace.core.schedule.plan_builder import PlanBuilder
 from headrace.core.schedule.policies import PrefillLimits, in_turn, order_of, prefill_share
@@ -311,7 +312,7 @@ class Scheduler:
 
     def _lacks_blocks(self, request: Request, hit: PrefixHit) -> bool:
         missing = self.tables.num_missing(len(request.token_ids), hit)
-        growth = self.num_running * len(self.tables.groups)  # each may need one more block before this request ends
+        growth = self.num_running * self.tables.num_growing  # each may need one more block before this request ends
         return missing + growth > self.pool.num_available - self.pool.num_unheld(hit.all_blocks)
 
     def _refuse(self, request: Request, hit: PrefixHit) -> _Refusal:

@@ -24,8 +24,9 @@ from headrace import LLM, SamplingParams
 from headrace.core.options.cache_groups import CacheGroup, group_layers, longest_request, request_blocks
 from headrace.core.options.memory import block_bytes, fit_cache, ledger, requests_at_once
 from headrace.core.options.plan import MemoryReading, Plan
-from headrace.core.schedule.block_tables import BlockTables, PrefixHit
+from headrace.core.schedule.block_tables import BlockTables
 from headrace.core.schedule.blocks import NULL_BLOCK, BlockPool
+from headrace.core.schedule.groups.group import PrefixHit
 from headrace.core.schedule.requests import Request
 from headrace.core.schedule.scheduler import Scheduler
 from headrace.executor.cpu import rank as cpu_rank
