@@ -133,7 +133,7 @@ def _linear_runs() -> dict[str, Callable[[], object]]:
     """The gate and up projection in each weight type, for one row and for 64 rows."""
     import torch
 
-    from headrace.kernels.cpu.linear import FLOAT_TYPES, WEIGHT_TYPES, pack
+    from headrace.kernels.cpu.linear.linear import FLOAT_TYPES, WEIGHT_TYPES, pack
 
     floats = {name: dtype for dtype, name in FLOAT_TYPES.items()}
     packed = {}
@@ -156,8 +156,8 @@ def _sampling_runs() -> dict[str, Callable[[], object]]:
     """Eight rows of a vocabulary: the argmax, and a draw from the top tokens."""
     import torch
 
-    from headrace.kernels.cpu.linear import runtime
-    from headrace.kernels.cpu.sampling import SampleBuffers, sample
+    from headrace.kernels.cpu.linear.linear import runtime
+    from headrace.kernels.cpu.sampling.sampling import SampleBuffers, sample
 
     rows, logits = 8, torch.randn(8, VOCAB_SIZE)
     greedy, drawn = (SampleBuffers(runtime(), rows, VOCAB_SIZE) for _ in range(2))

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from headrace.executor.models.kv_cache import SCALED
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.limits import limits
-from headrace.kernels.cpu.linear import Runtime
+from headrace.kernels.cpu.linear.limits import limits
+from headrace.kernels.cpu.linear.linear import Runtime
 from headrace.kernels.cpu.ops import CacheScales, CpuOps, best_layout
-from headrace.kernels.cpu.threads import Pool
+from headrace.kernels.cpu.runtime.threads import Pool
 from headrace.kernels.reference.attention import AttentionParams, PagedBatch
 
 BLOCK_SIZE = 16

@@ -20,8 +20,8 @@ import torch
 from report import write_report
 from torch import Tensor
 
-from headrace.kernels.cpu.limits import limits, samples_of
-from headrace.kernels.cpu.linear import (
+from headrace.kernels.cpu.linear.limits import limits, samples_of
+from headrace.kernels.cpu.linear.linear import (
     DTYPES,
     WEIGHT_TYPES,
     Arena,
@@ -32,7 +32,7 @@ from headrace.kernels.cpu.linear import (
     quantise,
     runtime,
 )  # fmt: skip
-from headrace.kernels.cpu.program_args import ProgramC, ProgramOp
+from headrace.kernels.cpu.program.args import ProgramC, ProgramOp
 
 SET_BYTES = 270_000_000
 SHAPES = {"qkv": (960, 576), "attention out": (576, 576), "gate up": (3072, 576), "down": (576, 1536)}

@@ -20,12 +20,12 @@ import torch
 from report import write_report
 
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.limits import READ_BYTES, ReadArgs, limits
-from headrace.kernels.cpu.linear import Arena, Runtime, pack
-from headrace.kernels.cpu.program import Builder
-from headrace.kernels.cpu.program_parts import AttentionLayer, LayerCache, Norm, Rotary
-from headrace.kernels.cpu.program_run import Program, ProgramStep
-from headrace.kernels.cpu.threads import Pool
+from headrace.kernels.cpu.linear.limits import READ_BYTES, ReadArgs, limits
+from headrace.kernels.cpu.linear.linear import Arena, Runtime, pack
+from headrace.kernels.cpu.program.parts import AttentionLayer, LayerCache, Norm, Rotary
+from headrace.kernels.cpu.program.program import Builder
+from headrace.kernels.cpu.program.run import Program, ProgramStep
+from headrace.kernels.cpu.runtime.threads import Pool
 
 BLOCK_SIZE = 16
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS = 576, 1536, 9, 3, 64, 49152, 30

@@ -30,8 +30,8 @@ from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.kv_cache import KVCache, allocate
 from headrace.executor.models.sizes import weight_shapes
 from headrace.executor.step.batch import StepArrays
-from headrace.kernels.cpu.latent import NEVER, LatentLayer
-from headrace.kernels.cpu.linear import runtime
+from headrace.kernels.cpu.attention.latent import NEVER, LatentLayer
+from headrace.kernels.cpu.linear.linear import runtime
 
 BLOCK_SIZE = 16
 V2_LITE: dict[str, Any] = {

@@ -176,7 +176,7 @@ def measure(engine: str, python: Path, path: Path) -> dict[str, Any]:
 
 def read_bytes_per_s() -> float:
     """The read bandwidth of as many threads, from a process of its own; on shared machines it changes by the minute."""
-    command = [sys.executable, "-m", "headrace.kernels.cpu.limits"]
+    command = [sys.executable, "-m", "headrace.kernels.cpu.linear.limits"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return 1e9 * float(json.loads(done.stdout)["read_gigabytes_per_s"])
 

@@ -98,7 +98,7 @@ def run(name: str, command: list[str]) -> dict[str, Any]:
 
 def machine_limits() -> dict[str, Any]:
     """The peak rates at which the kernels' threads read and compute, by their own probe in a process of its own."""
-    program = [sys.executable, "-m", "headrace.kernels.cpu.limits"]
+    program = [sys.executable, "-m", "headrace.kernels.cpu.linear.limits"]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     measured: dict[str, Any] = json.loads(done.stdout)
     return measured

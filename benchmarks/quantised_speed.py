@@ -29,8 +29,8 @@ from torch import Tensor
 from workload import generator, run_cases
 
 from headrace import LLM
-from headrace.kernels.cpu.limits import limits
-from headrace.kernels.cpu.linear import runtime
+from headrace.kernels.cpu.linear.limits import limits
+from headrace.kernels.cpu.linear.linear import runtime
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = 30, 576, 1536, 9, 3, 49152
 CONFIG = {

@@ -1,9 +1,9 @@
 """The registry of ops: a reference, its fast versions, and for each version a check that gives the reason against it.
 
 A fast version is an entry of the constant `VERSIONS`, a tuple of `Version`, in a module of a sub-package
-(`kernels/cpu/`, `kernels/triton/`). Adding one means adding such a file: `ops()` finds it. A sub-package whose modules
-are costly to import lists its versions in a module `versions`, and only that module is imported. References are found
-in the same way: each module of `reference/` has a table `REFERENCES`.
+(`kernels/cpu/`, `kernels/triton/`) or below it. Adding one means adding such a file: `ops()` finds it. A sub-package
+whose modules are costly to import lists its versions in a module `versions`, and only that module is imported.
+References are found in the same way: each module of `reference/` has a table `REFERENCES`.
 """
 
 from __future__ import annotations
@@ -125,10 +125,11 @@ def _find_versions() -> list[Version]:
         if package_name not in present:
             continue
         package = importlib.import_module(f"headrace.kernels.{package_name}")
-        names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-        for name in ["versions"] if "versions" in names else names:
-            if not name.startswith("_"):
-                imported = importlib.import_module(f"{package.__name__}.{name}")
+        listed = f"{package.__name__}.versions"
+        names = sorted(module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."))
+        for name in [listed] if listed in names else names:
+            if not name.rpartition(".")[2].startswith("_"):
+                imported = importlib.import_module(name)
                 found: tuple[Version, ...] = getattr(imported, "VERSIONS", ())
                 versions.extend(replace(version, device_type=device_type) for version in found)
     return versions

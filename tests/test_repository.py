@@ -53,7 +53,7 @@ MAY_IMPORT_BY_FILE = MappingProxyType(
     {
         "ipc/step.py": {"numpy"},
         "kernels/cpu/build.py": {"headrace.ipc"},
-        "kernels/cpu/threads.py": {"headrace.ipc"},
+        "kernels/cpu/runtime/threads.py": {"headrace.ipc"},
         "core/structured_output/llguidance_backend.py": {"llguidance"},
         "core/structured_output/token_bytes.py": {"tokenizers"},  # imported by llguidance_backend.py alone
         "core/structured_output/xgrammar_backend.py": {"xgrammar", "tvm_ffi"},

@@ -38,7 +38,7 @@ from headrace.executor.rank import Report
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.process.host import HostMemory, host_memory, usable_cores
 from headrace.ipc.step import StepPlan, StepResult
-from headrace.kernels.cpu import build
+from headrace.kernels.cpu import build, units
 from headrace.kernels.registry import Op, Version
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class CpuRank(ModelRank):
         report("compile kernels")
         if plan.weights_stay_packed or plan.weight_bits:
             # Compiles this part, if needed, while the other one is still compiling.
-            build.load(part=build.GROUPED if plan.model.stored_as else build.PACKED)
+            build.load(part=units.GROUPED if plan.model.stored_as else units.PACKED)
         self._compiling.join()
         report("load weights")
         self._plan = plan

@@ -22,7 +22,8 @@ from headrace.executor.models.reading import CheckedWeights, Part, own_part, own
 from headrace.executor.models.sizes import model_weights
 from headrace.executor.parallel.padding import grouped_part, packed_part, stored_source
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
-from headrace.kernels.cpu.linear import (
+from headrace.kernels.cpu.experts.moe import PackedExperts, why_no_experts
+from headrace.kernels.cpu.linear.linear import (
     FLOAT_TYPES,
     GROUPED_TYPES,
     WEIGHT_TYPES,
@@ -35,8 +36,7 @@ from headrace.kernels.cpu.linear import (
     quantise_wide,
     why_not_group,
 )
-from headrace.kernels.cpu.moe import PackedExperts, why_no_experts
-from headrace.kernels.cpu.program_parts import Norm
+from headrace.kernels.cpu.program.parts import Norm
 from headrace.kernels.grouped import GroupedWeight, fit_half, joined
 
 logger = logging.getLogger(__name__)

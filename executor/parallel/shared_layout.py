@@ -1,6 +1,6 @@
 """The layout of the memory that the ranks of one host share. Imports no torch.
 
-    header     one page: see `Header` in kernels/cpu/collectives.h
+    header     one page: see `Header` in kernels/cpu/runtime/collectives.h
     lines      64 bytes a rank: its barrier's count, and which ranks sleep on it
     parts      for each stage, two turns of tp_size slots: each rank's summand of an all-reduce
     logits     for the last stage: [max_seqs, vocab_size] float32

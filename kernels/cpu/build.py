@@ -52,6 +52,8 @@ from headrace.ipc.process.trusted_files import (
     trusted_path,
     warn_of,
 )
+from headrace.kernels.cpu.units import CORE, LIBRARIES, Unit, sources
+from headrace.kernels.cpu.units import units as units_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,21 +79,6 @@ BASE_FLAGS = (
     "-std=c++17", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math",
     "-fno-plt", "-fvisibility=hidden", "-pthread",
 )  # fmt: skip
-# Units whose templates take seconds to compile. The others are compiled as one, since a third of their time would go
-# into parsing the same headers.
-GROUPED_TYPE_UNITS = frozenset(
-    {"groups_4", "groups_8", "groups_float4", "groups_e4m3", "groups_rounded_4", "groups_rounded_8"}
-)
-LARGE_UNITS = frozenset({"attention", "quant_4", "quant_5", "quant_8", *GROUPED_TYPE_UNITS})
-# Units that -O3 makes faster; for the others it only lengthens the build.
-UNROLLED_UNITS = frozenset({"attention"})
-# The kernels are three libraries. Those for quantised weights, of GGUF files (PACKED) and of other checkpoints
-# (GROUPED), are built when the first such weight is packed: most models have none, and compiling dominates a start with
-# an empty cache.
-CORE, PACKED, GROUPED = "core", "packed", "grouped"
-PACKED_UNITS = frozenset({"quant_4", "quant_5", "quant_8", "quant_tiles"})
-GROUPED_UNITS = GROUPED_TYPE_UNITS | {"groups_tiles"}
-SHARED_UNITS = frozenset({"linear_write", "team"})
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs")
 
 # Instruction-set levels: the compiler's flags, and the features that /proc/cpuinfo must list.
@@ -170,7 +157,8 @@ def build(level: str = "native", folder: Path = FOLDER, part: str = CORE) -> Lib
 
 
 def _build(level: str, folder: Path, part: str, name: str) -> Library:
-    flags, compiler, units = _level_flags(level), find_compiler(), units_of(part, sources(folder)[0])
+    compiler, units = find_compiler(), units_of(folder, part)
+    flags = ("-I", str(folder), *_level_flags(level))
     made_for = {"level": level, "features": sorted(_needed_features(level)), "compiler": _compiler_version(compiler)}
     cache = cache_folder()
     if cache is not None and _has_room(cache):
@@ -318,19 +306,6 @@ def cpu_model() -> str:
     return "\n".join(line for line in first_cpu if line.partition(":")[0].strip() in wanted)
 
 
-def sources(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The C++ files to compile and the headers beside them, each sorted by name."""
-    return sorted(folder.glob("*.cpp")), sorted(folder.glob("*.h"))
-
-
-def units_of(part: str, units: list[Path]) -> list[Path]:
-    """The C++ files of one of the three libraries."""
-    if part == CORE:
-        return [unit for unit in units if unit.stem not in PACKED_UNITS | GROUPED_UNITS]
-    wanted = (PACKED_UNITS if part == PACKED else GROUPED_UNITS) | SHARED_UNITS
-    return [unit for unit in units if unit.stem in wanted]
-
-
 def library_name(folder: Path, level: str, part: str = CORE) -> str:
     """The name of a library's file. Raises BuildError for a level that this CPU lacks, and if there are no sources."""
     digest = hashlib.sha256()
@@ -343,12 +318,14 @@ def library_name(folder: Path, level: str, part: str = CORE) -> str:
 def _sources_key(folder: Path, part: str) -> str:
     """A digest of what libraries of one part and architecture share: sources and flags."""
     digest = hashlib.sha256()
-    units, headers = sources(folder)
-    if not units:
+    files = sources(folder)
+    if not files:
         raise BuildError(f"no C++ sources in {folder}; the installation is incomplete.")
-    for path in [*units, *headers]:
-        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    for words in ((part, platform.machine()), BASE_FLAGS, sorted(UNROLLED_UNITS), LINK_FLAGS):
+    for path in files:
+        name = path.relative_to(folder).as_posix()
+        digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    texts = [unit.text for unit in units_of(folder, part)]
+    for words in ((part, platform.machine()), texts, BASE_FLAGS, LINK_FLAGS):
         digest.update("\0".join(words).encode() + b"\1")
     return digest.hexdigest()[:24]
 
@@ -410,26 +387,28 @@ def _compilers(pid: int) -> ThreadPoolExecutor:
 
 
 def _compile(
-    units: list[Path], compiler: tuple[str, ...], flags: tuple[str, ...], target: Path, made_for: dict[str, Any]
+    units: list[Unit], compiler: tuple[str, ...], flags: tuple[str, ...], target: Path, made_for: dict[str, Any]
 ) -> None:
     """Compiles all units in parallel, links them, appends what the file was made for and the checksum, and renames the
     file to its final name."""
     _sweep(target.parent)
     try:
         with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
-            small = [unit for unit in units if unit.stem not in LARGE_UNITS]
-            together = Path(scratch) / "small.cpp"
-            together.write_text("".join(f'#include "{unit}"\n' for unit in small), encoding="utf-8")
-            jobs = [(unit, unit.name) for unit in units if unit.stem in LARGE_UNITS]  # longest first
-            jobs += [(together, ", ".join(unit.name for unit in small))] if small else []
-            objects = [os.path.join(scratch, source.stem + ".o") for source, _ in jobs]
+            alone = [unit for unit in units if unit.alone]
+            small = [unit for unit in units if not unit.alone]
+            jobs = [(unit.name.replace("/", "_"), [unit]) for unit in alone]  # longest first
+            jobs += [("small", small)] if small else []
+            objects = [os.path.join(scratch, f"{name}.o") for name, _ in jobs]
 
-            def compile_unit(source: Path, names: str, output: str) -> None:
-                level = ("-O3",) if source.stem in UNROLLED_UNITS else ()
-                _run([*compiler, *BASE_FLAGS, *level, *flags, "-c", str(source), "-o", output], f"compiling {names}")
+            def compile_units(name: str, together: list[Unit], output: str) -> None:
+                source = Path(scratch) / f"{name}.cpp"
+                source.write_text("".join(unit.text for unit in together), encoding="utf-8")
+                level = ("-O3",) if any(unit.unrolled for unit in together) else ()
+                doing = f"compiling {', '.join(unit.name for unit in together)}"
+                _run([*compiler, *BASE_FLAGS, *level, *flags, "-c", str(source), "-o", output], doing)
 
             compiling = [
-                _compilers(os.getpid()).submit(compile_unit, *job, output)
+                _compilers(os.getpid()).submit(compile_units, *job, output)
                 for job, output in zip(jobs, objects, strict=True)
             ]
             wait(compiling)  # none may still write when an error deletes the folder
@@ -489,7 +468,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 def main() -> int:
     level = sys.argv[1] if sys.argv[1:] else "native"
-    for part in (CORE, PACKED, GROUPED):
+    for part in LIBRARIES:
         try:
             print(build(level, FOLDER, part).path)
         except BuildError as error:

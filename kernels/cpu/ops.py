@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.kernels.cpu.pointers import pointer
+from headrace.kernels.cpu import build
+from headrace.kernels.cpu.linear.linear import ACTIVATIONS, DTYPES, ROWS_FIXED, Runtime, runtime
+from headrace.kernels.cpu.program.args import ActivationArgs, AttentionArgs, KvCacheC, NormArgs, RotaryArgs
+from headrace.kernels.cpu.runtime.pointers import pointer
+from headrace.kernels.cpu.runtime.threads import Step
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.registry import Version
-
-from . import build
-from .linear import ACTIVATIONS, DTYPES, ROWS_FIXED, Runtime, runtime
-from .program_args import ActivationArgs, AttentionArgs, KvCacheC, NormArgs, RotaryArgs
-from .threads import Step
 
 CACHE_TYPES = {
     torch.float32: 0,
@@ -33,9 +32,9 @@ CACHE_TYPES = {
     torch.float8_e5m2: 5,
 }
 LAYOUT_ROWS, LAYOUT_GROUPS = 0, 1
-"""`CacheLayout` in attention_cache.h, which draws both."""
+"""`CacheLayout` in attention/cache.h, which draws both."""
 GROUP_KEYS = 16
-"""`kGroupKeys` in attention_cache.h."""
+"""`kGroupKeys` in attention/cache.h."""
 MOST_HEAD_DIM = 256
 MOST_LATENT_DIM = 1024
 """`kMostLatentDim` in latent.h."""

@@ -30,8 +30,8 @@ from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
 from headrace.executor.checkpoints.weights import HeldWeights
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.regular_files import NoFileError, read_file
-from headrace.kernels.cpu import linear
-from headrace.kernels.cpu.pointers import pointer
+from headrace.kernels.cpu.linear import linear
+from headrace.kernels.cpu.runtime.pointers import pointer
 
 HUGE = (0, 1, 2**31, 2**32 - 1, 2**33, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 8, 2**64 - 1)
 TRIALS = str(Path(tiny_models.__file__).with_name("model_trials.py"))

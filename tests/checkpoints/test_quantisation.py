@@ -28,8 +28,8 @@ from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear import runtime
-from headrace.kernels.cpu.moe import PackedExperts
+from headrace.kernels.cpu.experts.moe import PackedExperts
+from headrace.kernels.cpu.linear.linear import runtime
 from headrace.kernels.grouped import InputRounding
 from headrace.kernels.reference.quantised import REFERENCES, QuantisedLinear
 from headrace.kernels.reference.rows import DenseLinear

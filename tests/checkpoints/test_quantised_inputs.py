@@ -17,8 +17,8 @@ from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.models.decoder import Decoder
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear import PackedLinear
-from headrace.kernels.cpu.moe import PackedExperts
+from headrace.kernels.cpu.experts.moe import PackedExperts
+from headrace.kernels.cpu.linear.linear import PackedLinear
 from headrace.kernels.grouped import InputRounding
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))

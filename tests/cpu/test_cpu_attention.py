@@ -112,7 +112,7 @@ def make_case(
 
 
 def in_groups(cache: Tensor, *, is_key: bool) -> Tensor:
-    """A cache in rows as one in groups: the same blocks, each group of 16 keys in the order of attention_cache.h."""
+    """A cache in rows as one in groups: the same blocks, each group of 16 keys in the order of attention/cache.h."""
     blocks, heads, block_size, head_dim = cache.shape
     pair = 1 if cache.dtype == torch.float32 else 2
     if is_key:

@@ -11,12 +11,15 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import psutil
 import pytest
 
-from headrace.kernels.cpu import build, linear, threads
+from headrace.kernels.cpu import build, units
+from headrace.kernels.cpu.linear import linear
+from headrace.kernels.cpu.runtime import threads
 
 ONE_FUNCTION = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
 
@@ -201,7 +204,7 @@ def test_the_libraries_of_an_image_are_compiled_by_a_command(tmp_path: Path) -> 
     command = [sys.executable, "-m", "headrace.kernels.cpu.build", "portable"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    names = [build.library_name(build.FOLDER, "portable", part) for part in (build.CORE, build.PACKED, build.GROUPED)]
+    names = [build.library_name(build.FOLDER, "portable", part) for part in units.LIBRARIES]
     assert done.stdout.splitlines() == [str(tmp_path / "image" / "kernels" / name) for name in names]
 
 
@@ -214,24 +217,48 @@ def test_a_cache_from_another_cpu_is_not_loaded(folder: Path, monkeypatch: pytes
     assert here.path != there.path
 
 
-def test_each_unit_is_in_one_part_but_for_what_both_need() -> None:
-    units, _ = build.sources(build.FOLDER)
-    parts = (build.CORE, build.PACKED, build.GROUPED)
-    core, packed, grouped = ({unit.stem for unit in build.units_of(part, units)} for part in parts)
-    assert core | packed | grouped == {unit.stem for unit in units}
-    assert core & packed == core & grouped == packed & grouped == build.SHARED_UNITS
-    assert packed == build.SHARED_UNITS | build.PACKED_UNITS
+def test_each_unit_is_in_one_library_but_for_what_all_need() -> None:
+    core, packed, grouped = ({unit.name for unit in units.units(build.FOLDER, part)} for part in units.LIBRARIES)
+    files = {path.relative_to(build.FOLDER).with_suffix("").as_posix() for path in build.FOLDER.rglob("*.cpp")}
+    assert files <= core
+    assert core & packed == core & grouped == packed & grouped == {"linear/write", "runtime/team"} <= files
+    assert {"floats", "tiles_of_core"} == core - files
+    assert {"quant_4", "tiles_of_packed"} <= packed
+    assert {"groups_rounded_8", "tiles_of_grouped"} <= grouped
+
+
+def test_what_the_table_of_units_names_exists() -> None:
+    table = tomllib.loads((build.FOLDER / units.TABLE).read_text())
+    named = [*(f"{name}.cpp" for kind in ("alone", "unrolled", "in_all") for name in table[kind])]
+    named += [row["header"] for row in table["tiles"]]
+    assert [name for name in named if not (build.FOLDER / name).is_file()] == []
+
+
+def test_another_table_or_text_of_a_written_unit_is_another_library(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [build.library_name(folder, "native")]
+    row = '[[tiles]]\nlibrary = "core"\nheader = "a.h"\nkernel = "Kernel"\nunits = { a = ["kA"%s] }\n'
+    for types in ("", ', "kB"'):
+        (folder / units.TABLE).write_text(row % types)
+        names.append(build.library_name(folder, "native"))
+    monkeypatch.setattr(units, "_TILES", units._TILES + "// more\n")
+    names.append(build.library_name(folder, "native"))
+    (folder / "room").mkdir()
+    (folder / "answer.cpp").rename(folder / "room" / "answer.cpp")
+    names.append(build.library_name(folder, "native"))
+    assert len(set(names)) == len(names)
 
 
 def test_packed_weights_alone_need_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     attempt = build.attempt
-    if isinstance(attempt("native", build.FOLDER, build.CORE), str):
+    if isinstance(attempt("native", build.FOLDER, units.CORE), str):
         pytest.skip("no compiler")
 
     def without_packed(level: str, folder: Path, part: str) -> build.Library | str:
-        return "the disk is full." if part == build.PACKED else attempt(level, folder, part)
+        return "the disk is full." if part == units.PACKED else attempt(level, folder, part)
 
     monkeypatch.setattr(build, "attempt", without_packed)
     weight = torch.randn(8, 32)
@@ -278,7 +305,7 @@ def test_a_compiler_that_fails_is_quoted(folder: Path, tmp_path: Path, monkeypat
 def test_a_source_that_does_not_compile_is_named(folder: Path, cache: Path) -> None:
     (folder / "wrong.cpp").write_text("int wrong() { return undeclared; }\n")
     reason = failure_of(folder)
-    assert "failed at compiling answer.cpp, other.cpp, wrong.cpp (status 1)" in reason
+    assert "failed at compiling answer, other, wrong (status 1)" in reason
     assert "wrong.cpp:1:" in reason
     assert "undeclared" in reason
     assert not list(cache.glob("*.so"))
@@ -406,10 +433,9 @@ def test_a_level_beyond_the_cpu_is_refused(folder: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_the_sources_compile_for_every_mixture_of_features(tmp_path: Path, cpu: str) -> None:
-    units, _ = build.sources(build.FOLDER)
     small = tmp_path / "small.cpp"  # which the build compiles as one, too
-    small.write_text("".join(f'#include "{unit}"\n' for unit in units if unit.stem not in build.LARGE_UNITS))
-    flags = [*build.BASE_FLAGS, "-O0", "-fsyntax-only", *cpu.split()]
+    small.write_text("".join(unit.text for unit in units.units(build.FOLDER, units.CORE) if not unit.alone))
+    flags = [*build.BASE_FLAGS, "-I", str(build.FOLDER), "-O0", "-fsyntax-only", *cpu.split()]
     done = subprocess.run([*build.find_compiler(), *flags, str(small)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -420,9 +446,11 @@ CROSS_COMPILER = "aarch64-linux-gnu-g++"
 @pytest.mark.skipif(shutil.which(CROSS_COMPILER) is None, reason=f"{CROSS_COMPILER} is not installed")
 @pytest.mark.parametrize("cpu", ["armv8-a", "armv8.2-a+dotprod+fp16", "armv8.6-a+bf16+i8mm"])
 def test_the_sources_compile_for_aarch64(tmp_path: Path, cpu: str) -> None:
-    units, _ = build.sources(build.FOLDER)
-    for unit in units:
-        command = [CROSS_COMPILER, *build.BASE_FLAGS, "-O0", "-Wall", "-Werror", f"-march={cpu}", "-c", str(unit)]
+    source = tmp_path / "unit.cpp"
+    flags = [*build.BASE_FLAGS, "-I", str(build.FOLDER), "-O0", "-Wall", "-Werror", f"-march={cpu}"]
+    for unit in {unit for part in units.LIBRARIES for unit in units.units(build.FOLDER, part)}:
+        source.write_text(unit.text)
+        command = [CROSS_COMPILER, *flags, "-c", str(source)]
         done = subprocess.run([*command, "-o", str(tmp_path / "unit.o")], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 

@@ -45,9 +45,9 @@ from headrace.executor.models.families import spec_from_config
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.failure import ModelError
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.latent import NEVER
-from headrace.kernels.cpu.linear import runtime
-from headrace.kernels.cpu.program import Builder
+from headrace.kernels.cpu.attention.latent import NEVER
+from headrace.kernels.cpu.linear.linear import runtime
+from headrace.kernels.cpu.program.program import Builder
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 

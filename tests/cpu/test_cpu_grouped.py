@@ -10,8 +10,9 @@ import torch
 from test_cpu_linear import UNIT, as_two_bytes, random_x
 from torch import Tensor
 
-from headrace.kernels.cpu import build, linear
-from headrace.kernels.cpu.linear import Runtime
+from headrace.kernels.cpu import build, units
+from headrace.kernels.cpu.linear import linear
+from headrace.kernels.cpu.linear.linear import Runtime
 from headrace.kernels.grouped import FP4_E2M1, GroupedWeight, InputRounding, Kind, joined
 
 LEVELS = ["native", *(pytest.param(level, marks=pytest.mark.system) for level in ("avx512", "avx2", "portable"))]
@@ -21,7 +22,7 @@ SHAPES = [(1, 1, 32, 32), (3, 17, 96, 96), (17, 192, 512, 128), (9, 70, 256, 64)
 
 @pytest.fixture(scope="module", params=LEVELS)
 def runtime(request: pytest.FixtureRequest) -> Runtime:
-    if reason := build.why_not(request.param, build.GROUPED):
+    if reason := build.why_not(request.param, units.GROUPED):
         pytest.skip(reason)
     return linear.runtime(request.param, 2)
 

@@ -9,11 +9,11 @@ from cpu_pools import many_threads_ops, two_threads_ops  # noqa: F401
 from torch import Tensor
 
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear import Runtime, pack
+from headrace.kernels.cpu.linear.linear import Runtime, pack
 from headrace.kernels.cpu.ops import CpuOps
-from headrace.kernels.cpu.program import Builder
-from headrace.kernels.cpu.program_run import Program, StepBuffers
-from headrace.kernels.cpu.sampling import SampleBuffers
+from headrace.kernels.cpu.program.program import Builder
+from headrace.kernels.cpu.program.run import Program, StepBuffers
+from headrace.kernels.cpu.sampling.sampling import SampleBuffers
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import ops
-from headrace.kernels.cpu import build, linear
-from headrace.kernels.cpu.linear import LinearArgs, PackedLinear, Runtime
-from headrace.kernels.cpu.threads import Pool, Step
+from headrace.kernels.cpu import build
+from headrace.kernels.cpu.linear import linear
+from headrace.kernels.cpu.linear.linear import LinearArgs, PackedLinear, Runtime
+from headrace.kernels.cpu.runtime.threads import Pool, Step
 
 UNIT = 2.0**-24
 """Largest relative error of one fp32 rounding."""

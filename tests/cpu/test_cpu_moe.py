@@ -12,12 +12,13 @@ from test_cpu_linear import random_rows
 from torch import Tensor
 
 from headrace.kernels import ops
-from headrace.kernels.cpu import build, moe
-from headrace.kernels.cpu.linear import WEIGHT_TYPES, PackedLinear, Runtime, pack, runtime
-from headrace.kernels.cpu.moe import PackedExperts, pack_experts, route_experts, why_no_experts
-from headrace.kernels.cpu.program import Builder
-from headrace.kernels.cpu.program_parts import Norm
-from headrace.kernels.cpu.program_run import ProgramStep
+from headrace.kernels.cpu import build
+from headrace.kernels.cpu.experts import moe
+from headrace.kernels.cpu.experts.moe import PackedExperts, pack_experts, route_experts, why_no_experts
+from headrace.kernels.cpu.linear.linear import WEIGHT_TYPES, PackedLinear, Runtime, pack, runtime
+from headrace.kernels.cpu.program.parts import Norm
+from headrace.kernels.cpu.program.program import Builder
+from headrace.kernels.cpu.program.run import ProgramStep
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 

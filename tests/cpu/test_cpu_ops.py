@@ -13,10 +13,11 @@ from cpu_pools import many_threads_ops, two_threads_ops  # noqa: F401
 from test_cpu_attention import EPSILON, FLOAT_TYPES
 
 from headrace import kernels
-from headrace.kernels.cpu import build, program_args
-from headrace.kernels.cpu.linear import Runtime
+from headrace.kernels.cpu import build
+from headrace.kernels.cpu.linear.linear import Runtime
 from headrace.kernels.cpu.ops import CpuOps
-from headrace.kernels.cpu.threads import Pool, Step
+from headrace.kernels.cpu.program import args as program_args
+from headrace.kernels.cpu.runtime.threads import Pool, Step
 from headrace.kernels.reference import rows as reference
 from headrace.kernels.reference.attention import PagedBatch
 

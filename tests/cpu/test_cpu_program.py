@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear import PackedLinear, Runtime, pack
-from headrace.kernels.cpu.program import Builder
-from headrace.kernels.cpu.program_parts import AttentionLayer, LayerCache, Norm, Rotary
-from headrace.kernels.cpu.program_run import Program, ProgramStep
-from headrace.kernels.cpu.threads import Pool
+from headrace.kernels.cpu.linear.linear import PackedLinear, Runtime, pack
+from headrace.kernels.cpu.program.parts import AttentionLayer, LayerCache, Norm, Rotary
+from headrace.kernels.cpu.program.program import Builder
+from headrace.kernels.cpu.program.run import Program, ProgramStep
+from headrace.kernels.cpu.runtime.threads import Pool
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 

@@ -23,7 +23,7 @@ from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.ipc.failure import OptionError
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear import dequantise, quantise, quantise_wide, runtime
+from headrace.kernels.cpu.linear.linear import dequantise, quantise, quantise_wide, runtime
 from headrace.kernels.grouped import GroupedWeight, fit_half
 from headrace.kernels.registry import choose_reference
 

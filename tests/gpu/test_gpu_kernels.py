@@ -22,8 +22,8 @@ from headrace.executor.gpu.rank import GpuRank
 from headrace.executor.parallel.rank_place import SINGLE
 from headrace.executor.rank import make_rank
 from headrace.ipc.failure import OptionError
-from headrace.kernels.cpu.linear import quantise, quantise_wide
-from headrace.kernels.cpu.linear_reference import dequantise as from_gguf
+from headrace.kernels.cpu.linear.linear import quantise, quantise_wide
+from headrace.kernels.cpu.linear.reference import dequantise as from_gguf
 from headrace.kernels.grouped import GroupedWeight, fit_half
 from headrace.kernels.reference.attention import AttentionParams, CacheScales
 from headrace.kernels.reference.quantised import QuantisedBothLinear, QuantisedLinear, dequantise

@@ -24,7 +24,7 @@ from headrace.ipc.process.trusted_files import (
     why_untrusted,
     why_untrusted_tree,
 )
-from headrace.kernels.cpu import threads
+from headrace.kernels.cpu.runtime import threads
 
 OTHER = 12345
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

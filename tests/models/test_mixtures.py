@@ -27,8 +27,8 @@ from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.ipc.failure import OptionError
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear import dequantise, quantise
-from headrace.kernels.cpu.moe import PackedExperts
+from headrace.kernels.cpu.experts.moe import PackedExperts
+from headrace.kernels.cpu.linear.linear import dequantise, quantise
 from headrace.kernels.reference.quantised import dequantise as dequantise_parts
 from headrace.kernels.registry import choose_reference
 

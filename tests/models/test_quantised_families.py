@@ -20,7 +20,7 @@ from headrace.executor.cpu.decoder import CpuDecoder, why_not
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear import runtime
+from headrace.kernels.cpu.linear.linear import runtime
 
 pytestmark = [
     pytest.mark.system,

@@ -29,7 +29,7 @@ from headrace.executor.parallel.rank_place import (
 from headrace.executor.parallel.shared_layout import TOKEN_SLOTS, Layout
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu import collectives as kernels
+from headrace.kernels.cpu.runtime import collectives as kernels
 
 BACKENDS = ["shared", "gloo"]
 Run = Callable[[World, Callable[[Collectives, int], Any]], list[Any]]

@@ -8,11 +8,12 @@ import torch
 from cpu_pools import many_threads_ops, two_threads_ops  # noqa: F401
 from torch import Tensor
 
-from headrace.kernels.cpu import build, sampling
-from headrace.kernels.cpu.linear import Runtime
+from headrace.kernels.cpu import build
+from headrace.kernels.cpu.linear.linear import Runtime
 from headrace.kernels.cpu.ops import CpuOps
-from headrace.kernels.cpu.sampling import SampleBuffers, sample
-from headrace.kernels.cpu.threads import Pool
+from headrace.kernels.cpu.runtime.threads import Pool
+from headrace.kernels.cpu.sampling import sampling
+from headrace.kernels.cpu.sampling.sampling import SampleBuffers, sample
 from headrace.kernels.reference.sampling import DeviceDraws, choose_tokens
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))

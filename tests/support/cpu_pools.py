@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear import Runtime
+from headrace.kernels.cpu.linear.linear import Runtime
 from headrace.kernels.cpu.ops import CpuOps
-from headrace.kernels.cpu.threads import Pool
+from headrace.kernels.cpu.runtime.threads import Pool
 
 
 class ManyThreads(Pool):

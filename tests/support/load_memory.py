@@ -18,7 +18,7 @@ from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.cpu.program import StepLimits
 from headrace.executor.models.families import spec_from_config
-from headrace.kernels.cpu.linear import runtime
+from headrace.kernels.cpu.linear.linear import runtime
 
 
 def load(path: str) -> CpuDecoder:

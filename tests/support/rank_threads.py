@@ -20,7 +20,7 @@ from headrace.executor.placement.base import Executor
 from headrace.executor.rank import Report
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
-from headrace.kernels.cpu.linear import runtime
+from headrace.kernels.cpu.linear.linear import runtime
 
 DEADLINE_S = 60
 

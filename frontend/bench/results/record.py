@@ -23,7 +23,7 @@ from headrace.ipc.process.program import python_command
 SCHEMA = 1
 PROBE_TIMEOUT_S = 120.0
 _ABSENT = "not installed"
-_PROBE = ("-m", "headrace.kernels.cpu.limits")
+_PROBE = ("-m", "headrace.kernels.cpu.linear.limits")
 VERSIONS = ("headrace", "Python", "torch", "transformers", "tokenizers", "numpy", "msgspec", "pyzmq", "triton")
 
 

@@ -1,0 +1,66 @@
+// Paged attention, and the pass before it: q/k norm, rotary embedding and the cache write.
+#pragma once
+
+#include "attention/cache.h"
+#include "elementwise/elementwise.h"
+#include "runtime/op.h"
+
+namespace headrace {
+
+// Arguments of the pass before attention. Attention reads its queries and cache from them too.
+struct RotaryArgs {
+  void* query;        // [num_tokens, query_stride]: num_heads heads of head_dim; normed and rotated in place
+  const void* key;    // [num_tokens, key_stride]: cache.num_kv_heads heads (0: only queries are rotated)
+  const void* value;  // [num_tokens, value_stride]
+  int64_t query_stride;
+  int64_t key_stride;
+  int64_t value_stride;
+  const float* query_norm;  // [head_dim], any constant offset already added; null: no norm
+  const float* key_norm;    // [head_dim] or null
+  const float* cos;         // [positions, rotary_half], or with by_token [num_tokens, rotary_half]; null: no rotary
+  const float* sin;
+  KvCache cache;
+  float norm_eps;
+  int32_t num_heads;
+  int32_t rotary_half;  // pairs i, i + rotary_half are rotated (Su et al. 2021, in the halves layout)
+  int32_t by_token;
+  DType type;           // of query, key and value
+  int32_t fuse_decode;  // 1: in a step of single tokens, attention does this pass itself
+};
+
+struct AttentionArgs {
+  RotaryArgs source;  // queries and cache, and keys and values for a fused decode step
+  void* output;       // [num_tokens, output_stride]: num_heads heads of value_dim
+  int64_t output_stride;
+  const float* sinks;  // [num_heads]: attention sinks, the score of an extra key whose value is 0; or null
+  const float* alibi;  // [num_heads]: ALiBi slopes: a score loses slope * distance of key and query; or null
+  char* workspace;  // zeroed once by its owner; attention ops with a barrier between them may share it
+  int64_t workspace_bytes;
+  float scale;
+  float soft_cap;  // 0: none
+  int32_t window;  // a token attends to itself and the window - 1 tokens before it; 0: to all before it
+  int32_t value_dim;  // the cache's head_dim, or less if a value is the first part of its key (latent attention)
+  int32_t most_tokens;  // sequences that compute more tokens are skipped; 0: no limit
+  DType output_type;
+  // 1: only the rows in step.logits_rows need to be computed; all keys and values are still written.
+  int32_t only_logits;
+};
+
+// Whether attention does the pass before it itself. If every sequence computes one token, this saves the op and a
+// barrier.
+inline bool fuses_decode(const RotaryArgs& args, const Step& step) {
+  return args.fuse_decode != 0 && step.single_tokens != 0;
+}
+
+void rotary_and_cache_write(const void* args, const Step& step, int thread, int num_threads);
+void attention(const void* args, const Step& step, int thread, int num_threads);
+
+// Whether attention over a cache of this type multiplies in bf16 instead of float.
+bool multiplies_bf16(CacheType type);
+
+// Normalises and rotates a query head of `row` into to[head_dim].
+void prepare_query(const RotaryArgs& args, const Step& step, int64_t row, int head, float* to);
+// Writes the key and value of one KV head of `row` into the cache. `work` holds head_dim floats.
+void write_key_value(const RotaryArgs& args, const Step& step, int64_t row, int kv_head, float* work);
+
+}  // namespace headrace

@@ -1,0 +1,1 @@
+"""Ops on rows: norms, activations, embeddings, sums."""

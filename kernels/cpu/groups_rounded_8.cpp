@@ -1,9 +1,0 @@
-// Linear layers over 8-bit integers with int8 inputs: a separate unit, so that types compile in parallel.
-#include "experts_driver.h"
-#include "groups_rounded.h"
-
-namespace headrace {
-
-const Tiles* tiles_of_rounded_int8() { return &kTilesOf<RoundedIntegers<WeightType::kInt8Groups>>; }
-
-}  // namespace headrace

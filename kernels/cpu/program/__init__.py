@@ -1,0 +1,1 @@
+"""Lists of ops that one call runs."""

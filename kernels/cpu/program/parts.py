@@ -1,0 +1,220 @@
+"""The parts of a program: buffers of activations, and the constants of norms and attention layers."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.cpu.linear.linear import DTYPES
+from headrace.kernels.cpu.ops import CacheScales, best_layout, describe_cache
+from headrace.kernels.cpu.program.args import RotaryArgs
+from headrace.kernels.cpu.runtime.pointers import pointer
+
+FEW_ROWS = 16
+"""Steps of at most this many tokens use the list of ops in which each thread norms every row itself."""
+
+
+PANEL_ROWS = 32
+"""`kPanelRows` in linear.h."""
+CORE_BYTES_PER_S, CORE_MULTIPLY_ADDS_PER_S = 40e9, 100e9
+"""Cautious estimates for one core, in bf16, precise enough to tell steps of microseconds from those of milliseconds."""
+
+
+def rows_within(seconds: float, weight_bytes: int, multiply_adds: int) -> int:
+    """Estimates how many rows one thread computes in `seconds`. weight_bytes: read once; multiply_adds: per row."""
+    left_s = seconds - weight_bytes / CORE_BYTES_PER_S
+    return max(0, int(left_s * CORE_MULTIPLY_ADDS_PER_S / multiply_adds)) if multiply_adds else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """Activations of a step. Between steps `tensor` keeps the values of the last one."""
+
+    tensor: Tensor  # [max rows, columns]
+    rows: Literal["tokens", "logits"]
+    copies: Tensor | None = None  # [num_threads, FEW_ROWS, columns]: each thread's own copy in steps of few rows
+    whole: Buffer | None = None
+    """The buffer whose columns this is a part of."""
+    highest: Tensor | None = None  # [num_threads, max rows, 2 * 32] 32-bit words
+    """The highest logits of each row (`LaneHighest` in linear.h), for steps with `Step.only_highest`."""
+
+    def part(self, first: int, columns: int) -> Buffer:
+        """A view of columns [first, first + columns), for a linear layer to write. Parts that share no column may be
+        written without a barrier between them."""
+        if self.copies is not None or not 0 <= first < first + columns <= self.columns:
+            raise ValueError(f"columns [{first}, {first + columns}) are no part of a shared buffer of {self.columns}.")
+        return Buffer(self.tensor[:, first : first + columns], self.rows, whole=self)
+
+    def of_logits(self, most: int) -> Buffer:
+        """The same memory with one row per row of logits, at most `most`."""
+        return Buffer(self.tensor[:most], "logits", self.copies)
+
+    @property
+    def columns(self) -> int:
+        return self.tensor.shape[1]
+
+    @property
+    def stride(self) -> int:
+        """Elements from row to row."""
+        return self.tensor.stride(0)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from row to row."""
+        return self.stride * self.tensor.itemsize
+
+    @property
+    def span(self) -> tuple[int, int, int]:
+        """(address of the whole buffer, first byte, end) within a row. Buffers share memory if their spans overlap."""
+        base = pointer((self.whole or self).tensor)
+        first = self.address - base
+        return base, first, first + self.columns * self.tensor.itemsize
+
+    @property
+    def type(self) -> int:
+        return DTYPES[self.tensor.dtype]
+
+    @property
+    def address(self) -> int:
+        return pointer(self.tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A norm's constants. weight and bias: [size] float32, any constant offset already added, or None."""
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """cos and sin: [max positions, half] float32; dimensions i and i + half of a head are rotated together."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCache:
+    """One layer's keys and values, each [num_blocks, num_kv_heads, block_size, head_dim].
+
+    A program stores each block's rows of a head in the order of `layout`. Only programs read them, and other code moves
+    only whole blocks.
+    """
+
+    keys: Tensor
+    values: Tensor
+    scales: CacheScales | None = None
+    slots_offset: int = 0
+    """The offset of the slots of this layer's cache group in the step's slot mapping, in elements."""
+    tables_offset: int = 0
+    """The offset of the group's block tables in those of the step, in elements."""
+
+    @property
+    def layout(self) -> int:
+        return best_layout(self.keys.shape[2], self.keys.shape[3])
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
+    """The constants of one attention layer. The norms apply to each head before the rotation."""
+
+    num_heads: int
+    cache: LayerCache
+    scale: float
+    rotary: Rotary | None = None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    """[num_heads] float32: attention sinks, the score of an extra key whose value is 0."""
+    alibi: Tensor | None = None
+    """[num_heads] float32: ALiBi slopes: a score loses slope * distance of key and query."""
+
+
+def rotary_args(qkv: Buffer, layer: AttentionLayer) -> RotaryArgs:
+    """The arguments of rotation and cache write for a layer's queries, keys and values.
+
+    Raises ValueError for shapes that do not match and norms that the kernels do not support."""
+    cache = describe_cache(layer.cache.keys, layer.cache.values, layer.cache.scales, layer.cache.layout)
+    cache.slots_offset, cache.tables_offset = layer.cache.slots_offset, layer.cache.tables_offset
+    head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
+    if layer.num_heads % num_kv_heads:
+        raise ValueError(f"{layer.num_heads} query heads cannot share {num_kv_heads} KV heads evenly.")
+    width = (layer.num_heads + 2 * num_kv_heads) * head_dim
+    require_same(qkv.columns, width, "the query, key and value buffer's columns", "its heads'")
+    norms = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+    for norm in norms:
+        check_vector(norm.weight, head_dim, "a query or key norm's weight")
+        if norm.kind != "rms" or norm.weight is None or norm.bias is not None or norm.eps != norms[0].eps:
+            raise ValueError("the norms of queries and keys are RMS norms with weights and one eps.")
+    head_bytes = head_dim * qkv.tensor.itemsize
+    args = RotaryArgs(
+        query=qkv.address,
+        key=qkv.address + layer.num_heads * head_bytes,
+        value=qkv.address + (layer.num_heads + num_kv_heads) * head_bytes,
+        query_stride=qkv.stride,
+        key_stride=qkv.stride,
+        value_stride=qkv.stride,
+        query_norm=address_of(layer.query_norm.weight) if layer.query_norm else None,
+        key_norm=address_of(layer.key_norm.weight) if layer.key_norm else None,
+        norm_eps=norms[0].eps if norms else 0.0,
+        num_heads=layer.num_heads,
+        type=qkv.type,
+        fuse_decode=1,
+        cache=cache,
+    )
+    if layer.rotary is not None:
+        check_tables(layer.rotary)
+        cos, sin = layer.rotary.cos, layer.rotary.sin
+        if 2 * cos.shape[1] > head_dim:
+            raise ValueError(f"rotation of {2 * cos.shape[1]} dimensions does not fit heads of {head_dim}.")
+        args.cos, args.sin, args.rotary_half = pointer(cos), pointer(sin), cos.shape[1]
+    return args
+
+
+def check_tables(rotary: Rotary) -> None:
+    for table in (rotary.cos, rotary.sin):
+        if table.dtype != torch.float32 or not table.is_contiguous() or table.shape != rotary.cos.shape:
+            raise ValueError("cos and sin are contiguous float32 tables of one shape, [positions, half].")
+
+
+def with_own_copies(args: ctypes.Structure, name: str, buffer: Buffer) -> ctypes.Structure | None:
+    """A copy of the arguments whose field `name` points to the threads' own copies of the buffer; None if the buffer
+    has no copies."""
+    if buffer.copies is None:
+        return None
+    few = type(args).from_buffer_copy(args)
+    setattr(few, name, pointer(buffer.copies))
+    setattr(few, f"{name}_thread_stride", buffer.copies.stride(0) * buffer.copies.itemsize)
+    return few
+
+
+def require_same(found: object, wanted: object, what: str, against: str) -> None:
+    if found != wanted:
+        raise ValueError(f"{what} ({found}) must equal {against} ({wanted}).")
+
+
+def check_vector(vector: Tensor | None, size: int, what: str) -> None:
+    if vector is None:
+        return
+    if vector.dtype != torch.float32 or vector.shape != (size,) or not vector.is_contiguous():
+        raise ValueError(f"{what} is {vector.dtype} {list(vector.shape)}; it must be contiguous float32 [{size}].")
+
+
+def address_of(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else pointer(tensor)
+
+
+def matrix_of(table: Tensor) -> tuple[int, int, int]:
+    if table.dtype not in DTYPES or table.dim() != 2 or table.stride(1) != 1:
+        raise ValueError(f"a table is [rows, columns] in fp32, bf16 or fp16, not {table.dtype} {list(table.shape)}.")
+    return pointer(table), table.stride(0), DTYPES[table.dtype]
