@@ -157,7 +157,7 @@ class Pool(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True)
     """The task of a request for vectors that are made of its prompt's hidden states. It samples no tokens, and ends
     with the prompt."""
 
-    kind: Literal["embed"]
+    kind: Literal["embed", "classify", "token_embed", "token_classify"]
     """What the vectors are, under vLLM's names of pooling tasks."""
     dimensions: Annotated[int, Range(1, INT32)] | None = None
     """How many of a vector's values are kept; None: all."""
@@ -323,6 +323,19 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
     """The seed that the core drew, if the request had none: another engine can continue with it."""
 
 
+class Vectors(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The vectors of requests that pool: of each all at once, and together with its Finish."""
+
+    slots: Tensor
+    """[num_requests] int32"""
+    counts: Tensor
+    """[num_requests] int32: how many vectors each has"""
+    widths: Tensor
+    """[num_requests] int32: the number of values in each of its vectors"""
+    values: Tensor
+    """[sum of counts * widths] float32, request after request, vector after vector"""
+
+
 class StepOutputs(Message):
     """Everything one step produced for one client. Several new tokens of a request are adjacent and in order."""
 
@@ -337,6 +350,7 @@ class StepOutputs(Message):
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     admitted: tuple[Admitted, ...] = ()
     finished: tuple[Finish, ...] = ()
+    vectors: Vectors | None = None
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -357,6 +371,24 @@ class TokenizerBundle(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     """bos_token, eos_token, unk_token, pad_token, ... as chat templates refer to them."""
     split_special_tokens: bool = False
     """Whether special tokens in a text are read as text."""
+
+
+class Pooling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How an engine makes vectors of hidden states."""
+
+    kinds: tuple[str, ...]
+    """The kinds of `Pool` that it computes."""
+    tokens: str
+    """Of which of a prompt's tokens a vector is made: last."""
+    width: int
+    """Number of values in a whole vector."""
+    dimensions: tuple[int, ...] | None = None
+    """To how many first values a vector may be cut: these numbers, or any if there are none. None: it may not be cut
+    (the model was not trained for it: matryoshka)."""
+    default_dimensions: int | None = None
+    """To how many it is cut if a request does not say; None: it is not."""
+    activate: bool = True
+    """Whether the kind's activation is applied if a request does not say."""
 
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -482,6 +514,10 @@ class Welcome(Message):
     """How many tokens the cache holds."""
     kv_cache_requests: float = 0.0
     """How many requests of max_model_len it holds."""
+    generates: bool = True
+    """Whether the engine takes `Generate` tasks."""
+    pooling: Pooling | None = None
+    """How it carries out `Pool` tasks; None: it refuses them."""
     model_version: str = ""
     """Engines with the same version generate the same tokens for the same request. It changes when weights are
     reloaded; the core then sends Welcome again."""

@@ -241,6 +241,28 @@ class RowFailure(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     failure: Failure
 
 
+class PooledRows(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The vectors of rows that pool, in the step that computes the last of their tokens."""
+
+    rows: np.ndarray
+    """[num_rows] int32"""
+    counts: np.ndarray
+    """[num_rows] int32: how many vectors each row has"""
+    widths: np.ndarray
+    """[num_rows] int32: the number of values in each of its vectors"""
+    values: np.ndarray
+    """[sum of counts * widths] float32, row after row, vector after vector"""
+
+    def select(self, kept: np.ndarray) -> PooledRows:
+        """The vectors of the rows that are true in kept [num_rows] bool."""
+        return PooledRows(
+            rows=self.rows[kept],
+            counts=self.counts[kept],
+            widths=self.widths[kept],
+            values=self.values[np.repeat(kept, self.counts * self.widths)],
+        )
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The result of one StepPlan."""
 
@@ -256,6 +278,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """[num_logprob_rows] int32, ascending: which entries of `token_ids` the rows of `logprobs` belong to"""
     logprobs: LogprobRows | None = None
     prompt_logprobs: tuple[PromptLogprobRun, ...] = ()
+    vectors: PooledRows | None = None
     failures: tuple[RowFailure, ...] = ()
     began_s: float = 0.0
     """When the forward pass began and ended, by the worker's monotonic clock; 0 if the rank does not report it."""

@@ -18,7 +18,7 @@ import numpy as np
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.schedule.requests import Request
 from headrace.ipc.failure import SHUT_DOWN, Failure
-from headrace.ipc.messages import SCHEMA_HASH, AddRequest, Generate, Pool, Refused, Sampling
+from headrace.ipc.messages import SCHEMA_HASH, AddRequest, Generate, Pool, Refused, Sampling, Task
 from headrace.ipc.plugins import has_logits_processors
 from headrace.ipc.ranges import FLOAT32, VOCABULARY, names_marked, out_of_range
 
@@ -57,6 +57,7 @@ class Admission:
         self._model = plan.model.name
         self._max_model_len = facts.max_model_len
         self._vocab_size = plan.model.vocab_size
+        self._generates, self._pooling = plan.model.generates, plan.model.pooling
         self._max_logprobs = plan.max_logprobs
         self._reads_extra_args = has_logits_processors(plan.options.logits_processors)
         self._version = version("headrace")
@@ -67,18 +68,22 @@ class Admission:
         """Why the request can never run here, or None."""
         if (problem := out_of_range(message)) is not None:
             return self.refusal(problem)
-        if isinstance(message.task, Pool):
-            return self.refusal(f"the task is to pool, and {self._model} generates tokens; no model pools yet")
+        if (refusal := self._check_task(message.task)) is not None:
+            return refusal
         prompt = message.prompt_token_ids
         if prompt.dtype != "int32" or len(prompt.shape) != 1:
             return self.refusal(f"prompt_token_ids must be a flat int32 tensor, not {prompt!r}")
         token_ids = prompt.numpy()
         if len(token_ids) <= message.num_resumed_tokens:
             return self.refusal("the prompt is empty; at least one token is needed")
-        if len(token_ids) >= self._max_model_len:
+        if isinstance(message.task, Generate) and len(token_ids) == self._max_model_len:
             return self.refusal(
                 f"the prompt has {len(token_ids)} tokens; with max_model_len {self._max_model_len} at most "
                 f"{self._max_model_len - 1} leave room for an answer"
+            )
+        if len(token_ids) > self._max_model_len:
+            return self.refusal(
+                f"the prompt has {len(token_ids)} tokens, more than max_model_len {self._max_model_len}"
             )
         outside = np.flatnonzero((token_ids < 0) | (token_ids >= self._vocab_size))
         if len(outside):
@@ -86,12 +91,33 @@ class Admission:
                 f"prompt_token_ids[{outside[0]}] is {token_ids[outside[0]]}, outside the vocabulary of "
                 f"{self._vocab_size} tokens"
             )
-        return self._check_sampling(message.task.sampling) or self._check_resumed(message)
+        if isinstance(message.task, Pool):
+            return (
+                self.refusal("a request that pools has no output to go on from") if message.num_resumed_tokens else None
+            )
+        sampling = message.task.sampling
+        return self._check_sampling(sampling) or self._check_resumed(message, sampling)
 
-    def _check_resumed(self, message: AddRequest) -> Failure | None:
-        assert isinstance(message.task, Generate)
-        most = message.task.sampling.max_tokens
-        if message.num_resumed_tokens and message.task.sampling.seed is None:
+    def _check_task(self, task: Task) -> Failure | None:
+        """Whether the model does what the task asks for."""
+        if isinstance(task, Generate):
+            if self._generates:
+                return None
+            return self.refusal(f"the task is to generate, and {self._model} runs for pooling alone (runner=pooling)")
+        if self._pooling is None or task.kind not in self._pooling.kinds:
+            known = ", ".join(
+                [*(["generate"] if self._generates else []), *(self._pooling.kinds if self._pooling else ())]
+            )
+            return self.refusal(
+                f"the task is to pool ({task.kind}), and this engine's tasks for {self._model} are {known}"
+            )
+        if task.dimensions is not None and task.dimensions > self._pooling.width:
+            return self.refusal(f"dimensions is {task.dimensions}, and vectors have {self._pooling.width} values")
+        return None
+
+    def _check_resumed(self, message: AddRequest, sampling: Sampling) -> Failure | None:
+        most = sampling.max_tokens
+        if message.num_resumed_tokens and sampling.seed is None:
             return self.refusal("a request that goes on here must bring the seed that it had")
         if message.num_resumed_tokens >= most:
             return self.refusal(f"{message.num_resumed_tokens} tokens are there already, of max_tokens {most}")
@@ -138,27 +164,29 @@ class Admission:
     def request(self, client: int, message: AddRequest) -> Request:
         """Makes a `Request` from a checked message. Without a seed of its own it gets the next one of the engine's
         sequence."""
-        assert isinstance(message.task, Generate), "only a checked message becomes a request"
         num_prompt_tokens = len(message.prompt_token_ids) - message.num_resumed_tokens
-        sampling = self._fitted(message.task.sampling, num_prompt_tokens)
-        seed = sampling.seed
-        if seed is None:
-            self._seeds_drawn += 1
-            seed = nth_seed(self._seed, self._seeds_drawn)
+        task, seed = message.task, 0
+        if isinstance(task, Generate):
+            task = Generate(sampling=self._fitted(task.sampling, num_prompt_tokens))
+            seed = self._next_seed() if task.sampling.seed is None else task.sampling.seed
         request = Request(
             client=client,
             slot=message.slot,
             request_id=message.request_id,
             token_ids=message.prompt_token_ids.numpy().copy(),  # the frame it arrived in is not kept alive
-            task=Generate(sampling=sampling),
+            task=task,
             seed=seed & _MASK,
         )
         if message.num_resumed_tokens:  # as after a preemption
             request.num_sent, request.num_prompt_tokens = request.num_prompt_tokens, num_prompt_tokens
         request.cache_salt = message.cache_salt
-        request.output_interval = message.output_interval if sampling.logprobs is None else 1
+        request.output_interval = message.output_interval if request.sampling.logprobs is None else 1
         request.arrived_s = time.monotonic()
         return request
+
+    def _next_seed(self) -> int:
+        self._seeds_drawn += 1
+        return nth_seed(self._seed, self._seeds_drawn)
 
     def _fitted(self, sampling: Sampling, num_prompt_tokens: int) -> Sampling:
         """Clamps values to the model's length and vocabulary, only where that does not change the answer."""

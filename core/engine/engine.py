@@ -213,6 +213,8 @@ class EngineCore:
             max_num_batched_tokens=plan.max_num_batched_tokens,
             kv_cache_tokens=kv_cache_tokens,
             kv_cache_requests=kv_cache_requests,
+            generates=plan.model.generates,
+            pooling=plan.model.pooling,
             reads_priority=plan.options.scheduling_policy != "fcfs" or bool(plan.options.scheduler_cls),
             model_version=plan.model_version(plan.model.weights),
         )

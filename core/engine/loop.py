@@ -30,6 +30,7 @@ from headrace.core.engine.outputs import (
     finish_of,
     finish_of_ended,
     gather_prompt_logprobs,
+    gather_vectors,
     only_finished,
     partial_outputs,
 )
@@ -384,8 +385,8 @@ class Loop:
             failure = self._admission.asleep()
         else:
             failure = self._admission.check(message)
-            if failure is None and self._checks_sampling:
-                failure = self._refused_by_workers(message)
+            if failure is None and self._checks_sampling and isinstance(message.task, Generate):
+                failure = self._refused_by_workers(message.task)
         if failure is not None:
             self._refuse(client, message.slot, failure)
             return
@@ -402,15 +403,14 @@ class Loop:
         finish = Finish(slot=slot, reason=FinishReason.REJECTED, failure=failure)
         self._port.send(client, only_finished(self._statistics.num_steps, [finish]))
 
-    def _refused_by_workers(self, message: AddRequest) -> Failure | None:
+    def _refused_by_workers(self, task: Generate) -> Failure | None:
         """Asks the workers whether the user's logits processors, which only they load, accept a request's parameters.
         Returns the refusal, or None.
 
         Asking needs that no step is in flight, so the answers are remembered: most requests have the parameters of
         another.
         """
-        assert isinstance(message.task, Generate), "only a checked message comes here"
-        sampling = msgspec.msgpack.encode(message.task.sampling)
+        sampling = msgspec.msgpack.encode(task.sampling)
         if (why := self._checked.get(sampling)) is None:
             self._drain()
             try:
@@ -533,7 +533,8 @@ class Loop:
                 raise InconsistentError(f"row {new.row} was admitted without a request")
             if not request.first_scheduled_s:
                 request.first_scheduled_s = now_s
-                seed = signed(request.seed) if request.sampling.seed is None else None
+                drawn = isinstance(request.task, Generate) and request.sampling.seed is None
+                seed = signed(request.seed) if drawn else None
                 admitted = Admitted(slot=request.slot, num_cached_tokens=new.num_computed_tokens, seed=seed)
                 events.admitted.setdefault(request.client, []).append(admitted)
 
@@ -575,6 +576,7 @@ class Loop:
             scheduler.drop(request, forget_blocks=True)
             self._end(events, request, finish_of(request, FinishReason.FAILED, failure=row_failure.failure))
         gather_prompt_logprobs(events, result, table)
+        gather_vectors(events, result, table)
         advance = scheduler.advance(result)
         for request in advance.first:
             request.first_token_s = now_s

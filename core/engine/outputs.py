@@ -15,30 +15,32 @@ from headrace.core.schedule.requests import Request, RowTable
 from headrace.core.schedule.scheduler import Advance, Ended, Scheduler
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import Failure, InconsistentError
-from headrace.ipc.messages import Admitted, Finish, FinishReason, LogprobRows, PromptLogprobs, StepOutputs
+from headrace.ipc.messages import Admitted, Finish, FinishReason, LogprobRows, PromptLogprobs, StepOutputs, Vectors
 from headrace.ipc.step import StepPlan, StepResult, nth_of_each
 
 
 class StepEvents:
-    """A step's outputs other than tokens, by client: requests admitted and finished, and prompt log-probabilities."""
+    """A step's outputs other than tokens, by client: requests admitted and finished, prompt log-probabilities, and
+    vectors."""
 
     def __init__(self) -> None:
         self.admitted: dict[int, list[Admitted]] = {}
         self.finished: dict[int, list[Finish]] = {}
         self.prompt_logprobs: dict[int, list[PromptLogprobs]] = {}
+        self.vectors: dict[int, Vectors] = {}
 
     @property
     def is_any(self) -> bool:
-        return bool(self.admitted or self.finished or self.prompt_logprobs)
+        return bool(self.admitted or self.finished or self.prompt_logprobs or self.vectors)
 
     def clients(self) -> set[int]:
-        return {*self.admitted, *self.finished, *self.prompt_logprobs}
+        return {*self.admitted, *self.finished, *self.prompt_logprobs, *self.vectors}
 
 
 def drop_departed(result: StepResult, table: RowTable) -> StepResult:
     """Removes from a result the rows whose request finished or was aborted after the step was planned."""
     there = table.still_there(result.rows, result.step)
-    if not result.prompt_logprobs and not result.failures and there.all():
+    if not (result.prompt_logprobs or result.failures or result.vectors) and there.all():
         return result
     counts, kept = result.counts, there
     if counts is not None:
@@ -57,6 +59,7 @@ def drop_departed(result: StepResult, table: RowTable) -> StepResult:
         logprob_indices=indices,
         logprobs=logprobs,
         prompt_logprobs=tuple(run for run in result.prompt_logprobs if is_there(run.row)),
+        vectors=result.vectors and result.vectors.select(table.still_there(result.vectors.rows, result.step)),
         failures=tuple(failure for failure in result.failures if is_there(failure.row)),
     )
 
@@ -145,6 +148,21 @@ def gather_prompt_logprobs(events: StepEvents, result: StepResult, table: RowTab
         rows = run.rows if start == run.start else run.rows.select(slice(start - run.start, None))
         part = PromptLogprobs(slot=request.slot, start=start, rows=rows)
         events.prompt_logprobs.setdefault(request.client, []).append(part)
+
+
+def gather_vectors(events: StepEvents, result: StepResult, table: RowTable) -> None:
+    """Adds a result's vectors to `events`, by client."""
+    if (vectors := result.vectors) is None:
+        return
+    client_of = table.client[vectors.rows]
+    for client in set(client_of.tolist()):
+        mine = vectors.select(client_of == client)
+        events.vectors[client] = Vectors(
+            slots=Tensor.from_numpy(table.slot[mine.rows]),
+            counts=Tensor.from_numpy(mine.counts),
+            widths=Tensor.from_numpy(mine.widths),
+            values=Tensor.from_numpy(mine.values),
+        )
 
 
 class OutputBuilder:
@@ -257,6 +275,7 @@ def _outputs(
         prompt_logprobs=tuple(events.prompt_logprobs.get(share.client, ())),
         admitted=tuple(events.admitted.get(share.client, ())),
         finished=tuple(events.finished.get(share.client, ())),
+        vectors=events.vectors.get(share.client),
     )
 
 

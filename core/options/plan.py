@@ -11,6 +11,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.reasoning import Reasoning
 from headrace.core.options.speculation import CPU_STEP_TOKENS, GPU_STEP_TOKENS, Speculation
 from headrace.core.options.structured_outputs import StructuredOutputs
+from headrace.ipc.messages import Pooling
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +58,10 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """The user's logits processors check each request's parameters before it is admitted (CheckSampling)."""
     num_rank_drafts: int = 0
     """Most tokens that a model in the rank drafts for each row after a step; 0: there is no such model."""
+    generates: bool = True
+    """Whether requests may generate tokens. If not, the model has no head in memory."""
+    pooling: Pooling | None = None
+    """How requests for vectors are carried out; None: there can be none."""
     why_no_prefix_caching: str = ""
     """Why a token's key may depend on more than the tokens before it, so that blocks cannot be shared; else empty."""
 

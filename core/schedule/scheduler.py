@@ -420,12 +420,21 @@ class Scheduler:
                 reason = FinishReason.FAILED
             with_last_token = bool(new.completes[index])
             ended.append(Ended(request, reason, stop_token, with_last_token, problem))
+        if result.vectors is not None:
+            ended += self._end_pooled(result.vectors.rows)
         if self.hasher is not None and self.num_in_flight:
             # A step in flight computes the last token of these blocks. They can be named only now that it is known.
             full = (known_now % self.config.block_size == 0) & (table.num_computed_tokens[rows] >= known_now)
             for index in (full & table.active[rows]).nonzero()[0].tolist():
                 self._publish(int(rows[index]), int(known_now[index]) - 1, 1)
         return Advance(rows, new.token_ids, new.counts, ended, first, new.kept)
+
+    def _end_pooled(self, rows: np.ndarray) -> Iterator[Ended]:
+        """Ends requests whose vectors a result has brought."""
+        for row in rows.tolist():
+            request = self._leave(row)
+            request.state = State.FINISHED
+            yield Ended(request, FinishReason.STOP, None)
 
     def _follow(self, row_of: np.ndarray, token_ids: np.ndarray, ends: np.ndarray) -> Followed | None:
         return together([follow(row_of, token_ids, ends) for follow in self._hook("follow")])

@@ -23,8 +23,8 @@ from headrace.executor.step.verification import SampledPositions
 from headrace.executor.testing.plan_check import PlanCheck
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import Failure, OptionError
-from headrace.ipc.messages import Generate, LogprobRows, TokenizerBundle
-from headrace.ipc.step import Drafts, NewRow, PromptLogprobRun, RowFailure, StepPlan, StepResult, TokenMasks
+from headrace.ipc.messages import Generate, LogprobRows, Pool, Pooling, TokenizerBundle
+from headrace.ipc.step import Drafts, NewRow, PooledRows, PromptLogprobRun, RowFailure, StepPlan, StepResult, TokenMasks
 
 FIRST_ORDINARY_TOKEN = 3
 """Tokens below this are never drawn: they stand for unk, bos and eos."""
@@ -52,6 +52,9 @@ class NullModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The output repeats with this period, except about one token in eight; 0: no repetition."""
     num_drafts: int = 0
     """Tokens that the rank drafts for each row after a step, as a draft model would; about one in four is wrong."""
+    generates: bool = True
+    vector_width: int = 0
+    """Requests may pool by the last token, for vectors of this many values; 0: none may."""
     check: bool = False
     """Whether to check every plan by `PlanCheck`, which raises InconsistentError with the details."""
 
@@ -91,6 +94,10 @@ class NullExecutor(Executor):
             eos_token_ids=(self.model.eos_token_id,),
             generation_defaults={},
             num_rank_drafts=self.model.num_drafts,
+            generates=self.model.generates,
+            pooling=Pooling(kinds=("embed",), tokens="last", width=width)
+            if (width := self.model.vector_width)
+            else None,
         )
 
     def tokenizer(self) -> TokenizerBundle | None:
@@ -153,6 +160,7 @@ class _Rows:
         """The sampled rows of the last step."""
         self._prompts: dict[int, np.ndarray] = {}  # of the rows with prompt_logprobs
         self._num_prompt_logprobs: dict[int, int] = {}
+        self._pools: dict[int, Pool] = {}
 
     def step(self, plan: StepPlan, began_s: float) -> StepResult:
         self._apply(plan)
@@ -165,6 +173,10 @@ class _Rows:
             failures = tuple(_failure(int(row)) for row in rows[failing])
             token_ids, row_of = token_ids[~self._fails[row_of]], row_of[~self._fails[row_of]]
             rows, counts = rows[~failing], counts if counts is None else counts[~failing]
+        vectors = self._vectors(plan) if self._pools else None
+        if vectors is not None and (failing := self._fails[vectors.rows]).any():
+            failures += tuple(_failure(int(row)) for row in vectors.rows[failing])
+            vectors = vectors.select(~failing)
         indices = np.flatnonzero(self._num_logprobs[row_of] != -2).astype(np.int32)
         return StepResult(
             step=plan.step,
@@ -174,6 +186,7 @@ class _Rows:
             logprob_indices=indices if indices.size else None,
             logprobs=self._logprobs(token_ids[indices], self._num_logprobs[row_of[indices]]) if indices.size else None,
             prompt_logprobs=self._prompt_logprobs(plan) if self._prompts else (),
+            vectors=vectors,
             failures=failures,
             began_s=began_s,
             ended_s=time.monotonic(),
@@ -190,8 +203,9 @@ class _Rows:
         return Drafts(counts=np.full(len(rows), most, np.int32), token_ids=token_ids)
 
     def _apply(self, plan: StepPlan) -> None:
-        for row in plan.released_rows.tolist() if self._prompts else ():
+        for row in plan.released_rows.tolist() if self._prompts or self._pools else ():
             self._prompts.pop(row, None)
+            self._pools.pop(row, None)
         if plan.released_rows.size:
             self._fails[plan.released_rows] = False
             self._crashes[plan.released_rows] = False
@@ -206,6 +220,8 @@ class _Rows:
         self._fails[row] = self._model.fail_token_id >= 0 and self._model.fail_token_id in prompt
         self._crashes[row] = self._model.crash_token_id >= 0 and self._model.crash_token_id in prompt
         if not isinstance(new.task, Generate):
+            self._num_logprobs[row] = -2
+            self._pools[row] = new.task
             return
         sampling = new.task.sampling
         self._num_logprobs[row] = -2 if sampling.logprobs is None else sampling.logprobs
@@ -229,6 +245,24 @@ class _Rows:
         kept = places.kept(counts)
         self._num_tokens[rows] += counts
         return rows, places.row_of[kept], token_ids[kept], counts
+
+    def _vectors(self, plan: StepPlan) -> PooledRows | None:
+        """The vectors of rows whose prompt ends in this step: they depend on the prompt alone."""
+        ends = plan.num_computed_tokens + plan.num_tokens == self._num_tokens[plan.rows]
+        rows = [row for row in plan.rows[ends].tolist() if row in self._pools]
+        if not rows:
+            return None
+        widths = [self._pools[row].dimensions or self._model.vector_width for row in rows]
+        values = [
+            row_keys(np.full(width, self._key[row]), np.arange(width)).astype(np.float32) / 2**64
+            for row, width in zip(rows, widths, strict=True)
+        ]
+        return PooledRows(
+            rows=np.array(rows, np.int32),
+            counts=np.ones(len(rows), np.int32),
+            widths=np.array(widths, np.int32),
+            values=np.concatenate(values),
+        )
 
     def _masked(self, plan: StepPlan, token_ids: np.ndarray) -> np.ndarray:
         """Replaces tokens that the plan's masks forbid by allowed ones."""

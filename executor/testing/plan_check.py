@@ -14,6 +14,7 @@ import numpy as np
 from headrace.core.options.plan import Plan
 from headrace.executor.sampling.random_numbers import mix
 from headrace.ipc.failure import InconsistentError
+from headrace.ipc.messages import Generate
 from headrace.ipc.step import Drafts, NewRow, StepPlan
 
 NEVER_WRITTEN = 0
@@ -25,6 +26,7 @@ class _Row:
     num_computed: int
     tables: list[list[int]]
     """By cache group. Blocks that a sliding window has passed stay in the table, as executors keep them."""
+    generates: bool
     chain: list[int] = field(default_factory=list)  # chain[i]: hash of tokens[: i + 1]
     drafts: list[int] = field(default_factory=list)  # drafts that the current step computes after the tokens
 
@@ -103,7 +105,8 @@ class PlanCheck:
         if len(new.block_ids) % num_groups != 0:
             raise InconsistentError(f"{where}: {len(new.block_ids)} blocks in {num_groups} groups")
         tables = new.block_ids.reshape(num_groups, -1).tolist()
-        self._rows[new.row] = _Row(tokens, new.num_computed_tokens, tables)
+        generates = isinstance(new.task, Generate)
+        self._rows[new.row] = _Row(tokens, new.num_computed_tokens, tables, generates)
 
     def _check_tables(self, plan: StepPlan) -> None:
         for number, row in self._rows.items():
@@ -158,7 +161,7 @@ class PlanCheck:
             drafts = len(row.drafts)
             if end - drafts > known:
                 raise InconsistentError(f"{where}: computes up to {end - drafts}, but only {known} tokens are known")
-            if sampled != (end - drafts == known):
+            if sampled != (row.generates and end - drafts == known):
                 raise InconsistentError(f"{where}: sampled is {sampled} at {end - drafts} of {known} tokens")
             if drafts and not sampled:
                 raise InconsistentError(f"{where}: has {drafts} drafts, and is not sampled")

@@ -120,7 +120,7 @@ def test_a_request_to_pool_is_refused_in_a_sentence() -> None:
     _, _, finish = answer(msgspec.structs.replace(REQUEST, task=Pool(kind="embed")))
     assert finish.reason is FinishReason.REJECTED
     assert finish.failure is not None
-    assert "no model pools yet" in finish.failure.message
+    assert "this engine's tasks for null are generate" in finish.failure.message
 
 
 def test_names_have_a_longest_length() -> None:

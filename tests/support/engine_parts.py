@@ -23,6 +23,8 @@ from headrace.ipc.messages import (
     Finish,
     Generate,
     Hello,
+    Pool,
+    Pooling,
     Sampling,
     StepOutputs,
     Welcome,
@@ -89,7 +91,10 @@ class SteppedCore:
     ) -> None:
         model = model or NullModel(vocab_size=VOCAB_SIZE, eos_token_id=EOS, check=True)
         plan, facts = make_plan(**changes)
-        description = msgspec.structs.replace(plan.model, num_rank_drafts=model.num_drafts)
+        pooling = Pooling(kinds=("embed",), tokens="last", width=model.vector_width) if model.vector_width else None
+        description = msgspec.structs.replace(
+            plan.model, num_rank_drafts=model.num_drafts, generates=model.generates, pooling=pooling
+        )
         self.plan = msgspec.structs.replace(plan, model=description)
         executor = self.executor = executor_class(self.plan.options, model)
         executor.load(self.plan, lambda phase: None)
@@ -140,6 +145,28 @@ class SteppedClient:
             num_resumed_tokens=num_resumed_tokens,
         )
         self.send(message)
+
+    def pool(self, slot: int, prompt: list[int], **pool: Any) -> None:
+        message: ClientMessage = AddRequest(
+            slot=slot,
+            request_id=f"r{slot}",
+            prompt_token_ids=Tensor.of("int32", prompt),
+            task=Pool(**{"kind": "embed", **pool}),
+        )
+        self.send(message)
+
+    def vectors(self) -> dict[int, list[float]]:
+        """The values of all vectors by slot."""
+        found: dict[int, list[float]] = {}
+        for vectors in [message.vectors for message in self.outputs() if message.vectors is not None]:
+            values, at = vectors.values.tolist(), 0
+            numbers = (vectors.slots.tolist(), vectors.counts.tolist(), vectors.widths.tolist())
+            for slot, count, width in zip(*numbers, strict=True):
+                assert slot not in found, "a request has its vectors once"
+                found[slot] = values[at : at + count * width]
+                at += count * width
+            assert at == len(values)
+        return found
 
     def outputs(self) -> list[StepOutputs]:
         return [message for message in self.heard if isinstance(message, StepOutputs)]
