@@ -38,7 +38,7 @@ from headrace.executor.gpu.hardware.device import GpuFacts, choose_device, gpu_f
 from headrace.executor.gpu.rank import GpuRank
 from headrace.executor.parallel.rank_place import SINGLE
 from headrace.executor.parallel.rendezvous import Rendezvous
-from headrace.executor.rank import make_rank
+from headrace.executor.placement.make_rank import make_rank
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Generate, Sampling
 from headrace.ipc.process.host import host_memory

@@ -19,7 +19,6 @@ from headrace.core.options.resolve import FP8_CACHES
 from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from headrace.executor.checkpoints.identity import weights_identity
 from headrace.executor.checkpoints.load_formats import options_of_another
-from headrace.executor.gpu.step_times import StepTimes
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.implementations import FoundModel, find_model
@@ -31,6 +30,7 @@ from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.rank import Rank, Report, reader_of
 from headrace.executor.sampling.columns import SamplingColumns
 from headrace.executor.sampling.logits_processors import looks_at_params, make_processors, processor_classes, refusal_of
+from headrace.executor.step.step_times import StepTimes
 from headrace.ipc.control import (
     ASLEEP,
     CallExtension,

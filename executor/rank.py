@@ -14,13 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
-from headrace.executor.library_caches import trust_library_caches
-from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.messages import TokenizerBundle
-from headrace.ipc.plugins import load_class
 from headrace.ipc.step import Attachment, AttachmentError, Drafts, StepPlan, StepResult, TokenMasks
 
 if TYPE_CHECKING:
@@ -133,32 +129,3 @@ class Rank(ModelHost):
 
         Raises HeadraceError, and leaves everything unchanged, if the command cannot be carried out.
         """
-
-
-def make_rank(options: Options, place: RankPlace) -> Rank:
-    """Creates the rank of this place: for the device assigned to it, or of the class that `worker_cls` names.
-
-    Raises OptionError if the device cannot be used, or if there is no such class.
-    """
-    trust_library_caches()
-    if options.worker_cls != "auto":
-        rank: Rank = load_class("worker_cls", options.worker_cls)(options, place=place)
-        return rank
-    from headrace.executor.gpu.hardware.device import (
-        check_no_gpu_options,
-        choose_device,
-        rank_device,
-        tell_no_graphs,
-    )
-
-    device = choose_device(options.device) if place.world_size == 1 else rank_device(options.device)
-    if device.type == "cpu":
-        from headrace.executor.cpu.rank import CpuRank
-
-        check_no_gpu_options(options)
-        if place.rank == 0:
-            tell_no_graphs(options)
-        return CpuRank(options, place)
-    from headrace.executor.gpu.rank import GpuRank
-
-    return GpuRank(options, device, place=place)

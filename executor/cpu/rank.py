@@ -24,7 +24,6 @@ from headrace.executor.cpu.program import StepLimits
 from headrace.executor.cpu.runner import ModelRunner
 from headrace.executor.cpu.stages import LastStageRunner, StageRunner, make_runner
 from headrace.executor.cpu.weights import Blocks
-from headrace.executor.gpu.hardware.device import check_no_gpu_options
 from headrace.executor.model_rank import DTYPES, ModelRank, cache_dtype
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
@@ -334,6 +333,29 @@ def check_weights_fit(spec: ArchSpec, plan: Plan, memory: HostMemory, stored_byt
             f"{_gib(memory.total_bytes)} are available",
             hint="a smaller model fits, or one of the 16-bit dtypes" if itemsize > 2 else "a smaller model fits",
         )
+
+
+def tell_no_graphs(options: Options) -> None:
+    """Logs that options of CUDA graphs have no effect on the CPU: no result depends on them, and scripts set them
+    wherever they run."""
+    for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size"):
+        if getattr(options, name):
+            logger.warning(
+                "%s has no effect: it is for CUDA graphs, and the model runs on the CPU (device=%s)",
+                name,
+                options.device,
+            )
+
+
+def check_no_gpu_options(options: Options) -> None:
+    """Raises OptionError for options that mean nothing on a CPU, except those of CUDA graphs: see `tell_no_graphs`."""
+    if options.cpu_offload_gb:
+        raise OptionError(
+            "cpu_offload_gb keeps a GPU's weights in the host's memory, which is where they are when the model runs on "
+            f"the CPU (device={options.device})"
+        )
+    if options.batch_invariant:
+        raise OptionError(f"batch_invariant is for GPUs, and the model runs on the CPU (device={options.device})")
 
 
 def use_all_cores() -> None:

@@ -26,15 +26,16 @@ import torch
 from torch import Tensor
 
 from headrace.executor.gpu.choosing import Choosing
+from headrace.executor.gpu.device_clock import DeviceClock
 from headrace.executor.gpu.device_state import DecodeRows, Deltas, Device, DeviceState, Staging, StateShape
 from headrace.executor.gpu.graphs import Capturer, DecodeGraphs, GraphKey
 from headrace.executor.gpu.sampler import Choice, TokenStates, choice_for, chooser
-from headrace.executor.gpu.step_times import DeviceClock, StepTimes
 from headrace.executor.gpu.steps import NUM_RESULTS, DeviceSteps, MixedInputs, StepInFlight
 from headrace.executor.sampling.columns import CHANGES, ON_HOST_ALONE, Needs
 from headrace.executor.sampling.sampler import sample
 from headrace.executor.step.batch import BatchState
 from headrace.executor.step.inputs import HiddenStateModel
+from headrace.executor.step.step_times import StepTimes
 from headrace.executor.step.verification import SampledPositions, verify
 from headrace.ipc.failure import InconsistentError
 from headrace.ipc.messages import Generate

@@ -6,7 +6,8 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.executor.placement.base import Executor
-from headrace.executor.rank import Rank, Report, make_rank
+from headrace.executor.placement.make_rank import make_rank
+from headrace.executor.rank import Rank, Report
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult

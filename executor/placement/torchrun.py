@@ -21,8 +21,9 @@ from headrace.executor.parallel.gloo import GlooCollectives
 from headrace.executor.parallel.rank_place import DEADLINE_S, RankPlace, World
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.in_process import InProcessExecutor
+from headrace.executor.placement.make_rank import make_rank
 from headrace.executor.placement.step_codec import StepCodec
-from headrace.executor.rank import Report, make_rank
+from headrace.executor.rank import Report
 from headrace.ipc.failure import OptionError
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.ipc.transport.hosts import bare_host

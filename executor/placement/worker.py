@@ -27,6 +27,7 @@ import msgspec
 from headrace.executor.parallel.rank_place import PeerError, RankPlace, World
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.load_turn import turn_to_load
+from headrace.executor.placement.make_rank import make_rank
 from headrace.executor.placement.messages import (
     COMMAND,
     COUNTS,
@@ -46,7 +47,7 @@ from headrace.executor.placement.messages import (
     ToWorker,
 )
 from headrace.executor.placement.step_codec import StepCodec
-from headrace.executor.rank import Rank, Reporter, make_rank
+from headrace.executor.rank import Rank, Reporter
 from headrace.ipc.control import PrepareWeights, WorkerCommand
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, InconsistentError
 from headrace.ipc.messages import ChildFailed, Message, Progress

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from headrace.executor.gpu.step_times import MOST_LATE_S, DeviceClock
+from headrace.executor.gpu.device_clock import MOST_LATE_S, DeviceClock
 
 
 class At:

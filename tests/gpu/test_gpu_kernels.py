@@ -20,7 +20,7 @@ from headrace.executor.gpu.hardware.device import GpuFacts
 from headrace.executor.gpu.kernels import Rounding, batch_invariant, quantising, to_fp8, to_int4, to_int8
 from headrace.executor.gpu.rank import GpuRank
 from headrace.executor.parallel.rank_place import SINGLE
-from headrace.executor.rank import make_rank
+from headrace.executor.placement.make_rank import make_rank
 from headrace.ipc.failure import OptionError
 from headrace.kernels.cpu.linear.linear import quantise, quantise_wide
 from headrace.kernels.cpu.linear.reference import dequantise as from_gguf

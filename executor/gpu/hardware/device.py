@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.core.options.engine_options import Options
 from headrace.executor.gpu.hardware.visible_gpus import check_device_option, too_few_gpus
 from headrace.ipc.failure import OptionError
 
@@ -105,29 +104,6 @@ def choose_device(asked: str, facts: Callable[[], CudaFacts] = cuda_facts) -> to
         )
         raise OptionError(f"device={asked} does not exist: {known}")
     return torch.device("cuda", index)
-
-
-def tell_no_graphs(options: Options) -> None:
-    """Logs that options of CUDA graphs have no effect on the CPU: no result depends on them, and scripts set them
-    wherever they run."""
-    for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size"):
-        if getattr(options, name):
-            logger.warning(
-                "%s has no effect: it is for CUDA graphs, and the model runs on the CPU (device=%s)",
-                name,
-                options.device,
-            )
-
-
-def check_no_gpu_options(options: Options) -> None:
-    """Raises OptionError for options that mean nothing on a CPU, except those of CUDA graphs: see `tell_no_graphs`."""
-    if options.cpu_offload_gb:
-        raise OptionError(
-            "cpu_offload_gb keeps a GPU's weights in the host's memory, which is where they are when the model runs on "
-            f"the CPU (device={options.device})"
-        )
-    if options.batch_invariant:
-        raise OptionError(f"batch_invariant is for GPUs, and the model runs on the CPU (device={options.device})")
 
 
 def check_gpu(device: torch.device, dtype: torch.dtype, facts: GpuFacts) -> None:
