@@ -22,7 +22,6 @@ from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.cpu.decoder import CpuDecoder, CpuDecoderPart, why_not
 from headrace.executor.cpu.program import StepLimits
 from headrace.executor.cpu.runner import ModelRunner
-from headrace.executor.cpu.stages import LastStageRunner, StageRunner, make_runner
 from headrace.executor.cpu.weights import Blocks
 from headrace.executor.model_rank import DTYPES, ModelRank, cache_dtype
 from headrace.executor.models import kv_cache
@@ -34,6 +33,8 @@ from headrace.executor.parallel.expert_exchange import ExpertExchange
 from headrace.executor.parallel.load_balancing import ExpertBalancer, costs
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.executor.rank import Report
+from headrace.executor.step.batch import BatchState
+from headrace.executor.step.pipeline import StageRunner
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.process.host import HostMemory, host_memory, usable_cores
 from headrace.ipc.step import StepPlan, StepResult
@@ -59,7 +60,7 @@ class CpuRank(ModelRank):
         self._model: Decoder | CpuDecoder | None = None
         self._prepared: Decoder | CpuDecoder | None = None  # weights that will replace the current ones
         self._cache: Any = None
-        self._runner: ModelRunner | StageRunner | LastStageRunner | None = None
+        self._runner: ModelRunner | StageRunner | None = None
         self._balancer: ExpertBalancer | None = None  # for the model's experts
         self._submitted: deque[StepPlan] = deque()
         self._thread: StepThread | None = None
@@ -111,12 +112,26 @@ class CpuRank(ModelRank):
             model.spec, num_blocks, plan.block_size, dtype, self._device, self._place, groups, self._cache_scales
         )
         sharing = tuple(group.layers_in_place for group in groups)
-        batch_args = (plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids, sharing)
-        self._runner = make_runner(model, cache, batch_args, self._place, model.spec.vocab_size, self.set_up)
+        batch = BatchState(plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids, sharing)
+        self._runner = self._make_runner(model, batch)
         if isinstance(model, CpuDecoder):
             model.bind(cache)  # now, so that the first request need not wait for it
         if self._options.async_scheduling and self._place.world_size == 1:
             self._thread = StepThread(self._runner.step)
+
+    def _make_runner(self, model: Decoder | CpuDecoder, batch: BatchState) -> ModelRunner | StageRunner:
+        place = self._place
+        if not place.is_last_stage:
+            return StageRunner(model, self._cache, batch, place.link)
+        self.set_up(batch.sampling)
+        return ModelRunner(
+            model,
+            self._cache,
+            batch,
+            vocab_size=model.spec.vocab_size,
+            may_repeat=place.pp_size == 1,  # a repeated step would receive nothing from the previous stage
+            link=place.link if place.pp_size > 1 and place.tp_rank == 0 else None,
+        )
 
     def submit(self, plan: StepPlan) -> None:
         plan.check_read(self.reads)
@@ -142,7 +157,7 @@ class CpuRank(ModelRank):
         self._model.compute_for_others()
 
     @property
-    def runner(self) -> ModelRunner | StageRunner | LastStageRunner:
+    def runner(self) -> ModelRunner | StageRunner:
         assert self._runner is not None, "allocate comes first"
         return self._runner
 

@@ -11,13 +11,12 @@ from headrace.executor.gpu.device_state import Device, DeviceState, Staging
 from headrace.executor.gpu.sampler import Changes, Choice, TokenStates, choice_for
 from headrace.executor.gpu.steps import RAW_BEST, DeviceSteps, LogprobsInFlight, ReportLogprobs, StepInFlight
 from headrace.executor.sampling.columns import CHANGES, Needs
-from headrace.executor.sampling.logprobs import asked_tokens, limited, no_prompt_logprobs
+from headrace.executor.sampling.logprobs import asked_tokens, limited
 from headrace.executor.sampling.token_rules import additions
 from headrace.executor.step.batch import BatchState
+from headrace.executor.step.prompt_logprobs import PromptPiece, PromptReport
 from headrace.ipc.step import StepPlan, TokenMasks
 
-PROMPT_LOGITS_BYTES = 1 << 27
-"""Logits of prompt positions are computed in pieces of about this size."""
 REPORTED = (0, 5, 20)
 """Usual numbers of reported top logprobs."""
 
@@ -94,28 +93,17 @@ class Choosing:
         for width in REPORTED:
             self._report(raw, rows, min(width, tokens.vocab_size))
 
-    def report_prompts(self, hidden: Tensor, plan: StepPlan, query_start: np.ndarray, step: StepInFlight) -> None:
-        """Starts reporting prompt logprobs: a position's logits predict the token after it."""
-        batch = self._batch
-        at_once = max(1, PROMPT_LOGITS_BYTES // (4 * self._tokens.vocab_size))
-        for index in np.flatnonzero((batch.sampling.needs[plan.rows] & Needs.PROMPT_LOGPROBS) != 0):
-            row, begin = int(plan.rows[index]), int(plan.num_computed_tokens[index])
-            end = min(begin + int(plan.num_tokens[index]), int(batch.num_prompt_tokens[row]) - 1)
-            offset = int(query_start[index]) - begin
-            for first in range(batch.first_reported(row, begin), end, at_once):
-                last = min(first + at_once, end)
-                logits = self._steps.prompt_logits(hidden, offset + first, offset + last)
-                asked = np.full(last - first, batch.sampling.num_prompt_logprobs[row])
-                counts = limited(asked, logits.shape[1])
-                if row in step.prompt_problems:
-                    continue  # the logits were computed nevertheless, as other ranks take part in that
-                try:
-                    tokens = self._indices(batch.tokens[row, first + 1 : last + 1])
-                    told = LogprobsInFlight(self._device, logits, tokens, counts, self._report)
-                except Exception as error:  # caused by this row's tokens, so only this row fails
-                    step.prompt_problems[row] = no_prompt_logprobs(error)
-                    continue
-                step.prompt_runs.append((row, first + 1, told))
+    def report_prompts(self, hidden: Tensor, plan: StepPlan, query_start: np.ndarray) -> PromptReport:
+        """Starts reporting prompt logprobs."""
+
+        def logits_at(first: int, last: int) -> Tensor:
+            return self._steps.prompt_logits(hidden, first, last)
+
+        def logprobs_of(logits: Tensor, piece: PromptPiece) -> LogprobsInFlight:
+            counts = limited(piece.counts, logits.shape[1])
+            return LogprobsInFlight(self._device, logits, self._indices(piece.token_ids), counts, self._report)
+
+        return PromptReport.begin(self._batch, plan, query_start, self._tokens.vocab_size, logits_at, logprobs_of)
 
     def _indices(self, values: np.ndarray) -> Tensor:
         """[n] int64 on the device."""

@@ -35,8 +35,10 @@ from headrace.executor.sampling.columns import CHANGES, ON_HOST_ALONE, Needs
 from headrace.executor.sampling.sampler import sample
 from headrace.executor.step.batch import BatchState
 from headrace.executor.step.inputs import HiddenStateModel
+from headrace.executor.step.pipeline import StepRows, append_pending
+from headrace.executor.step.result import NewTokens
 from headrace.executor.step.step_times import StepTimes
-from headrace.executor.step.verification import SampledPositions, verify
+from headrace.executor.step.verification import SampledPositions
 from headrace.ipc.failure import InconsistentError
 from headrace.ipc.messages import Generate
 from headrace.ipc.step import Drafts, NewRow, StepPlan, StepResult, TokenMasks
@@ -44,8 +46,6 @@ from headrace.ipc.step import Drafts, NewRow, StepPlan, StepResult, TokenMasks
 STEPS_IN_FLIGHT = 2
 STAGING_BUFFERS = 8 * (STEPS_IN_FLIGHT + 1)
 """A steady decode sends at most once a step; a step whose logits are changed and reported, up to eight times."""
-PENDING = -1
-"""Stands for a token that is being sampled and not yet known to the host."""
 ON_THE_DEVICE = (
     int(Needs.RANDOM | Needs.TRUNCATION | CHANGES | Needs.BAD_WORDS | Needs.LOGPROBS | Needs.PROMPT_LOGPROBS)
     & ~ON_HOST_ALONE
@@ -107,9 +107,7 @@ class GpuRunner:
         self._marks = deque((device.mark(), device.mark()) for _ in range(STEPS_IN_FLIGHT + 1))
         self._clock = DeviceClock(device)
         self._in_flight: deque[StepInFlight] = deque()
-        rows = limits.max_num_seqs + 1
-        self._num_computed = np.zeros(rows, np.int32)
-        self._generation = np.zeros(rows, np.int64)  # how many requests have entered each row
+        self._num_computed = np.zeros(limits.max_num_seqs + 1, np.int32)
 
     def _make_steps(self, model: HiddenStateModel, kv_cache: Any) -> DeviceSteps:
         limits = self._limits
@@ -123,12 +121,10 @@ class GpuRunner:
             raise InconsistentError(f"step {plan.step} is one too many in flight")
         with self.times.phase("prepare"):
             self._apply(plan)
-            rows = plan.rows[plan.sampled]
-            columns = self.batch.num_tokens[rows]
             buffer, (began, done) = self._buffers[0], self._marks[0]
             self._buffers.rotate(-1)
             self._marks.rotate(-1)
-            step = StepInFlight(plan, rows, columns, self._generation[rows], buffer, began, done)
+            step = StepInFlight(plan, StepRows.of(plan, self.batch), buffer, began, done)
         began.record()
         if (drafts := plan.get(Drafts)) is not None:
             self._start_drafted(plan, SampledPositions(plan, drafts), step)
@@ -149,7 +145,7 @@ class GpuRunner:
         with self.times.phase("result"):
             times = self._clock.times(step.began, step.done, waits)
             if len(step.plan.rows):
-                step.began_s, step.ended_s = times
+                step.times_s = times
             result = self._in_flight.popleft().result()
         self.times.collected(result)
         return result
@@ -162,7 +158,7 @@ class GpuRunner:
     def has_result(self) -> bool:
         """Whether the oldest submitted step is done, so that `collect` need not wait."""
         step = self._in_flight[0]
-        return step.sampled is not None or step.done.query()
+        return step.new is not None or step.done.query()
 
     def idle(self) -> bool:
         """Captures a graph if no step is in flight; returns False when none is left to capture."""
@@ -187,7 +183,6 @@ class GpuRunner:
 
     def _enter(self, new: NewRow) -> None:
         row, at, deltas = new.row, np.array([new.row]), self.deltas
-        self._generation[row] += 1
         if isinstance(new.task, Generate):
             deltas.enter(row, new.task.sampling, new.seed)
         deltas.set("last_token", at, new.token_ids[-1:])
@@ -211,32 +206,32 @@ class GpuRunner:
                     self._settle_earlier()
                 choose = self._sample_on_host if on_the_host else self.choosing.sample
                 choose(logits[:num_sampled], step, needs)
-        self.batch.append_sampled(step.rows, np.full(num_sampled, PENDING, np.int32))
-        if num_sampled and step.sampled is None:
+        append_pending(self.batch, step.rows)
+        if num_sampled and step.new is None:
             words = num_sampled * NUM_RESULTS
             self._device.to_host(step.host[:words], self.steps.results.view(-1)[:words])
-        if step.sampled is not None:
-            self._fill_in(step)
+        if step.new is not None:
+            self._fill_in(step, step.new)
 
-    def _start_drafted(self, plan: StepPlan, places: SampledPositions, step: StepInFlight) -> None:
+    def _start_drafted(self, plan: StepPlan, positions: SampledPositions, step: StepInFlight) -> None:
         """Computes a step with drafts, and samples tokens up to the first rejected draft."""
         batch, needs = self.batch, self.batch.sampling.all_needs(plan.rows)
         self._settle_earlier()
-        logits = self._mixed(plan, step, needs, places)
+        logits = self._mixed(plan, step, needs, positions)
         assert logits is not None, "rows with drafts are sampled"
         with self.times.phase("sample"):
-            num_tokens = batch.num_tokens[places.row_of] + places.nth
-            masks = plan.get(TokenMasks)
-            step.places, step.sampled = places, sample(logits, batch, places.row_of, num_tokens, masks=masks)
-            verified = verify(places, step.sampled, {})
-            batch.append_sampled(places.rows, verified.appended, verified.num_appended)
-            ends = np.cumsum(verified.num_appended)
-            self.deltas.set("last_token", places.rows, verified.appended[ends - 1])
+            num_tokens = batch.num_tokens[positions.row_of] + positions.nth
+            sampled = sample(logits, batch, positions.row_of, num_tokens, masks=plan.get(TokenMasks))
+            step.new = new = NewTokens.verified(positions, sampled)
+            assert new.counts is not None, "verified tokens are counted"
+            batch.append_sampled(new.rows, new.token_ids, new.counts)
+            ends = np.cumsum(new.counts)
+            self.deltas.set("last_token", new.rows, new.token_ids[ends - 1])
             if needs & Needs.PENALTIES:
-                for nth in range(int(verified.num_appended.max())):  # in each pass, rows are distinct
-                    more = verified.num_appended > nth
-                    new = verified.appended[(ends - verified.num_appended)[more] + nth]
-                    rows, token_ids = self._staging.send(places.rows[more], new.astype(np.int32))
+                for nth in range(int(new.counts.max())):  # in each pass, rows are distinct
+                    more = new.counts > nth
+                    added = new.token_ids[(ends - new.counts)[more] + nth]
+                    rows, token_ids = self._staging.send(new.rows[more], added.astype(np.int32))
                     self.tokens.add(rows.long(), token_ids.long())
 
     def _compute(self, plan: StepPlan, step: StepInFlight, needs: int) -> Tensor | None:
@@ -266,13 +261,13 @@ class GpuRunner:
             return self.steps.decode(size, choice, _num_blocks(plan, self._limits.block_size))
 
     def _mixed(
-        self, plan: StepPlan, step: StepInFlight, needs: int, places: SampledPositions | None = None
+        self, plan: StepPlan, step: StepInFlight, needs: int, positions: SampledPositions | None = None
     ) -> Tensor | None:
-        """Starts a step that is not a plain decode; returns its logits. places: the sampled positions of a plan with
+        """Starts a step that is not a plain decode; returns its logits. positions: the sampled ones of a plan with
         drafts, whose rows' tokens are all known to the host."""
         with self.times.phase("ship"):
             self.deltas.ship()
-            arrays = self.batch.arrays(plan, places)
+            arrays = self.batch.arrays(plan, positions)
             sent = MixedInputs.of(
                 self._staging.send(
                     *(arrays.token_ids, arrays.positions, arrays.query_start),
@@ -285,10 +280,10 @@ class GpuRunner:
                 sent,
                 _num_blocks(plan, self._limits.block_size),
                 int(plan.num_tokens.max()),
-                feeds_back=places is None,
+                feeds_back=positions is None,
             )
-        if needs & Needs.PROMPT_LOGPROBS:
-            self._report_prompts(hidden, plan, arrays.query_start, step)
+        if needs & Needs.PROMPT_LOGPROBS and self.chooses:
+            step.prompts = self.choosing.report_prompts(hidden, plan, arrays.query_start)
         return logits if len(step.rows) else None
 
     def _decode_nothing(self, key: GraphKey) -> Tensor | None:
@@ -300,13 +295,11 @@ class GpuRunner:
         with self.times.phase("capture"):
             return self.graphs.capture_next()
 
-    def _report_prompts(self, hidden: Tensor, plan: StepPlan, query_start: np.ndarray, step: StepInFlight) -> None:
-        self.choosing.report_prompts(hidden, plan, query_start, step)
-
     def _sample_on_host(self, logits: Tensor, step: StepInFlight, needs: int) -> None:
         """Lets the host's sampler choose, for needs without an op on the device. Earlier steps must be settled."""
-        step.sampled = sample(logits, self.batch, step.rows, masks=step.plan.get(TokenMasks))
-        rows, token_ids = self._staging.send(step.rows, step.sampled.token_ids.astype(np.int32))
+        sampled = sample(logits, self.batch, step.rows, masks=step.plan.get(TokenMasks))
+        step.new = NewTokens.one_each(step.rows, sampled)
+        rows, token_ids = self._staging.send(step.rows, sampled.token_ids.astype(np.int32))
         self.state.last_token[rows.long()] = token_ids
         if needs & Needs.PENALTIES:
             self.tokens.add(rows.long(), token_ids.long())
@@ -318,15 +311,11 @@ class GpuRunner:
 
     def _settle(self, step: StepInFlight) -> None:
         """Waits for the step, and writes its tokens into the host's copy of the rows."""
-        if step.sampled is None:
-            step.settle()
-            self._fill_in(step)
+        if step.new is None:
+            self._fill_in(step, step.settle())
 
-    def _fill_in(self, step: StepInFlight) -> None:
-        assert step.sampled is not None, "a step is filled in once it is settled"
-        same = self._generation[step.rows] == step.generations
-        same &= step.columns < self.batch.tokens.shape[1]
-        self.batch.tokens[step.rows[same], step.columns[same]] = step.sampled.token_ids[same]
+    def _fill_in(self, step: StepInFlight, new: NewTokens) -> None:
+        step.sampled_rows.put_pending(self.batch, new.token_ids)
 
 
 def _num_blocks(plan: StepPlan, block_size: int) -> int:

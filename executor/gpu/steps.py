@@ -10,7 +10,7 @@ mixed:  some rows compute several tokens of their prompt. The host sends those; 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,14 @@ from torch import Tensor
 from headrace import kernels
 from headrace.executor.gpu.device_state import Device, DeviceState, Mark
 from headrace.executor.gpu.sampler import Choice, Choose, choose
-from headrace.executor.sampling.logprobs import Asked, no_prompt_logprobs, padded, with_asked
-from headrace.executor.sampling.sampler import ALL_FORBIDDEN, Sampled, find_problems, row_failure
+from headrace.executor.sampling.logprobs import Asked, padded, with_asked
+from headrace.executor.sampling.sampler import ALL_FORBIDDEN, Sampled, find_problems
 from headrace.executor.step.inputs import HiddenStateModel, StepInputs
-from headrace.executor.step.verification import SampledPositions, verify
+from headrace.executor.step.pipeline import StepRows
+from headrace.executor.step.prompt_logprobs import PromptReport
+from headrace.executor.step.result import NewTokens, assemble
 from headrace.ipc.messages import LogprobRows
-from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult
+from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.reference.decode import RowsState
 from headrace.kernels.reference.sampling import TokenLogprobs
 
@@ -202,9 +204,7 @@ class StepInFlight:
     """A submitted step. `host` is pinned memory that the device writes before `done` passes."""
 
     plan: StepPlan
-    rows: np.ndarray  # [num_sampled] int32
-    columns: np.ndarray  # [num_sampled] int32: the column of each sampled token in its row
-    generations: np.ndarray  # [num_sampled]: which of a row's successive requests it was sampled for
+    sampled_rows: StepRows
     host: Tensor  # [at least num_sampled * NUM_RESULTS] int32
     began: Mark
     done: Mark
@@ -212,20 +212,20 @@ class StepInFlight:
     """Whether logits were changed before the choice; RAW_BEST then holds their highest value before the change."""
     reporting: np.ndarray | None = None  # [num_logprob_rows], ascending: indices of rows with logprobs
     logprobs: LogprobsInFlight | None = None
-    prompt_runs: list[tuple[int, int, LogprobsInFlight]] = field(default_factory=list)
-    """Row, first reported position, and the logprobs."""
-    prompt_problems: dict[int, str] = field(default_factory=dict)
-    """Row -> why its prompt logprobs cannot be reported."""
-    sampled: Sampled | None = None
-    """Set once tokens are known: chosen on the host, or read from the device."""
-    places: SampledPositions | None = None
-    """With drafts: the positions that `sampled` is for; its tokens are in the host's copy of the rows already."""
-    began_s: float = 0.0
-    ended_s: float = 0.0
+    prompts: PromptReport | None = None
+    new: NewTokens | None = None
+    """Set once tokens are known: chosen on the host, or read from the device. Those that the device chose have their
+    logprobs still in `logprobs`."""
+    times_s: tuple[float, float] = (0.0, 0.0)
 
-    def settle(self) -> Sampled:
-        """Waits for the device; returns tokens and problems, without logprobs."""
-        if self.sampled is None:
+    @property
+    def rows(self) -> np.ndarray:
+        """[num_sampled] int32"""
+        return self.sampled_rows.rows
+
+    def settle(self) -> NewTokens:
+        """Waits for the device; returns the new tokens."""
+        if self.new is None:
             self.done.synchronize()
             results = self.host.numpy()[: len(self.rows) * NUM_RESULTS].reshape(-1, NUM_RESULTS)
             best = results[:, BEST].copy().view(np.float32)
@@ -235,71 +235,14 @@ class StepInFlight:
                     problems.setdefault(int(index), ALL_FORBIDDEN)
             else:
                 problems = find_problems(best)
-            self.sampled = Sampled(results[:, TOKEN].copy(), problems)
-        return self.sampled
+            self.new = NewTokens.one_each(self.rows, Sampled(results[:, TOKEN].copy(), problems))
+        return self.new
 
     def result(self) -> StepResult:
-        """The result for the core, once `done` has passed. A row with a problem is a failure, without its logprobs."""
-        sampled = self.settle()
-        runs, problems = self._prompt_logprobs()
-        if self.places is not None:
-            return self._verified(self.places, sampled, runs, problems)
-        for index, why in sampled.problems.items():
-            problems.setdefault(int(self.rows[index]), why)
-        good = ~np.isin(self.rows, list(problems))
-        reporting, logprobs = sampled.logprob_indices, sampled.logprobs
+        """The result for the core, once `done` has passed."""
+        new = self.settle()
         if self.reporting is not None and self.logprobs is not None:
-            kept = good[self.reporting]
-            reporting, logprobs = self.reporting[kept], self.logprobs.rows(kept)
-        if reporting is not None:
-            # Indices drop by the number of failed rows before them.
-            reporting = (np.cumsum(good) - 1)[reporting].astype(np.int32)
-        return StepResult(
-            step=self.plan.step,
-            rows=self.rows[good],
-            token_ids=sampled.token_ids[good],
-            logprob_indices=reporting if reporting is not None and len(reporting) else None,
-            logprobs=logprobs if reporting is not None and len(reporting) else None,
-            prompt_logprobs=runs,
-            failures=tuple(row_failure(row, why) for row, why in problems.items()),
-            **self._times(),
-        )
-
-    def _verified(
-        self,
-        places: SampledPositions,
-        sampled: Sampled,
-        runs: tuple[PromptLogprobRun, ...],
-        problems: dict[int, str],
-    ) -> StepResult:
-        verified = verify(places, sampled, problems)
-        return StepResult(
-            step=self.plan.step,
-            rows=verified.rows,
-            token_ids=verified.token_ids,
-            counts=verified.counts,
-            logprob_indices=verified.logprob_indices,
-            logprobs=verified.logprobs,
-            prompt_logprobs=runs,
-            failures=tuple(row_failure(row, why) for row, why in verified.problems.items()),
-            **self._times(),
-        )
-
-    def _prompt_logprobs(self) -> tuple[tuple[PromptLogprobRun, ...], dict[int, str]]:
-        """The reported prompt logprobs, and the rows that fail, with the reason."""
-        runs: list[PromptLogprobRun] = []
-        problems = dict(self.prompt_problems)
-        for row, start, logprobs in self.prompt_runs:
-            if row in problems:
-                continue
-            if not logprobs.finite:
-                problems[row] = "the model's logits for the prompt are not finite: its computation overflowed"
-                continue
-            try:
-                runs.append(PromptLogprobRun(row=row, start=start, rows=logprobs.rows()))
-            except Exception as error:  # caused by this row's values, so only this row fails
-                problems[row] = no_prompt_logprobs(error)
-        return tuple(runs), problems
-
-    def _times(self) -> dict[str, Any]:
-        return {"began_s": self.began_s, "ended_s": self.ended_s} if self.ended_s else {}
+            # A row with a problem has no logprobs.
+            good = ~np.isin(self.rows[self.reporting], list(new.problems))
+            new = replace(new, logprob_indices=self.reporting[good], logprobs=self.logprobs.rows(good))
+        return assemble(self.plan, new, self.times_s, self.prompts)

@@ -14,7 +14,7 @@ from headrace.executor.sampling.draws import Draws
 from headrace.executor.sampling.row_processors import Position, RowProcessor, processors_of
 from headrace.executor.sampling.token_rules import TokenRules, rules_of
 from headrace.ipc.messages import Generate, Sampling
-from headrace.ipc.step import NewRow
+from headrace.ipc.step import NewRow, TokenMasks
 
 if TYPE_CHECKING:
     from headrace.executor.sampling.logits_processors import LogitsProcessors
@@ -149,7 +149,7 @@ class SamplingColumns:
             (index, row, self.rules[row]) for index, row in zip(indices.tolist(), rows[indices].tolist(), strict=True)
         ]
 
-    def draws(self, rows: np.ndarray, num_tokens: np.ndarray) -> Draws:
+    def draws(self, rows: np.ndarray, num_tokens: np.ndarray, masks: TokenMasks | None = None) -> Draws:
         """The parameters for drawing the next token of each of `rows`, each after num_tokens [num_rows] tokens."""
         is_random = (self.needs[rows] & Needs.RANDOM) != 0
         return Draws(
@@ -159,6 +159,7 @@ class SamplingColumns:
             min_p=self.min_p[rows],
             seed=self.seed[rows],
             position=num_tokens,
+            masks=masks,
         )
 
 

@@ -59,6 +59,8 @@ class BatchState:
         self.num_tokens = np.zeros(num_rows, np.int32)
         """Known tokens: the prompt and the tokens sampled so far; 0 for a free row."""
         self.num_prompt_tokens = np.zeros(num_rows, np.int32)
+        self.generation = np.zeros(num_rows, np.int32)
+        """How many requests have entered and left the row: a token of an earlier one is not the row's."""
         self.block_tables = np.zeros((num_groups, num_rows, max_blocks), np.int32)
         self.num_blocks = np.zeros(num_groups * num_rows, np.int32)
         """By table: how many blocks it has."""
@@ -75,6 +77,7 @@ class BatchState:
             self._take_repeated()
         if plan.released_rows.size:
             self.num_tokens[plan.released_rows] = 0
+            self.generation[plan.released_rows] += 1
             self.num_blocks.reshape(self.num_groups, -1)[:, plan.released_rows] = 0
             for columns in self.columns.values():
                 columns.leave(plan.released_rows)
@@ -157,6 +160,7 @@ class BatchState:
         row, num_tokens, num_blocks = new.row, len(new.token_ids), len(new.block_ids) // self.num_groups
         self.tokens[row, :num_tokens] = new.token_ids
         self.num_tokens[row] = num_tokens
+        self.generation[row] += 1
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         block_ids = new.block_ids.reshape(self.num_groups, num_blocks)
         self.block_tables[:, row, :num_blocks] = (

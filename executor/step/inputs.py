@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.sampling.draws import Chosen
+from headrace.executor.sampling.draws import Chosen, Draws
 from headrace.executor.step.batch import StepArrays
 from headrace.kernels.reference.attention import PagedBatch
 
@@ -96,6 +96,16 @@ def no_logits() -> StepLogits:
     """The result of a pipeline stage that is not the last."""
     nothing = torch.empty(0, 0)
     return StepLogits(nothing, lambda first, last: nothing)
+
+
+class Model(Protocol):
+    """A model that computes a step on the calling thread: `models.decoder.Decoder` and `cpu.decoder.CpuDecoder`."""
+
+    def step(self, arrays: StepArrays, kv_cache: Any, draws: Draws | None) -> StepLogits:
+        """Writes the tokens' keys and values into the cache and returns the logits of `arrays.logits_indices`.
+
+        It may also choose their tokens, by `draws` (None: greedily); the runner decides whether to use them.
+        """
 
 
 class HiddenStateModel(Protocol):

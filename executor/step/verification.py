@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from headrace.ipc.messages import LogprobRows
 from headrace.ipc.step import Drafts, StepPlan, nth_of_each
-
-if TYPE_CHECKING:
-    from headrace.executor.sampling.sampler import Sampled
 
 
 class SampledPositions:
@@ -59,48 +51,3 @@ class SampledPositions:
         """[num_places] bool: whether a position's token is kept. counts: [num_sampled]."""
         kept: np.ndarray = self.nth < np.repeat(counts, self.num_places)
         return kept
-
-
-@dataclass(frozen=True)
-class Verified:
-    """The result of a step with drafts, and the tokens that the batch must append. A failed row appends its first
-    token, whatever that is: a plan made before the failure was known may compute it."""
-
-    rows: np.ndarray  # [num_good] int32: the sampled rows without the failed ones
-    token_ids: np.ndarray  # [num_new_tokens] int32
-    counts: np.ndarray  # [num_good] int32, all >= 1
-    logprob_indices: np.ndarray | None  # [num_logprob_rows] int32, ascending: indices into token_ids
-    logprobs: LogprobRows | None
-    problems: dict[int, str]
-    """Row -> why it failed."""
-    appended: np.ndarray
-    num_appended: np.ndarray  # [num_sampled] int32
-
-
-def verify(places: SampledPositions, sampled: Sampled, problems: Mapping[int, str]) -> Verified:
-    """problems: row -> why it fails, whatever was sampled for it."""
-    unusable = None
-    if sampled.problems or problems:
-        unusable = ~sampled.good | np.isin(places.row_of, list(problems))
-    counts = places.counts(sampled.token_ids, unusable)
-    failed = {
-        int(places.rows[index]): problems.get(int(places.rows[index])) or sampled.problems[int(places.starts[index])]
-        for index in np.flatnonzero(counts == 0)
-    }
-    kept, num_appended = places.kept(counts), np.maximum(counts, 1)
-    indices, logprobs = sampled.logprob_indices, sampled.logprobs
-    if indices is not None and logprobs is not None:
-        # Logprobs exist only for positions without a problem.
-        chosen = kept[indices]
-        indices = (np.cumsum(kept, dtype=np.int32) - 1)[indices[chosen]].astype(np.int32) if chosen.any() else None
-        logprobs = logprobs.select(chosen) if chosen.any() else None
-    return Verified(
-        rows=places.rows[counts > 0],
-        token_ids=sampled.token_ids[kept],
-        counts=counts[counts > 0],
-        logprob_indices=indices,
-        logprobs=logprobs,
-        problems={**problems, **failed},
-        appended=sampled.token_ids[places.kept(num_appended)],
-        num_appended=num_appended,
-    )

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from plan_maker import OTHER_BLOCKS, PlanMaker, i32
 from torch import Tensor
 
-from headrace.executor.cpu.runner import PROMPT_LOGITS_BYTES, ModelRunner
+from headrace.executor.cpu.runner import ModelRunner
 from headrace.executor.sampling.draws import Draws
 from headrace.executor.sampling.logprobs import logprob_rows
 from headrace.executor.step.batch import BatchState, StepArrays
 from headrace.executor.step.inputs import StepInputs, StepLogits, step_in_two
+from headrace.executor.step.prompt_logprobs import PROMPT_LOGITS_BYTES
 from headrace.ipc.messages import LogprobRows, Sampling
 from headrace.ipc.step import StepPlan, StepResult
 
@@ -301,7 +302,7 @@ def test_log_probabilities_of_one_prompt_that_cannot_be_told_fail_its_row_alone(
             raise IndexError("index 8 is out of bounds")
         return logprob_rows(logits, token_ids, counts)
 
-    monkeypatch.setattr("headrace.executor.cpu.runner.logprob_rows", report)
+    monkeypatch.setattr("headrace.executor.step.prompt_logprobs.logprob_rows", report)
     bench = Bench()
     bench.maker.enter(0, [7, 8, 9], prompt_logprobs=1)
     bench.maker.enter(1, [7, 7, 9], prompt_logprobs=1)

@@ -303,7 +303,7 @@ def test_log_probabilities_of_one_prompt_that_cannot_be_told_fail_its_row_alone(
     twins.maker.compute(1, 3)
     plan = twins.maker.plan()
     twins.runner.submit(plan)
-    failing += [told for row, _, told in twins.runner._in_flight[0].prompt_runs if row == 0]
+    failing += [told for row, _, told in twins.runner._in_flight[0].prompts.begun if row == 0]
     found, expected = twins.runner.collect(), twins.reference.step(plan)
     (failure,) = found.failures
     assert failure.row == 0

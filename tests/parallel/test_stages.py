@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.executor.cpu.stages import StageRunner
 from headrace.executor.parallel.rank_place import Collectives, World, collectives_bytes, open_collectives
 from headrace.executor.sampling.draws import Draws
 from headrace.executor.step.batch import BatchState, StepArrays
 from headrace.executor.step.inputs import StepLogits, no_logits
+from headrace.executor.step.pipeline import PENDING, StageRunner
 from headrace.ipc.messages import Generate, Sampling
 from headrace.ipc.step import NewRow, StepPlan
 from headrace.kernels.cpu import build
@@ -113,7 +113,7 @@ def test_a_token_of_a_row_that_was_given_up_does_not_reach_the_rows_next_request
     last.publish(1, tokens(0, 1), tokens(42, 43))
     runner.step(plan(2, [(0, 3, 0), (1, 1, 2)], new=(new_row(0, [9, 10, 11]),), released=(0,)))
     assert model.token_ids[1] == [9, 10, 11, 43]
-    assert batch.num_tokens[:2].tolist() == [3, 3]
+    assert batch.tokens[:2, :4].tolist() == [[9, 10, 11, PENDING], [7, 8, 43, PENDING]]
 
 
 def test_tokens_of_another_step_than_the_one_that_is_due_are_an_error(links: tuple[Collectives, Collectives]) -> None:
