@@ -27,6 +27,7 @@ test-system: install demo-model
 lint: install $(TYPES)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(BIN)/python tests/support/tree_figures.py
 	@git ls-files '*.py' | xargs wc -l | awk '$$1 > 600 && $$2 != "total" { print "long: " $$1 " lines in " $$2 }'
 	@wc -l < docs/architecture.md | awk '$$1 > 200 { print "long: " $$1 " lines in docs/architecture.md, which is a map" }'
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types types-of-tests

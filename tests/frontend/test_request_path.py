@@ -1,7 +1,7 @@
 """The way of one request from `LLM.generate` to the forward pass, followed by a tracer; `pytest -s` prints it.
 
-Counted are the functions on the stack where the request is handed on, in each thread, down to the model's step. The
-threads' own loops, which run without any request too, are not.
+The calls are the functions on the stack where the request is handed on, in each thread, down to the model's step. The
+threads' own loops, which run without any request too, are not counted.
 """
 
 from __future__ import annotations
@@ -70,4 +70,5 @@ def test_a_request_reaches_the_forward_pass_through_the_functions_that_hand_it_o
     assert not missing, f"the path no longer leads through {missing}: name here what took their place"
     path = list(dict.fromkeys(each for name in HANDED_ON for each in tracer.stacks[name] if each not in LOOPS))
     assert path[0] == "LLM.generate"
-    print(f"{len(path)} calls: {' > '.join(path)}")
+    touched = list(tracer.stacks).index(HANDED_ON[-1]) + 1
+    print(f"{touched} functions until the forward pass; {len(path)} calls: {' > '.join(path)}")
