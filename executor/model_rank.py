@@ -186,8 +186,9 @@ class ModelRank(Rank):
             case CallExtension():
                 return msgspec.structs.replace(answer, payload=self._call_extension(command))
             case CheckSampling():
-                params = msgspec.msgpack.decode(command.sampling, type=Sampling)
-                return msgspec.structs.replace(answer, refusal=refusal_of(self._processor_classes, params))
+                asked = [msgspec.msgpack.decode(each, type=Sampling) for each in command.sampling]
+                refusals = tuple(refusal_of(self._processor_classes, params) for params in asked)
+                return msgspec.structs.replace(answer, refusals=refusals)
             case DoIdleWork():
                 return msgspec.structs.replace(answer, did_something=self.idle())
             case PrepareWeights():

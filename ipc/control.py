@@ -131,11 +131,11 @@ class UseWeights(Command, frozen=True):
 
 
 class CheckSampling(Command, frozen=True):
-    """Asks, before a request is admitted, whether the logits processors accept these sampling parameters. Only workers
+    """Asks, before requests are admitted, whether the logits processors accept these sampling parameters. Only workers
     load the processors' classes. Sent if some class checks parameters (`ModelDescription.checks_sampling`)."""
 
-    sampling: msgspec.Raw
-    """A `messages.Sampling` in msgpack: that module imports this one, so the type cannot be named here."""
+    sampling: tuple[msgspec.Raw, ...]
+    """Each a `messages.Sampling` in msgpack: that module imports this one, so the type cannot be named here."""
 
 
 class DoIdleWork(Command, frozen=True):
@@ -158,8 +158,8 @@ class WorkerAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """For CallExtension: the extension's answer."""
     did_something: bool = False
     """For DoIdleWork: some work was done, and there may be more."""
-    refusal: str = ""
-    """For CheckSampling: why the parameters are refused; empty if they are accepted."""
+    refusals: tuple[str, ...] = ()
+    """For CheckSampling: why each of the parameters is refused; "" for those that are accepted."""
     weights: str = ""
     """For UseWeights and WakeUp: the identity of the weights in use from now on, as in ModelDescription.weights."""
 

@@ -13,11 +13,9 @@ import os
 import queue
 import sys
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
-
-import msgspec
 
 from headrace.core.engine.admission import Admission, signed
 from headrace.core.engine.control import Controller
@@ -34,6 +32,7 @@ from headrace.core.engine.outputs import (
     only_finished,
     partial_outputs,
 )
+from headrace.core.engine.sampling_checks import SamplingChecks
 from headrace.core.engine.sessions import (
     ClientGone,
     ExecutorFailed,
@@ -58,8 +57,8 @@ from headrace.core.schedule.requests import Request, State
 from headrace.core.schedule.scheduler import Advance, Scheduler, SchedulerConfig
 from headrace.core.structured_output.backends import Backends
 from headrace.core.structured_output.compiler import GrammarCompiler
-from headrace.ipc.control import CheckSampling, DrainEngine, PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
-from headrace.ipc.failure import SHUT_DOWN, EngineDeadError, Failure, HeadraceError, InconsistentError
+from headrace.ipc.control import DrainEngine, PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
+from headrace.ipc.failure import SHUT_DOWN, EngineDeadError, Failure, InconsistentError
 from headrace.ipc.messages import (
     Abort,
     AddRequest,
@@ -88,8 +87,6 @@ IDLE_CHECK_AFTER_S = 1.0
 """After this idle time the accounting of blocks and rows is audited. A request that arrives interrupts the audit."""
 MESSAGES_BESIDE_STEPS = 32
 """Most messages handled between two steps of running requests; they take a few milliseconds."""
-MOST_CHECKED = 1024
-"""Sampling parameters of which the workers' answer is remembered."""
 
 
 class Port(Protocol):
@@ -190,10 +187,14 @@ class Loop:
         self._audited_steps = 0
         """The number of steps at the last complete audit."""
         self._compiler: GrammarCompiler | None = None
-        self._checks_sampling = plan.model.checks_sampling
-        self._checked: OrderedDict[bytes, str] = OrderedDict()
-        """The workers' refusals of sampling parameters, "" for those that they accept; the last asked for at the
-        end."""
+        self._sampling_checks = SamplingChecks(
+            executor,
+            report=lambda news: inbox.put((0, news)),
+            refusal=self._admission.refusal,
+            is_computing=lambda: bool(self._in_flight),
+        )
+        if plan.model.checks_sampling:
+            self.gates.register(self._sampling_checks)
 
     def follow_grammars(self, backend: Backends, *, prepares: bool) -> None:
         """Allows structured outputs. Call before the loop runs. prepares: prepare the library in the background now
@@ -242,6 +243,9 @@ class Loop:
             self._collect()
         if self._pause.is_awaited and not self.has_work:
             self._pause.reach()
+        if self.gates and self._sampling_checks.is_due():
+            self._drain()
+            self._sampling_checks.ask()
 
     @property
     def is_stopping(self) -> bool:
@@ -385,8 +389,6 @@ class Loop:
             failure = self._admission.asleep()
         else:
             failure = self._admission.check(message)
-            if failure is None and self._checks_sampling and isinstance(message.task, Generate):
-                failure = self._refused_by_workers(message.task)
         if failure is not None:
             self._refuse(client, message.slot, failure)
             return
@@ -402,29 +404,6 @@ class Loop:
             return
         finish = Finish(slot=slot, reason=FinishReason.REJECTED, failure=failure)
         self._port.send(client, only_finished(self._statistics.num_steps, [finish]))
-
-    def _refused_by_workers(self, task: Generate) -> Failure | None:
-        """Asks the workers whether the user's logits processors, which only they load, accept a request's parameters.
-        Returns the refusal, or None.
-
-        Asking needs that no step is in flight, so the answers are remembered: most requests have the parameters of
-        another.
-        """
-        sampling = msgspec.msgpack.encode(task.sampling)
-        if (why := self._checked.get(sampling)) is None:
-            self._drain()
-            try:
-                answers = self._executor.control(CheckSampling(sampling=msgspec.Raw(sampling)))
-            except EngineDeadError:
-                raise
-            except HeadraceError as error:
-                return Failure.of(error, process="engine-core", phase="admission")
-            why = self._checked[sampling] = next((answer.refusal for answer in answers if answer.refusal), "")
-            if len(self._checked) > MOST_CHECKED:
-                self._checked.popitem(last=False)
-        else:
-            self._checked.move_to_end(sampling)
-        return self._admission.refusal(why) if why else None
 
     def _drop(self, request: Request) -> None:
         """Ends a gated, waiting or running request and frees what it holds."""

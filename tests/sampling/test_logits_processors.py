@@ -116,10 +116,10 @@ def test_an_engine_asks_its_workers_where_a_class_looks_at_parameters(classes: l
 
 def test_a_check_of_parameters_reaches_a_worker_as_it_was_sent() -> None:
     sampling = Sampling(max_tokens=3, temperature=0.0, extra_args={"only_token": "seven"})
-    sent = CheckSampling(sampling=msgspec.Raw(msgspec.msgpack.encode(sampling)))
+    sent = CheckSampling(sampling=(msgspec.Raw(msgspec.msgpack.encode(sampling)),))
     heard = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=WorkerCommand)
     assert isinstance(heard, CheckSampling)
-    assert msgspec.msgpack.decode(heard.sampling, type=Sampling) == sampling
+    assert [msgspec.msgpack.decode(each, type=Sampling) for each in heard.sampling] == [sampling]
 
 
 def test_arguments_that_nothing_would_read_are_refused(plain: LLM) -> None:
