@@ -33,11 +33,14 @@ from headrace.core.process.supervisor import START_GRACE_S, OnExit, OnProgress, 
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError, OptionError
 from headrace.ipc.messages import Ready
 from headrace.ipc.process.own_folder import OwnFolder
+from headrace.ipc.process.private_files import make_existing_private
 from headrace.ipc.transport.hosts import bare_host
 from headrace.ipc.transport.keys import VARIABLE, key_file, make_key_file
 
 PASSED_ON, PASSED_ON_STARTS = ("PYTHONPATH", "HEADRACE_LOG_LEVEL"), ("NCCL_", "TORCH_NCCL_", "GLOO_")
 """Environment variables (by name, by prefix) that are passed to the actors, including NCCL's settings."""
+RAYS_TOKEN = "~/.ray/auth_token"
+"""Whoever reads it runs code in this user's Ray clusters, and Ray writes it readable by all."""
 STRATEGY = "SPREAD"
 """Spreads engines over as many hosts as possible, so that the loss of a host ends few of them."""
 STOP_GRACE_S = WEIGHTS_TOLD_S = 5.0
@@ -74,6 +77,7 @@ def join_ray(ray: Any) -> bool:
     except Exception as error:  # Ray raises many types
         reason = str(error).strip().partition("\n")[0]
         raise EngineStartError(f"Ray can neither be joined nor started: {type(error).__name__}: {reason}") from error
+    make_existing_private([Path(os.path.expanduser(RAYS_TOKEN))])
     return True
 
 

@@ -3,6 +3,7 @@ the arguments or environment of the processes that it starts."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -14,8 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from socket import create_server
-from typing import IO
+from socket import create_server, inet_aton
 
 import psutil
 import pytest
@@ -49,12 +49,31 @@ class Case:
     has_port: bool = False
     """Whether a TCP port was asked for, on loopback."""
     environment: tuple[tuple[str, str], ...] = ()
-    has_gloo: bool = False
-    """Whether ranks meet through gloo and torch's store, which listen at ports of their own, on loopback too."""
+    has_ports: bool = False
+    """Whether it listens at ports of its own, on loopback too: ranks that meet through gloo and torch's store."""
+    has_ray: bool = False
+    """Whether it starts a Ray, whose processes and library listen everywhere, behind Ray's token (docs/security.md);
+    engines listen at their host's own address then."""
+    writes: Path | None = None
+    """Where `ready` stands, if the command does not print it."""
 
 
 def script(options: str, model: str = "null") -> tuple[str, ...]:
     return ("-c", OWN.format(model=model, options=options))
+
+
+def batch(folder: Path) -> Case:
+    """A batch file whose first line ends at once and whose second one goes on for minutes."""
+    bodies = ({"model": "null", "prompt": [5], "max_tokens": number, "ignore_eos": True} for number in (1, 30_000))
+    lines = (
+        json.dumps({"custom_id": f"line-{at}", "method": "POST", "url": "/v1/completions", "body": body})
+        for at, body in enumerate(bodies)
+    )
+    (folder / "in.jsonl").write_text("\n".join(lines))
+    results = folder / "made" / "out.jsonl"
+    slow = null_engine_arguments(step_delay_s=0.02)
+    command = ("-m", "headrace", "run-batch", "-i", str(folder / "in.jsonl"), "-o", str(results), "--as-completed")
+    return Case(((*command, "--model", *slow),), ("line-0",), writes=results)
 
 
 def cases(folder: Path, port: int) -> dict[str, Case]:
@@ -65,6 +84,8 @@ def cases(folder: Path, port: int) -> dict[str, Case]:
     null = "distributed_executor_backend='null_with_tokenizer:TokenizingNullExecutor'"
     nodes = ("--model=MODEL", "--nnodes=2", f"--master-port={port}", "-tp=2", *small)
     engine = (*ENGINE, "--model", "null", *NULL[1:])
+    made = folder / "made"
+    stores = ("--response-store", str(made / "responses.sqlite"), "--file-store", str(made / "files"))
     return {
         "an engine in the program": Case((script(f"in_process=True, {null}"),), ("ready",)),
         "a program's own engine": Case((script(null),), ("ready",)),
@@ -77,11 +98,21 @@ def cases(folder: Path, port: int) -> dict[str, Case]:
             (READY,),
             True,
             (("CXX", "/nonexistent"), ("HEADRACE_CACHE", str(folder / "empty"))),
-            has_gloo=True,
+            has_ports=True,
         ),
         "engine-core over ipc": Case((engine,), ("ready at ipc://",)),
         "engine-core over tcp": Case(
             ((*engine, "--address", f"tcp://127.0.0.1:{port}"),), ("ready at tcp://127.0.0.1",), True
+        ),
+        "run-batch": batch(folder),
+        "serve with stores": Case(((*serve, *stores),), (READY,), True),
+        "engine-core -tp 2 under Ray": Case(
+            ((*ENGINE, "--model=MODEL", "-tp=2", "--distributed-executor-backend=ray", *small),),
+            ("ready at ipc://",),
+            has_ray=True,
+        ),
+        "serve -dp 2 under Ray": Case(
+            ((*serve, "-dp", "2", "--data-parallel-backend", "ray"),), (READY,), True, has_ray=True
         ),
         "coordinator": Case((("-c", COORDINATOR),), ("ready",)),
         "two nodes": Case(
@@ -89,12 +120,13 @@ def cases(folder: Path, port: int) -> dict[str, Case]:
             ("", "ready at ipc://"),
             True,
             (("HEADRACE_CLUSTER_KEY", CLUSTER_SECRET),),
-            has_gloo=True,
+            has_ports=True,
         ),
     }
 
 
-NAMES = tuple(cases(Path(), 0))
+with tempfile.TemporaryDirectory() as nowhere:
+    NAMES = tuple(cases(Path(nowhere), 0))
 
 
 def free_port() -> int:
@@ -116,19 +148,16 @@ def running(case: Case, environment: dict[str, str], logs: Path) -> Iterator[lis
             stack.callback(end, process)
             started.append((process, log))
         for (process, log), pattern in zip(started, reversed(case.ready), strict=True):
-            wait_for(process, log, pattern)
+            wait_for(process, case.writes or Path(log.name), pattern, Path(log.name))
         own = [psutil.Process(process.pid) for process, _ in started]
         yield own + [child for each in own for child in each.children(recursive=True)]
 
 
-def wait_for(process: subprocess.Popen[bytes], log: IO[bytes], pattern: str) -> None:
+def wait_for(process: subprocess.Popen[bytes], where: Path, pattern: str, log: Path) -> None:
     end_s = time.monotonic() + START_TIMEOUT_S
-    while True:
-        text = Path(log.name).read_text(errors="replace")
-        if re.search(pattern, text):
-            return
-        assert process.poll() is None, text
-        assert time.monotonic() < end_s, f"no {pattern!r}: {text}"
+    while not (where.exists() and re.search(pattern, where.read_text(errors="replace"))):
+        assert process.poll() is None, log.read_text(errors="replace")
+        assert time.monotonic() < end_s, f"no {pattern!r}: {log.read_text(errors='replace')}"
         time.sleep(0.1)
 
 
@@ -176,13 +205,34 @@ def listening(processes: list[psutil.Process]) -> tuple[set[str], set[str]]:
 LOOPBACK = "0100007F"
 
 
+def own_address() -> str:
+    """The address by which Ray calls this host, as /proc has it."""
+    from ray.util import get_node_ip_address
+
+    return bytes(reversed(inet_aton(get_node_ip_address()))).hex().upper()
+
+
+def has_rays_library(process: psutil.Process) -> bool:
+    """Ray's own processes, and those of ours that talk to it."""
+    name = process.name()
+    return name in ("raylet", "gcs_server") or "/site-packages/ray/" in Path(f"/proc/{process.pid}/maps").read_text()
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_listens_beyond_what_was_asked_and_no_secret_or_file_is_open(name: str, tmp_path: Path) -> None:
+def test_nothing_listens_beyond_what_was_asked_and_no_secret_or_file_is_open(
+    name: str, tmp_path: Path, cache: Path
+) -> None:
     with tempfile.TemporaryDirectory(prefix="hr-") as short:
-        check(name, Path(short), tmp_path)
+        check(name, Path(short), tmp_path, cache)
 
 
-def check(name: str, folder: Path, logs: Path) -> None:
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder of these cases' own, so that the first of them fills it."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def check(name: str, folder: Path, logs: Path, cache: Path) -> None:
     port = free_port()
     case = cases(folder, port)[name]
     (folder / "api.keys").write_text(SECRET + "\n")
@@ -193,34 +243,49 @@ def check(name: str, folder: Path, logs: Path) -> None:
         case = replace(case, commands=tuple(named))
     for each in ("run", "tmp"):
         (folder / each).mkdir(mode=0o700)
+    for each in ("made", "home"):
+        (folder / each).mkdir(mode=0o755)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
         "HEADRACE_RUNTIME_DIR": str(folder / "run"),
         "TMPDIR": str(folder / "tmp"),
+        "HEADRACE_CACHE": str(cache),
         "OMP_NUM_THREADS": "1",
+        **({"HOME": str(folder / "home")} if case.has_ray else {}),
         **dict(case.environment),
     }
     memory_before, mask = set(os.listdir("/dev/shm")), os.umask(0)  # modes are ours, not the umask's
     try:
         with running(case, environment, logs) as processes:
-            tcp, unix = listening(processes)
-            assert {each.partition(":")[0] for each in tcp} <= {LOOPBACK}, "nothing listens beyond loopback"
+            with_ray = [each for each in processes if has_rays_library(each)]
+            assert bool(with_ray) == case.has_ray
+            own = [each for each in processes if each not in with_ray]
+            tcp, unix = listening(own)
+            hosts = {each.partition(":")[0] for each in tcp}
+            assert hosts <= ({LOOPBACK, own_address()} if case.has_ray else {LOOPBACK}), "beyond what was asked"
             ports = {int(each.partition(":")[2], 16) for each in tcp}
-            assert ports == ({port} if case.has_port else set()) or (case.has_gloo and port in ports)
+            asked = {port} if case.has_port else set()
+            assert ports == asked or (case.has_ports and asked < ports) or case.has_ray
             for path in unix:
                 assert path.startswith((f"{folder}/", "@headrace", "@")), path
-            assert not set(os.listdir("/dev/shm")) - memory_before, "shared memory has no names"
-            opened = [problem for root in (folder / "run", folder / "tmp") for problem in open_to_others(root)]
-            assert not opened
+            if case.has_ray:
+                assert stat.S_IMODE((folder / "home" / ".ray" / "auth_token").stat().st_mode) == 0o600
+            else:
+                assert not set(os.listdir("/dev/shm")) - memory_before, "shared memory has no names"
+            roots = [folder / each for each in ("run", "tmp", "made")]
+            private = [
+                each for root in roots for each in open_to_others(root, 0o077) if f"{folder}/tmp/ray/" not in each
+            ]
+            assert not private + list(open_to_others(cache, 0o022)), "what is cached may be read, and not written"
             assert not [told for process in processes[len(case.commands) :] for told in secrets_told(process)]
     finally:
         os.umask(mask)
 
 
-def open_to_others(root: Path) -> Iterator[str]:
-    """The files below a folder that another user could read or write, if all above were open; sockets are behind their
-    folder, which only this user enters."""
+def open_to_others(root: Path, mask: int) -> Iterator[str]:
+    """The files below a folder that another user could use in one of the mask's ways, if all above were open; sockets
+    are behind their folder, which only this user enters."""
     for path in (root, *root.rglob("*")):
         try:
             status = path.lstat()
@@ -229,7 +294,7 @@ def open_to_others(root: Path) -> Iterator[str]:
         mode = stat.S_IMODE(status.st_mode)
         if status.st_uid != os.geteuid():
             yield f"{path} belongs to {status.st_uid}"
-        if stat.S_ISREG(status.st_mode) and mode & 0o077 and is_open(path.parent, root):
+        if stat.S_ISREG(status.st_mode) and mode & mask and is_open(path.parent, root):
             yield f"{path} has mode {mode:04o}"
 
 
