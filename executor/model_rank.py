@@ -46,7 +46,7 @@ from headrace.ipc.control import (
     WorkerAnswer,
     WorkerCommand,
 )
-from headrace.ipc.failure import EngineDeadError, HeadraceError, ModelError, OptionError
+from headrace.ipc.failure import EngineDeadError, HeadraceError, ModelError, OptionError, let_interrupts_pass
 from headrace.ipc.messages import Sampling, TokenizerBundle
 from headrace.ipc.plugins import load_class
 from headrace.ipc.process.private_files import make_private
@@ -218,7 +218,8 @@ class ModelRank(Rank):
             return self._bounded.run(what, read, *arguments)
         except HeadraceError:
             raise
-        except Exception as error:
+        except BaseException as error:
+            let_interrupts_pass(error)
             raise ModelError(f"{what} failed: {type(error).__name__}: {error}") from error
 
     def _sleep_in_time(self, level: int) -> None:
@@ -312,7 +313,8 @@ class Extension:
             cls = load_class("worker_extension_cls", name)
             try:
                 self._instance = cls() if cls.__init__ is object.__init__ else cls(rank)
-            except Exception as error:
+            except BaseException as error:
+                let_interrupts_pass(error)
                 raise OptionError(
                     f"worker_extension_cls={name} cannot be made: {type(error).__name__}: {error}"
                 ) from error
@@ -332,7 +334,8 @@ class Extension:
                 raise TypeError(f"handle gave a {type(answer).__name__}, and must give a dict")
             plain: dict[str, Any] = msgspec.to_builtins(answer, str_keys=True)
             msgspec.msgpack.encode(plain)  # fails for what messages cannot hold: over 64 bits, lone surrogates
-        except Exception as error:
+        except BaseException as error:
+            let_interrupts_pass(error)
             raise HeadraceError(f"the worker extension {self._name} failed: {type(error).__name__}: {error}") from error
         return plain
 

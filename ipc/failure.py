@@ -99,6 +99,13 @@ class InvalidRequestError(HeadraceError, ValueError):
         return text.partition(" ")[0] if text.startswith(("priority", "data_parallel_rank", "request_id")) else None
 
 
+def let_interrupts_pass(error: BaseException) -> None:
+    """For `except BaseException`, around what others wrote: a library's panic, an exit and a cancellation are no
+    Exceptions, and faults of that work nevertheless. Raises the error if a user or a signal interrupts."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+
+
 def _sendable(text: str) -> str:
     """Escapes lone surrogates, which file names may contain and UTF-8 messages cannot."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import OptionError, let_interrupts_pass
 from headrace.ipc.process.program import follow_user_path
 
 GROUP = "headrace.plugins"
@@ -90,7 +90,8 @@ def load_plugin(entry: EntryPoint) -> Any:
     """Imports the object that the entry names. Raises OptionError, naming plugin and package, if that fails."""
     try:
         return entry.load()
-    except Exception as error:  # importing the module may raise anything
+    except BaseException as error:  # importing the module may raise anything
+        let_interrupts_pass(error)
         raise OptionError(
             f"the plugin {entry.name} of {_package(entry)} ({entry.value}) cannot be loaded: "
             f"{type(error).__name__}: {error}"
@@ -157,7 +158,8 @@ def _named(option: str, name: str, module: str, attribute: str) -> Any:
         )
     try:
         return getattr(import_users_module(module), attribute)
-    except Exception as error:  # importing the module may raise anything
+    except BaseException as error:  # importing the module may raise anything
+        let_interrupts_pass(error)
         hint = "; the engine is a process of its own: put the class into a module that it can import"
         raise OptionError(
             f"{option}={name} cannot be loaded: {type(error).__name__}: {error}{hint if module == '__main__' else ''}"

@@ -29,7 +29,7 @@ from headrace.core.process.child_output import LoadBar, startup_table
 from headrace.core.schedule.features.installed import attached_kinds
 from headrace.core.structured_output.backend import Vocabulary
 from headrace.core.structured_output.backends import Backends
-from headrace.ipc.failure import Failure, HeadraceError, OptionError
+from headrace.ipc.failure import Failure, HeadraceError, OptionError, let_interrupts_pass
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo, Welcome
 from headrace.ipc.plugins import import_users_module, load_plugin, plugins, warn_of_vllm_plugins
 
@@ -350,7 +350,8 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self._core.run()
-        except Exception as error:
+        except BaseException as error:
+            let_interrupts_pass(error)
             logger.error("the engine core ended: %s", error, exc_info=not isinstance(error, HeadraceError))
             for callback in self._on_exit:
                 callback(Failure.of(error, process="engine-core", phase="step"))

@@ -30,7 +30,7 @@ import zmq
 
 from headrace.core.engine.sessions import Sessions, TellsAll
 from headrace.ipc.codec import Codec, CodecError, Frame
-from headrace.ipc.failure import Failure
+from headrace.ipc.failure import Failure, let_interrupts_pass
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
 from headrace.ipc.transport.engine_records import OwnRecord
 from headrace.ipc.transport.keys import Gatekeeper, is_own_file, key_file
@@ -256,7 +256,8 @@ class ZmqPort(TellsAll):
                     self._receive(sender, [frame.buffer for frame in frames])
                 except CodecError as error:
                     self._take_undecodable(sender, frames[0].buffer if frames else b"", str(error))
-                except Exception as error:  # no message of one client may end the engine of the others
+                except BaseException as error:  # no message of one client may end the engine of the others
+                    let_interrupts_pass(error)
                     logger.exception("a message could not be taken")
                     self._let_go(sender, f"a message of this client could not be taken: {type(error).__name__}")
         return True

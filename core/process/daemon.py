@@ -24,7 +24,7 @@ from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.core.process.child_output import LoadBar
 from headrace.core.process.installed import CLIENT_ALONE
 from headrace.core.process.supervisor import START_GRACE_S
-from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError, let_interrupts_pass
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start, WeightsRead
 from headrace.ipc.process.child import (
     exit_when_slow,
@@ -247,7 +247,8 @@ def run_as_child(fd: int) -> int:
         return _serve(core, on_failure)
     except ChannelClosedError:
         return EXIT_START_FAILED  # the parent is gone
-    except Exception as error:
+    except BaseException as error:
+        let_interrupts_pass(error)
         with contextlib.suppress(ChannelClosedError):
             channel.send(ChildFailed(failure=Failure.of(error, process="engine-core", phase=phase[0])))
         return EXIT_START_FAILED
@@ -263,12 +264,17 @@ def _serve(core: EngineCore, on_failure: Callable[[Failure], None] = lambda fail
     gc.freeze()
     try:
         core.run()
-    except Exception as error:
+    except BaseException as error:
+        let_interrupts_pass(error)
         # Our own errors are sentences for the user, which a traceback would only hide.
         logger.error("the engine failed: %s", error, exc_info=not isinstance(error, HeadraceError))
         on_failure(Failure.of(error, process="engine-core", phase="step"))
         return EXIT_ENGINE_FAILED
     return 0
+
+
+class Interrupt(SystemExit, KeyboardInterrupt):
+    """A signal ends the process: no exit that code of others asked for (`let_interrupts_pass`)."""
 
 
 def _stop_on_signals(core: EngineCore, shutdown_timeout_s: float) -> None:
@@ -279,7 +285,7 @@ def _stop_on_signals(core: EngineCore, shutdown_timeout_s: float) -> None:
     def handle(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if not core.startup_s or len(received) > 2:
-            raise SystemExit(128 + number)
+            raise Interrupt(128 + number)
         core.stop(shutdown_timeout_s if len(received) == 1 else 0.0)
 
     for number in heeded_signals():

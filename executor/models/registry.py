@@ -15,7 +15,7 @@ import json
 import os
 from typing import Any
 
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import OptionError, let_interrupts_pass
 from headrace.ipc.plugins import import_users_module, load_plugins
 
 VARIABLE = "HEADRACE_REGISTERED_MODELS"
@@ -61,7 +61,8 @@ def registered_model(architecture: str) -> Any:
     module, _, name = path.partition(":")
     try:
         found = getattr(import_users_module(module), name)
-    except Exception as error:  # whatever the module does when it is imported
+    except BaseException as error:  # whatever the module does when it is imported
+        let_interrupts_pass(error)
         raise OptionError(
             f"{architecture} is registered as {path}, which cannot be loaded: {type(error).__name__}: {error}"
         ) from error

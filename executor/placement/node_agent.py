@@ -40,7 +40,14 @@ from headrace.executor.placement.messages import (
 from headrace.executor.placement.multiproc import MultiprocExecutor
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.rank import Reporter
-from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError, InconsistentError
+from headrace.ipc.failure import (
+    EngineDeadError,
+    EngineStartError,
+    Failure,
+    HeadraceError,
+    InconsistentError,
+    let_interrupts_pass,
+)
 from headrace.ipc.messages import ChildFailed, Message, Progress, Stop
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
@@ -85,7 +92,8 @@ class NodeAgent:
                     return None
                 try:
                     self._carry_out(message)
-                except Exception as error:
+                except BaseException as error:
+                    let_interrupts_pass(error)
                     self._fail(Failure.of(error, process="node", phase=type(message).__name__))
         finally:
             self._ends = True
@@ -143,7 +151,8 @@ class NodeAgent:
             self._steps.get()
             try:
                 self._send(NodeResult(data=self._answers.encode(self._executor.collect())))
-            except Exception as error:
+            except BaseException as error:
+                let_interrupts_pass(error)
                 if not self._ends:
                     self._fail(Failure.of(error, process="node", phase="step"))
                 return
@@ -152,7 +161,8 @@ class NodeAgent:
         assert self._executor is not None, "the model is described first"
         try:
             self._send(TokenizerMade(bundle=self._executor.tokenizer()))
-        except Exception as error:
+        except BaseException as error:
+            let_interrupts_pass(error)
             self._fail(Failure.of(error, process="node", phase="tokenizer"))
 
     def _report(self, phase: str) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from headrace.core.options.plan import Plan
 from headrace.executor.sampling.columns import SampledRows
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import OptionError, let_interrupts_pass
 from headrace.ipc.messages import Sampling
 from headrace.ipc.plugins import load_class, load_plugin, logits_processor_entries
 
@@ -118,7 +118,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.req_info: dict[int, Callable[[Tensor], Tensor]] = {}
-        self.failures: dict[int, Exception] = {}
+        self.failures: dict[int, BaseException] = {}
         """By row; read and emptied after each call."""
 
     @abstractmethod
@@ -134,7 +134,8 @@ class AdapterLogitsProcessor(LogitsProcessor):
             self.req_info.pop(index, None)
             try:
                 made = self.new_req_logits_processor(params)
-            except Exception as error:  # fails only this request
+            except BaseException as error:  # fails only this request
+                let_interrupts_pass(error)
                 self.failures[index] = error
                 continue
             if made is not None:
@@ -144,7 +145,8 @@ class AdapterLogitsProcessor(LogitsProcessor):
         for index, process in self.req_info.items():
             try:
                 logits[index] = process(logits[index])
-            except Exception as error:  # fails only this request
+            except BaseException as error:  # fails only this request
+                let_interrupts_pass(error)
                 self.failures[index] = error
         return logits
 
@@ -181,7 +183,8 @@ def refusal_of(classes: Sequence[type[LogitsProcessor]], params: Sampling) -> st
     for each in classes:
         try:
             _validate_of(each)(params)
-        except Exception as error:  # any error is a refusal
+        except BaseException as error:  # any error is a refusal
+            let_interrupts_pass(error)
             field = "SamplingParams.extra_args: " if params.extra_args else ""
             return f"{field}the logits processor {each.__name__} refuses the parameters: {error}"
     return ""
@@ -278,14 +281,15 @@ class ProcessedBatch:
         """members: the participating requests; places: their rows in the logits."""
         self._owner, self._loaded = owner, loaded
         self._members, self._places, self._problems = members, places, problems
-        self._not_updated: dict[int, Exception] = {}
+        self._not_updated: dict[int, BaseException] = {}
         """Index of a class whose `update_state` raised for this step -> the error."""
 
     def update(self) -> None:
         for index, each in enumerate(self._loaded):
             try:
                 each.update(self._members)
-            except Exception as error:  # its request is found when the rows are applied one by one
+            except BaseException as error:  # its request is found when the rows are applied one by one
+                let_interrupts_pass(error)
                 each.discard()
                 self._not_updated[index] = error
             else:
@@ -321,7 +325,8 @@ class ProcessedBatch:
         saved = self._owner.saved(part) if len(part) > 1 else None
         try:
             loaded.apply(part)
-        except Exception as error:  # any error of a user's class
+        except BaseException as error:  # any error of a user's class
+            let_interrupts_pass(error)
             loaded.discard()
             if saved is None:
                 self._fail(0, loaded, error)
@@ -331,7 +336,7 @@ class ProcessedBatch:
         else:
             self._take_failures(loaded, self._places)
 
-    def _apply_by_rows(self, loaded: _Loaded, part: Tensor, cause: Exception) -> None:
+    def _apply_by_rows(self, loaded: _Loaded, part: Tensor, cause: BaseException) -> None:
         """Applies each row as a batch of its own, so that only the requests that the class raises for fail."""
         innocent = True
         for index, member in enumerate(self._members):
@@ -339,7 +344,8 @@ class ProcessedBatch:
             try:
                 loaded.update([member])
                 loaded.apply(row)
-            except Exception as error:  # fails only this request
+            except BaseException as error:  # fails only this request
+                let_interrupts_pass(error)
                 loaded.discard()
                 self._fail(index, loaded, error)
                 innocent = False
@@ -349,7 +355,7 @@ class ProcessedBatch:
         if innocent:
             loaded.warn_once(len(part), cause)
 
-    def _fail(self, index: int, loaded: _Loaded, error: Exception) -> None:
+    def _fail(self, index: int, loaded: _Loaded, error: BaseException) -> None:
         self._problems.setdefault(self._places[index], loaded.failed(error))
 
     def _take_failures(self, loaded: _Loaded, places: Sequence[int]) -> bool:
@@ -371,7 +377,8 @@ class _Loaded:
         try:
             self._instance: LogitsProcessor | None = make()
             self.is_argmax_invariant = bool(self._instance.is_argmax_invariant())
-        except Exception as error:  # any error of a user's class
+        except BaseException as error:  # any error of a user's class
+            let_interrupts_pass(error)
             raise OptionError(
                 f"the logits processor {self.name} cannot be made: {type(error).__name__}: {error}"
             ) from error
@@ -411,14 +418,14 @@ class _Loaded:
             raise ValueError(f"apply returned logits of shape {list(found.shape)} for {list(part.shape)}")
         part.copy_(found)
 
-    def failures(self) -> dict[int, Exception]:
+    def failures(self) -> dict[int, BaseException]:
         instance = self._instance
         return instance.failures if isinstance(instance, AdapterLogitsProcessor) else {}
 
-    def failed(self, error: Exception) -> str:
+    def failed(self, error: BaseException) -> str:
         return f"the logits processor {self.name} failed: {type(error).__name__}: {error}"
 
-    def warn_once(self, num_requests: int, error: Exception) -> None:
+    def warn_once(self, num_requests: int, error: BaseException) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(

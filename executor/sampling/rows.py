@@ -13,6 +13,7 @@ from torch import Tensor
 from headrace.executor.sampling.columns import Needs, SampledRows
 from headrace.executor.sampling.draws import Draws
 from headrace.executor.sampling.row_processors import Candidates, Position, RowProcessor
+from headrace.ipc.failure import let_interrupts_pass
 from headrace.kernels.reference.sampling import likeliest, truncated
 
 T = TypeVar("T")
@@ -89,7 +90,8 @@ class ProcessedRows:
     def _guarded(self, index: int, processor: RowProcessor, call: Callable[..., T], *arguments: object) -> T | None:
         try:
             return call(*arguments)
-        except Exception as error:  # any error fails only this request
+        except BaseException as error:  # any error fails only this request
+            let_interrupts_pass(error)
             name = type(processor).__name__
             self._problems.setdefault(index, f"its processor {name} failed: {type(error).__name__}: {error}")
             return None

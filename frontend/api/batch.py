@@ -19,7 +19,13 @@ from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.client.client import RequestClient
 from headrace.frontend.client.request import RequestStream
-from headrace.ipc.failure import HeadraceError, InvalidRequestError, QueueFullError, RequestFailedError
+from headrace.ipc.failure import (
+    HeadraceError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+    let_interrupts_pass,
+)
 
 logger = logging.getLogger(__name__)
 MAX_IN_FLIGHT = 8192
@@ -257,7 +263,8 @@ class ProgressBar:
         """A bar that fails, as when nobody reads standard error any more, is given up; the requests go on."""
         try:
             call(*args, **kwargs)
-        except Exception as error:
+        except BaseException as error:
+            let_interrupts_pass(error)
             logger.warning("the progress bar is given up: %s: %s", type(error).__name__, error)
             with contextlib.suppress(Exception):
                 self._bar.disable = True  # so that it writes nothing when it is collected

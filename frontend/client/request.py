@@ -30,7 +30,7 @@ from headrace.frontend.api.parameters.sampling_params import NOTHING, RequestOut
 from headrace.frontend.text.detokenizer import REPLACEMENT, Detokenizer, StopChecker
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor
-from headrace.ipc.failure import HeadraceError
+from headrace.ipc.failure import HeadraceError, let_interrupts_pass
 from headrace.ipc.messages import Finish, LogprobRows
 
 if TYPE_CHECKING:
@@ -349,7 +349,8 @@ class RequestStream:
                 continue
             try:
                 told(self)
-            except Exception:  # the others must know too
+            except BaseException as error:  # the others must know too
+                let_interrupts_pass(error)
                 logger.exception("request %s: its end could not be told to a listener", self.request_id)
 
     def _read(self) -> RequestOutput:

@@ -23,6 +23,7 @@ from headrace.ipc.failure import (
     InvalidRequestError,
     QueueFullError,
     RequestFailedError,
+    let_interrupts_pass,
 )
 from headrace.ipc.messages import (
     Abort,
@@ -109,7 +110,8 @@ class RequestTable:
         try:
             for message in self._register(stream):
                 self._send(message)
-        except Exception as error:
+        except BaseException as error:
+            let_interrupts_pass(error)
             self._drop(stream)
             why = "no memory to move" if isinstance(error, MemoryError) else "it was not possible to move"
             stream.fail(RequestFailedError(f"{why} the request to another engine: {error}"))

@@ -21,7 +21,7 @@ from pathlib import Path
 import zmq
 
 from headrace.ipc.codec import Frame
-from headrace.ipc.failure import HeadraceError
+from headrace.ipc.failure import HeadraceError, let_interrupts_pass
 from headrace.ipc.process.runtime_directory import UNIX_PATH_BYTES, AddressError, runtime_directory
 from headrace.ipc.transport.engine_records import keys_of, refuses, sweep_records
 from headrace.ipc.transport.hosts import any_host, bare_host, host_port, needs_ipv6
@@ -307,8 +307,9 @@ def send_whole(sock: zmq.Socket[bytes], first: Frame | zmq.Frame, rest: Sequence
         for frame in rest[:-1]:
             sock.send(frame, _MORE_FOLLOWS, copy=False)
         sock.send(rest[-1], _NO_WAIT, copy=False)
-    except Exception as error:
+    except BaseException as error:
         sock.send(b"", _NO_WAIT)  # needs no memory
+        let_interrupts_pass(error)
         raise CutShortError(f"a message could not be sent whole: {type(error).__name__}: {error}") from error
 
 

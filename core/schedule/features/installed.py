@@ -9,7 +9,7 @@ from __future__ import annotations
 from headrace.core.schedule.features.drafts import Drafting
 from headrace.core.schedule.features.feature import StepFeature
 from headrace.core.schedule.features.grammar_masks import GrammarMasks
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import OptionError, let_interrupts_pass
 from headrace.ipc.plugins import load_plugin, step_feature_entries
 
 
@@ -33,5 +33,6 @@ def _made(found: object, name: str, value: str) -> StepFeature:
         )
     try:
         return found()
-    except Exception as error:
+    except BaseException as error:
+        let_interrupts_pass(error)
         raise OptionError(f"the step feature {name}, {value}, cannot be made without arguments: {error!r}") from error

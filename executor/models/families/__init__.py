@@ -18,7 +18,7 @@ from headrace.executor.models.config import Config
 from headrace.executor.models.families._model_types import MODEL_TYPES
 from headrace.executor.models.families._unread import check_unread
 from headrace.executor.models.registry import class_of_plugin, registered_model
-from headrace.ipc.failure import HeadraceError, ModelError
+from headrace.ipc.failure import HeadraceError, ModelError, let_interrupts_pass
 from headrace.ipc.plugins import load_plugins
 from headrace.ipc.process.log import printable
 
@@ -89,7 +89,8 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
         return spec
     except HeadraceError:
         raise
-    except Exception as error:  # whatever a package's own family does
+    except BaseException as error:  # whatever a package's own family does
+        let_interrupts_pass(error)
         raise ModelError(
             f"the family of {named} ({getattr(family.build, '__module__', 'unknown')}) cannot read the config: "
             f"{type(error).__name__}: {error}"

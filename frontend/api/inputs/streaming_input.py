@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.outputs import CompletionOutput, RequestOutput
 from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
-from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.failure import InvalidRequestError, let_interrupts_pass
 
 if TYPE_CHECKING:
     from headrace.frontend.client.client import RequestClient
@@ -94,7 +94,10 @@ class StreamingSession:
             try:
                 async for piece in pieces:
                     await self._pieces.put(piece)
-            except Exception as error:
+            except BaseException as error:
+                let_interrupts_pass(error)
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
                 end = error
         self._is_closed = end is None
         await self._pieces.put(end)

@@ -32,7 +32,7 @@ from headrace.frontend.http.files.store import (
 from headrace.frontend.http.files.turns import Turns
 from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.shared_database import StoreError
-from headrace.ipc.failure import EngineDeadError, HeadraceError
+from headrace.ipc.failure import EngineDeadError, HeadraceError, let_interrupts_pass
 
 if TYPE_CHECKING:
     from headrace.frontend.http.routes import ServerState
@@ -140,7 +140,8 @@ class Batch:
             self._is_left = True
         except (FullError, OSError) as error:
             self._failure = error
-        except Exception as error:
+        except BaseException as error:
+            let_interrupts_pass(error)
             if not isinstance(error, ApiError | HeadraceError):
                 logger.exception("a batch could not be finished")
             answer = ApiError.of(error).body

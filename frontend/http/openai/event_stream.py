@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.http.connection import Connection
+from headrace.ipc.failure import let_interrupts_pass
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,8 @@ class EventStream:
             return
         try:
             self._write_news()
-        except Exception as error:  # raising would end the caller, the loop of all requests
+        except BaseException as error:  # raising would end the caller, the loop of all requests
+            let_interrupts_pass(error)
             logger.exception("an event could not be written")
             self._error = self._error or error
             self._write(self._chunks.failure(error))

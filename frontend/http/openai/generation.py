@@ -30,7 +30,13 @@ from headrace.frontend.http.openai.choosing import Choosing, likeliest, search
 from headrace.frontend.http.openai.event_stream import EVENTS, TURN_S, Chunks, EventStream, KeepAlive, StreamForm
 from headrace.frontend.http.openai.prompts import SPELLINGS, as_api_error, respelt
 from headrace.frontend.http.request_log import note
-from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError, QueueFullError
+from headrace.ipc.failure import (
+    EngineDeadError,
+    HeadraceError,
+    InvalidRequestError,
+    QueueFullError,
+    let_interrupts_pass,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +172,8 @@ class Running:
             if stream.error is not None and self.error is None:
                 self._fail(self._named(stream.error))
             self._meters[stream].on_done(stream)
-        except Exception as error:  # the HTTP request must end too
+        except BaseException as error:  # the HTTP request must end too
+            let_interrupts_pass(error)
             logger.exception("the end of a request could not be handled")
             self._fail(HeadraceError(f"the end of the request could not be handled: {type(error).__name__}: {error}"))
         if (self._num_running == 0 or self.error is not None) and not self.ended.done():
@@ -213,7 +220,8 @@ class RunningSearch(Running):
             self.streams = task.result()
         except HeadraceError as error:
             self.error = error
-        except Exception as error:  # reported to those who wait for the search
+        except BaseException as error:  # reported to those who wait for the search
+            let_interrupts_pass(error)
             logger.exception("a beam search failed")
             self.error = HeadraceError(f"the beam search failed: {type(error).__name__}: {error}")
         meter = RequestMeter(self._pages.engine(self.engine.index), self._pages.gap)

@@ -27,7 +27,7 @@ from headrace.frontend.http.openai.responses import TokenLogprob, chat_logprobs
 from headrace.frontend.http.responses_api.items import NO_SERVERS, NO_TOOLS, ClientTool, Item, OutputItems
 from headrace.frontend.text.formats.message import num_reasoning_tokens
 from headrace.frontend.text.formats.parser import OutputParser
-from headrace.ipc.failure import HeadraceError
+from headrace.ipc.failure import HeadraceError, let_interrupts_pass
 
 logger = logging.getLogger(__name__)
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -193,7 +193,7 @@ class ResponseRun:
         self.usage = ResponseUsage()
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done at the first token, or at the end."""
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._turn: _Turn | None = None
         self.is_cut = False
         """Another turn would follow, but max_output_tokens are used up."""
@@ -236,7 +236,8 @@ class ResponseRun:
         except asyncio.CancelledError:
             self.response.status = "cancelled"
             raise
-        except Exception as error:
+        except BaseException as error:
+            let_interrupts_pass(error)
             self.error = error if not isinstance(error, TimeoutError) else took_too_long()
             if not isinstance(self.error, ApiError | HeadraceError):
                 logger.exception("a response could not be finished")
@@ -264,7 +265,8 @@ class ResponseRun:
             return
         try:
             self.take_news()
-        except Exception as error:  # raising would end the caller, the loop of all requests
+        except BaseException as error:  # raising would end the caller, the loop of all requests
+            let_interrupts_pass(error)
             logger.exception("an event could not be written")
             self._turn = None
             self.error = self.error or error
