@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
+from headrace import LLM, SamplingParams
 from headrace.executor.checkpoints import identity
 from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
 from headrace.executor.checkpoints.weights import HeldWeights
-from headrace.ipc.failure import ModelError
+from headrace.ipc.failure import HeadraceError, ModelError
 from headrace.ipc.process.regular_files import NoFileError, read_file
 from headrace.kernels.cpu.linear import linear
 from headrace.kernels.cpu.runtime.pointers import pointer
@@ -252,18 +253,77 @@ def test_numbers_of_a_config(copies: Callable[[str], Path], model: Path) -> None
     assert not [f"{name}: {end}" for name, end in zip(trials, ends, strict=True) if not end.startswith(allowed)]
 
 
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def odd_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tensors that no kernel takes, by what is said of them."""
+    return {
+        "is on the device meta": torch.empty(tensor.shape, device="meta"),
+        "layout torch.sparse_coo": tensor.to_sparse(),
+        "layout torch.sparse_csr": tensor.to_sparse_csr(),
+        "is of type torch.qint8": torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
+        "is of type torch.complex64": tensor.to(torch.complex64),
+    }
+
+
+@pytest.fixture(scope="module")
+def serving(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), dtype="float32", max_model_len=32, in_process=True, skip_tokenizer_init=True) as llm:
+        yield llm
+
+
+def damaged_weights(folder: Path, weights: Path) -> dict[str, Callable[[], object]]:
+    """What puts damaged weights into the folder, by what is said of them."""
+    state, stored = load_file(weights), weights.read_bytes()
+    length = int.from_bytes(stored[:8], "little")
+    header = json.loads(stored[8 : 8 + length])
+    header[EMBEDDING]["data_offsets"] = [0, 1 << 62]
+    beyond, bins = json.dumps(header).encode(), folder / "pytorch_model.bin"
+    new = folder / weights.name
+
+    def pickled() -> None:
+        class Calls:
+            def __reduce__(self) -> Any:
+                return os.mkdir, (str(folder / "was-run"),)
+
+        torch.save(state | {EMBEDDING: Calls()}, bins)
+
+    return {
+        **{
+            reason: lambda tensor=tensor: torch.save(state | {EMBEDDING: tensor}, bins)  # type: ignore[misc]
+            for reason, tensor in odd_tensors(state[EMBEDDING]).items()
+        },
+        "is not a whole safetensors file": lambda: new.write_bytes(stored[: len(stored) // 2]),
+        "is not a whole safetensors file: .*offset": lambda: new.write_bytes(
+            len(beyond).to_bytes(8, "little") + beyond + stored[8 + length :]
+        ),
+        "no regular file|pipe|is no file": lambda: os.mkfifo(new),
+        "cannot be read|mkdir|Unsupported": pickled,
+    }
+
+
+def test_weights_that_are_read_again_are_held_to_the_same_rules(
+    serving: LLM, copies: Callable[[str], Path], model: Path, tmp_path: Path
+) -> None:
+    (weights,) = model.glob("*.safetensors")
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    (before,) = serving.generate([[5, 6, 7]], params, use_tqdm=False)
+    for reason in damaged_weights(tmp_path, weights):
+        folder = copies(weights.name).parent
+        damaged_weights(folder, weights)[reason]()
+        with pytest.raises(HeadraceError, match=reason):
+            serving.reload_weights(str(folder))
+        assert not (folder / "was-run").exists()
+        (after,) = serving.generate([[5, 6, 7]], params, use_tqdm=False)
+        assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+
 def test_weights_that_are_not_dense_numbers_in_memory(copies: Callable[[str], Path], model: Path) -> None:
     (weights,) = model.glob("*.safetensors")
     state = load_file(weights)
-    name = "model.embed_tokens.weight"
-    shape = state[name].shape
-    odd = {
-        "is on the device meta": torch.empty(shape, device="meta"),
-        "layout torch.sparse_coo": state[name].to_sparse(),
-        "layout torch.sparse_csr": state[name].to_sparse_csr(),
-        "is of type torch.qint8": torch.quantize_per_tensor(state[name].float(), 0.1, 0, torch.qint8),
-        "is of type torch.complex64": state[name].to(torch.complex64),
-    }
+    name = EMBEDDING
+    odd = odd_tensors(state[name])
     trials: list[Trial] = []
     for tensor in odd.values():
         path = copies(weights.name).with_name("pytorch_model.bin")
