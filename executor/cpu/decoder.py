@@ -44,6 +44,8 @@ def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankPlace = SINGLE) -> st
     for block in dict.fromkeys(block for layer in spec.layers for block in (layer.mixer, layer.ffn)):
         if reason := block.why_no_program(spec, place.tp_size):
             return reason
+        if lacking := [type(each).__name__ for each in block.declare(spec).values() if not each.program_reader]:
+            return f"the program has no op for {', '.join(lacking)}."
     if spec.hidden_size > MOST_ROW_VALUES:
         return f"the program norms rows of at most {MOST_ROW_VALUES} values, not {spec.hidden_size}."
     for kept in {mixer.cache for mixer in spec.mixers}:

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace.executor.cpu.model import CpuModel, rotary_tables
-from headrace.executor.cpu.weights import CpuAttend, CpuLatent, CpuLinear, CpuNorm
+from headrace.executor.cpu.weights import CpuLinear, CpuNorm
 from headrace.executor.models.arch import RopeSpec
 from headrace.executor.models.blocks import Routing, emit_layer
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.vocabulary import stream_scale
 from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
-from headrace.kernels.cpu.attention.latent import NEVER, LatentLayer
 from headrace.kernels.cpu.experts.moe import PackedExperts
 from headrace.kernels.cpu.linear.linear import Runtime
-from headrace.kernels.cpu.program.parts import AttentionLayer, Buffer, LayerCache, Rotary
+from headrace.kernels.cpu.program.parts import Buffer, LayerCache, Rotary
 from headrace.kernels.cpu.program.program import Builder
 from headrace.kernels.cpu.program.ranks import rank_gather, rank_meet, rank_sum
 from headrace.kernels.cpu.program.run import Program, StepBuffers
@@ -94,8 +92,8 @@ class ChosenExperts(NamedTuple):
 
 
 class ProgramOps:
-    """`blocks.LayerOps` that write a layer's ops into the program. In the last layer, whatever follows the attention is
-    computed only for tokens whose logits are needed."""
+    """`blocks.LayerOps` that write a layer's ops into the program. In the last layer, whatever follows what reads other
+    tokens is computed only for tokens whose logits are needed."""
 
     def __init__(
         self, builder: Builder, model: CpuModel, place: RankPlace, limits: StepLimits, num_positions: int
@@ -105,7 +103,7 @@ class ProgramOps:
         self.builder, self.max_logits = builder, limits.max_logits
         self.ranks = RankBuffers(place, limits.max_tokens) if place.tp_size > 1 else None
         self.inner = inner_dtype(model)
-        self._spec, self._place, self._num_positions = spec, place, num_positions
+        self._spec, self.place, self._num_positions = spec, place, num_positions
         self._rotaries: dict[RopeSpec, Rotary] = {}
         self._rooms: dict[tuple[int, torch.dtype, int], Buffer] = {}
         self._taken: dict[tuple[int, torch.dtype], int] = {}
@@ -114,23 +112,23 @@ class ProgramOps:
             normed=builder.buffer(spec.hidden_size, self.inner, own=True),
             delta=builder.buffer(spec.hidden_size, torch.float32),
         )
-        self._cache: LayerCache
+        self.cache: LayerCache
         self._is_last = False
 
     def begin_layer(self, cache: LayerCache, *, is_last: bool) -> None:
         """is_last: this layer's output goes to the head."""
-        self._cache, self._is_last = cache, is_last
+        self.cache, self._is_last = cache, is_last
         self._taken.clear()
 
     def linear(self, weight: CpuLinear, x: Buffer) -> Buffer:
         if weight.activation == "none":
-            out = self._room(weight.columns, torch.float32)
+            out = self.room(weight.columns, torch.float32)
             self.multiply(weight, x, out)
         elif not weight.gated or weight.gates_itself:
-            out = self._room(weight.columns, self.inner)
+            out = self.room(weight.columns, self.inner)
             self.multiply(weight, x, out, activation=weight.activation)
         else:  # gate and up are stored in different types
-            gate_up, out = self._room(weight.columns, torch.float32), self._room(weight.columns // 2, self.inner)
+            gate_up, out = self.room(weight.columns, torch.float32), self.room(weight.columns // 2, self.inner)
             self.multiply(weight, x, gate_up)
             self.builder.activation_multiply(gate_up, out, weight.activation)
         return out
@@ -141,80 +139,51 @@ class ProgramOps:
         self.builder.norm(part, part, norm.constants)
         return x
 
-    def attend(self, attend: CpuAttend, qkv: Buffer) -> Buffer:
-        declared, builder = attend.declared, self.builder
-        num_heads = declared.num_heads // self._place.tp_size
-        attention = AttentionLayer(
-            num_heads=num_heads,
-            cache=self._cache,
-            scale=declared.scale,
-            rotary=self._rotary(declared.rope),
-            query_norm=attend.query_norm,
-            key_norm=attend.key_norm,
-            window=declared.sliding_window,
-            soft_cap=declared.soft_cap,
-            sinks=attend.sinks,
-            alibi=attend.alibi,
-        )
-        attended = self._room(num_heads * declared.head_dim, self.inner)
-        builder.write_cache(qkv, attention)
-        return self._attended(attended, partial(builder.attend, qkv, attended, attention), own=True)
+    def compute(self, op: Any, *values: Buffer) -> Buffer:
+        written: Buffer = op.write(self, *values)
+        return written
 
-    def _attended(self, attended: Buffer, attend: Callable[..., None], *, own: bool) -> Buffer:
-        """The output of `attend` in `attended`; in the last layer only the rows whose logits are needed. own: the rows
-        are read whole, not in column ranges."""
+    mix = compute
+
+    def repeats_from_here(self) -> bool:
+        """Called by an op that may be computed again, from inputs that later ops leave as they are, before it computes.
+        Returns whether it need compute only rows whose logits are needed, as in the last layer. There
+        `Program.run_logits` begins here, or else behind the block's ops."""
+        if self._is_last and self.at is self.tokens:
+            self._narrow()
+        return self._is_last
+
+    def narrowed(self, x: Buffer, *, own: bool = True) -> Buffer:
+        """In the last layer, the rows of x whose logits are needed; else x. own: they are read whole, not in column
+        ranges."""
+        if not self._is_last or x.rows == "logits":
+            return x
+        if self.at is self.tokens:
+            self._narrow()
+        wanted = self.builder.buffer(x.columns, x.tensor.dtype, rows="logits", own=own)
+        self.builder.gather(x, wanted)
+        return wanted
+
+    def _narrow(self) -> None:
+        """From here on, ops compute only rows whose logits are needed, and may be computed again for other rows: what
+        they read of all tokens stays unchanged."""
         builder, tokens = self.builder, self.tokens
-        if not self._is_last:
-            attend()
-            return attended
-        # `Program.run_logits` starts here, so queries and hidden states of all tokens must stay unchanged from here on.
         self.at = Stream(
             hidden=builder.buffer(self._spec.hidden_size, torch.float32, rows="logits"),
             normed=tokens.normed.of_logits(self.max_logits),
             delta=tokens.delta.of_logits(self.max_logits),
         )
-        wanted = builder.buffer(attended.columns, self.inner, rows="logits", own=own)
         builder.start_of_logits()
         builder.gather(tokens.hidden, self.at.hidden)
-        attend(only_logits=True)
-        builder.gather(attended, wanted)
-        return wanted
 
     def product(self, weight: CpuLinear, x: Buffer) -> Product:
-        return Product(weight, x)
-
-    def attend_latent(self, attend: CpuLatent, query: Buffer, latent: Buffer) -> Buffer:
-        """Uses the absorbed form, which reads each cached vector once for all heads. Sequences that compute many tokens
-        use the expanded form, which multiplies less per token, except in the last layer, which needs few rows of any
-        sequence."""
-        declared, builder = attend.declared, self.builder
-        rotary, num_heads = self._rotary(declared.rope), len(attend.keys)
-        assert rotary is not None, "latent attention rotates"
-        layer = LatentLayer(
-            num_heads, declared.nope_dim, self._cache, declared.scale, rotary, interleaved=declared.interleaved
-        )
-        absorbed = self._room(num_heads * layer.vector_dim, torch.float32)
-        for head, weight in enumerate(attend.keys):
-            own = query.part(head * layer.head_dim, declared.nope_dim)
-            builder.linear(weight, own, absorbed.part(head * layer.vector_dim, declared.latent_dim))
-        builder.write_latent(query, absorbed, latent, layer)
-        attended = self._room(num_heads * declared.latent_dim, self.inner)
-        least = NEVER if self._is_last else layer.least_expanded(declared.value_dim)
-        absorbing = partial(builder.attend_latent, absorbed, attended, layer, most_tokens=least - 1)
-        compressed = self._attended(attended, absorbing, own=False)
-        out = self._room(num_heads * declared.value_dim, self.inner)
-        for head, weight in enumerate(attend.values):
-            own = compressed.part(head * declared.latent_dim, declared.latent_dim)
-            builder.linear(weight, own, out.part(head * declared.value_dim, declared.value_dim))
-        if least < NEVER:
-            builder.attend_expanded(query, absorbed, latent, out, layer, attend.up)
-        return out
+        return Product(weight, self.narrowed(x))
 
     def experts(
         self, stack: PackedExperts, x: Buffer, logits: Buffer, routing: Routing, correction: Tensor | None = None
     ) -> ChosenExperts:
-        expert_ids = self._room(routing.num_chosen, torch.int32)
-        weights = self._room(routing.num_chosen, torch.float32)
+        expert_ids = self.room(routing.num_chosen, torch.int32)
+        weights = self.room(routing.num_chosen, torch.float32)
         self.builder.route(
             logits,
             expert_ids,
@@ -245,7 +214,7 @@ class ProgramOps:
         builder, at = self.builder, self.at
         if self.ranks is not None:
             parts = self.ranks.next_parts(self._spec.hidden_size)[:, : len(at.hidden.tensor)]
-            own = Buffer(parts[self._place.tp_rank], at.hidden.rows)
+            own = Buffer(parts[self.place.tp_rank], at.hidden.rows)
             self._write(contributions, own)
             out = at.hidden if post_norm is None else at.delta
             rank_sum(builder, self.ranks.group, parts, out, add=post_norm is None)
@@ -280,7 +249,7 @@ class ProgramOps:
                 self.builder.experts(*each, out, add=residual is not None)
             residual = out
 
-    def _room(self, columns: int, dtype: torch.dtype) -> Buffer:
+    def room(self, columns: int, dtype: torch.dtype) -> Buffer:
         """A buffer that no other value of this layer uses. The n-th of a size and type is the same in every layer."""
         key = columns, dtype
         order = self._taken[key] = self._taken.get(key, -1) + 1
@@ -289,7 +258,7 @@ class ProgramOps:
         room = self._rooms[*key, order]
         return room if self.at is self.tokens else room.of_logits(self.max_logits)
 
-    def _rotary(self, rope: RopeSpec | None) -> Rotary | None:
+    def rotary(self, rope: RopeSpec | None) -> Rotary | None:
         if rope is not None and rope not in self._rotaries:
             self._rotaries[rope] = rotary_tables(rope, self._num_positions)
         return None if rope is None else self._rotaries[rope]

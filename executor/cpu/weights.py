@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +16,8 @@ from headrace.executor.checkpoints.weights import Packed, WeightSource
 from headrace.executor.cpu.freed_memory import FreedMemory
 from headrace.executor.models import blocks
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.models.blocks import Attend, AttendLatent, Axis, Declared, Linear, Role, size_of
-from headrace.executor.models.reading import CheckedWeights, Part, own_part, own_slopes
+from headrace.executor.models.blocks import Axis, Linear, Role, size_of
+from headrace.executor.models.reading import CheckedWeights, Part, own_part
 from headrace.executor.models.sizes import model_weights
 from headrace.executor.parallel.padding import grouped_part, packed_part, stored_source
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
@@ -87,32 +86,6 @@ class CpuLinear:
 
 
 @dataclass(frozen=True)
-class CpuAttend:
-    """An `Attend` with the constants of its norms."""
-
-    declared: Attend
-    query_norm: Norm | None
-    key_norm: Norm | None
-    sinks: Tensor | None
-    """[heads of this rank] float32"""
-    alibi: Tensor | None
-    """[heads of this rank] float32"""
-
-
-@dataclass(frozen=True)
-class CpuLatent:
-    """An `AttendLatent` with the up-projections from latent vectors to keys and values, by head of this rank."""
-
-    declared: AttendLatent
-    keys: tuple[PackedLinear, ...]
-    """[latent_dim, nope_dim] each: the absorbed form multiplies queries with these, instead of computing keys."""
-    values: tuple[PackedLinear, ...]
-    """[value_dim, latent_dim] each"""
-    up: Tensor
-    """[heads of this rank, nope_dim + value_dim, latent_dim]: keys and values together, for the expanded form"""
-
-
-@dataclass(frozen=True)
 class CpuNorm:
     """A `Norm`'s constants, and the number of columns that it norms."""
 
@@ -126,6 +99,8 @@ class CpuWeights(CheckedWeights):
     `keep_packed`: matrices keep the types that they are stored in, except bfloat16 where `dtype` is float32. Otherwise
     all matrices become `dtype` or, with `blocks`, are quantised one by one as they are read.
     """
+
+    reader = "program_reader"
 
     def __init__(
         self,
@@ -147,24 +122,6 @@ class CpuWeights(CheckedWeights):
         self._undivided: set[str] = set()
         self._unquantised: set[str] = set()
         self._has_finer_inputs = False
-
-    def read(self, declared: Declared, prefix: str) -> Any:
-        match declared:
-            case Linear():
-                return self.linear(declared, prefix)
-            case blocks.Norm():
-                return self.norm(declared, prefix)
-            case Attend():
-                norms = (declared.query_norm, declared.key_norm)
-                query_norm, key_norm = (None if each is None else self.norm(each, prefix).constants for each in norms)
-                sinks = None if declared.sinks is None else self.values(declared.sinks, prefix)
-                return CpuAttend(declared, query_norm, key_norm, sinks, own_slopes(declared, self.place))
-            case blocks.ExpertStack():
-                return self.experts(declared, prefix)
-            case blocks.Vector():
-                return self.values(declared, prefix)
-            case AttendLatent():
-                return self.latent(declared, prefix)
 
     def norm(self, declared: blocks.Norm, prefix: str) -> CpuNorm:
         name, size, own = prefix + declared.name, size_of(declared.size), own_part(declared.size, self.place)
@@ -191,26 +148,10 @@ class CpuWeights(CheckedWeights):
             while last < len(stored) and _go_together(stored[last], stored[first]):
                 last += 1
             is_pair = declared.gated and last - first == 2
-            weights.append(self._pack(_joined(stored[first:last]), gated=is_pair))
+            weights.append(self.pack(_joined(stored[first:last]), gated=is_pair))
             joined_biases.append(torch.cat(biases[first:last]) if biases else None)
             first = last
         return CpuLinear(tuple(weights), tuple(joined_biases), declared.activation or "none", declared.gated)
-
-    def latent(self, declared: AttendLatent, prefix: str) -> CpuLatent:
-        """Reads the up-projection in the model's dtype even where it is stored quantised: the absorbed form needs the
-        transpose of its key part, the expanded form the part itself."""
-        rows, name = declared.up_rows, f"{prefix}{declared.up}.weight"
-        self._check(name, (rows.size, declared.latent_dim))
-        stacked = self._floats(name, own_part(rows, self.place)).to(self.dtype)
-        heads = stacked.unflatten(0, (-1, declared.nope_dim + declared.value_dim))
-        self.nbytes += heads.nbytes  # packed weights add theirs in `_pack`
-        keys, values = heads.split((declared.nope_dim, declared.value_dim), dim=1)
-        return CpuLatent(
-            declared,
-            tuple(self._pack(each.T.contiguous(), gated=False) for each in keys),
-            tuple(self._pack(each.contiguous(), gated=False) for each in values),
-            heads,
-        )
 
     def experts(self, declared: blocks.ExpertStack, prefix: str) -> PackedExperts:
         """Packs each expert by itself, as stored; as floats where the stored types cannot be computed together."""
@@ -239,8 +180,8 @@ class CpuWeights(CheckedWeights):
         gate_ups, downs = [], []
         for each in chain((first,), map(stored, rest) if others is None else others):
             gate, up, down = (_floats(matrix, self.dtype) if reason else matrix for matrix in each)
-            gate_ups.append(self._pack(_joined([gate, up]), gated=True))
-            downs.append(self._pack(down, gated=False))
+            gate_ups.append(self.pack(_joined([gate, up]), gated=True))
+            downs.append(self.pack(down, gated=False))
         biases = self.expert_biases(declared, prefix) if declared.bias else None
         places, loads = self.expert_places(declared)
         packed = PackedExperts(tuple(gate_ups), tuple(downs), declared.activation, biases, places=places, loads=loads)
@@ -250,7 +191,7 @@ class CpuWeights(CheckedWeights):
 
     def table(self, part: Part, columns: int, role: Role = "embedding") -> PackedLinear:
         """A matrix of `columns` for embedding lookups, and for the head if that is tied to it."""
-        return self._pack(self._stored(part, columns, None, role), gated=False)
+        return self.pack(self._stored(part, columns, None, role), gated=False)
 
     def head(self, part: Part, in_features: int, tied: PackedLinear | None, *, bias: bool) -> CpuLinear:
         """The matrix that computes logits: the part, or the `tied` one in its place."""
@@ -328,7 +269,7 @@ class CpuWeights(CheckedWeights):
         fits = fit_half(floats, bits, self._blocks.group_size)
         return (quantise if fits else quantise_wide)(floats, bits, self._blocks.group_size)
 
-    def _pack(self, stored: Stored, *, gated: bool) -> PackedLinear:
+    def pack(self, stored: Stored, *, gated: bool = False) -> PackedLinear:
         packed = pack(stored, gated=gated, arena=self._arena, runtime_=self._runtime)
         self.nbytes += packed.nbytes
         self._freed.add(packed.nbytes)

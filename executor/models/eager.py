@@ -17,7 +17,7 @@ from headrace import kernels
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.models import blocks
 from headrace.executor.models.arch import ArchSpec, LayerSpec, RopeSpec
-from headrace.executor.models.blocks import Attend, Declared, Linear, Role, Routing, emit_layer, size_of
+from headrace.executor.models.blocks import Attend, Linear, Role, Routing, emit_layer, size_of
 from headrace.executor.models.chunks import in_chunks, query_growth
 from headrace.executor.models.reading import CheckedWeights, Part, own_part, own_slopes
 from headrace.executor.parallel.padding import grouped_part, stored_source
@@ -113,6 +113,8 @@ class EagerNorm:
 class EagerWeights(CheckedWeights):
     """Reads a source into tensors of the model's dtype, packed for the device's kernels."""
 
+    reader = "eager_reader"
+
     def __init__(
         self,
         source: WeightSource,
@@ -125,21 +127,6 @@ class EagerWeights(CheckedWeights):
         """ropes: the model's rotary specs, in the order of `Step.cos_sin`."""
         super().__init__(source, dtype, device, place)
         self._choose, self.ropes = choose, tuple(ropes)
-
-    def read(self, declared: Declared, prefix: str) -> Any:
-        match declared:
-            case Linear():
-                return EagerLinear.read(self, declared, prefix)
-            case blocks.Norm():
-                return EagerNorm(self, declared, prefix)
-            case Attend():
-                return EagerAttend(self, declared, prefix)
-            case blocks.AttendLatent():
-                return EagerLatent(self, declared, prefix)
-            case blocks.ExpertStack():
-                return EagerExperts(self, declared, prefix)
-            case blocks.Vector():
-                return self.values(declared, prefix)
 
     def linear(
         self, parts: Sequence[Part], in_features: int, columns: slice | None, bias: bool, role: Role
@@ -403,13 +390,11 @@ def _names(stack: blocks.ExpertStack) -> tuple[tuple[str, ...], ...]:
 
 
 class EagerOps:
-    """`blocks.LayerOps` of one layer in one step. The residual stream is hidden + delta: the last contribution stays in
-    `delta` until the next norm, whose kernel also adds."""
+    """`blocks.Ops`."""
 
-    def __init__(self, place: RankPlace, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache) -> None:
-        """hidden, delta: [num_tokens, hidden]"""
-        self.hidden, self.delta = hidden, delta
-        self._place, self._step, self._cache = place, step, cache
+    def __init__(self, place: RankPlace, replica_keys: Tensor | None = None) -> None:
+        """replica_keys: of `Step`."""
+        self._place, self._replica_keys = place, replica_keys
 
     def linear(self, weight: EagerLinear, x: Tensor) -> Tensor:
         return weight(x)
@@ -419,21 +404,18 @@ class EagerOps:
         part.copy_(norm.of_part(part))
         return x
 
-    def attend(self, attend: EagerAttend, qkv: Tensor) -> Tensor:
-        return attend(qkv, self._step, self._cache)
+    def compute(self, op: Callable[..., Any], *values: Any) -> Any:
+        return op(*values)
 
     def product(self, weight: EagerLinear, x: Tensor) -> Any:
         return weight(x)
-
-    def attend_latent(self, attend: EagerLatent, query: Tensor, latent: Tensor) -> Tensor:
-        return attend(query, latent, self._step, self._cache)
 
     def experts(
         self, stack: EagerExperts, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None = None
     ) -> Tensor:
         exchange = self._place.exchange
         if exchange is None or not stack.are_divided:
-            return stack(x, logits, routing, correction, self._step.replica_keys)
+            return stack(x, logits, routing, correction, self._replica_keys)
         parts = stack(exchange.gather(x), exchange.gather(logits), routing, correction)
         return exchange.own_sum(parts)
 
@@ -448,6 +430,20 @@ class EagerOps:
         for each in contributions[1:]:
             total = total + each
         return self._place.all_reduce(total)
+
+
+class EagerLayerOps(EagerOps):
+    """`blocks.LayerOps`. The residual stream is hidden + delta: the last contribution stays in `delta` until the next
+    norm, whose kernel also adds."""
+
+    def __init__(self, place: RankPlace, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache) -> None:
+        """hidden, delta: [num_tokens, hidden]"""
+        super().__init__(place, step.replica_keys)
+        self.hidden, self.delta = hidden, delta
+        self._step, self._cache = step, cache
+
+    def mix(self, op: Callable[..., Any], *values: Any) -> Any:
+        return op(*values, self._step, self._cache)
 
     def stream(self) -> Tensor:
         if self.delta is not None:
@@ -484,9 +480,9 @@ class FusedProduct(NamedTuple):
     x: Tensor
 
 
-class FusedOps(EagerOps):
-    """`EagerOps` for steps of few tokens: each matrix's kernel also computes the norm before it, its activation and the
-    addition after it. `Layer._rows_to_fuse` gives the most tokens for which a layer uses it."""
+class FusedOps(EagerLayerOps):
+    """`EagerLayerOps` for steps of few tokens: each matrix's kernel also computes the norm before it, its activation
+    and the addition after it. `Layer._rows_to_fuse` gives the most tokens for which a layer uses it."""
 
     def linear(self, weight: EagerLinear, x: Tensor | Normed) -> Tensor:
         fusable: Any = weight.weight
@@ -527,7 +523,7 @@ class Layer:
         self, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache
     ) -> tuple[Tensor, Tensor | None]:
         """hidden, delta: [num_tokens, hidden] -> the same after this layer"""
-        kind = FusedOps if len(hidden) <= self._most_fused_rows else EagerOps
+        kind = FusedOps if len(hidden) <= self._most_fused_rows else EagerLayerOps
         ops = kind(self._place, hidden, delta, step, cache)
         if self._spec.stream is not None:
             return self._spec.stream.emit_layer(self._layer, self._held, ops, hidden), None
@@ -538,9 +534,7 @@ class Layer:
         """Computes this rank's experts for tokens of other engine cores, in a step in which this one has none."""
         if any(isinstance(each, EagerExperts) and each.are_divided for each in self._held.ffn.values()):
             nothing = torch.empty(0, self._spec.hidden_size, dtype=dtype)
-            # Only the FFN is computed; a step and a cache are for attention.
-            ops = EagerOps(self._place, nothing, None, Step(None, ()), None)  # type: ignore[arg-type]
-            self._layer.ffn.emit(ops, self._held.ffn, nothing)
+            self._layer.ffn.emit(EagerOps(self._place), self._held.ffn, nothing)
 
     def _rows_to_fuse(self) -> int:
         """Most tokens of a step that `FusedOps` compute in this layer; 0: never."""

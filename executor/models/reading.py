@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -59,12 +62,22 @@ def own_part(dimension: Dimension, place: RankPlace) -> slice | None:
     return dimension.own(place) if isinstance(dimension, Axis) else None
 
 
+@functools.cache
+def _reader(path: str) -> Callable[[CheckedWeights, Any, str], Any]:
+    module, _, name = path.partition(":")
+    found: Callable[[CheckedWeights, Any, str], Any] = attrgetter(name)(importlib.import_module(module))
+    return found
+
+
 class CheckedWeights:
     """Reads one rank's weights from a source: checks each shape first, and records which tensors were used.
 
     Subclasses (`models.eager`, `cpu.weights`) turn declared things into the form that their ops take. Raises
     ModelError, naming the weight, where source and config disagree.
     """
+
+    reader: ClassVar[Literal["eager_reader", "program_reader"]]
+    """The field of `Declared` that names the reader for these ops."""
 
     def __init__(
         self, source: WeightSource, dtype: torch.dtype, device: torch.device, place: RankPlace = SINGLE
@@ -83,7 +96,7 @@ class CheckedWeights:
 
     def read(self, declared: Declared, prefix: str) -> Any:
         """The declared thing in the form that the subclass's ops take. Its names are relative to `prefix`."""
-        raise NotImplementedError
+        return _reader(getattr(declared, self.reader))(self, declared, prefix)
 
     def read_layer(self, spec: ArchSpec, layer: LayerSpec, prefix: str) -> LayerHeld:
         declaration = LayerDeclaration.of(spec, layer)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Stream
-from headrace.executor.models.eager import EagerOps, EagerWeights, Step
+from headrace.executor.models.eager import EagerOps, EagerWeights
 from headrace.executor.models.reading import Part
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.kernels.reference.rows import DenseLinear, LinearWeight
@@ -107,14 +107,10 @@ class EagerStream:
         """token_ids [num_tokens] int64, embedded [num_tokens, hidden] -> the stream"""
         assert self._table is not None, "the first stage has the table"
         inputs = self._table(token_ids * (token_ids < self._table_size))
-        result: Tensor = self._stream.begin(self._ops(embedded), self._beginning, embedded, inputs)
+        result: Tensor = self._stream.begin(EagerOps(self._place), self._beginning, embedded, inputs)
         return result
 
     def end(self, stream: Tensor) -> Tensor:
         """stream [num_tokens, ...] -> [num_tokens, hidden]"""
-        result: Tensor = self._stream.end(self._ops(stream), self._end, stream)
+        result: Tensor = self._stream.end(EagerOps(self._place), self._end, stream)
         return result
-
-    def _ops(self, x: Tensor) -> EagerOps:
-        """Ops without a step and a cache, which only attention needs."""
-        return EagerOps(self._place, x, None, Step(None, ()), None)  # type: ignore[arg-type]

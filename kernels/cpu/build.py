@@ -158,7 +158,7 @@ def build(level: str = "native", folder: Path = FOLDER, part: str = CORE) -> Lib
 
 def _build(level: str, folder: Path, part: str, name: str) -> Library:
     compiler, units = find_compiler(), units_of(folder, part)
-    flags = ("-I", str(folder), *_level_flags(level))
+    flags = ("-I", str(folder), "-I", str(FOLDER), *_level_flags(level))
     made_for = {"level": level, "features": sorted(_needed_features(level)), "compiler": _compiler_version(compiler)}
     cache = cache_folder()
     if cache is not None and _has_room(cache):
@@ -318,11 +318,13 @@ def library_name(folder: Path, level: str, part: str = CORE) -> str:
 def _sources_key(folder: Path, part: str) -> str:
     """A digest of what libraries of one part and architecture share: sources and flags."""
     digest = hashlib.sha256()
-    files = sources(folder)
+    files = [(folder, path) for path in sources(folder)]
     if not files:
         raise BuildError(f"no C++ sources in {folder}; the installation is incomplete.")
-    for path in files:
-        name = path.relative_to(folder).as_posix()
+    if folder != FOLDER:  # another package's kernels include our headers
+        files += [(FOLDER, path) for path in sources(FOLDER) if path.suffix == ".h"]
+    for base, path in files:
+        name = path.relative_to(base).as_posix()
         digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     texts = [unit.text for unit in units_of(folder, part)]
     for words in ((part, platform.machine()), texts, BASE_FLAGS, LINK_FLAGS):

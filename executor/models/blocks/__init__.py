@@ -4,16 +4,17 @@
       declare(spec) -> Linear, Norm, ...   the weights it reads: names, shapes, how ranks divide them, their roles
       emit(ops, held, x) -> contributions  the ops it computes; `held` has the declared things as `ops` takes them
 
-`Ops` has two implementations: `models.eager` computes on tensors, `cpu.program` writes a CPU program. Shapes, memory
-estimates, dummy weights, padding and the ranks' parts derive from the declarations (`models.sizes`). A family in
-another package adds a block of its own by subclassing `Mixer` or `Ffn`. Nothing here imports torch.
+`Ops` and `LayerOps` have two implementations: `models.eager` computes on tensors, `cpu.program` writes a CPU program.
+Shapes, memory estimates, dummy weights, padding and the ranks' parts derive from the declarations (`models.sizes`). A
+family in another package adds a block of its own by subclassing `Mixer` or `Ffn`, and an op by subclassing `Declared`.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, LayerTable
 from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
@@ -66,13 +67,33 @@ class Weight:
         return tuple(size_of(each) for each in self.dimensions)
 
 
+class Declared:
+    """What a block reads: weights, and perhaps an op that they are for. Subclasses are frozen dataclasses.
+
+    A reader, `module:name`, is called with (weights, declared, prefix) and returns what the ops take. What
+    `Ops.compute` and `LayerOps.mix` take computes the op itself, so that a new op needs no more than a new class: on
+    tensors it is called with them, and in a program its `write(ops, *buffers)` appends ops and returns a buffer."""
+
+    eager_reader: ClassVar[str]
+    """weights: a `models.eager.EagerWeights`."""
+    program_reader: ClassVar[str] = ""
+    """weights: a `cpu.weights.CpuWeights`. "" if a CPU program cannot have the op: its model then runs op by op."""
+
+    def weights(self) -> Iterator[Weight]:
+        """Its tensors in the checkpoint. Names are relative to the prefix of the layer, or of the model."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Linear:
+class Linear(Declared):
     """y = x W^T + b, where W stacks the rows of one or several matrices, and an activation of y.
 
     Ranks divide the rows (each computes some columns of y) or the columns (each computes a partial sum, to which the
     first rank alone adds the bias).
     """
+
+    eager_reader = "headrace.executor.models.eager:EagerLinear.read"
+    program_reader = "headrace.executor.cpu.weights:CpuWeights.linear"
 
     matrices: tuple[tuple[str, Dimension], ...]
     """(name without `.weight`, rows) of each matrix."""
@@ -91,8 +112,11 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Norm:
+class Norm(Declared):
     """A norm of rows of `size` values."""
+
+    eager_reader = "headrace.executor.models.eager:EagerNorm"
+    program_reader = "headrace.executor.cpu.weights:CpuWeights.norm"
 
     name: str
     size: Dimension
@@ -125,8 +149,14 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Attend:
-    """Attention over the paged cache, with the norms and rotation of queries and keys before it."""
+class Attend(Declared):
+    """Attention over the paged cache, with the norms and rotation of queries and keys before it.
+
+    mix(qkv): query, key and value heads side by side -> [num_tokens, heads * head_dim]; writes the cache. If
+    `reads_only`, qkv has query heads only, and nothing is written."""
+
+    eager_reader = "headrace.executor.models.eager:EagerAttend"
+    program_reader = "headrace.executor.cpu.attention:CpuAttend.read"
 
     num_heads: int
     """Heads here and in num_kv_heads are those of all ranks together."""
@@ -157,8 +187,11 @@ class Attend:
 
 
 @dataclass(frozen=True)
-class ExpertStack:
+class ExpertStack(Declared):
     """Experts: gated MLPs of one shape, each down(activation(gate(x)) * up(x))."""
+
+    eager_reader = "headrace.executor.models.eager:EagerExperts"
+    program_reader = "headrace.executor.cpu.weights:CpuWeights.experts"
 
     gates: tuple[str, ...]
     """Name of each expert's gate matrix, without `.weight`; ups and downs likewise."""
@@ -181,8 +214,14 @@ class ExpertStack:
 
 
 @dataclass(frozen=True)
-class AttendLatent:
-    """Latent attention over the paged cache: see `kernels.reference.latent`. Rotary dimensions come last in a head."""
+class AttendLatent(Declared):
+    """Latent attention over the paged cache: see `kernels.reference.latent`. Rotary dimensions come last in a head.
+
+    mix(query, latent): nope_dim, then rope_dim columns per head; latent_dim, then rope_dim columns -> [num_tokens,
+    heads * value_dim]; writes the cache."""
+
+    eager_reader = "headrace.executor.models.eager:EagerLatent"
+    program_reader = "headrace.executor.cpu.attention:CpuLatent.read"
 
     num_heads: int
     """Heads of all ranks together."""
@@ -209,8 +248,10 @@ class AttendLatent:
 
 
 @dataclass(frozen=True)
-class Vector:
+class Vector(Declared):
     """A vector that a block's ops take directly, in float32."""
+
+    eager_reader = program_reader = "headrace.executor.models.reading:CheckedWeights.values"
 
     name: str
     size: Dimension
@@ -221,7 +262,6 @@ class Vector:
         yield Weight(self.name, (1, self.size) if self.is_row else (self.size,), "bias")
 
 
-Declared = Linear | Norm | Attend | AttendLatent | ExpertStack | Vector
 Held = Mapping[str, Any]
 """The things of a `declare`, by its names, in the form that an implementation of `Ops` takes."""
 Value = Any
@@ -247,7 +287,8 @@ class Routing:
 
 
 class Ops(Protocol):
-    """The ops that a block can emit. Along an axis that ranks divide, values have this rank's part only."""
+    """The ops on weights and on single tokens, which any block can emit. Along an axis that ranks divide, values have
+    this rank's part only."""
 
     def linear(self, weight: Any, x: Value) -> Value:
         """The product of a `Linear`, its activation applied."""
@@ -255,13 +296,8 @@ class Ops(Protocol):
     def norm(self, norm: Any, x: Value, first: int = 0, last: int | None = None) -> Value:
         """x with its columns first .. last - 1 normed; x itself may be overwritten."""
 
-    def attend(self, attend: Any, qkv: Value) -> Value:
-        """qkv: query, key and value heads side by side -> [num_tokens, heads * head_dim]; writes the cache. If
-        `Attend.reads_only`, qkv has query heads only, and nothing is written."""
-
-    def attend_latent(self, attend: Any, query: Value, latent: Value) -> Value:
-        """query: nope_dim, then rope_dim columns per head; latent: latent_dim, then rope_dim columns -> [num_tokens,
-        heads * value_dim]; writes the cache."""
+    def compute(self, op: Any, *values: Value) -> Value:
+        """The result of the op of a `Declared`."""
 
     def product(self, weight: Any, x: Value) -> Value:
         """A contribution: a `Linear` without an activation. It may be computed only when it is added."""
@@ -288,7 +324,7 @@ class Block:
         """What the block reads, under keys that `emit` uses. Names of weights are relative to the layer's prefix."""
         raise NotImplementedError
 
-    def emit(self, ops: Ops, held: Held, x: Value) -> Sequence[Value]:
+    def emit(self, ops: LayerOps, held: Held, x: Value) -> Sequence[Value]:
         """x [num_tokens, hidden] -> contributions, whose sum over the ranks is added to the residual stream."""
         raise NotImplementedError
 
@@ -319,6 +355,9 @@ class Ffn(Block):
     def chosen_share(self) -> float:
         """The fraction of its experts that compute a token; 1 without experts."""
         return 1.0
+
+    def emit(self, ops: Ops, held: Held, x: Value) -> Sequence[Value]:
+        raise NotImplementedError
 
 
 class Mixer(Block):
@@ -364,7 +403,7 @@ class Stream:
         """embedded [num_tokens, hidden], inputs [num_tokens, table.width] -> the stream, [num_tokens, width(0)]"""
         raise NotImplementedError
 
-    def emit_layer(self, layer: LayerSpec, held: LayerHeld, ops: Ops, x: Value) -> Value:
+    def emit_layer(self, layer: LayerSpec, held: LayerHeld, ops: LayerOps, x: Value) -> Value:
         """x: the stream -> the stream after this layer, which may be narrower"""
         raise NotImplementedError
 
@@ -429,7 +468,11 @@ class LayerHeld:
 
 
 class LayerOps(Ops, Protocol):
-    """`Ops` with the residual stream, which a layer's blocks read and add to."""
+    """`Ops` in one layer of one step: with the step's other tokens, the layer's cache, and the residual stream, which
+    the blocks read and add to."""
+
+    def mix(self, op: Any, *values: Value) -> Value:
+        """The result of the op of a `Declared` that reads other tokens: eagerly, op(*values, step, cache)."""
 
     def stream(self) -> Value:
         """The residual stream, not normed."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, LayerTable
-from headrace.executor.models.blocks import Declared, LayerHeld, Linear, Norm, Ops, Stream, Value, Vector
+from headrace.executor.models.blocks import Declared, LayerHeld, LayerOps, Linear, Norm, Ops, Stream, Value, Vector
 from headrace.executor.models.blocks.dense import Activation
 
 LEAST_SQUARE = 1e-5
@@ -89,7 +89,7 @@ class AltUp(Stream):
         others = [ops.linear(held[f"last_{i}"], ops.call(_row, rows, i + 1)) for i in range(self.num_rows - 1)]
         return ops.call(_mean, ops.call(_row, rows, 0), *others)
 
-    def emit_layer(self, layer: LayerSpec, held: LayerHeld, ops: Ops, x: Value) -> Value:
+    def emit_layer(self, layer: LayerSpec, held: LayerHeld, ops: LayerOps, x: Value) -> Value:
         own, norms = held.stream, held.norms
         predicted = ops.call(self._predicted, x, ops.linear(own["predict"], self._routed(ops, own, x)))
         active = ops.call(_row, predicted, self.active)

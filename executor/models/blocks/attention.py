@@ -8,7 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from headrace.executor.models.arch import ArchSpec, RopeSpec, TokenCache
-from headrace.executor.models.blocks import Attend, Axis, Declared, Held, Linear, Mixer, Norm, Ops, Vector, rounded_up
+from headrace.executor.models.blocks import (
+    Attend,
+    Axis,
+    Declared,
+    Held,
+    LayerOps,
+    Linear,
+    Mixer,
+    Norm,
+    Vector,
+    rounded_up,
+)
 from headrace.ipc.failure import ModelError
 
 
@@ -69,7 +80,7 @@ class Attention(Mixer):
         found["output"] = Linear(((names.output, hidden),), queries, self.output_bias)
         return found
 
-    def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
+    def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
         qkv = ops.linear(held["qkv"], x)
         if self.qk_norm == "whole":
             queries, keys = (held[name].columns for name in ("query_norm", "key_norm"))
@@ -77,7 +88,7 @@ class Attention(Mixer):
             qkv = ops.norm(held["key_norm"], qkv, queries, queries + keys)
         if self.clip_qkv is not None:
             qkv = ops.call(_clipped, qkv, self.clip_qkv)
-        return [ops.product(held["output"], ops.attend(held["attend"], qkv))]
+        return [ops.product(held["output"], ops.mix(held["attend"], qkv))]
 
     def for_ranks(self, tp_size: int, inner_block: int) -> Attention:
         """Pads key/value heads to a multiple of tp_size or, if they are fewer than ranks, to a divisor of it: then

@@ -13,10 +13,10 @@ from headrace.executor.models.blocks import (
     Axis,
     Declared,
     Held,
+    LayerOps,
     Linear,
     Mixer,
     Norm,
-    Ops,
     rounded_up,
 )
 from headrace.ipc.failure import ModelError
@@ -81,11 +81,11 @@ class LatentAttention(Mixer):
     def _norm(self, name: str, size: int) -> Norm:
         return Norm(name, size, "rms", LATENT_EPS, weight_offset=0.0, affine=True)
 
-    def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
+    def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
         down = ops.norm(held["query_norm"], ops.linear(held["query_down"], x)) if self.query_rank else x
         query = ops.linear(held["query"], down)
         latent = ops.norm(held["latent_norm"], ops.linear(held["latent"], x), 0, self.latent_dim)
-        return [ops.product(held["output"], ops.attend_latent(held["attend"], query, latent))]
+        return [ops.product(held["output"], ops.mix(held["attend"], query, latent))]
 
     def for_ranks(self, tp_size: int, inner_block: int) -> LatentAttention:
         """Pads heads to a multiple of tp_size: ranks divide the heads, and each has the whole compressed vectors."""

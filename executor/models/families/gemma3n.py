@@ -12,7 +12,7 @@ from statistics import NormalDist
 from typing import Any
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, WeightNames
-from headrace.executor.models.blocks import Attend, Axis, Declared, Ffn, Held, Linear, Ops, rounded_up
+from headrace.executor.models.blocks import Attend, Axis, Declared, Ffn, Held, LayerOps, Linear, Ops, rounded_up
 from headrace.executor.models.blocks.altup import AltUp
 from headrace.executor.models.blocks.attention import Attention
 from headrace.executor.models.blocks.dense import Dense
@@ -81,11 +81,11 @@ class NormedValues(Attention):
         found["attend"] = replace(attend, key_norm=None, reads_only=True)
         return found | {"qkv": Linear(((spec.names.query, queries),), spec.hidden_size, self.bias)}
 
-    def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
+    def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
         qkv = ops.linear(held["qkv"], x)
         if not self.reads_only:
             qkv = ops.call(self._with_normed_values, qkv, held["attend"].num_kv_heads)
-        return [ops.product(held["output"], ops.attend(held["attend"], qkv))]
+        return [ops.product(held["output"], ops.mix(held["attend"], qkv))]
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
         return "the program norms no values."

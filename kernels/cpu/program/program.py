@@ -422,14 +422,16 @@ class Builder:
 
     def op(
         self,
-        symbol: str,
+        function: Any,
         args: ctypes.Structure,
         reads: Iterable[Buffer],
         writes: Iterable[Buffer],
         keep: Iterable[object],
     ) -> None:
-        """Appends an op whose arguments another module made. symbol: hr_op_NAME; keep: objects to keep alive."""
-        self._add(symbol.removeprefix("hr_op_"), symbol, args, reads, writes, keep=keep)
+        """Appends an op whose arguments another module made. function: hr_op_NAME, or a function of another library
+        with the interface of `op.h`; keep: objects to keep alive."""
+        name = function if isinstance(function, str) else function.__name__
+        self._add(name.removeprefix("hr_op_"), function, args, reads, writes, keep=keep)
 
     def start_of_logits(self) -> None:
         """Marks that later ops work only on rows of logits, so that `Program.run_logits` can rerun them for others."""
@@ -475,7 +477,7 @@ class Builder:
     def _add(
         self,
         name: str,
-        symbol: str,
+        function: Any,
         args: ctypes.Structure,
         reads: Iterable[Buffer | int],
         writes: Iterable[Buffer | int],
@@ -486,7 +488,9 @@ class Builder:
     ) -> None:
         reads, writes = tuple(reads), tuple(writes)
         self._kept.append((args, few, reads, writes, *keep))
-        function = ctypes.cast(getattr(self._runtime.library.dll, symbol), ctypes.c_void_p).value
+        if isinstance(function, str):
+            function = getattr(self._runtime.library.dll, function)
+        address = ctypes.cast(function, ctypes.c_void_p).value
         for ops, used, own in ((self._few, few or args, True), (self._many, args, False)):
-            op = ProgramOp(run=function, args=ctypes.addressof(used), skipped_when_single=skipped_when_single)
+            op = ProgramOp(run=address, args=ctypes.addressof(used), skipped_when_single=skipped_when_single)
             ops.append(name, op, shared_spans(reads, own), shared_spans(writes, own))

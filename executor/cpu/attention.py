@@ -1,0 +1,108 @@
+"""Attention in a CPU program: what the declared attention reads, and the ops that it writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.executor.cpu.program import ProgramOps
+from headrace.executor.cpu.weights import CpuWeights
+from headrace.executor.models.blocks import Attend, AttendLatent
+from headrace.executor.models.reading import own_part, own_slopes
+from headrace.kernels.cpu.attention.latent import NEVER, LatentLayer
+from headrace.kernels.cpu.linear.linear import PackedLinear
+from headrace.kernels.cpu.program.parts import AttentionLayer, Buffer, Norm
+
+
+@dataclass(frozen=True)
+class CpuAttend:
+    """An `Attend` with the constants of its norms."""
+
+    declared: Attend
+    query_norm: Norm | None
+    key_norm: Norm | None
+    sinks: Tensor | None
+    """[heads of this rank] float32"""
+    alibi: Tensor | None
+    """[heads of this rank] float32"""
+
+    @classmethod
+    def read(cls, weights: CpuWeights, declared: Attend, prefix: str) -> CpuAttend:
+        norms = (declared.query_norm, declared.key_norm)
+        query_norm, key_norm = (None if each is None else weights.norm(each, prefix).constants for each in norms)
+        sinks = None if declared.sinks is None else weights.values(declared.sinks, prefix)
+        return cls(declared, query_norm, key_norm, sinks, own_slopes(declared, weights.place))
+
+    def write(self, ops: ProgramOps, qkv: Buffer) -> Buffer:
+        declared, builder = self.declared, ops.builder
+        num_heads = declared.num_heads // ops.place.tp_size
+        attention = AttentionLayer(
+            num_heads=num_heads,
+            cache=ops.cache,
+            scale=declared.scale,
+            rotary=ops.rotary(declared.rope),
+            query_norm=self.query_norm,
+            key_norm=self.key_norm,
+            window=declared.sliding_window,
+            soft_cap=declared.soft_cap,
+            sinks=self.sinks,
+            alibi=self.alibi,
+        )
+        attended = ops.room(num_heads * declared.head_dim, ops.inner)
+        builder.write_cache(qkv, attention)
+        builder.attend(qkv, attended, attention, only_logits=ops.repeats_from_here())
+        return ops.narrowed(attended)
+
+
+@dataclass(frozen=True)
+class CpuLatent:
+    """An `AttendLatent` with the up-projections from latent vectors to keys and values, by head of this rank."""
+
+    declared: AttendLatent
+    keys: tuple[PackedLinear, ...]
+    """[latent_dim, nope_dim] each: the absorbed form multiplies queries with these, instead of computing keys."""
+    values: tuple[PackedLinear, ...]
+    """[value_dim, latent_dim] each"""
+    up: Tensor
+    """[heads of this rank, nope_dim + value_dim, latent_dim]: keys and values together, for the expanded form"""
+
+    @classmethod
+    def read(cls, weights: CpuWeights, declared: AttendLatent, prefix: str) -> CpuLatent:
+        """Reads the up-projection in the model's dtype even where it is stored quantised: the absorbed form needs the
+        transpose of its key part, the expanded form the part itself."""
+        rows, name = declared.up_rows, f"{prefix}{declared.up}.weight"
+        stacked = weights.matrix(name, rows.size, declared.latent_dim, own_part(rows, weights.place))
+        heads = stacked.unflatten(0, (-1, declared.nope_dim + declared.value_dim))
+        keys, values = heads.split((declared.nope_dim, declared.value_dim), dim=1)
+        packed_keys = tuple(weights.pack(each.T.contiguous()) for each in keys)
+        return cls(declared, packed_keys, tuple(weights.pack(each.contiguous()) for each in values), heads)
+
+    def write(self, ops: ProgramOps, query: Buffer, latent: Buffer) -> Buffer:
+        """Uses the absorbed form, which reads each cached vector once for all heads. Sequences that compute many tokens
+        use the expanded form, which multiplies less per token, except in the last layer, which needs few rows of any
+        sequence."""
+        declared, builder = self.declared, ops.builder
+        rotary, num_heads = ops.rotary(declared.rope), len(self.keys)
+        assert rotary is not None, "latent attention rotates"
+        layer = LatentLayer(
+            num_heads, declared.nope_dim, ops.cache, declared.scale, rotary, interleaved=declared.interleaved
+        )
+        absorbed = ops.room(num_heads * layer.vector_dim, torch.float32)
+        for head, weight in enumerate(self.keys):
+            own = query.part(head * layer.head_dim, declared.nope_dim)
+            builder.linear(weight, own, absorbed.part(head * layer.vector_dim, declared.latent_dim))
+        builder.write_latent(query, absorbed, latent, layer)
+        attended = ops.room(num_heads * declared.latent_dim, ops.inner)
+        only_logits = ops.repeats_from_here()
+        least = NEVER if only_logits else layer.least_expanded(declared.value_dim)
+        builder.attend_latent(absorbed, attended, layer, most_tokens=least - 1, only_logits=only_logits)
+        compressed = ops.narrowed(attended, own=False)
+        out = ops.room(num_heads * declared.value_dim, ops.inner)
+        for head, weight in enumerate(self.values):
+            own = compressed.part(head * declared.latent_dim, declared.latent_dim)
+            builder.linear(weight, own, out.part(head * declared.value_dim, declared.value_dim))
+        if least < NEVER:
+            builder.attend_expanded(query, absorbed, latent, out, layer, self.up)
+        return out
