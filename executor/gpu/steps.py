@@ -10,9 +10,10 @@ mixed:  some rows compute several tokens of their prompt. The host sends those; 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -244,5 +245,5 @@ class StepInFlight:
         if self.reporting is not None and self.logprobs is not None:
             # A row with a problem has no logprobs.
             good = ~np.isin(self.rows[self.reporting], list(new.problems))
-            new = replace(new, logprob_indices=self.reporting[good], logprobs=self.logprobs.rows(good))
+            new = msgspec.structs.replace(new, logprob_indices=self.reporting[good], logprobs=self.logprobs.rows(good))
         return assemble(self.plan, new, self.times_s, self.prompts)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from headrace.executor.sampling.sampler import Sampled, row_failure
@@ -14,8 +14,7 @@ from headrace.ipc.messages import LogprobRows
 from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult
 
 
-@dataclass(frozen=True)
-class NewTokens:
+class NewTokens(msgspec.Struct, frozen=True):
     """The tokens that a step adds to its sampled rows. A failed row gets one too, whatever it is: a plan made before
     the failure was known may still compute it."""
 
@@ -29,7 +28,7 @@ class NewTokens:
 
     @classmethod
     def one_each(cls, rows: np.ndarray, sampled: Sampled) -> NewTokens:
-        problems = {int(rows[index]): why for index, why in sampled.problems.items()}
+        problems = sampled.problems and {int(rows[index]): why for index, why in sampled.problems.items()}
         return cls(rows, sampled.token_ids, None, problems, sampled.logprob_indices, sampled.logprobs)
 
     @classmethod
