@@ -18,7 +18,7 @@ from headrace.executor.step.batch import BatchState, StepArrays
 from headrace.executor.step.inputs import Model, StepLogits
 from headrace.executor.step.pipeline import publish
 from headrace.executor.step.prompt_logprobs import PromptReport
-from headrace.executor.step.result import NewTokens, assemble, empty_result
+from headrace.executor.step.result import AddedTokens, assemble, empty_result
 from headrace.executor.step.verification import SampledPositions
 from headrace.ipc.step import Drafts, StepPlan, StepResult, TokenMasks
 
@@ -79,7 +79,7 @@ class ModelRunner:
         chosen = repeating.model.repeat(begun, plan.get(TokenMasks))
         times_s = began_s, time.monotonic()
         batch.append_repeated(plan.rows, chosen.token_ids)
-        return assemble(plan, NewTokens.one_each(plan.rows, _sampled(chosen)), times_s)
+        return assemble(plan, AddedTokens.one_each(plan.rows, _sampled(chosen)), times_s)
 
     def _plain(self, plan: StepPlan, needs: int) -> StepResult:
         """A step that samples one token for each row, which the model may choose."""
@@ -90,10 +90,10 @@ class ModelRunner:
         arrays = batch.arrays(plan, reads_logits=draws is not None)
         computed, times_s = self._compute(arrays, draws)
         if computed.chosen is None:
-            return self._finish(plan, NewTokens.one_each(rows, self._sample(computed.sampled, rows, plan)), times_s)
+            return self._finish(plan, AddedTokens.one_each(rows, self._sample(computed.sampled, rows, plan)), times_s)
         if self._repeats is not None and plan.total_tokens == len(rows) == len(plan.rows):
             self._repeating = RepeatedDecode(self._repeats, plan, batch.block_size)
-        return self._finish(plan, NewTokens.one_each(rows, _sampled(computed.chosen)), times_s)
+        return self._finish(plan, AddedTokens.one_each(rows, _sampled(computed.chosen)), times_s)
 
     def _drafted(self, plan: StepPlan, needs: int, positions: SampledPositions) -> StepResult:
         """A step with drafts, in which the model may choose the tokens."""
@@ -107,7 +107,7 @@ class ModelRunner:
             sampled = self._sample(computed.sampled, rows, plan, num_tokens)
         else:
             sampled = _sampled(computed.chosen)
-        return self._finish(plan, NewTokens.verified(positions, sampled), times_s)
+        return self._finish(plan, AddedTokens.verified(positions, sampled), times_s)
 
     def _reported(self, plan: StepPlan, positions: SampledPositions | None, *, reports_prompts: bool) -> StepResult:
         """A step whose logits are changed before tokens are sampled, or of which log-probabilities are reported."""
@@ -120,10 +120,10 @@ class ModelRunner:
             prompts = self._report_prompts(plan, arrays, computed)
         if positions is None:
             rows = plan.rows[plan.sampled]
-            new = NewTokens.one_each(rows, self._sample(logits, rows, plan))
+            new = AddedTokens.one_each(rows, self._sample(logits, rows, plan))
         else:
             num_tokens = batch.num_tokens[positions.row_of] + positions.nth
-            new = NewTokens.verified(positions, self._sample(logits, positions.row_of, plan, num_tokens))
+            new = AddedTokens.verified(positions, self._sample(logits, positions.row_of, plan, num_tokens))
         return self._finish(plan, new, times_s, prompts)
 
     def _compute(self, arrays: StepArrays, draws: Draws | None) -> tuple[StepLogits, tuple[float, float]]:
@@ -143,7 +143,7 @@ class ModelRunner:
         return PromptReport.begin(self._batch, plan, arrays.query_start, self._vocab_size, computed.at)
 
     def _finish(
-        self, plan: StepPlan, new: NewTokens, times_s: tuple[float, float], prompts: PromptReport | None = None
+        self, plan: StepPlan, new: AddedTokens, times_s: tuple[float, float], prompts: PromptReport | None = None
     ) -> StepResult:
         self._batch.append_sampled(new.rows, new.token_ids, new.counts)
         if self._link is not None and len(new.rows):

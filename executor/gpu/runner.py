@@ -36,7 +36,7 @@ from headrace.executor.sampling.sampler import sample
 from headrace.executor.step.batch import BatchState
 from headrace.executor.step.inputs import HiddenStateModel
 from headrace.executor.step.pipeline import StepRows, append_pending
-from headrace.executor.step.result import NewTokens
+from headrace.executor.step.result import AddedTokens
 from headrace.executor.step.step_times import StepTimes
 from headrace.executor.step.verification import SampledPositions
 from headrace.ipc.failure import InconsistentError
@@ -222,7 +222,7 @@ class GpuRunner:
         with self.times.phase("sample"):
             num_tokens = batch.num_tokens[positions.row_of] + positions.nth
             sampled = sample(logits, batch, positions.row_of, num_tokens, masks=plan.get(TokenMasks))
-            step.new = new = NewTokens.verified(positions, sampled)
+            step.new = new = AddedTokens.verified(positions, sampled)
             assert new.counts is not None, "verified tokens are counted"
             batch.append_sampled(new.rows, new.token_ids, new.counts)
             ends = np.cumsum(new.counts)
@@ -298,7 +298,7 @@ class GpuRunner:
     def _sample_on_host(self, logits: Tensor, step: StepInFlight, needs: int) -> None:
         """Lets the host's sampler choose, for needs without an op on the device. Earlier steps must be settled."""
         sampled = sample(logits, self.batch, step.rows, masks=step.plan.get(TokenMasks))
-        step.new = NewTokens.one_each(step.rows, sampled)
+        step.new = AddedTokens.one_each(step.rows, sampled)
         rows, token_ids = self._staging.send(step.rows, sampled.token_ids.astype(np.int32))
         self.state.last_token[rows.long()] = token_ids
         if needs & Needs.PENALTIES:
@@ -314,7 +314,7 @@ class GpuRunner:
         if step.new is None:
             self._fill_in(step, step.settle())
 
-    def _fill_in(self, step: StepInFlight, new: NewTokens) -> None:
+    def _fill_in(self, step: StepInFlight, new: AddedTokens) -> None:
         step.sampled_rows.put_pending(self.batch, new.token_ids)
 
 

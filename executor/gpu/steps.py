@@ -26,7 +26,7 @@ from headrace.executor.sampling.sampler import ALL_FORBIDDEN, Sampled, find_prob
 from headrace.executor.step.inputs import HiddenStateModel, StepInputs
 from headrace.executor.step.pipeline import StepRows
 from headrace.executor.step.prompt_logprobs import PromptReport
-from headrace.executor.step.result import NewTokens, assemble
+from headrace.executor.step.result import AddedTokens, assemble
 from headrace.ipc.messages import LogprobRows
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.reference.decode import RowsState
@@ -214,7 +214,7 @@ class StepInFlight:
     reporting: np.ndarray | None = None  # [num_logprob_rows], ascending: indices of rows with logprobs
     logprobs: LogprobsInFlight | None = None
     prompts: PromptReport | None = None
-    new: NewTokens | None = None
+    new: AddedTokens | None = None
     """Set once tokens are known: chosen on the host, or read from the device. Those that the device chose have their
     logprobs still in `logprobs`."""
     times_s: tuple[float, float] = (0.0, 0.0)
@@ -224,7 +224,7 @@ class StepInFlight:
         """[num_sampled] int32"""
         return self.sampled_rows.rows
 
-    def settle(self) -> NewTokens:
+    def settle(self) -> AddedTokens:
         """Waits for the device; returns the new tokens."""
         if self.new is None:
             self.done.synchronize()
@@ -236,7 +236,7 @@ class StepInFlight:
                     problems.setdefault(int(index), ALL_FORBIDDEN)
             else:
                 problems = find_problems(best)
-            self.new = NewTokens.one_each(self.rows, Sampled(results[:, TOKEN].copy(), problems))
+            self.new = AddedTokens.one_each(self.rows, Sampled(results[:, TOKEN].copy(), problems))
         return self.new
 
     def result(self) -> StepResult:

@@ -16,7 +16,7 @@ import numpy as np
 from headrace.executor.parallel.rank_place import Collectives
 from headrace.executor.step.batch import BatchState
 from headrace.executor.step.inputs import Model
-from headrace.executor.step.result import NewTokens, empty_result
+from headrace.executor.step.result import AddedTokens, empty_result
 from headrace.ipc.step import Drafts, StepPlan, StepResult
 
 MOST_UNKNOWN = 16
@@ -110,7 +110,7 @@ class AwaitedTokens:
         self._on_last_tokens(rows[same], last_tokens[same])
 
 
-def publish(link: Collectives, step: int, new: NewTokens) -> None:
+def publish(link: Collectives, step: int, new: AddedTokens) -> None:
     """Sends the tokens that a step of the last stage added to the other stages."""
     link.publish(step, new.rows if new.counts is None else np.repeat(new.rows, new.counts), new.token_ids)
 

@@ -14,7 +14,7 @@ from headrace.ipc.messages import LogprobRows
 from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult
 
 
-class NewTokens(msgspec.Struct, frozen=True):
+class AddedTokens(msgspec.Struct, frozen=True):
     """The tokens that a step adds to its sampled rows. A failed row gets one too, whatever it is: a plan made before
     the failure was known may still compute it."""
 
@@ -27,12 +27,12 @@ class NewTokens(msgspec.Struct, frozen=True):
     logprobs: LogprobRows | None = None
 
     @classmethod
-    def one_each(cls, rows: np.ndarray, sampled: Sampled) -> NewTokens:
+    def one_each(cls, rows: np.ndarray, sampled: Sampled) -> AddedTokens:
         problems = sampled.problems and {int(rows[index]): why for index, why in sampled.problems.items()}
         return cls(rows, sampled.token_ids, None, problems, sampled.logprob_indices, sampled.logprobs)
 
     @classmethod
-    def verified(cls, positions: SampledPositions, sampled: Sampled) -> NewTokens:
+    def verified(cls, positions: SampledPositions, sampled: Sampled) -> AddedTokens:
         """Of a step with drafts: the tokens up to each row's first rejected draft. A row keeps the tokens before its
         first position with a problem; it has failed if that is its first position."""
         counts = positions.counts(sampled.token_ids, ~sampled.good if sampled.problems else None)
@@ -45,12 +45,12 @@ class NewTokens(msgspec.Struct, frozen=True):
         }
         return cls(positions.rows, sampled.token_ids[kept], num_new, problems, indices, logprobs)
 
-    def without(self, rows: Collection[int]) -> NewTokens:
+    def without(self, rows: Collection[int]) -> AddedTokens:
         """Without the tokens and logprobs of these rows."""
         stays = ~np.isin(self.rows, list(rows))
         kept = stays if self.counts is None else np.repeat(stays, self.counts)
         indices, logprobs = select_logprobs(self.logprob_indices, self.logprobs, kept)
-        return NewTokens(
+        return AddedTokens(
             rows=self.rows[stays],
             token_ids=self.token_ids[kept],
             counts=None if self.counts is None else self.counts[stays],
@@ -71,7 +71,7 @@ def select_logprobs(
 
 
 def assemble(
-    plan: StepPlan, new: NewTokens, times_s: tuple[float, float], prompts: PromptReport | None = None
+    plan: StepPlan, new: AddedTokens, times_s: tuple[float, float], prompts: PromptReport | None = None
 ) -> StepResult:
     """times_s: when the forward pass began and ended. A row that failed, or whose prompt's logprobs did, becomes a
     RowFailure."""
