@@ -108,7 +108,8 @@ class EngineCore:
         executor = self._executor = self._executor or load_executor(self._options)
         steps_in_flight(self._options, executor)
         description = executor.describe(phases)
-        plan = msgspec.structs.replace(resolve(self._options, description), attachments=attached_kinds())
+        plan = resolve(self._options, description)
+        plan = msgspec.structs.replace(plan, attachments=attached_kinds(plan))
         self.plan = plan
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
             tokenizer = pool.submit(executor.tokenizer)  # converting it may take as long as loading the weights

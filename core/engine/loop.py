@@ -53,6 +53,7 @@ from headrace.core.schedule.drafters.from_rank import RankDrafter
 from headrace.core.schedule.features.drafts import Drafting
 from headrace.core.schedule.features.grammar_masks import GrammarMasks
 from headrace.core.schedule.features.installed import installed_features
+from headrace.core.schedule.features.state_snapshots import KeepingStates, keeps_states
 from headrace.core.schedule.requests import Request, State
 from headrace.core.schedule.scheduler import Advance, Scheduler, SchedulerConfig
 from headrace.core.structured_output.backends import Backends
@@ -160,7 +161,8 @@ class Loop:
             )
         )
         self._drafting = _drafting(plan)
-        for feature in (self._drafting, *installed_features()):
+        states = [KeepingStates()] if keeps_states(plan) else []
+        for feature in (self._drafting, *states, *installed_features()):
             self.scheduler.add_feature(feature)
         self._output_builder = OutputBuilder(self.scheduler)
         logger.info("steps in flight = %d: %s", in_flight.depth, in_flight.reason)

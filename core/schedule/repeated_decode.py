@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from headrace.core.schedule.block_tables import BlockTables
-from headrace.core.schedule.features.feature import Followed, Repeated, together
+from headrace.core.schedule.features.feature import NOTHING_NOW, Followed, Repeated, together
 from headrace.core.schedule.requests import RowTable
 from headrace.ipc.step import Attachment, StepPlan
 
@@ -63,7 +63,8 @@ class RepeatedDecode:
             attachment = each.attachment(num_in_flight)
             if attachment is None:
                 return None
-            attachments += (attachment,)
+            if attachment is not NOTHING_NOW:
+                attachments += (attachment,)
         block_tables, block_ids = _NO_ROWS, _NO_ROWS
         if not self._room:
             self.settle()

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,6 +36,7 @@ from headrace.core.schedule.groups.group import PrefixHit
 from headrace.core.schedule.new_tokens import new_tokens
 from headrace.core.schedule.plan_builder import PlanBuilder
 from headrace.core.schedule.policies import PrefillLimits, in_turn, order_of, prefill_share
+from headrace.core.schedule.refusal import Refusal
 from headrace.core.schedule.repeated_decode import RepeatedDecode
 from headrace.core.schedule.requests import Request, RowTable, State, WaitingQueue
 from headrace.ipc.failure import InconsistentError
@@ -100,16 +101,6 @@ class Advance(msgspec.Struct, frozen=True):
     None: all are."""
 
 
-class _Refusal(NamedTuple):
-    """The state in which the head of the queue was not admitted, for lack of blocks."""
-
-    request: Request
-    num_available: int
-    num_running: int
-    num_published: int
-    next_block: BlockHash | None  # the first block of tokens that its prefix hit lacked; None: it lacked none
-
-
 class Scheduler:
     """Owns the rows, the waiting queue and the blocks. Only one thread may use it."""
 
@@ -153,7 +144,7 @@ class Scheduler:
         self._is_eos[list(config.eos_token_ids)] = True
         self._repeated: RepeatedDecode | None = None  # set while running the stages would only repeat the last plan
         self._has_own_stages = any(getattr(type(self), name) is not getattr(Scheduler, name) for name in _STAGES)
-        self._refusal: _Refusal | None = None
+        self._refusal = Refusal(self.pool)
         self._is_provisional = np.zeros(config.max_num_seqs, bool)  # rows whose decode in flight a feature lengthened
         self._last_step = np.zeros(config.max_num_seqs, np.int64)  # the last step that computed each row, for `in_turn`
         self.features: list[StepFeature] = []
@@ -163,7 +154,7 @@ class Scheduler:
     def add_feature(self, feature: StepFeature) -> None:
         """Call it before the first request is added."""
         self.features.append(feature)
-        feature.bind(Context(self.rows, self.tables, self.features))
+        feature.bind(Context(self.rows, self.tables, self.features, self._hashes))
         self._hooks = {
             name: [getattr(each, name) for each in self.features if getattr(type(each), name) is not default]
             for name, default in vars(StepFeature).items()
@@ -194,9 +185,9 @@ class Scheduler:
         if request.state is State.WAITING:
             self.waiting.remove(request)
         elif request.state is State.RUNNING:
+            self._leave(request.row)
             if forget_blocks:
                 self.tables.forget(request.block_hashes)
-            self._leave(request.row)
             request.state = State.FINISHED
 
     @property
@@ -291,8 +282,10 @@ class Scheduler:
                 break
             most -= 1
             hit = self._look_up(request)
+            if self._lacks_blocks(request, hit) and hit.num_blocks and not self.num_running:
+                hit = self.tables.find([])  # alone it fits, though not beside a state that it would start from
             if self._lacks_blocks(request, hit):
-                self._refusal = self._refuse(request, hit)
+                self._refusal.remember(request, hit.num_blocks, self.num_running)
                 break
             num_cached = hit.num_blocks * block_size
             missing = len(request.token_ids) - num_cached
@@ -300,7 +293,7 @@ class Scheduler:
             if count == 0:
                 break
             self.waiting.pop()
-            self._refusal = None
+            self._refusal.forget()
             row = table.enter(request, self.config.max_model_len, self._step + 1)
             self.tables.enter(row, hit)
             table.num_computed_tokens[row] = num_cached
@@ -315,21 +308,9 @@ class Scheduler:
         growth = self.num_running * self.tables.num_growing  # each may need one more block before this request ends
         return missing + growth > self.pool.num_available - self.pool.num_unheld(hit.all_blocks)
 
-    def _refuse(self, request: Request, hit: PrefixHit) -> _Refusal:
-        hashes, end = request.block_hashes, hit.num_blocks
-        next_block = hashes[end] if end < len(hashes) else None
-        return _Refusal(request, self.pool.num_available, self.num_running, self.pool.num_published, next_block)
-
     def _is_refused_still(self, request: Request) -> bool:
         """Whether nothing relevant has changed since the request was refused, so that looking it up again is futile."""
-        last = self._refusal
-        if last is None or last.request is not request:
-            return False
-        if self.pool.num_available > last.num_available or self.num_running < last.num_running:
-            return False
-        if last.next_block is None or self.pool.num_published == last.num_published:
-            return True
-        return not self.tables.may_go_on((last.next_block,))  # else its hit may have grown
+        return self._refusal.stands(request, self.num_running)
 
     def _top_up_prefills(self, builder: PlanBuilder) -> None:
         """Gives the rest of the budget to prompts that were limited to a share of it."""
@@ -370,11 +351,12 @@ class Scheduler:
         quiet = [steps for hook in self._hook("quiet_steps") if (steps := hook(plan)) is not None]
         if 0 in quiet:
             return None
-        repeated = [each for hook in self._hook("repeated") if (each := hook(plan)) is not None]
-        if len(repeated) != len(plan.attachments):  # something is attached that would be missing from the next plan
+        repeated = {hook: each for hook in self._hook("repeated") if (each := hook(plan)) is not None}
+        renewed = {kind for hook in repeated for kind in hook.__self__.attaches}  # type: ignore[attr-defined]
+        if not renewed.issuperset(map(type, plan.attachments)):  # something would be missing from the next plan
             return None
         decode = RepeatedDecode(
-            plan, self.rows, self.tables, self.config.eos_token_ids, self._publish_full, tuple(repeated)
+            plan, self.rows, self.tables, self.config.eos_token_ids, self._publish_full, tuple(repeated.values())
         )
         decode.limit(min(quiet, default=None))
         return decode
@@ -407,6 +389,11 @@ class Scheduler:
             self._roll_back(rows, known, known_now)
         for take in self._hook("take"):
             take(result)
+        if self.hasher is not None and self.num_in_flight:
+            # A step in flight computes the last token of these blocks. They can be named only now that it is known.
+            full = (known_now % self.config.block_size == 0) & (table.num_computed_tokens[rows] >= known_now)
+            for index in full.nonzero()[0].tolist():
+                self._publish(int(rows[index]), int(known_now[index]) - 1, 1)
         ended = []
         for index in new.ends.nonzero()[0].tolist():
             request = self._leave(int(new.row_of[index]))
@@ -422,11 +409,6 @@ class Scheduler:
             ended.append(Ended(request, reason, stop_token, with_last_token, problem))
         if result.vectors is not None:
             ended += self._end_pooled(result.vectors.rows)
-        if self.hasher is not None and self.num_in_flight:
-            # A step in flight computes the last token of these blocks. They can be named only now that it is known.
-            full = (known_now % self.config.block_size == 0) & (table.num_computed_tokens[rows] >= known_now)
-            for index in (full & table.active[rows]).nonzero()[0].tolist():
-                self._publish(int(rows[index]), int(known_now[index]) - 1, 1)
         return Advance(rows, new.token_ids, new.counts, ended, first, new.kept)
 
     def _end_pooled(self, rows: np.ndarray) -> Iterator[Ended]:

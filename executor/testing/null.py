@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.placement.base import Executor
@@ -24,7 +25,17 @@ from headrace.executor.testing.plan_check import PlanCheck
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import Failure, OptionError
 from headrace.ipc.messages import Generate, LogprobRows, Pool, Pooling, TokenizerBundle
-from headrace.ipc.step import Drafts, NewRow, PooledRows, PromptLogprobRun, RowFailure, StepPlan, StepResult, TokenMasks
+from headrace.ipc.step import (
+    Drafts,
+    NewRow,
+    PooledRows,
+    PromptLogprobRun,
+    RowFailure,
+    StateSnapshots,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+)
 
 FIRST_ORDINARY_TOKEN = 3
 """Tokens below this are never drawn: they stand for unk, bos and eos."""
@@ -55,12 +66,16 @@ class NullModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     generates: bool = True
     vector_width: int = 0
     """Requests may pool by the last token, for vectors of this many values; 0: none may."""
+    state_pages: int = 0
+    """Pages of a row's state, beside keys and values; 0: it keeps none."""
     check: bool = False
     """Whether to check every plan by `PlanCheck`, which raises InconsistentError with the details."""
 
 
 class NullExecutor(Executor):
     """Executes plans without a model. A token depends only on the request's prompt and on the token's position."""
+
+    reads = Executor.reads | {StateSnapshots}
 
     def __init__(self, options: Options, model: NullModel | None = None, bundle: TokenizerBundle | None = None) -> None:
         """Raises OptionError for hf_overrides that are no fields of NullModel (not read when `model` is given)."""
@@ -94,6 +109,11 @@ class NullExecutor(Executor):
             eos_token_ids=(self.model.eos_token_id,),
             generation_defaults={},
             num_rank_drafts=self.model.num_drafts,
+            cache_groups=(
+                (*ONE_GROUP, CacheGroup(kind="state", pages=self.model.state_pages))
+                if self.model.state_pages
+                else ONE_GROUP
+            ),
             generates=self.model.generates,
             pooling=Pooling(kinds=("embed",), tokens="last", width=width)
             if (width := self.model.vector_width)

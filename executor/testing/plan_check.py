@@ -13,6 +13,7 @@ import numpy as np
 
 from headrace.core.options.plan import Plan
 from headrace.executor.sampling.random_numbers import mix
+from headrace.executor.testing.state_check import RowWork, StateCheck
 from headrace.ipc.failure import InconsistentError
 from headrace.ipc.messages import Generate
 from headrace.ipc.step import Drafts, NewRow, StepPlan
@@ -53,9 +54,13 @@ class PlanCheck:
 
     def __init__(self, plan: Plan, num_blocks: int, max_model_len: int) -> None:
         self._plan, self._num_blocks, self._max_model_len = plan, num_blocks, max_model_len
-        self._groups = plan.model.cache_groups
+        self._groups = [group for group in plan.model.cache_groups if group.kind != "state"]
         self._rows: dict[int, _Row] = {}
         self._content = np.full(num_blocks * plan.block_size, NEVER_WRITTEN, np.uint64)
+        self._states: StateCheck | None = None
+        if self._groups != [*plan.model.cache_groups]:
+            pages = plan.model.cache_groups[-1].pages
+            self._states = StateCheck(pages, self._content.reshape(num_blocks, plan.block_size))
 
     def apply(self, plan: StepPlan) -> None:
         """Raises InconsistentError if the plan contradicts itself, earlier plans or the limits."""
@@ -63,6 +68,8 @@ class PlanCheck:
             if row not in self._rows:
                 raise InconsistentError(f"step {plan.step} releases row {row}, which is free")
             del self._rows[row]
+            if self._states is not None:
+                self._states.leave(row)
         for new in plan.new_rows:
             self._enter(plan.step, new)
         for table, block in zip(plan.block_tables.tolist(), plan.block_ids.tolist(), strict=True):
@@ -102,9 +109,11 @@ class PlanCheck:
         if max(tokens) >= self._plan.model.vocab_size:
             raise InconsistentError(f"{where}: token {max(tokens)} is outside the vocabulary")
         num_groups = len(self._groups)
-        if len(new.block_ids) % num_groups != 0:
+        if len(new.block_ids) % max(1, num_groups) != 0:
             raise InconsistentError(f"{where}: {len(new.block_ids)} blocks in {num_groups} groups")
-        tables = new.block_ids.reshape(num_groups, -1).tolist()
+        tables = new.block_ids.reshape(num_groups, -1).tolist() if num_groups else []
+        if self._states is not None:
+            self._states.enter(where, new)
         generates = isinstance(new.task, Generate)
         self._rows[new.row] = _Row(tokens, new.num_computed_tokens, tables, generates)
 
@@ -186,6 +195,22 @@ class PlanCheck:
                     if other != number:
                         raise InconsistentError(f"step {plan.step}: rows {other} and {number} both write block {block}")
                 self._content[self._slots(table, positions)] = chains[number][positions] + np.uint64(group)
+        if self._states is not None:
+            rows = [(number, count, self._rows[number]) for number, count in work]
+            self._states.compute(
+                plan,
+                [
+                    RowWork(
+                        row=number,
+                        begin=row.num_computed,
+                        end=row.num_computed + count - len(row.drafts),
+                        num_drafts=len(row.drafts),
+                        chain=chains[number],
+                    )
+                    for number, count, row in rows
+                ],
+                set(writers),
+            )
         for number, count in work:
             row = self._rows[number]
             end = row.num_computed + count

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 
 import pytest
-from engine_parts import EOS, VOCAB_SIZE, WINDOWS, SteppedCore, make_plan
+from engine_parts import EOS, LAYERS, VOCAB_SIZE, SteppedCore, make_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,7 +61,8 @@ EVENT = st.one_of(
 LIMITS = st.fixed_dictionaries(
     {
         "num_blocks": st.integers(17, 40),
-        "windows": st.sampled_from(WINDOWS),
+        "windows": st.sampled_from(LAYERS),
+        "state_pages": st.sampled_from([1, 3]),
         "max_num_seqs": st.integers(1, 8),
         "max_num_batched_tokens": st.sampled_from([8, 16, 64]),
         "scheduling_policy": st.sampled_from(["fcfs", "priority"]),

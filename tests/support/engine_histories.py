@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_parts import WINDOWS, SteppedClient, SteppedCore
+from engine_parts import LAYERS, SteppedClient, SteppedCore
 from hypothesis import strategies as st
 
 from headrace.ipc.messages import Abort, ResetPrefixCache
@@ -20,7 +20,8 @@ REQUEST = {
 }
 LIMITS = {
     "num_blocks": st.integers(17, 40),
-    "windows": st.sampled_from(WINDOWS),
+    "windows": st.sampled_from(LAYERS),
+    "state_pages": st.sampled_from([1, 3]),
     "max_num_seqs": st.integers(1, 8),
     "max_num_batched_tokens": st.sampled_from([8, 16, 64]),
     "enable_prefix_caching": st.booleans(),

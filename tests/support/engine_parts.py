@@ -9,7 +9,7 @@ import msgspec
 from headrace.core.engine.loop import Loop
 from headrace.core.engine.memory_port import MemoryPort
 from headrace.core.engine.sessions import Inbox, Sessions
-from headrace.core.options.cache_groups import group_layers, request_blocks
+from headrace.core.options.cache_groups import CacheGroup, group_layers, request_blocks
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, MemoryReading, ModelDescription, Plan
 from headrace.core.options.speculation import speculation_of
@@ -33,16 +33,23 @@ from headrace.ipc.messages import (
 VOCAB_SIZE = 100
 WINDOWS = ((None,), (None, 6), (5,), (None, 9, 9, 9), (3, 8), (1,), (None, None, None, 13, 4))
 """Sliding windows of the layers of several models, with one cache group or more."""
+STATE = "state"
+LAYERS = (*WINDOWS, (None, STATE), (STATE,), (None, 6, STATE), (5, STATE))
+"""The same, and models with recurrent layers."""
 EOS = 2
 
 
 def make_plan(**changes: Any) -> tuple[Plan, Facts]:
     """A small plan and its facts. `num_blocks` includes the null block; the other changes are fields of Options and
-    Plan. `windows` sets the windows of the model's layers, and adds the blocks that more cache groups need.
+    Plan. `windows` sets the windows of the model's layers, or STATE for one with a state, which takes `state_pages`;
+    blocks that more cache groups need are added.
     """
     num_blocks = changes.pop("num_blocks", 64)
     max_model_len = changes.pop("max_model_len", 64)
-    groups = group_layers(changes.pop("windows", (None,)))
+    layers, state_pages = changes.pop("windows", (None,)), changes.pop("state_pages", 1)
+    windows = [window for window in layers if window != STATE]
+    groups = group_layers(windows) if windows else ()
+    groups += (CacheGroup(kind="state", pages=state_pages),) if STATE in layers else ()
     prompt_logprobs_cost = changes.pop("prompt_logprobs_cost", 0.0)
     values = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, **changes}
     plan_fields = {name: values[name] for name in ("block_size", "max_num_seqs", "max_num_batched_tokens")}

@@ -23,11 +23,12 @@ Another package adds a feature as an entry point of the group `headrace.step_fea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
+from headrace.core.schedule.block_hashes import BlockHash
 from headrace.core.schedule.block_tables import BlockTables
 from headrace.core.schedule.plan_builder import PlanBuilder
 from headrace.core.schedule.requests import RowTable
@@ -44,6 +45,8 @@ class Context(NamedTuple):
     tables: BlockTables
     features: Sequence[StepFeature]
     """All features of the scheduler, this one included, as far as they have been added."""
+    hashes: Callable[[int, int], list[BlockHash]]
+    """A row, a number of blocks -> hashes of at least the row's first so many blocks, whose tokens must be known."""
 
 
 class Followed(NamedTuple):
@@ -64,11 +67,15 @@ def together(answers: Iterable[Followed | None]) -> Followed | None:
     return Followed(np.logical_or.reduce([each.completes for each in found]), problems)
 
 
+NOTHING_NOW = Attachment()
+"""Of `Repeated.attachment`: the next plan carries nothing of this feature."""
+
+
 class Repeated:
     """A feature's part in repeated decodes: plans of the same rows, each one token further."""
 
     def attachment(self, num_in_flight: int) -> Attachment | None:
-        """What the next plan carries. None: this plan cannot be a repeated one."""
+        """What the next plan carries, or NOTHING_NOW. None: this plan cannot be a repeated one."""
         raise NotImplementedError
 
     def take(self, token_ids: np.ndarray) -> Followed | None:

@@ -6,9 +6,11 @@ echo = "echo.feature:Echo"                          # a class derived from StepF
 
 from __future__ import annotations
 
+from headrace.core.options.plan import Plan
 from headrace.core.schedule.features.drafts import Drafting
 from headrace.core.schedule.features.feature import StepFeature
 from headrace.core.schedule.features.grammar_masks import GrammarMasks
+from headrace.core.schedule.features.state_snapshots import KeepingStates, keeps_states
 from headrace.ipc.failure import OptionError, let_interrupts_pass
 from headrace.ipc.plugins import load_plugin, step_feature_entries
 
@@ -19,9 +21,11 @@ def installed_features() -> list[StepFeature]:
     return [_made(load_plugin(entry), entry.name, entry.value) for entry in step_feature_entries()]
 
 
-def attached_kinds() -> tuple[str, ...]:
-    """The names of the kinds of attachments that an engine's steps may carry."""
+def attached_kinds(plan: Plan | None = None) -> tuple[str, ...]:
+    """The names of the kinds of attachments that an engine's steps may carry, with this plan."""
     features: list[type[StepFeature]] = [Drafting, GrammarMasks, *map(type, installed_features())]
+    if plan is not None and keeps_states(plan):
+        features.append(KeepingStates)
     return tuple(sorted({kind.__name__ for feature in features for kind in feature.attaches}))
 
 

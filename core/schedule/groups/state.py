@@ -91,9 +91,9 @@ class StatePages(GroupBlocks):
 
     # --- steps --------------------------------------------------------------------------------------------------
 
-    def planned(self, step: int, rows: Sequence[int]) -> None:
+    def planned(self, step: int, rows: np.ndarray) -> None:
         """The step computes `rows`: the first step of a row is the one that reads its source."""
-        for row in self.sources.keys() & rows if self.sources else ():
+        for row in self.sources.keys() & rows.tolist() if self.sources else ():
             self._read.append((step, self.sources.pop(row)))
 
     def computed(self, step: int) -> None:
@@ -107,12 +107,8 @@ class StatePages(GroupBlocks):
         """Pages for the row's state after `length` blocks, which end in this hash, with a reference to their leader
         that the caller releases when the step is planned. None if it is kept already, or pages are short."""
         name = token_hash + self.suffix
-        if self.pool.named(name) or self.pool.num_available < self.group.pages:
-            return None
-        pages = self.pool.allocate_bundle(self.group.pages)
-        self.pool.publish(pages[0], name)
         self._kept[row].append((length, name))
-        return pages
+        return None if self.pool.named(name) else self._new(name)
 
     def spare(self, row: int) -> list[int] | None:
         """As `keep`: the pages of the row's spare, whose content is overwritten."""
@@ -120,10 +116,13 @@ class StatePages(GroupBlocks):
         if leader:
             self.pool.acquire([leader])
             return self.pool.bundle(leader)
+        return self._new(_spare_name(row))
+
+    def _new(self, name: BlockHash) -> list[int] | None:
         if self.pool.num_available < self.group.pages:
             return None
         pages = self.pool.allocate_bundle(self.group.pages)
-        self.pool.publish(pages[0], _spare_name(row))
+        self.pool.publish(pages[0], name)
         return pages
 
     def drop_spare(self, row: int) -> None:
