@@ -38,7 +38,7 @@ from report import Report
 
 from headrace.executor.gpu.device_state import Mark
 from headrace.executor.gpu.graphs import DecodeGraphs
-from headrace.executor.gpu.sampler import Choice
+from headrace.executor.gpu.sampler import StepEnding
 
 BATCHES = (1, 32, 64, 256)
 WARM_UP = 8
@@ -82,7 +82,7 @@ def measure(
 def timed_replays(graphs: DecodeGraphs, batch: int, mark: Callable[[], Mark]) -> Iterator[list[tuple[Mark, Mark]]]:
     """Within the context, marks the begin and end of each replay of that batch's graph; no marks without a graph."""
     marks: list[tuple[Mark, Mark]] = []
-    key = graphs.key_for(batch, Choice.ARGMAX)
+    key = graphs.key_for(batch, StepEnding.ARGMAX)
     graph = graphs._graphs.get(key) if key is not None else None
     if graph is None:
         yield marks

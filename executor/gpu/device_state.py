@@ -26,7 +26,7 @@ from headrace.executor.sampling.columns import GREEDY_BELOW
 from headrace.ipc.messages import Sampling
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     def record(self) -> None: ...
     def synchronize(self) -> None: ...
     def query(self) -> bool:
@@ -34,7 +34,7 @@ class Event(Protocol):
         ...
 
 
-class Mark(Event, Protocol):
+class Mark(DeviceEvent, Protocol):
     """An event whose time can be read once the device has passed it."""
 
     def seconds_since(self, earlier: Any) -> float:
@@ -51,7 +51,7 @@ class Device(Protocol):
         """[num_elements] int32 of host memory; pinned for a GPU."""
         ...
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         """An event to record in the stream of work; waiting for it waits for all work before it."""
         ...
 
@@ -95,7 +95,7 @@ class HostDevice:
     def host_buffer(self, num_elements: int) -> Tensor:
         return torch.zeros(num_elements, dtype=torch.int32)
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         return _Passed()
 
     def mark(self) -> Mark:

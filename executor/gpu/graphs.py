@@ -1,4 +1,4 @@
-"""Captures decode steps as CUDA graphs, one per batch size and `Choice`, while requests are already served.
+"""Captures decode steps as CUDA graphs, one per batch size and `StepEnding`, while requests are already served.
 
 A decode batch of n requests runs in the smallest captured size that holds it, filled up with the padding row. Until
 that size is captured it runs eagerly, so no request waits for all captures: they are made one at a time between steps.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headrace.executor.gpu.sampler import Choice
+from headrace.executor.gpu.sampler import StepEnding
 from headrace.ipc.failure import HeadraceError, OptionError
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Capturer(Protocol):
 @dataclass(frozen=True)
 class GraphKey:
     size: int
-    choice: Choice
+    ending: StepEnding
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class DecodeGraphs:
         self.sizes = tuple(sizes)
         self._capturer, self._run = capturer, run
         self._graphs: dict[GraphKey, Graph] = {}
-        self._kinds: list[Choice] = [Choice.ARGMAX] if capturer is not None else []
+        self._kinds: list[StepEnding] = [StepEnding.ARGMAX] if capturer is not None else []
         self._lacked: dict[GraphKey, int] = {}
         self._failed: dict[GraphKey, str] = {}
         """Graphs that could not be captured, with the reason. They are not tried again before `forget`."""
@@ -116,18 +116,18 @@ class DecodeGraphs:
         key, why = next(reversed(self._failed.items()))
         return f"{len(self._failed)} graphs could not be captured, the last for a batch of {key.size}: {why}"
 
-    def key_for(self, batch_size: int, choice: Choice) -> GraphKey | None:
+    def key_for(self, batch_size: int, ending: StepEnding) -> GraphKey | None:
         """The graph for such a batch, captured or not: the smallest capturable size that holds it; None without one."""
-        keys = (GraphKey(size, choice) for size in self.sizes if size >= batch_size)
+        keys = (GraphKey(size, ending) for size in self.sizes if size >= batch_size)
         return next((key for key in keys if key not in self._failed), None)
 
-    def find(self, batch_size: int, choice: Choice) -> Graph | None:
+    def find(self, batch_size: int, ending: StepEnding) -> Graph | None:
         """The graph for a batch; None to run it eagerly. A missing graph is counted, and the most missed is next."""
-        key = self.key_for(batch_size, choice)
+        key = self.key_for(batch_size, ending)
         if key is None or self._capturer is None:
             return None
-        if choice not in self._kinds:
-            self._kinds.append(choice)
+        if ending not in self._kinds:
+            self._kinds.append(ending)
         graph = self._graphs.get(key)
         if graph is None:
             self._lacked[key] = self._lacked.get(key, 0) + 1
@@ -179,9 +179,9 @@ class DecodeGraphs:
     def _next_key(self) -> GraphKey | None:
         left = [
             key
-            for choice in self._kinds
+            for ending in self._kinds
             for size in reversed(self.sizes)
-            if (key := GraphKey(size, choice)) not in self._graphs and key not in self._failed
+            if (key := GraphKey(size, ending)) not in self._graphs and key not in self._failed
         ]
         if not left or not self._graphs:
             return left[0] if left else None

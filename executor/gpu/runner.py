@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.gpu.choosing import Choosing
 from headrace.executor.gpu.device_clock import DeviceClock
 from headrace.executor.gpu.device_state import DecodeRows, Deltas, Device, DeviceState, Staging, StateShape
 from headrace.executor.gpu.graphs import Capturer, DecodeGraphs, GraphKey
-from headrace.executor.gpu.sampler import Choice, TokenStates, choice_for, chooser
+from headrace.executor.gpu.sampler import StepEnding, TokenStates, chooser, ending_for
 from headrace.executor.gpu.steps import NUM_RESULTS, DeviceSteps, MixedInputs, StepInFlight
+from headrace.executor.gpu.token_selection import TokenSelection
 from headrace.executor.sampling.columns import CHANGES, ON_HOST_ALONE, Needs
 from headrace.executor.sampling.sampler import sample
 from headrace.executor.step.batch import BatchState
@@ -100,7 +100,7 @@ class GpuRunner:
         self._staging = Staging(device, STAGING_BUFFERS)
         self.deltas = Deltas(self.state, self._staging)
         self._decode_rows = DecodeRows(self.state, self.deltas)
-        self.choosing = Choosing(device, self._staging, self.batch, self.state, self.tokens, self.steps)
+        self.selection = TokenSelection(device, self._staging, self.batch, self.state, self.tokens, self.steps)
         # A result is read after the next step is submitted, so there is one buffer more than steps in flight.
         words = (limits.max_num_seqs + 1) * NUM_RESULTS
         self._buffers = deque(device.host_buffer(words) for _ in range(STEPS_IN_FLIGHT + 1))
@@ -197,14 +197,14 @@ class GpuRunner:
 
     def _start(self, plan: StepPlan, step: StepInFlight) -> None:
         needs = self.batch.sampling.all_needs(plan.rows)
-        on_the_host = bool(needs & ~ON_THE_DEVICE) or not self.choosing.can(step.rows)
+        on_the_host = bool(needs & ~ON_THE_DEVICE) or not self.selection.can(step.rows)
         logits = self._compute(plan, step, needs)
         num_sampled = len(step.rows)
         if logits is not None and num_sampled:
             with self.times.phase("sample"):
                 if on_the_host or needs & Needs.BAD_WORDS:  # these read the tokens of the steps before
                     self._settle_earlier()
-                choose = self._sample_on_host if on_the_host else self.choosing.sample
+                choose = self._sample_on_host if on_the_host else self.selection.sample
                 choose(logits[:num_sampled], step, needs)
         append_pending(self.batch, step.rows)
         if num_sampled and step.new is None:
@@ -240,14 +240,14 @@ class GpuRunner:
         if is_decode:  # every row is past its prompt, so no prompt logprobs are due
             needs &= ~int(Needs.PROMPT_LOGPROBS)
             ends_with_logits = needs & ~ON_THE_DEVICE or plan.get(TokenMasks) is not None
-            return self._decode(plan, Choice.LOGITS if ends_with_logits else choice_for(needs))
+            return self._decode(plan, StepEnding.LOGITS if ends_with_logits else ending_for(needs))
         return self._mixed(plan, step, needs)
 
-    def _decode(self, plan: StepPlan, choice: Choice) -> Tensor | None:
+    def _decode(self, plan: StepPlan, ending: StepEnding) -> Tensor | None:
         """Starts a decode; returns the logits if it ends with them."""
         if self.graphs.due():
             self._capture()
-        graph = self.graphs.find(len(plan.rows), choice)
+        graph = self.graphs.find(len(plan.rows), ending)
         size = graph.key.size if graph is not None else len(plan.rows)
         with self.times.phase("ship"):
             self._decode_rows.place(plan.rows, size)
@@ -258,7 +258,7 @@ class GpuRunner:
             logits: Tensor | None = graph.result
             return logits
         with self.times.phase("eager decode"):
-            return self.steps.decode(size, choice, _num_blocks(plan, self._limits.block_size))
+            return self.steps.decode(size, ending, _num_blocks(plan, self._limits.block_size))
 
     def _mixed(
         self, plan: StepPlan, step: StepInFlight, needs: int, positions: SampledPositions | None = None
@@ -283,12 +283,12 @@ class GpuRunner:
                 feeds_back=positions is None,
             )
         if needs & Needs.PROMPT_LOGPROBS and self.chooses:
-            step.prompts = self.choosing.report_prompts(hidden, plan, arrays.query_start)
+            step.prompts = self.selection.report_prompts(hidden, plan, arrays.query_start)
         return logits if len(step.rows) else None
 
     def _decode_nothing(self, key: GraphKey) -> Tensor | None:
         """The step that is captured: only padding rows, so that it changes no request's state when it really runs."""
-        return self.steps.decode(key.size, key.choice)
+        return self.steps.decode(key.size, key.ending)
 
     def _capture(self) -> bool:
         self._decode_rows.clear()

@@ -28,8 +28,8 @@ from headrace.kernels.reference.sampling import DeviceChosen, DeviceDraws, Logit
 logger = logging.getLogger(__name__)
 
 
-class Choice(enum.IntEnum):
-    """How a step ends, and which requests it serves. A higher choice serves every request that a lower one serves."""
+class StepEnding(enum.IntEnum):
+    """How a step ends, and which requests it serves. A higher one serves every request that a lower one serves."""
 
     ARGMAX = 0
     DRAW = 1
@@ -40,16 +40,16 @@ class Choice(enum.IntEnum):
     """The step ends with the logits, which are then changed, or from which logprobs are reported."""
 
 
-def choice_for(needs: int) -> Choice:
+def ending_for(needs: int) -> StepEnding:
     """needs: bits of `Needs`, the union over all rows."""
     if needs & ~int(Needs.RANDOM | Needs.TRUNCATION):  # int first: a flag's complement contains only known bits
-        return Choice.LOGITS
+        return StepEnding.LOGITS
     if needs & Needs.TRUNCATION:
-        return Choice.TRUNCATE
-    return Choice.DRAW if needs & Needs.RANDOM else Choice.ARGMAX
+        return StepEnding.TRUNCATE
+    return StepEnding.DRAW if needs & Needs.RANDOM else StepEnding.ARGMAX
 
 
-Choose = Callable[[Tensor, DeviceState, Tensor, Tensor, Choice], DeviceChosen]
+Choose = Callable[[Tensor, DeviceState, Tensor, Tensor, StepEnding], DeviceChosen]
 """Chooses the next token of each row from logits [num_rows, vocab_size] float32, which stay unchanged, for rows
 [num_rows] int64 of the state at positions [num_rows] int64 of their sequences. LOGITS chooses like TRUNCATE."""
 
@@ -66,10 +66,10 @@ def choose_with(
     state: DeviceState,
     rows: Tensor,
     positions: Tensor,
-    choice: Choice,
+    ending: StepEnding,
 ) -> DeviceChosen:
     """A `Choose` by a version of the op `choose_tokens`."""
-    may_draw, may_truncate = choice is not Choice.ARGMAX, choice > Choice.DRAW
+    may_draw, may_truncate = ending is not StepEnding.ARGMAX, ending > StepEnding.DRAW
 
     def of_rows(column: Tensor, is_read: bool) -> Tensor:
         """Does not gather a column that is not read, since each gather costs a launch."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.executor.gpu.device_state import Device
 from headrace.executor.gpu.graphs import Capturer
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
-from headrace.executor.gpu.sampler import Choice
+from headrace.executor.gpu.sampler import StepEnding
 from headrace.executor.gpu.steps import DeviceSteps, StepInFlight
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
 from headrace.executor.step.inputs import HiddenStateModel, StepInputs
@@ -40,15 +40,15 @@ class StageModel:
 
 
 class StageSteps(DeviceSteps):
-    """Steps that end with hidden states, whichever `Choice` the last stage's steps end with."""
+    """Steps that end with hidden states, whichever `StepEnding` the last stage's steps end with."""
 
     def use(self, model: HiddenStateModel) -> None:
         super().use(StageModel(model))
 
-    def decode(self, size: int, choice: Choice, num_blocks: int | None = None) -> Tensor | None:
-        return super().decode(size, Choice.LOGITS, num_blocks)
+    def decode(self, size: int, ending: StepEnding, num_blocks: int | None = None) -> Tensor | None:
+        return super().decode(size, StepEnding.LOGITS, num_blocks)
 
-    def take(self, logits: Tensor, rows: Tensor, positions: Tensor, choice: Choice) -> Tensor:
+    def take(self, logits: Tensor, rows: Tensor, positions: Tensor, ending: StepEnding) -> Tensor:
         return torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
 
 

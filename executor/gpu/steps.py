@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headrace import kernels
 from headrace.executor.gpu.device_state import Device, DeviceState, Mark
-from headrace.executor.gpu.sampler import Choice, Choose, choose
+from headrace.executor.gpu.sampler import Choose, StepEnding, choose
 from headrace.executor.sampling.logprobs import Asked, padded, with_asked
 from headrace.executor.sampling.sampler import ALL_FORBIDDEN, Sampled, find_problems
 from headrace.executor.step.inputs import HiddenStateModel, StepInputs
@@ -80,7 +80,7 @@ class DeviceSteps:
         self._model = model
 
     @torch.inference_mode()
-    def decode(self, size: int, choice: Choice, num_blocks: int | None = None) -> Tensor | None:
+    def decode(self, size: int, ending: StepEnding, num_blocks: int | None = None) -> Tensor | None:
         """Computes a token for each of the first `size` of `state.batch_rows`; LOGITS returns logits [size,
         vocab_size].
 
@@ -102,9 +102,9 @@ class DeviceSteps:
             max_query_len=1,
         )
         logits = self._model.logits(self._model.forward(inputs, self._kv_cache))
-        if choice is Choice.LOGITS:
+        if ending is StepEnding.LOGITS:
             return logits
-        self.take(logits, found.rows, found.next_positions, choice)
+        self.take(logits, found.rows, found.next_positions, ending)
         return None
 
     @torch.inference_mode()
@@ -143,10 +143,10 @@ class DeviceSteps:
         return self._model.logits(hidden[first:last])
 
     @torch.inference_mode()
-    def take(self, logits: Tensor, rows: Tensor, positions: Tensor, choice: Choice) -> Tensor:
+    def take(self, logits: Tensor, rows: Tensor, positions: Tensor, ending: StepEnding) -> Tensor:
         """Chooses a token for each of rows [n] int64, and stores it in the state for the next step and in `results` for
         the host. Returns the tokens, [n] int32. The other arguments are those of `sampler.Choose`."""
-        chosen = self._choose(logits, self._state, rows, positions, choice)
+        chosen = self._choose(logits, self._state, rows, positions, ending)
         self._state.last_token[rows] = chosen.token_ids
         self.results[: len(rows), TOKEN] = chosen.token_ids
         self.results[: len(rows), BEST] = chosen.best.view(torch.int32)

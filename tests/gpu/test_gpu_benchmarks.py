@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from headrace.executor.gpu.graphs import DecodeGraphs
-from headrace.executor.gpu.sampler import Choice
+from headrace.executor.gpu.sampler import StepEnding
 from headrace.kernels import choose_reference
 
 ROOT = Path(__file__).parents[2]
@@ -125,14 +125,14 @@ def test_a_gap_is_from_the_end_of_a_graph_to_the_begin_of_the_next(load: Any) ->
     graphs = DecodeGraphs((4, 64), Capturer(), lambda key: None)
     while graphs.capture_next():
         pass
-    untimed = graphs.find(64, Choice.ARGMAX)
+    untimed = graphs.find(64, StepEnding.ARGMAX)
     assert untimed is not None
     with decode.timed_replays(graphs, 64, clock.mark) as marks:
         for step in range(decode.WARM_UP + 4):
-            graphs.find(64, Choice.ARGMAX).replay()
+            graphs.find(64, StepEnding.ARGMAX).replay()
             clock.now_s += 0.001 * (step + 1)
     assert len(replayed) == decode.WARM_UP + 4
-    assert graphs.find(64, Choice.ARGMAX) is untimed
+    assert graphs.find(64, StepEnding.ARGMAX) is untimed
     graph_s, gaps_s = decode.between(marks)
     assert graph_s == pytest.approx([0.010] * 4)
     assert gaps_s == pytest.approx([0.001 * (decode.WARM_UP + 1 + number) for number in range(3)])

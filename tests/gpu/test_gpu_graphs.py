@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from headrace.executor.gpu.graphs import STEPS_BETWEEN_CAPTURES, DecodeGraphs, GraphKey, capture_sizes
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
-from headrace.executor.gpu.sampler import Choice
+from headrace.executor.gpu.sampler import StepEnding
 from headrace.executor.parallel.rank_place import PeerError
 from headrace.ipc.failure import InconsistentError, OptionError
 from headrace.ipc.step import StepResult
@@ -50,24 +50,24 @@ def graphs(capturer: RecordingCapturer | None) -> tuple[DecodeGraphs, list[Graph
 
 def test_the_largest_is_captured_first_then_what_steps_lack_then_the_rest() -> None:
     found, ran = graphs(RecordingCapturer())
-    assert found.find(2, Choice.ARGMAX) is None
+    assert found.find(2, StepEnding.ARGMAX) is None
     while found.capture_next():
         pass
     assert [key.size for key in ran[::2]] == [6, 2, 4, 1]
-    assert {key.choice for key in ran} == {Choice.ARGMAX}
-    assert found.find(3, Choice.ARGMAX).key == GraphKey(4, Choice.ARGMAX)
-    assert found.find(7, Choice.ARGMAX) is None, "larger than all"
+    assert {key.ending for key in ran} == {StepEnding.ARGMAX}
+    assert found.find(3, StepEnding.ARGMAX).key == GraphKey(4, StepEnding.ARGMAX)
+    assert found.find(7, StepEnding.ARGMAX) is None, "larger than all"
     assert not found.capture_next()
-    assert found.find(6, Choice.DRAW) is None
+    assert found.find(6, StepEnding.DRAW) is None
     assert found.capture_next(), "another kind of choice is captured once a step has asked for it"
-    assert found.find(6, Choice.DRAW).key == GraphKey(6, Choice.DRAW)
+    assert found.find(6, StepEnding.DRAW).key == GraphKey(6, StepEnding.DRAW)
 
 
 def test_a_capture_waits_until_steps_have_lacked_one_for_a_while() -> None:
     found, _ = graphs(RecordingCapturer())
     for _ in range(STEPS_BETWEEN_CAPTURES):
         assert not found.due()
-        found.find(1, Choice.ARGMAX)
+        found.find(1, StepEnding.ARGMAX)
     assert found.due()
     found.capture_next()
     assert not found.due()
@@ -83,14 +83,14 @@ def test_a_capture_that_fails_costs_its_own_graph_alone(error: Exception, caplog
             pass
     assert sorted(key.size for key in set(ran)) == list(SIZES)
     assert len(found) == len(SIZES) - 1
-    assert [found.find(size, Choice.ARGMAX).key.size for size in (1, 2, 3, 4, 5, 6)] == [1, 2, 6, 6, 6, 6]
+    assert [found.find(size, StepEnding.ARGMAX).key.size for size in (1, 2, 3, 4, 5, 6)] == [1, 2, 6, 6, 6, 6]
     (record,) = caplog.records
     why = str(error).partition("\n")[0]
     assert record.getMessage() == f"decode steps of a batch of 4 run without a CUDA graph of its size: {why}"
     assert found.why_eager == f"1 graphs could not be captured, the last for a batch of 4: {why}"
     found.forget()
     assert found.why_eager == "", "all are tried again where the weights have moved"
-    assert found.key_for(4, Choice.ARGMAX) == GraphKey(4, Choice.ARGMAX)
+    assert found.key_for(4, StepEnding.ARGMAX) == GraphKey(4, StepEnding.ARGMAX)
 
 
 def test_a_capture_whose_step_cannot_be_run_ends_the_rank_with_its_cause() -> None:
@@ -104,14 +104,14 @@ def test_batches_without_a_graph_that_holds_them_run_eagerly_and_the_others_do_n
     found, _ = graphs(RecordingCapturer(fail_at=1))
     while found.capture_next():
         pass
-    assert found.find(5, Choice.ARGMAX) is None, "the largest is what failed"
-    assert found.find(4, Choice.ARGMAX).key.size == 4
+    assert found.find(5, StepEnding.ARGMAX) is None, "the largest is what failed"
+    assert found.find(4, StepEnding.ARGMAX).key.size == 4
 
 
 def test_enforce_eager_captures_nothing() -> None:
     found, ran = graphs(None)
     for _ in range(100):
-        assert found.find(1, Choice.ARGMAX) is None
+        assert found.find(1, StepEnding.ARGMAX) is None
     assert not found.due()
     assert not found.capture_next()
     assert not ran

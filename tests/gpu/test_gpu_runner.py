@@ -283,7 +283,7 @@ def test_log_probabilities_of_one_prompt_that_cannot_be_told_fail_its_row_alone(
 ) -> None:
     twins = Twins()
     failing, rows = list[LogprobsInFlight](), LogprobsInFlight.rows
-    report = twins.runner.choosing._report
+    report = twins.runner.selection._report
 
     def fails_when_asked(logits: torch.Tensor, own_ids: torch.Tensor, count: int) -> Any:
         if when == "asked for" and int(own_ids[0]) == 8:
@@ -295,7 +295,7 @@ def test_log_probabilities_of_one_prompt_that_cannot_be_told_fail_its_row_alone(
             raise IndexError("index 8 is out of bounds")
         return rows(told, *kept)
 
-    twins.runner.choosing._report = fails_when_asked
+    twins.runner.selection._report = fails_when_asked
     monkeypatch.setattr(LogprobsInFlight, "rows", fails_when_read)
     twins.maker.enter(0, [7, 8, 9], prompt_logprobs=1, temperature=0.0)
     twins.maker.enter(1, [7, 7, 9], prompt_logprobs=1, temperature=0.0)

@@ -1,4 +1,4 @@
-"""Choosing on the device: the host's choices, row by row, from the same parameters."""
+"""Choosing tokens on the device: the host's choices, row by row, from the same parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headrace.executor.gpu.device_state import Deltas, DeviceState, HostDevice, Staging, StateShape
-from headrace.executor.gpu.sampler import Choice, choice_for, choose
+from headrace.executor.gpu.sampler import StepEnding, choose, ending_for
 from headrace.executor.sampling.columns import Needs
 from headrace.executor.sampling.draws import Draws
 from headrace.executor.sampling.sampler import choose_tokens
@@ -16,11 +16,11 @@ from headrace.ipc.messages import Sampling
 NUM_ROWS, VOCAB_SIZE = 12, 700
 
 
-def sampling(dice: np.random.Generator, choice: Choice) -> Sampling:
-    if choice is Choice.ARGMAX or dice.random() < 0.2:
+def sampling(dice: np.random.Generator, ending: StepEnding) -> Sampling:
+    if ending is StepEnding.ARGMAX or dice.random() < 0.2:
         return Sampling(max_tokens=1, temperature=0.0)
     temperature = float(dice.choice([0.3, 1.0, 1.7]))
-    if choice is Choice.DRAW:
+    if ending is StepEnding.DRAW:
         return Sampling(max_tokens=1, temperature=temperature)
     return Sampling(
         max_tokens=1,
@@ -40,11 +40,11 @@ def state_of(samplings: list[Sampling], seeds: list[int]) -> DeviceState:
     return state
 
 
-@pytest.mark.parametrize("choice", [Choice.ARGMAX, Choice.DRAW, Choice.TRUNCATE])
+@pytest.mark.parametrize("ending", [StepEnding.ARGMAX, StepEnding.DRAW, StepEnding.TRUNCATE])
 @pytest.mark.parametrize("seed", range(8))
-def test_tokens_are_those_of_the_cpus_kernel(choice: Choice, seed: int) -> None:
+def test_tokens_are_those_of_the_cpus_kernel(ending: StepEnding, seed: int) -> None:
     dice = np.random.default_rng(seed)
-    samplings = [sampling(dice, choice) for _ in range(NUM_ROWS)]
+    samplings = [sampling(dice, ending) for _ in range(NUM_ROWS)]
     seeds = [int(each) for each in dice.integers(-(2**63), 2**63, NUM_ROWS)]
     rows = dice.permutation(NUM_ROWS)
     positions = dice.integers(0, 5000, NUM_ROWS).astype(np.int32)
@@ -62,18 +62,18 @@ def test_tokens_are_those_of_the_cpus_kernel(choice: Choice, seed: int) -> None:
     )
     expected = choose_tokens(logits, draws)
     state, before = state_of(samplings, seeds), logits.clone()
-    arguments = (logits, state, torch.from_numpy(rows), torch.from_numpy(positions).long(), choice)
+    arguments = (logits, state, torch.from_numpy(rows), torch.from_numpy(positions).long(), ending)
     found = choose(*arguments)
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert found.best.tolist() == expected.best.tolist()
     assert logits.equal(before), "the logits are kept"
-    assert greedy.all() == (choice is Choice.ARGMAX)
+    assert greedy.all() == (ending is StepEnding.ARGMAX)
 
 
 def test_large_batches_are_drawn_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     samplings = [Sampling(max_tokens=1, temperature=1.0, top_p=0.9)] * NUM_ROWS
     state, logits = state_of(samplings, list(range(NUM_ROWS))), torch.randn(NUM_ROWS, VOCAB_SIZE)
-    arguments = (logits, state, torch.arange(NUM_ROWS), torch.arange(NUM_ROWS), Choice.TRUNCATE)
+    arguments = (logits, state, torch.arange(NUM_ROWS), torch.arange(NUM_ROWS), StepEnding.TRUNCATE)
     whole = choose(*arguments)
     monkeypatch.setattr("headrace.kernels.reference.sampling.TILE_ELEMENTS", 5 * VOCAB_SIZE)
     assert choose(*arguments).token_ids.equal(whole.token_ids)
@@ -82,7 +82,7 @@ def test_large_batches_are_drawn_in_tiles(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_row_without_finite_logits_shows_and_harms_no_other() -> None:
     samplings = [Sampling(max_tokens=1, temperature=1.0)] * NUM_ROWS
     state, logits = state_of(samplings, list(range(NUM_ROWS))), torch.randn(NUM_ROWS, VOCAB_SIZE)
-    arguments = (state, torch.arange(NUM_ROWS), torch.arange(NUM_ROWS), Choice.DRAW)
+    arguments = (state, torch.arange(NUM_ROWS), torch.arange(NUM_ROWS), StepEnding.DRAW)
     expected = choose(logits, *arguments)
     logits[3, 17] = torch.nan
     found = choose(logits, *arguments)
@@ -93,8 +93,8 @@ def test_a_row_without_finite_logits_shows_and_harms_no_other() -> None:
 
 
 def test_what_a_step_can_choose_by_itself_follows_from_its_rows_needs() -> None:
-    assert choice_for(0) is Choice.ARGMAX
-    assert choice_for(Needs.RANDOM) is Choice.DRAW
-    assert choice_for(Needs.RANDOM | Needs.TRUNCATION) is Choice.TRUNCATE
+    assert ending_for(0) is StepEnding.ARGMAX
+    assert ending_for(Needs.RANDOM) is StepEnding.DRAW
+    assert ending_for(Needs.RANDOM | Needs.TRUNCATION) is StepEnding.TRUNCATE
     for needs in (Needs.PENALTIES, Needs.MIN_TOKENS, Needs.LOGPROBS | Needs.RANDOM, Needs.TOKEN_RULES, 1 << 8):
-        assert choice_for(needs) is Choice.LOGITS
+        assert ending_for(needs) is StepEnding.LOGITS

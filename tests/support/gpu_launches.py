@@ -26,7 +26,7 @@ from headrace.executor.gpu.device_state import HostDevice
 from headrace.executor.gpu.hardware.memory import largest_prefill, visit_kernels
 from headrace.executor.gpu.kernels import Rounding, batch_invariant, quantising
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
-from headrace.executor.gpu.sampler import Choice
+from headrace.executor.gpu.sampler import StepEnding
 from headrace.executor.models import kv_cache
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
@@ -156,8 +156,8 @@ class LaunchNotes:
             device = MetaDevice()
             runner = GpuRunner(decoder, cache, device, limits)
             largest_prefill(runner, device, limits, MAX_MODEL_LEN)
-            runner.steps.decode(MAX_NUM_SEQS, Choice.TRUNCATE)
-            runner.choosing.visit(MAX_NUM_SEQS)
+            runner.steps.decode(MAX_NUM_SEQS, StepEnding.TRUNCATE)
+            runner.selection.visit(MAX_NUM_SEQS)
             visit_kernels(runner, limits)
             for name, sampling in SAMPLINGS.items():
                 self._phase = name

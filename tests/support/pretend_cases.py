@@ -55,11 +55,11 @@ def requests() -> list[Any]:
 
 def capture_all(executor: Any) -> None:
     """Captures graphs of all sizes, for greedy steps and for the sampling of `requests`."""
-    from headrace.executor.gpu.sampler import Choice
+    from headrace.executor.gpu.sampler import StepEnding
 
     graphs = executor.steps.graphs
-    for choice in (Choice.TRUNCATE, Choice.LOGITS):
-        graphs.find(1, choice)  # registers that the graph is missing
+    for ending in (StepEnding.TRUNCATE, StepEnding.LOGITS):
+        graphs.find(1, ending)  # registers that the graph is missing
     while executor.idle():
         pass
     assert not graphs.why_eager, graphs.why_eager
@@ -250,13 +250,13 @@ def case_launches_of_a_captured_llama_step(folder: Path) -> None:
     from pretend_cuda import GPU
     from pretend_engine import executor_for
 
-    from headrace.executor.gpu.sampler import Choice
+    from headrace.executor.gpu.sampler import StepEnding
 
     def launches(name: str) -> Counter[str]:
         executor = executor_for(folder / name, dtype="bfloat16")
         backend, steps = executor._backend, executor.steps.steps
         with backend.here(), torch.inference_mode():
-            backend.capturer().capture(lambda: steps.decode(4, Choice.ARGMAX))
+            backend.capturer().capture(lambda: steps.decode(4, StepEnding.ARGMAX))
         return Counter(launch.partition(" ")[0] for launch in GPU.launches)
 
     one, two = launches("llama_short"), launches("llama")

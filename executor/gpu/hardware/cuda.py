@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.gpu.collectives import GpuCollectives
-from headrace.executor.gpu.device_state import Device, Event, Mark
+from headrace.executor.gpu.device_state import Device, DeviceEvent, Mark
 from headrace.executor.gpu.graphs import Capturer, Replay
 from headrace.executor.gpu.hardware.device import GpuFacts, gpu_facts
 from headrace.executor.gpu.hardware.memory import Meter
@@ -41,8 +41,8 @@ class CudaDevice:
     def host_buffer(self, num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=torch.int32, pin_memory=True)
 
-    def event(self) -> Event:
-        event: Event = torch.cuda.Event()
+    def event(self) -> DeviceEvent:
+        event: DeviceEvent = torch.cuda.Event()
         return event
 
     def mark(self) -> Mark:

@@ -12,11 +12,11 @@ import torch
 from headrace.executor.gpu.device_state import Device
 from headrace.executor.gpu.graphs import Capturer, GraphKey
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
-from headrace.executor.gpu.sampler import Choice
+from headrace.executor.gpu.sampler import StepEnding
 from headrace.executor.gpu.steps import MixedInputs
 
 CHOICES_CAPTURED = 2
-"""Number of `Choice`s for which graphs are usually captured: greedy, and what the model's defaults ask for."""
+"""Number of `StepEnding`s for which graphs are usually captured: greedy, and what the model's defaults ask for."""
 
 
 class Meter(Protocol):
@@ -47,10 +47,10 @@ def measure(
     """Runs the largest possible steps; the runner's cache consists of block 0 only, the null block."""
     peaks = [
         meter.peak_bytes(lambda: largest_prefill(runner, device, limits, max_num_batched_tokens)),
-        meter.peak_bytes(lambda: runner.steps.decode(limits.max_num_seqs, Choice.TRUNCATE)),
+        meter.peak_bytes(lambda: runner.steps.decode(limits.max_num_seqs, StepEnding.TRUNCATE)),
     ]
     if runner.chooses:
-        peaks.append(meter.peak_bytes(lambda: runner.choosing.visit(limits.max_num_seqs)))
+        peaks.append(meter.peak_bytes(lambda: runner.selection.visit(limits.max_num_seqs)))
     visit_kernels(runner, limits)
     state_bytes = runner.state.nbytes + runner.tokens.nbytes + runner.steps.results.nbytes
     return StepMemory(max(peaks), state_bytes, _graph_bytes(runner, limits, capturer))
@@ -58,11 +58,11 @@ def measure(
 
 def visit_kernels(runner: GpuRunner, limits: RunnerLimits) -> None:
     """Launches the other kernels of steps, so that no request waits for a compiler later: there are kernels for each
-    `Choice`, and some for batches up to a power of two."""
+    `StepEnding`, and some for batches up to a power of two."""
     sizes = [1 << bits for bits in range(limits.max_num_seqs.bit_length())]
     for size in sizes:
-        runner.steps.decode(size, Choice.ARGMAX)
-    runner.steps.decode(1, Choice.DRAW, num_blocks=1)  # a context so short that batch-invariant sums have one part
+        runner.steps.decode(size, StepEnding.ARGMAX)
+    runner.steps.decode(1, StepEnding.DRAW, num_blocks=1)  # a context so short that batch-invariant sums have one part
 
 
 def largest_prefill(runner: GpuRunner, device: Device, limits: RunnerLimits, num_tokens: int) -> None:
@@ -86,7 +86,7 @@ def largest_prefill(runner: GpuRunner, device: Device, limits: RunnerLimits, num
     slots = torch.arange(total, dtype=torch.int32, device=device.device) % limits.block_size
     sent = MixedInputs(**tensors, slot_mapping=(slots,) * len(limits.layers_in_place))
     _, logits = runner.steps.mixed(sent, -(-max(counts) // limits.block_size), max(counts))
-    runner.steps.take(logits, sent.sampled_rows.long(), sent.seq_lens.long(), Choice.TRUNCATE)
+    runner.steps.take(logits, sent.sampled_rows.long(), sent.seq_lens.long(), StepEnding.TRUNCATE)
     runner.state.num_computed.zero_()
 
 
@@ -94,11 +94,11 @@ def _graph_bytes(runner: GpuRunner, limits: RunnerLimits, capturer: Capturer | N
     if capturer is None or not limits.capture_sizes:
         return 0
     sizes, took = limits.capture_sizes, list[int]()
-    keys = list(dict.fromkeys(GraphKey(size, Choice.ARGMAX) for size in (sizes[-1], sizes[0])))
+    keys = list(dict.fromkeys(GraphKey(size, StepEnding.ARGMAX) for size in (sizes[-1], sizes[0])))
     for key in keys:
         before_bytes = capturer.pool_bytes
         try:
-            capturer.capture(lambda key=key: runner.steps.decode(key.size, key.choice))  # type: ignore[misc]
+            capturer.capture(lambda key=key: runner.steps.decode(key.size, key.ending))  # type: ignore[misc]
         except RuntimeError:
             return 0  # the runner will fail in the same way, and log why
         took.append(capturer.pool_bytes - before_bytes)

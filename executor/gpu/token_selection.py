@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headrace import kernels
 from headrace.executor.gpu.device_state import Device, DeviceState, Staging
-from headrace.executor.gpu.sampler import Changes, Choice, TokenStates, choice_for
+from headrace.executor.gpu.sampler import Changes, StepEnding, TokenStates, ending_for
 from headrace.executor.gpu.steps import RAW_BEST, DeviceSteps, LogprobsInFlight, ReportLogprobs, StepInFlight
 from headrace.executor.sampling.columns import CHANGES, Needs
 from headrace.executor.sampling.logprobs import asked_tokens, limited
@@ -21,7 +21,7 @@ REPORTED = (0, 5, 20)
 """Usual numbers of reported top logprobs."""
 
 
-class Choosing:
+class TokenSelection:
     """The part of a runner that follows a step's logits. Uses its arguments without owning them."""
 
     def __init__(
@@ -62,8 +62,8 @@ class Choosing:
             if masks is not None:
                 self._tokens.mask(logits, masks, self._staging)
             self._change(logits, step.rows, rows)
-        choice = Choice(min(choice_for(needs & (Needs.RANDOM | Needs.TRUNCATION)), Choice.TRUNCATE))
-        token_ids = steps.take(logits, rows, self._state.num_computed[rows].long(), choice)
+        ending = StepEnding(min(ending_for(needs & (Needs.RANDOM | Needs.TRUNCATION)), StepEnding.TRUNCATE))
+        token_ids = steps.take(logits, rows, self._state.num_computed[rows].long(), ending)
         if needs & Needs.PENALTIES:
             self._tokens.add(rows, token_ids.long())
         if raw is not None and told is not None:
