@@ -27,9 +27,10 @@ from headrace.executor.parallel.divisibility import check_experts, check_shares
 from headrace.executor.parallel.expert_exchange import ExpertExchange
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
+from headrace.executor.pooling.pooler import Pooler
 from headrace.executor.rank import Rank, Report, reader_of
-from headrace.executor.sampling.columns import SamplingColumns
 from headrace.executor.sampling.logits_processors import looks_at_params, make_processors, processor_classes, refusal_of
+from headrace.executor.step.batch import BatchState
 from headrace.executor.step.step_times import StepTimes
 from headrace.ipc.control import (
     ASLEEP,
@@ -91,10 +92,15 @@ class ModelRank(Rank):
         assert self._plan is not None, "load comes first"
         return self._plan
 
-    def set_up(self, sampling: SamplingColumns) -> None:
-        """Sets how rows are sampled besides their own parameters, before the first row. Raises OptionError."""
-        sampling.logprobs_mode = self.plan.options.logprobs_mode
-        sampling.logits_processors = make_processors(self._processor_classes, self.plan, self._device)
+    def set_up(self, batch: BatchState) -> Pooler | None:
+        """Sets how rows are sampled and pooled besides their own parameters, before the first row. Returns the pooler
+        that it adds to the columns, if rows may pool. Raises OptionError."""
+        batch.sampling.logprobs_mode = self.plan.options.logprobs_mode
+        batch.sampling.logits_processors = make_processors(self._processor_classes, self.plan, self._device)
+        if (pooling := self.plan.model.pooling) is None:
+            return None
+        pooler = batch.columns["pooling"] = Pooler(pooling, self.found.spec.logit_scale)
+        return pooler
 
     def describe(self, report: Report) -> ModelDescription:
         report("find model")
@@ -125,7 +131,7 @@ class ModelRank(Rank):
             stored_as=checkpoint.stored_as,
             quantised_as_loaded=checkpoint.as_loaded is not None,
             rounds_inputs=checkpoint.quantisation is not None and checkpoint.quantisation.rounds_inputs,
-            max_model_len=spec.max_positions,
+            max_model_len=min(spec.max_positions, found.tasks.max_tokens or spec.max_positions),
             vocab_size=spec.vocab_size,
             num_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
@@ -137,6 +143,8 @@ class ModelRank(Rank):
             generation_defaults=dict(checkpoint.generation_config),
             prompt_logprobs_cost=prompt_logprobs_cost(spec),
             checks_sampling=looks_at_params(self._processor_classes),
+            generates=found.tasks.generates,
+            pooling=found.tasks.pooling,
             why_no_prefix_caching=_why_no_prefix_caching(spec),
         )
 

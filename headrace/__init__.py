@@ -23,9 +23,16 @@ if TYPE_CHECKING:
     from headrace.frontend.api.llm import LLM, connect
     from headrace.frontend.api.llm_engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine
     from headrace.frontend.api.outputs import CompletionOutput, Logprob, RequestOutput
+    from headrace.frontend.api.parameters.pooling_params import PoolingParams
     from headrace.frontend.api.parameters.repetition import RepetitionDetectionParams
     from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
     from headrace.frontend.api.parameters.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
+    from headrace.frontend.api.pooling_outputs import (
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+    )
     from headrace.ipc.failure import (
         EngineAsleepError,
         EngineDeadError,
@@ -50,6 +57,8 @@ _HOMES = {
     "BeamSearchParams": "frontend.api.beam_search",
     "BeamSearchSequence": "frontend.api.beam_search",
     "CompletionOutput": "frontend.api.outputs",
+    "EmbeddingOutput": "frontend.api.pooling_outputs",
+    "EmbeddingRequestOutput": "frontend.api.pooling_outputs",
     "EngineArgs": "frontend.api.llm_engine",
     "EngineAsleepError": "ipc.failure",
     "EngineDeadError": "ipc.failure",
@@ -64,6 +73,9 @@ _HOMES = {
     "ModelError": "ipc.failure",
     "ModelRegistry": "executor.models.registry",
     "OptionError": "ipc.failure",
+    "PoolingOutput": "frontend.api.pooling_outputs",
+    "PoolingParams": "frontend.api.parameters.pooling_params",
+    "PoolingRequestOutput": "frontend.api.pooling_outputs",
     "PromptType": "frontend.api.inputs.prompts",
     "QueueFullError": "ipc.failure",
     "RepetitionDetectionParams": "frontend.api.parameters.repetition",
@@ -88,6 +100,8 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineAsleepError",
     "EngineDeadError",
@@ -101,6 +115,9 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
     "ModelError",
     "ModelRegistry",
     "OptionError",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "QueueFullError",
     "RepetitionDetectionParams",
     "RequestFailedError",

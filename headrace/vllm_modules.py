@@ -41,7 +41,10 @@ COMPILATION = (
     *("CompilationConfig", "CompilationMode", "CUDAGraphMode", "DynamicShapesConfig", "DynamicShapesType"),
     "PassConfig",
 )
-CONFIG_DICTS = ("EPLBConfig", "ProfilerConfig", "ReasoningConfig", "SpeculativeConfig", "StructuredOutputsConfig")
+CONFIG_DICTS = (
+    *("EPLBConfig", "PoolerConfig", "ProfilerConfig", "ReasoningConfig", "SpeculativeConfig"),
+    "StructuredOutputsConfig",
+)
 CONFIGS = (
     *("AttentionConfig", "CacheConfig", *COMPILATION, *CONFIG_DICTS, "DeviceConfig", "KVEventsConfig"),
     *("KVTransferConfig", "KernelConfig", "LoRAConfig", "LoadConfig", "LogprobsMode", "ModelConfig"),

@@ -389,6 +389,8 @@ class Pooling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """To how many it is cut if a request does not say; None: it is not."""
     activate: bool = True
     """Whether the kind's activation is applied if a request does not say."""
+    lower_case: bool = False
+    """Whether texts are put in lower case before they are tokenised."""
 
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -124,14 +124,14 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 WRONG = """\
 from headrace import LLM, SamplingParams
 from headrace.engine.arg_utils import EngineArgs, NoSuchName  # wrong
-from headrace.outputs import EmbeddingOutput
+from headrace.outputs import ScoringOutput
 
 LLM("m", max_num_seqs=4, enable_lora=False, swap_space=8, kv_cache_memory=1 << 30)
 LLM("m", max_num_sequences=4)  # wrong
 LLM("m", max_num_seqs="many")  # wrong
 EngineArgs("m", enable_lora="yes")  # wrong
 SamplingParams(temprature=1.0)  # wrong
-EmbeddingOutput([1.0])  # wrong
+ScoringOutput(1.0)  # wrong
 LLM("m").generate("a")[0].outputs[0].txt  # wrong
 """
 

@@ -91,6 +91,30 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Option(MODEL, "How many consecutive weights share a scale with int8 and int4: 32, 64 or 128", "weights"),
     ] = 32
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        Option(
+            MODEL,
+            "What the model does: generate tokens, or pool its hidden states into vectors; auto pools if the folder "
+            "has sentence-transformers' files or with convert=embed, and else generates",
+            words={"embed": "pooling", "embedding": "pooling"},
+        ),
+    ] = "auto"
+    convert: Annotated[
+        Literal["auto", "none", "embed"],
+        Option(
+            MODEL,
+            "embed makes vectors of a model that generates; beside runner=generate the engine does both",
+        ),
+    ] = "auto"
+    pooler_config: Annotated[
+        dict[str, Any],
+        Option(
+            MODEL,
+            "How hidden states are pooled, under vLLM's keys: pooling_type (LAST), use_activation (whether vectors are "
+            "scaled to length 1), dimensions (to how many values they are cut)",
+        ),
+    ] = {}
     max_model_len: Annotated[
         int | None,
         Option(

@@ -104,13 +104,15 @@ class CpuDecoder:
     def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
         """Runs a step, including the choice of a token for each row of logits."""
         written = self.bind(kv_cache)
-        count = len(arrays.logits_indices)
+        count, num_pooled = len(arrays.logits_indices), len(arrays.pooled_indices)
         _fill(written.buffers, arrays)
         self._enter(written.sampling, draws, count)
+        written.sampling.temperature[count : count + num_pooled] = 0.0
         written.program.run_filled(written.buffers)
         written.sampling.is_masked[:count] = 0
         chosen = Chosen(written.sampling.token_ids[:count].copy(), written.sampling.best[:count])
-        return StepLogits(self._logits[count], self._logits_at, chosen)
+        pooled = written.states[count : count + num_pooled] if num_pooled else None
+        return StepLogits(self._logits[count], self._logits_at, chosen, pooled)
 
     def repeat(self, begun: BegunBlocks | None, masks: TokenMasks | None) -> Chosen:
         """Repeats the previous step, which chose one token for each of its sequences, one token further."""
@@ -197,7 +199,8 @@ class CpuDecoderPart(CpuDecoder):
 def _fill(buffers: StepBuffers, arrays: StepArrays) -> None:
     step, tables = buffers.step, arrays.block_tables
     num_tokens, num_seqs, num_logits = len(arrays.token_ids), len(arrays.seq_lens), len(arrays.logits_indices)
-    step.num_tokens, step.num_seqs, step.num_logits = num_tokens, num_seqs, num_logits
+    num_states = num_logits + len(arrays.pooled_indices)
+    step.num_tokens, step.num_seqs, step.num_logits = num_tokens, num_seqs, num_states
     step.block_table_stride = buffers.block_tables.shape[2]  # any width, so that a row can gain a block in place
     step.only_highest = not arrays.reads_logits
     buffers.token_ids[:num_tokens] = arrays.token_ids
@@ -206,4 +209,5 @@ def _fill(buffers: StepBuffers, arrays: StepArrays) -> None:
     buffers.query_start[: num_seqs + 1] = arrays.query_start
     buffers.seq_lens[:num_seqs] = arrays.seq_lens
     buffers.logits_rows[:num_logits] = arrays.logits_indices
+    buffers.logits_rows[num_logits:num_states] = arrays.pooled_indices
     buffers.block_tables[:, :num_seqs, : tables.shape[2]] = tables

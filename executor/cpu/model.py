@@ -61,6 +61,7 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
             final_norm = weights.norm(Norm.of_stream(spec, names.final_norm, spec.logit_scale), prefix)
         if width != hidden:
             project_out = weights.linear(Linear(((names.project_out, width),), hidden), prefix)
+    if place.is_last_stage and spec.has_head:
         head_name = next((n for n in names.lm_heads if f"{n}.weight" in weights), names.lm_heads[0])
         head = weights.head(
             Part(head_name, spec.vocab_size, own_tokens), width, table if spec.tied_head else None, bias=spec.head_bias

@@ -45,6 +45,8 @@ class StepLimits:
     """Tokens of one sequence."""
     more_logits: int = 0
     """Rows of logits beyond one for each sequence, for draft tokens."""
+    pools: bool = False
+    """Steps may ask for the states of tokens after the final norm."""
 
     @property
     def max_logits(self) -> int:
@@ -60,8 +62,9 @@ class WrittenProgram:
     buffers: StepBuffers
     hidden: Tensor
     """[max_tokens, hidden_size] float32: the input of a pipeline stage after the first, and the next stage's input."""
-    logits: Tensor  # [max_logits, vocab_size] float32; no rows where another stage has the head
-    sampling: SampleBuffers  # no rows where another stage has the head
+    states: Tensor  # [max_logits, width] float32: what the head reads; no rows unless steps may ask for them
+    logits: Tensor  # [max_logits, vocab_size] float32; no rows where there is no head
+    sampling: SampleBuffers  # no rows where there is no head
 
 
 @dataclass(frozen=True)
@@ -296,16 +299,19 @@ class ProgramWriter:
             is_last = place.is_last_stage and index == len(own) - 1
             self._ops.begin_layer(self._layer_cache(index), is_last=is_last)
             emit_layer(spec, spec.layers[own[index]], held, self._ops)
-        if place.is_last_stage:
-            output = self._logits(self._ops.at.hidden)
+        states, logits = torch.empty(0, spec.hidden_size), torch.empty(0, spec.vocab_size)
+        sampling = SampleBuffers(self._runtime, 0, spec.vocab_size)
+        output = self._hidden
+        if place.is_last_stage and self._limits.pools:
+            output = self._last_states(self._ops.at.hidden, torch.float32)
+            states = output.tensor
+        if place.is_last_stage and spec.has_head:
+            output = self._logits(self._last_states(self._ops.at.hidden))
             logits, sampling = output.tensor, self._builder.sample(output)
-        else:
-            output = self._hidden
-            logits, sampling = torch.empty(0, spec.vocab_size), SampleBuffers(self._runtime, 0, spec.vocab_size)
-            if self._ranks is not None:
-                rank_meet(self._builder, self._ranks.group, self._hidden)
+        elif self._ranks is not None:
+            rank_meet(self._builder, self._ranks.group, output)
         program = self._builder.build(output)
-        return WrittenProgram(self._kv_cache, program, self._buffers, self._hidden.tensor, logits, sampling)
+        return WrittenProgram(self._kv_cache, program, self._buffers, self._hidden.tensor, states, logits, sampling)
 
     def _layer_cache(self, index: int) -> LayerCache:
         cache, buffers = self._kv_cache, self._buffers
@@ -340,16 +346,23 @@ class ProgramWriter:
         if model.positions is not None:
             builder.add_positions(model.positions, self._hidden, spec.learned_position_offset or 0)
 
-    def _logits(self, hidden: Buffer) -> Buffer:
+    def _last_states(self, hidden: Buffer, dtype: torch.dtype | None = None) -> Buffer:
+        """What the head reads; with dtype, in a buffer of that type for a reader outside the program."""
         model, spec, builder = self._model, self._spec, self._builder
         x = hidden
         if model.final_norm is not None:
             x = self._ops.tokens.normed.of_logits(self._ops.max_logits)
+            if dtype is not None and model.project_out is None:
+                x = builder.buffer(spec.hidden_size, dtype, rows="logits")
             builder.norm(hidden, x, model.final_norm.constants)
         if model.project_out is not None:
-            projected = builder.buffer(spec.embedding_width, self._ops.inner, rows="logits")
+            projected = builder.buffer(spec.embedding_width, dtype or self._ops.inner, rows="logits")
             self._ops.multiply(model.project_out, x, projected)
             x = projected
+        return x
+
+    def _logits(self, x: Buffer) -> Buffer:
+        model, spec, builder = self._model, self._spec, self._builder
         assert model.head is not None, "the last stage has the head"
         # After a plain projection a step may need only the highest logit.
         is_plain = self._ranks is None and model.head.biases == (None,) and spec.final_soft_cap is None

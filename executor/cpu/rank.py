@@ -123,7 +123,7 @@ class CpuRank(ModelRank):
         place = self._place
         if not place.is_last_stage:
             return StageRunner(model, self._cache, batch, place.link)
-        self.set_up(batch.sampling)
+        pooler = self.set_up(batch)
         return ModelRunner(
             model,
             self._cache,
@@ -131,6 +131,7 @@ class CpuRank(ModelRank):
             vocab_size=model.spec.vocab_size,
             may_repeat=place.pp_size == 1,  # a repeated step would receive nothing from the previous stage
             link=place.link if place.pp_size > 1 and place.tp_rank == 0 else None,
+            pooler=pooler,
         )
 
     def submit(self, plan: StepPlan) -> None:
@@ -282,7 +283,11 @@ def op_by_op(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankPlace
 
 def as_program(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankPlace) -> CpuDecoder:
     limits = StepLimits(
-        plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len, plan.max_logits - plan.max_num_seqs
+        plan.max_num_batched_tokens,
+        plan.max_num_seqs,
+        plan.max_model_len,
+        plan.max_logits - plan.max_num_seqs,
+        pools=plan.model.pooling is not None,
     )
     blocks = Blocks(plan.weight_bits, plan.options.quantization_group_size) if plan.weight_bits else None
     kind = CpuDecoder if place.world_size == 1 else CpuDecoderPart

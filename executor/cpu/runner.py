@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from headrace.executor.cpu.repeated_decode import RepeatedDecode, RepeatingModel
 from headrace.executor.parallel.rank_place import Collectives
+from headrace.executor.pooling.pooler import Pooler
 from headrace.executor.sampling.columns import Needs
 from headrace.executor.sampling.draws import Chosen, Draws
 from headrace.executor.sampling.sampler import Sampled, find_problems, sample
@@ -38,10 +40,13 @@ class ModelRunner:
         vocab_size: int,
         may_repeat: bool = True,
         link: Collectives | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
         """may_repeat: False: steps are never repeated, even by a model that could. link: to the other stages of a
-        pipeline, whose last stage this is; they get the tokens of each step."""
+        pipeline, whose last stage this is; they get the tokens of each step. pooler: one of the batch's columns, of
+        rows that pool; None: none do."""
         self._kv_cache, self._batch, self._may_repeat, self._link = kv_cache, batch, may_repeat, link
+        self._pooler = pooler
         self._vocab_size = vocab_size
         self.use(model)
 
@@ -88,7 +93,7 @@ class ModelRunner:
         if needs or masks is not None:
             draws = batch.sampling.draws(rows, batch.num_tokens[rows], masks)
         arrays = batch.arrays(plan, reads_logits=draws is not None)
-        computed, times_s = self._compute(arrays, draws)
+        computed, times_s = self._compute(plan, arrays, draws)
         if computed.chosen is None:
             return self._finish(plan, AddedTokens.one_each(rows, self._sample(computed.sampled, rows, plan)), times_s)
         if self._repeats is not None and plan.total_tokens == len(rows) == len(plan.rows):
@@ -102,7 +107,7 @@ class ModelRunner:
         if needs or masks is not None:
             draws = batch.sampling.draws(rows, num_tokens, masks)
         arrays = batch.arrays(plan, positions, reads_logits=draws is not None)
-        computed, times_s = self._compute(arrays, draws)
+        computed, times_s = self._compute(plan, arrays, draws)
         if computed.chosen is None:
             sampled = self._sample(computed.sampled, rows, plan, num_tokens)
         else:
@@ -113,7 +118,7 @@ class ModelRunner:
         """A step whose logits are changed before tokens are sampled, or of which log-probabilities are reported."""
         batch, prompts = self._batch, None
         arrays = batch.arrays(plan, positions)
-        computed, times_s = self._compute(arrays, None)
+        computed, times_s = self._compute(plan, arrays, None)
         logits = computed.sampled
         if reports_prompts:
             logits = logits.clone()
@@ -126,11 +131,19 @@ class ModelRunner:
             new = AddedTokens.verified(positions, self._sample(logits, positions.row_of, plan, num_tokens))
         return self._finish(plan, new, times_s, prompts)
 
-    def _compute(self, arrays: StepArrays, draws: Draws | None) -> tuple[StepLogits, tuple[float, float]]:
-        """The step's logits, and when it began and ended."""
+    def _compute(
+        self, plan: StepPlan, arrays: StepArrays, draws: Draws | None
+    ) -> tuple[StepLogits, tuple[float, float]]:
+        """The step's logits, and when it began and ended. Pools the rows that ask for it."""
+        wanted = None if self._pooler is None else self._pooler.wanted(plan, arrays.query_start)
+        if wanted is not None:
+            arrays = replace(arrays, pooled_indices=wanted.indices)
         began_s = time.monotonic()
         computed = self._model.step(arrays, self._kv_cache, draws)
-        return computed, (began_s, time.monotonic())
+        times_s = began_s, time.monotonic()
+        if self._pooler is not None and wanted is not None and computed.pooled is not None:
+            self._pooler.take(wanted, computed.pooled)
+        return computed, times_s
 
     @torch.inference_mode()
     def _sample(
@@ -148,7 +161,8 @@ class ModelRunner:
         self._batch.append_sampled(new.rows, new.token_ids, new.counts)
         if self._link is not None and len(new.rows):
             publish(self._link, plan.step, new)
-        return assemble(plan, new, times_s, prompts)
+        result = assemble(plan, new, times_s, prompts)
+        return result if self._pooler is None else self._pooler.added_to(result)
 
 
 _NOTHING = Sampled(np.zeros(0, np.int32), {})

@@ -37,6 +37,7 @@ from headrace.executor.models.sizes import layer_elements, weight_elements, weig
 from headrace.executor.parallel.rank_place import SINGLE, Collectives, RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.rank import Report
+from headrace.ipc.failure import OptionError
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.triton.versions import why_no_triton
 
@@ -92,6 +93,11 @@ class GpuRank(ModelRank):
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         assert self._gpu is not None, "describe comes first"
         self.check_attachments(plan)
+        if plan.model.pooling is not None:
+            raise OptionError(
+                f"requests pool on a CPU alone so far, and the device is {plan.options.device}: use device=cpu, or "
+                "runner=generate"
+            )
         dtype, facts, spec = DTYPES[plan.dtype], self._gpu, self.found.spec
         check_gpu(self._device, dtype, facts)
         runner_limits(plan, plan.max_model_len)
@@ -131,7 +137,7 @@ class GpuRank(ModelRank):
             limits = runner_limits(plan, max_model_len)
             device, capturer = self._backend.host_side(), self._capturer(plan)
             self._steps = make_runner(self._place, decoder, cache, device, limits, capturer)
-            self.set_up(self._steps.batch.sampling)
+            self.set_up(self._steps.batch)
             self._residence = WeightResidency(decoder, cache, self._steps, self._backend, self._find_weights)
         self._decoder = None  # owned by the residency from now on, which may replace it
         folder = self._options.profiler_config.get("torch_profiler_dir")

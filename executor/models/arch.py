@@ -144,7 +144,7 @@ class WeightNames:
     """Names of a checkpoint's tensors, without `.weight` or `.bias`; by default those of Llama in Hugging Face format.
     A layer's names are relative to `{prefix}{layers}.{i}.`."""
 
-    prefixes: tuple[str, ...] = ("model.",)
+    prefixes: tuple[str, ...] = ("model.", "")
     """Possible prefixes of all names but the head's; the first under which the embedding exists is used."""
     lm_heads: tuple[str, ...] = ("lm_head",)
     layers: str = "layers"
@@ -214,6 +214,8 @@ class ArchSpec:
     same stream (one norm serves both if the two norms have one name); post: on the stream after each addition; normed:
     on the stream before each block, to whose output the normed stream is added."""
     final_soft_cap: float | None = None
+    has_head: bool = True
+    """False where nothing reads logits: the head's weights stay in the checkpoint."""
     tied_head: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0

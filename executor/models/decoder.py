@@ -109,6 +109,8 @@ class Decoder:
             self._norm = EagerNorm(checked, Norm.of_stream(spec, names.final_norm, spec.logit_scale), prefix)
         if (width := spec.embedding_width) != hidden:
             self._project_out = EagerLinear.read(checked, Linear(((names.project_out, width),), hidden), prefix)
+        if not spec.has_head:
+            return
         head = next((n for n in names.lm_heads if f"{n}.weight" in checked), names.lm_heads[0])
         tied = self._embedding if spec.tied_head else None
         self._head = VocabParallelHead(checked, head, tied, (spec.vocab_size, width), spec.head_bias, self._place)
@@ -183,11 +185,14 @@ class Decoder:
         return received[0], received[1] if count == 2 else None
 
     @torch.inference_mode()
+    def last_states(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden], rows of a result of `forward` -> [n, width]: what the head reads."""
+        return hidden if self._project_out is None else self._project_out(hidden)
+
+    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden], rows of a result of `forward` -> [n, vocab_size] float32, soft cap applied."""
         assert self._head is not None, "the last stage has the head"
-        if self._project_out is not None:
-            hidden = self._project_out(hidden)
-        logits = self._head(hidden).float()
+        logits = self._head(self.last_states(hidden)).float()
         cap = self.spec.final_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from headrace.executor.checkpoints.hub.remote_code import with_code
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import NotNativeError, UnknownArchitectureError, spec_from_config
 from headrace.executor.models.registry import class_of_plugin, registered_model
+from headrace.executor.pooling.description import GENERATES, Tasks, tasks_of
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.log import printable
 
@@ -29,6 +30,7 @@ class FoundModel:
     spec: ArchSpec
     config: Any = None
     """transformers' configuration object if its code computes the model, else None."""
+    tasks: Tasks = GENERATES
 
 
 def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
@@ -41,7 +43,11 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
     reason: ModelError
     if options.model_impl != "transformers":
         try:
-            return FoundModel(checkpoint, spec_from_config(checkpoint.config).for_context(options.max_model_len))
+            spec = spec_from_config(checkpoint.config).for_context(options.max_model_len)
+            tasks = tasks_of(checkpoint, options, spec.embedding_width)
+            if not tasks.generates:
+                spec = replace(spec, has_head=False, tied_head=False, unit_head=False, head_bias=False)
+            return FoundModel(checkpoint, spec, tasks=tasks)
         except (NotNativeError, UnknownArchitectureError) as error:
             reason = error
         if options.model_impl == "headrace":
@@ -58,6 +64,10 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
         if options.model_impl != "transformers":
             said = f"{str(reason).partition('; known are')[0]}, and {said}"
         raise ModelError(said, hint=HOW_TO_ADD) from error
+    if tasks_of(checkpoint, options, spec.hidden_size).pooling is not None:
+        raise ModelError(
+            f"{shown} is computed by transformers' code, which gives logits alone: nothing is pooled of it"
+        )
     if options.pipeline_parallel_size > 1:
         raise ModelError(f"pipeline_parallel_size does not apply to {shown}: transformers computes it on one rank")
     why = "model_impl=transformers asks for it" if options.model_impl == "transformers" else str(reason)

@@ -210,7 +210,7 @@ class CheckedWeights:
 def _not_read(spec: ArchSpec, place: RankPlace, prefix: str) -> list[str]:
     """Patterns of tensors that a checkpoint may hold and this rank does not read."""
     names, own = spec.names, place.layers(spec.num_layers)
-    excused = names.lm_heads if not place.is_last_stage else ()
+    excused = names.lm_heads if not (place.is_last_stage and spec.has_head) else ()
     if not place.is_first_stage:
         firsts = (names.embedding, names.positions, names.embedding_norm, names.project_in)
         excused += tuple(prefix + name for name in firsts)

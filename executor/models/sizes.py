@@ -55,6 +55,8 @@ def outer_weights(spec: ArchSpec, prefix: str) -> Iterator[Weight]:
             yield from (replace(weight, name=prefix + weight.name) for weight in declared.weights())
     if spec.final_norm:
         yield from Norm.of_stream(spec, prefix + names.final_norm).weights()
+    if not spec.has_head:
+        return
     head = Linear(((names.lm_heads[0], spec.vocab_size),), width, spec.head_bias, "head")
     yield from (weight for weight in head.weights() if not spec.tied_head or weight.name.endswith(".bias"))
 
@@ -141,7 +143,7 @@ def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int, place: RankPlace
             for cache in set(spec.own_caches(place.tp_size))
         )
     )
-    logits = LOGITS_COPIES * plan.max_logits * spec.vocab_size * 4 if place.is_last_stage else 0
+    logits = LOGITS_COPIES * plan.max_logits * spec.vocab_size * 4 if place.is_last_stage and spec.has_head else 0
     shared = 0
     if place.world_size > 1:
         shared = collectives_bytes(World.of(plan, place.tp_size, place.pp_size)) // place.world_size

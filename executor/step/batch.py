@@ -7,7 +7,7 @@ can be tested alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from headrace.executor.sampling.columns import SamplingColumns
 from headrace.executor.step.columns import RowColumns
 from headrace.executor.step.verification import SampledPositions
 from headrace.ipc.step import Drafts, NewRow, StepPlan, nth_of_each
+
+_NONE = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class StepArrays:
     logits_indices: np.ndarray  # [num_sampled] int32: the tokens whose logits are sampled from
     prompt_lens: np.ndarray  # [num_seqs] int32
     block_size: int
+    pooled_indices: np.ndarray = field(default_factory=lambda: _NONE)
+    """[num_pooled] int32: the tokens whose hidden states are pooled"""
     reads_logits: bool = True
     """False where all rows are greedy and only the highest logit of each row is read."""
 

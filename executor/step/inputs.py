@@ -36,6 +36,8 @@ class StepInputs:
     logits_indices: Tensor
     """[num_logits] int64: the rows of `hidden` for which logits are computed"""
     block_size: int
+    pooled_indices: Tensor | None = None
+    """[num_pooled] int64: the rows of `hidden` that are pooled"""
     prompt_lens: Tensor | None = None
     """[num_seqs] int32, read only by models whose rotary base grows with the prompt (`ArchSpec.uses_prompt_lens`). If
     None, such a model uses `seq_lens`, so its results beyond the trained context depend on how prompts are chunked."""
@@ -64,7 +66,7 @@ class StepInputs:
         block_size = values.pop("block_size")
         del values["reads_logits"]
         tensors: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
-        for name in ("token_ids", "positions", "logits_indices"):
+        for name in ("token_ids", "positions", "logits_indices", "pooled_indices"):
             tensors[name] = tensors[name].long()
         longest = int(np.diff(arrays.query_start).max(initial=0))
         for name in ("slot_mapping", "block_tables"):
@@ -90,6 +92,8 @@ class StepLogits:
     """(first, last) -> the logits of the step's tokens [first, last), [last - first, vocab_size] float32."""
     chosen: Chosen | None = None
     """Tokens for the rows of `sampled`, if the model chose them within the step; else None."""
+    pooled: Tensor | None = None
+    """[len(pooled_indices), width]: the states that the head reads, if there are such indices."""
 
 
 def no_logits() -> StepLogits:
@@ -118,13 +122,20 @@ class HiddenStateModel(Protocol):
         """hidden: [n, hidden_size]. Returns a new [n, vocab_size] float32."""
 
 
+class PoolableModel(HiddenStateModel, Protocol):
+    def last_states(self, hidden: Tensor) -> Tensor:
+        """hidden: [n, hidden_size] -> [n, width], what the head reads."""
+
+
 @torch.inference_mode()
-def step_in_two(model: HiddenStateModel, inputs: StepInputs, kv_cache: Any) -> StepLogits:
-    """One step of a `HiddenStateModel`."""
+def step_in_two(model: PoolableModel, inputs: StepInputs, kv_cache: Any) -> StepLogits:
+    """One step of a `PoolableModel`."""
     hidden = model.forward(inputs, kv_cache)
     wanted = len(inputs.logits_indices)
     if wanted:
         sampled = model.logits(hidden if wanted == len(hidden) else hidden[inputs.logits_indices])
     else:
         sampled = torch.empty(0, 0, device=hidden.device)
-    return StepLogits(sampled, lambda first, last: model.logits(hidden[first:last]))
+    indices = inputs.pooled_indices
+    pooled = model.last_states(hidden[indices]) if indices is not None and len(indices) else None
+    return StepLogits(sampled, lambda first, last: model.logits(hidden[first:last]), pooled=pooled)

@@ -15,9 +15,10 @@ from headrace.core.process.child_output import StartLine
 from headrace.frontend.api.batch import params_for
 from headrace.frontend.api.beam_search import BeamSearchParams, as_request_output, beam_search
 from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
-from headrace.frontend.api.engine_config import EngineConfig, ModelConfig, SchedulerConfig, engine_config
+from headrace.frontend.api.engine_config import EngineConfig, ModelConfig, SchedulerConfig, engine_config, tasks_of
 from headrace.frontend.api.helpers import EngineSignature, TokenizerToAwait, get_tokenizer
 from headrace.frontend.api.inputs.chat_prompts import chat_options, chat_prompt
+from headrace.frontend.api.inputs.pooling_prompts import tokenize_to_pool
 from headrace.frontend.api.inputs.prompts import (
     AS_THE_MODEL_HAS_IT,
     Prompt,
@@ -28,7 +29,10 @@ from headrace.frontend.api.inputs.prompts import (
 )
 from headrace.frontend.api.inputs.streaming_input import StreamingInput, StreamingSession
 from headrace.frontend.api.outputs import RequestOutput
+from headrace.frontend.api.parameters.pooling_params import PoolingParams
 from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.api.pooling_calls import pooling_params_for
+from headrace.frontend.api.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from headrace.frontend.api.stat_loggers import Factory, StatLoggers
 from headrace.frontend.api.unsupported import NamesWhatIsMissing, check_arguments
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient, RequestClient
@@ -186,6 +190,33 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
                     yield output
             return
         client, stream = await self._submit(prompt, sampling_params, request_id, priority, data_parallel_rank, how)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            client.abort_stream(stream)
+
+    async def encode(
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        lora_request: None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Yields one output: the prompt's vectors, as `pooling_params` ask for them. Errors are those of `generate`."""
+        check_arguments("encode", {"lora_request": lora_request, "trace_headers": trace_headers, **others})
+        how, client = tokenization_of(tokenization_kwargs), await self._ready()
+        parsed = parse_single_prompt(prompt)
+        (params,) = pooling_params_for(pooling_params, 1, None)
+        tokenized = functools.partial(tokenize_to_pool, [parsed], [params], client.tokenizer, how, client.welcome)
+        is_long = len(parsed.text or "") > _TOKENIZE_INLINE_CHARACTERS
+        await (asyncio.to_thread(tokenized) if is_long else without_blocking(tokenized))
+        name = str(next(self._request_ids)) if request_id is None else request_id
+        stream: Any = client.submit(name, parsed, params, priority)
         try:
             async for output in stream:
                 yield output
@@ -396,7 +427,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         return EngineDeadError("the engine is alive") if failure is None else EngineDeadError.from_failure(failure)
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
+        return tasks_of(await self.engine())
 
     async def is_tracing_enabled(self) -> bool:
         return False

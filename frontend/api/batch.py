@@ -16,6 +16,7 @@ from typing import Any
 from headrace.frontend.api.inputs.lists import elements
 from headrace.frontend.api.inputs.prompts import Prompt, check_request, checked_priority
 from headrace.frontend.api.outputs import RequestOutput
+from headrace.frontend.api.parameters.pooling_params import PoolingParams
 from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.client.client import RequestClient
 from headrace.frontend.client.request import RequestStream
@@ -53,11 +54,18 @@ def run_batch(
     or a cancellation, the remaining requests are aborted. If the engine takes fewer requests at a time than there are,
     the others follow in turn.
     """
-    return _Batch(client, _requests(client, prompts, sampling_params, priority, ids), on_ended).run()
+    return run_requests(client, _requests(client, prompts, sampling_params, priority, ids), on_ended)
 
 
-_Request = tuple[str, Prompt, SamplingParams, int, int]
-"""Request id, prompt, sampling parameters, priority, and the most tokens that it can generate."""
+_Request = tuple[str, Prompt, SamplingParams | PoolingParams, int, int]
+"""Request id, prompt, parameters, priority, and the most tokens that it can generate."""
+
+
+def run_requests(
+    client: RequestClient, requests: Sequence[_Request], on_ended: OnEnded = lambda stream: None
+) -> Coroutine[Any, Any, list[Any]]:
+    """As `run_batch`, for requests that are checked: of each the final output of its kind."""
+    return _Batch(client, requests, on_ended).run()
 
 
 def _requests(

@@ -32,6 +32,10 @@ class ReasoningConfig(ConfigDict):
     """The option reasoning_config."""
 
 
+class PoolerConfig(ConfigDict):
+    """The option pooler_config."""
+
+
 class ProfilerConfig(ConfigDict):
     """The option profiler_config."""
 

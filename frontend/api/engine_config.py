@@ -73,6 +73,12 @@ class EngineConfig(Explained):
     scheduler_config: SchedulerConfig
 
 
+def tasks_of(welcome: Welcome) -> tuple[str, ...]:
+    """The tasks that the engine carries out, under vLLM's names."""
+    pooled = welcome.pooling.kinds if welcome.pooling is not None else ()
+    return (*(("generate",) if welcome.generates else ()), *pooled)
+
+
 def asked_config(options: Options) -> EngineConfig:
     """What the options ask for, before an engine has started.
 

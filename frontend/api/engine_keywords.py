@@ -21,6 +21,9 @@ class EngineOptions(TypedDict, total=False):
     max_cudagraph_capture_size: int | None
     quantization: str | None
     quantization_group_size: int | None
+    runner: Literal["auto", "generate", "pooling"] | str | None
+    convert: Literal["auto", "none", "embed"] | str | None
+    pooler_config: dict[str, Any] | None
     max_model_len: int | str | None
     load_format: (
         Literal[
@@ -232,11 +235,6 @@ class EngineOptions(TypedDict, total=False):
     reasoning_effort_map: Mapping[str, Any] | None
     anthropic_disabled_thinking_effort: str | None
     exclude_tools_when_tool_choice_none: bool | None
-    task: str | None
-    runner: str | None
-    convert: str | None
-    pooler_config: None
-    override_pooler_config: None
     enable_prompt_embeds: bool | None
     enable_flash_late_interaction: bool | None
     kv_offloading_size: None
@@ -404,6 +402,8 @@ class EngineOptions(TypedDict, total=False):
     rope_scaling: Any
     rope_theta: Any
     worker_use_ray: str | None
+    task: Literal["auto", "generate", "pooling"] | str | None
+    override_pooler_config: dict[str, Any] | None
     spec_method: Any
     spec_model: Any
     spec_tokens: Any

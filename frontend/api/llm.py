@@ -14,7 +14,7 @@ from headrace.core.process.child_output import StartLine
 from headrace.frontend.api.batch import SharedBar, enqueue_batch, finish_batch, params_for, run_batch
 from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
-from headrace.frontend.api.engine_config import ModelConfig, engine_config
+from headrace.frontend.api.engine_config import ModelConfig, engine_config, tasks_of
 from headrace.frontend.api.helpers import EngineSignature, get_tokenizer
 from headrace.frontend.api.inputs.chat_prompts import chat_options, chat_prompts
 from headrace.frontend.api.inputs.lists import elements
@@ -29,6 +29,7 @@ from headrace.frontend.api.inputs.prompts import (
 )
 from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.api.pooling_calls import PoolingCalls
 from headrace.frontend.api.stat_loggers import StatLoggers
 from headrace.frontend.api.sync_stream import Pump, Put, SyncStream
 from headrace.frontend.api.unsupported import NamesWhatIsMissing, check_arguments
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from headrace.ipc.messages import Welcome
 
 
-class LLM(Controls, NamesWhatIsMissing):
+class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
     """A language model to call. Thread-safe; a context manager; closes when it is garbage-collected or Python exits.
 
         with LLM("HuggingFaceTB/SmolLM2-135M-Instruct") as llm:
@@ -388,7 +389,7 @@ class LLM(Controls, NamesWhatIsMissing):
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
+        return tasks_of(self.engine)
 
     @property
     def llm_engine(self) -> LLMEngine:

@@ -11,6 +11,7 @@ from headrace.frontend.api.inputs.lists import asks_for_nothing
 from headrace.ipc.failure import InvalidRequestError
 
 ONLY_GENERATION = "only generation is supported so far"
+ONLY_EMBEDDINGS = "of pooling, only embeddings are supported so far (LLM.embed)"
 ANY = object()
 """In ARGUMENTS: any value is accepted, because none has an effect."""
 NO_ADAPTERS = "LoRA adapters are not supported yet; merge the adapter into the model's weights"
@@ -22,11 +23,7 @@ CONFIG_FIELDS = {
     "lora_config": NO_ADAPTERS,
 }
 METHODS = {
-    "classify": ONLY_GENERATION,
-    "embed": ONLY_GENERATION,
-    "encode": ONLY_GENERATION,
-    "reward": ONLY_GENERATION,
-    "score": ONLY_GENERATION,
+    **dict.fromkeys(("classify", "reward", "score"), ONLY_EMBEDDINGS),
     "apply_model": "the model is in another process, and no code is sent to it; a worker extension "
     "(worker_extension_cls) and collective_rpc reach it",
     "from_vllm_config": "from_engine_args takes EngineArgs",
@@ -130,7 +127,7 @@ ABSENT_MODULES: Mapping[str, str] = types.MappingProxyType(
         "distributed.weight_transfer": "POST /reload_weights and LLM.reload_weights read weights again from files",
         "engine": "an engine takes EngineArgs, LLMEngine and AsyncLLM run it, and it is a program of its own",
         "entrypoints.openai": "the server is a program, `headrace serve`, whose types OpenAI's own package has",
-        "entrypoints.pooling": ONLY_GENERATION,
+        "entrypoints.pooling": ONLY_EMBEDDINGS,
         "entrypoints": _INSIDE,
         "envs": "docs/server.md lists the variables of the environment that have an effect",
         "collect_env": "`headrace collect-env` prints what it collects",
@@ -141,8 +138,8 @@ ABSENT_MODULES: Mapping[str, str] = types.MappingProxyType(
         "logits_process": "SamplingParams(bad_words=...) forbids words; processors of one's own derive from those of "
         "headrace.v1.sample.logits_processor",
         "logprobs": "the engine makes outputs' log-probabilities; the types of them are here",
-        "outputs": f"an output is a RequestOutput with its CompletionOutputs, for {ONLY_GENERATION}",
-        "pooling_params": ONLY_GENERATION,
+        "outputs": f"an output is a RequestOutput with its CompletionOutputs, or of LLM.embed; {ONLY_EMBEDDINGS}",
+        "pooling_params": ONLY_EMBEDDINGS,
         "profiler": "start_profile and stop_profile record, with the option profiler_config",
         "sampling_params": "SamplingParams checks its fields by itself when it is made",
         "snapshot": "an engine's process is not stored and restored; sleep gives its memory back",
@@ -192,7 +189,6 @@ PACKAGE = {
         "`headrace bench` measures, and `headrace bench serve --help` lists its data sets",
     ),
     **dict.fromkeys(("KVTransferConfig", "WeightTransferConfig"), "engines exchange neither cache nor weights yet"),
-    "PoolerConfig": ONLY_GENERATION,
     **dict.fromkeys(
         ("AttentionConfig", "DeviceConfig", "KernelConfig", "LoadConfig", "ObservabilityConfig"),
         f"its fields are options of the engine by name; {DECISIONS}",
@@ -215,11 +211,10 @@ PACKAGE = {
     "ModelRegistry": "a package with an entry point in headrace.plugins brings a model family",
     **dict.fromkeys(
         (
-            *("ClassificationOutput", "ClassificationRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput"),
-            *("LateChunkingParams", "LateInteractionParams", "PoolingOutput", "PoolingParams", "PoolingRequestOutput"),
+            *("ClassificationOutput", "ClassificationRequestOutput", "LateChunkingParams", "LateInteractionParams"),
             *("ScoringOutput", "ScoringRequestOutput"),
         ),
-        ONLY_GENERATION,
+        ONLY_EMBEDDINGS,
     ),
 }
 

@@ -11,7 +11,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
 from headrace import __version__
+from headrace.frontend.api.inputs.pooling_prompts import check_pooling
 from headrace.frontend.api.inputs.prompts import Prompt, check_request, checked_name, checked_priority
+from headrace.frontend.api.parameters.pooling_params import PoolingParams
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.api.parameters.thinking import thinking_of
 from headrace.frontend.api.parameters.token_rules import tokenized_fields
@@ -65,7 +67,7 @@ class RequestClient(Protocol):
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         priority: int = 0,
         *,
         max_tokens: int | None = None,
@@ -160,7 +162,7 @@ class CoreClient(AsyncControls):
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         priority: int = 0,
         *,
         max_tokens: int | None = None,
@@ -177,17 +179,30 @@ class CoreClient(AsyncControls):
             raise QueueFullError.from_failure(
                 Failure(message=why, type="QueueFullError", process="client", phase="submit", retry_after_s=1.0)
             )
-        if max_tokens is None:
+        if isinstance(params, PoolingParams):
+            task = check_pooling(prompt, params, self.welcome)
+        elif max_tokens is None:
             max_tokens = check_request(prompt, params, self.welcome)
         if request_id in self.requests:
             raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
         if priority and not self.welcome.reads_priority and not self._has_warned_of_priority:
             self._has_warned_of_priority = True
             logger.warning("a request's priority has no effect: the engine has scheduling_policy=fcfs, not priority")
+        if isinstance(params, PoolingParams):
+            stream: RequestStream = self.requests.add_to_pool(request_id, prompt, params, task, priority)
+        else:
+            stream = self._generate(request_id, prompt, params, max_tokens or 0, priority)
+        if self.request_counts is not None:
+            self.request_counts.follow(stream)
+        return stream
+
+    def _generate(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, max_tokens: int, priority: int
+    ) -> RequestStream:
         tokenized = tokenized_fields(params, self.tokenizer, self.welcome.vocab_size)
         if (thinking := thinking_of(params, prompt, self.tokenizer, self.welcome)) is not None:
             tokenized["thinking"] = thinking
-        stream = self.requests.add(
+        return self.requests.add(
             request_id,
             prompt,
             params,
@@ -196,9 +211,6 @@ class CoreClient(AsyncControls):
             tokenizer=self.tokenizer,
             tokenized=tokenized,
         )
-        if self.request_counts is not None:
-            self.request_counts.follow(stream)
-        return stream
 
     def look_at_process(self) -> None:
         """Updates `last_worked_s`, if the core runs on this host. Call a few times a second while the core is silent;

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.outputs import (
     CompletionOutput,
@@ -31,7 +33,7 @@ from headrace.frontend.text.detokenizer import REPLACEMENT, Detokenizer, StopChe
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import HeadraceError, let_interrupts_pass
-from headrace.ipc.messages import Finish, LogprobRows
+from headrace.ipc.messages import Finish, Generate, LogprobRows, Sampling, Task
 
 if TYPE_CHECKING:
     from headrace.frontend.client.request_table import RequestTable
@@ -228,6 +230,13 @@ class RequestStream:
             )
         return SequenceState(self, slot, index, detokenizer)
 
+    def task_of(self, sequence: SequenceState) -> Task:
+        """What the engine is asked for: to generate the rest of one output."""
+        sampling = self.params.to_wire(self.max_tokens, sequence.index, self.tokenized)
+        if sequence.seed is not None or sequence.token_ids or self.prompt_logprobs:
+            sampling = _resumed(sampling, sequence)
+        return Generate(sampling=sampling)
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens of all outputs so far."""
@@ -368,6 +377,18 @@ class RequestStream:
             metrics=self.metrics if self._ended else None,
             num_cached_tokens=self.num_cached_tokens,
         )
+
+
+def _resumed(sampling: Sampling, sequence: SequenceState) -> Sampling:
+    """Adds the seed that the core drew, and leaves out the prompt log-probabilities that have already arrived."""
+    seed = sequence.seed if sampling.seed is None else sampling.seed
+    sampling = msgspec.structs.replace(sampling, seed=seed)
+    if sampling.prompt_logprobs is None:
+        return sampling
+    num_come = sequence.stream.num_prompt_logprobs
+    if num_come < len(sequence.stream.prompt.token_ids or ()):
+        return msgspec.structs.replace(sampling, prompt_logprob_start=num_come)
+    return msgspec.structs.replace(sampling, prompt_logprobs=None, prompt_logprob_start=0)
 
 
 def nth_row(rows: LogprobRows, nth: int) -> LogprobRow:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import msgspec
-
 from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.api.parameters.pooling_params import PoolingParams
 from headrace.frontend.api.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
+from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor
@@ -31,9 +31,9 @@ from headrace.ipc.messages import (
     ClientMessage,
     Finish,
     FinishReason,
-    Generate,
-    Sampling,
+    Pool,
     StepOutputs,
+    Vectors,
 )
 
 logger = logging.getLogger(__name__)
@@ -89,6 +89,19 @@ class RequestTable:
         stream.max_tokens, stream.priority = max_tokens, priority
         stream.interval = params.stream_interval or self.stream_interval
         stream.tokenized = tokenized
+        self._start(stream)
+        return stream
+
+    def add_to_pool(
+        self, request_id: str, prompt: Prompt, params: PoolingParams, task: Pool, priority: int
+    ) -> PoolingStream:
+        """As `add`, for a request that pools."""
+        stream = PoolingStream(request_id, prompt, params, task, self._next_slot)
+        stream.priority = priority
+        self._start(stream)
+        return stream
+
+    def _start(self, stream: RequestStream) -> None:
         stream.on_counted = tuple(self.on_counted)
         try:
             for message in self._register(stream):
@@ -101,7 +114,6 @@ class RequestTable:
         except BaseException:
             self._drop(stream)
             raise
-        return stream
 
     def adopt(self, stream: RequestStream) -> None:
         """Takes over a request that another table has released; this core continues it where the other stopped."""
@@ -179,6 +191,8 @@ class RequestTable:
         touched: list[RequestStream] = []
         if step.admitted or step.prompt_logprobs or step.logprobs is not None:
             self._take_details(step, slots)
+        if step.vectors is not None:
+            self._take_vectors(step.vectors)
         # A token that stops an output arrives together with its Finish, and is not part of the text.
         silent = self._silent_tokens(step.finished, slots) if step.finished else ()
         for position, (slot, token_id) in enumerate(zip(slots, token_ids, strict=True)):
@@ -249,6 +263,16 @@ class RequestTable:
                 if sequence is not None:
                     sequence.logprob_rows.append((step.logprobs, nth))
 
+    def _take_vectors(self, vectors: Vectors) -> None:
+        """Gives requests that pool their vectors, which come with their Finish."""
+        values, first = vectors.values.data.cast("f"), 0
+        sizes = zip(vectors.slots.tolist(), vectors.counts.tolist(), vectors.widths.tolist(), strict=True)
+        for slot, count, width in sizes:
+            sequence, end = self._sequences.get(slot), first + count * width
+            if sequence is not None and isinstance(sequence.stream, PoolingStream):
+                sequence.stream.vectors, sequence.stream.width = values[first:end], width
+            first = end
+
     def _silent_tokens(self, finished: Iterable[Finish], slots: list[int]) -> frozenset[int]:
         stopped = {finish.slot for finish in finished if _has_mark(finish)}
         last = {slot: position for position, slot in enumerate(slots) if slot in stopped}
@@ -307,9 +331,7 @@ def _messages_of(stream: RequestStream) -> list[AddRequest]:
     for sequence in stream.sequences:
         if sequence.finish_reason is not None:
             continue
-        sampling, token_ids = params.to_wire(stream.max_tokens, sequence.index, stream.tokenized), prompt_token_ids
-        if sequence.seed is not None or sequence.token_ids or stream.prompt_logprobs:
-            sampling = _resumed(sampling, sequence)
+        token_ids = prompt_token_ids
         if sequence.token_ids:
             token_ids = Tensor.of("int32", [*(prompt.token_ids or ()), *sequence.token_ids])
         messages.append(
@@ -317,7 +339,7 @@ def _messages_of(stream: RequestStream) -> list[AddRequest]:
                 slot=sequence.slot,
                 request_id=request_id if params.n == 1 else f"{request_id}#{sequence.index}",
                 prompt_token_ids=token_ids,
-                task=Generate(sampling=sampling),
+                task=stream.task_of(sequence),
                 priority=stream.priority,
                 cache_salt=prompt.cache_salt,
                 output_interval=_output_interval(params, stream.interval),
@@ -325,18 +347,6 @@ def _messages_of(stream: RequestStream) -> list[AddRequest]:
             )
         )
     return messages
-
-
-def _resumed(sampling: Sampling, sequence: SequenceState) -> Sampling:
-    """Adds the seed that the core drew, and leaves out the prompt log-probabilities that have already arrived."""
-    seed = sequence.seed if sampling.seed is None else sampling.seed
-    sampling = msgspec.structs.replace(sampling, seed=seed)
-    if sampling.prompt_logprobs is None:
-        return sampling
-    num_come = sequence.stream.num_prompt_logprobs
-    if num_come < len(sequence.stream.prompt.token_ids or ()):
-        return msgspec.structs.replace(sampling, prompt_logprob_start=num_come)
-    return msgspec.structs.replace(sampling, prompt_logprobs=None, prompt_logprob_start=0)
 
 
 def _output_interval(params: SamplingParams, interval: int) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.api.parameters.pooling_params import PoolingParams
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.api.parameters.thinking import check_reasoning
 from headrace.frontend.client.client import CoreClient
@@ -200,7 +201,7 @@ class FleetClient(AsyncControls):
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         priority: int = 0,
         *,
         max_tokens: int | None = None,

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, KeysView, Sequence
 
 from headrace.frontend.api.inputs.prompts import Prompt, checked_name, checked_priority
+from headrace.frontend.api.parameters.pooling_params import PoolingParams
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.request import RequestStream
@@ -308,7 +309,7 @@ class EnginePool:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         priority: int = 0,
         *,
         model: str,

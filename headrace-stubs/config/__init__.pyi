@@ -9,6 +9,7 @@ from headrace.frontend.api.config_objects import EPLBConfig as EPLBConfig
 from headrace.core.options.model_options import LogprobsMode as LogprobsMode
 from headrace.frontend.api.engine_config import ModelConfig as ModelConfig
 from headrace.frontend.api.config_objects import PassConfig as PassConfig
+from headrace.frontend.api.config_objects import PoolerConfig as PoolerConfig
 from headrace.frontend.api.config_objects import ProfilerConfig as ProfilerConfig
 from headrace.frontend.api.config_objects import ReasoningConfig as ReasoningConfig
 from headrace.frontend.api.engine_config import SchedulerConfig as SchedulerConfig
@@ -17,7 +18,7 @@ from headrace.frontend.api.config_objects import StructuredOutputsConfig as Stru
 from headrace.frontend.api.engine_config import EngineConfig as VllmConfig
 from typing import Never
 
-__all__ = ["CUDAGraphMode", "CacheConfig", "CompilationConfig", "CompilationMode", "DynamicShapesConfig", "DynamicShapesType", "EPLBConfig", "LogprobsMode", "ModelConfig", "PassConfig", "ProfilerConfig", "ReasoningConfig", "SchedulerConfig", "SpeculativeConfig", "StructuredOutputsConfig", "VllmConfig", "AttentionConfig", "DeviceConfig", "KVEventsConfig", "KVTransferConfig", "KernelConfig", "LoRAConfig", "LoadConfig", "MultiModalConfig", "ObservabilityConfig", "ParallelConfig", "PoolerConfig", "SpeechToTextConfig", "SpeechToTextParams", "WatermarkConfig", "WeightTransferConfig"]
+__all__ = ["CUDAGraphMode", "CacheConfig", "CompilationConfig", "CompilationMode", "DynamicShapesConfig", "DynamicShapesType", "EPLBConfig", "LogprobsMode", "ModelConfig", "PassConfig", "PoolerConfig", "ProfilerConfig", "ReasoningConfig", "SchedulerConfig", "SpeculativeConfig", "StructuredOutputsConfig", "VllmConfig", "AttentionConfig", "DeviceConfig", "KVEventsConfig", "KVTransferConfig", "KernelConfig", "LoRAConfig", "LoadConfig", "MultiModalConfig", "ObservabilityConfig", "ParallelConfig", "SpeechToTextConfig", "SpeechToTextParams", "WatermarkConfig", "WeightTransferConfig"]
 
 class AttentionConfig:
     """Refused: its fields are options of the engine by name; what the engine decided is in `engine`, and its options in describe_engine()."""
@@ -66,11 +67,6 @@ class ObservabilityConfig:
 
 class ParallelConfig:
     """Refused: what the engine decided is in `engine`, and its options in describe_engine()."""
-
-    def __init__(self, *_: Never) -> None: ...
-
-class PoolerConfig:
-    """Refused: only generation is supported so far."""
 
     def __init__(self, *_: Never) -> None: ...
 

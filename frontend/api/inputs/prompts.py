@@ -137,9 +137,12 @@ class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     truncation: bool = False
     max_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """With `truncation`, most tokens to keep, under transformers' names; None means max_model_len - 1."""
-    truncation_side: Literal["left", "right"] = "left"
-    """The end from which tokens are dropped."""
+    truncation_side: Literal["left", "right"] | None = None
+    """The end from which tokens are dropped; None: the left one, and the right one of prompts that pool."""
     padding: Literal[False] = False
+
+    def truncates_left(self, by_default: bool) -> bool:
+        return by_default if self.truncation_side is None else self.truncation_side == "left"
 
     def apply(self, prompt: Prompt, welcome: Welcome) -> None:
         """Truncates the prompt's token ids as these fields ask."""
@@ -148,9 +151,7 @@ class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             most = welcome.max_model_len - 1
         token_ids = prompt.token_ids
         if most is not None and token_ids is not None and len(token_ids) > most:
-            prompt.token_ids = (
-                token_ids[-most or len(token_ids) :] if self.truncation_side == "left" else token_ids[:most]
-            )
+            prompt.token_ids = token_ids[-most or len(token_ids) :] if self.truncates_left(True) else token_ids[:most]
 
 
 AS_THE_MODEL_HAS_IT = Tokenization()
@@ -206,16 +207,14 @@ def check_request(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> i
     """Truncates the prompt if the parameters ask for it, and returns the most tokens that the request can generate.
     Raises InvalidRequestError for a request that can never be served."""
     params.verify()
-    truncate(prompt, params, welcome)
-    token_ids = prompt.token_ids or ()
-    if not token_ids:
-        raise InvalidRequestError("the decoder prompt cannot be empty: give at least one token")
-    if not (min(token_ids) >= 0 and max(token_ids) < welcome.vocab_size):
-        index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < welcome.vocab_size)
+    if not welcome.generates:
         raise InvalidRequestError(
-            f"prompt_token_ids[{index}] is {bad}, which is out of vocabulary: the model's token ids are 0 to "
-            f"{welcome.vocab_size - 1}{', greater than or equal to 0' if bad < 0 else ''}"
+            f"this engine runs {welcome.served_model_names[0]} for pooling alone, and generation is only supported for "
+            "generative models. Try passing `--runner generate` to use the model as a generative model."
         )
+    truncate(prompt, params, welcome)
+    check_token_ids(prompt, welcome)
+    token_ids = prompt.token_ids or ()
     room = welcome.max_model_len - len(token_ids)
     if room < 1:
         raise InvalidRequestError(
@@ -229,6 +228,19 @@ def check_request(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> i
             "SamplingParams.stop needs a tokenizer, and this engine runs without one: use stop_token_ids"
         )
     return room
+
+
+def check_token_ids(prompt: Prompt, welcome: Welcome) -> None:
+    """Raises InvalidRequestError for a prompt without tokens, or with one outside the vocabulary."""
+    token_ids = prompt.token_ids or ()
+    if not token_ids:
+        raise InvalidRequestError("the decoder prompt cannot be empty: give at least one token")
+    if not (min(token_ids) >= 0 and max(token_ids) < welcome.vocab_size):
+        index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < welcome.vocab_size)
+        raise InvalidRequestError(
+            f"prompt_token_ids[{index}] is {bad}, which is out of vocabulary: the model's token ids are 0 to "
+            f"{welcome.vocab_size - 1}{', greater than or equal to 0' if bad < 0 else ''}"
+        )
 
 
 def checked_name(request_id: Any) -> str:

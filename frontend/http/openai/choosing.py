@@ -26,6 +26,7 @@ from headrace.frontend.api.beam_search import (
 )
 from headrace.frontend.api.inputs.prompts import Prompt, check_request
 from headrace.frontend.api.outputs import LogprobsOfPosition
+from headrace.frontend.api.parameters.pooling_params import PoolingParams
 from headrace.frontend.api.parameters.sampling_params import FIELDS, GREEDY_BELOW, SamplingParams
 from headrace.frontend.client.request import LogprobRow, RequestStream, SequenceState, nth_row, one_row
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
@@ -183,7 +184,7 @@ class EngineOfSearch:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         priority: int = 0,
         *,
         max_tokens: int | None = None,

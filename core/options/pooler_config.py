@@ -1,0 +1,66 @@
+"""`pooler_config`: how a model pools, under vLLM's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from headrace.ipc.failure import OptionError
+
+RETIRED = ("normalize", "softmax", "activation")
+"""vLLM's former names of use_activation."""
+_LATER = "is not supported yet; leave it out"
+NOT_YET = {
+    **dict.fromkeys(("logit_mean", "logit_sigma"), f"is of scores of a classifier, which {_LATER}"),
+    **dict.fromkeys(("step_tag_id", "returned_token_ids"), f"is of pooling_type STEP, which {_LATER}"),
+    "max_embed_len": f"is of enable_chunked_processing, which {_LATER}",
+}
+
+
+class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """None means what the model's folder says, and else vLLM's default."""
+
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
+    pooling_type: Literal["LAST", "CLS", "MEAN", "ALL", "STEP"] | None = None
+    """seq_pooling_type or tok_pooling_type, whichever has the value."""
+    seq_pooling_type: Literal["LAST", "CLS", "MEAN"] | None = None
+    tok_pooling_type: Literal["ALL", "STEP"] | None = None
+    use_activation: bool | None = None
+    """Whether vectors are scaled to length 1."""
+    dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """To how many values vectors are cut if a request does not say."""
+    enable_flash_late_interaction: bool = True
+    enable_chunked_processing: Literal[False] = False
+    max_embed_len: None = None
+    logit_mean: None = None
+    logit_sigma: None = None
+    step_tag_id: None = None
+    returned_token_ids: None = None
+
+    @property
+    def tokens(self) -> str | None:
+        """The type of pooling for one vector of a prompt."""
+        return self.seq_pooling_type or self.pooling_type
+
+
+def pooler_config_of(given: Mapping[str, Any]) -> PoolerConfig:
+    """Raises OptionError that names a wrong key or value and what is allowed."""
+    values = dict(given)
+    for name in RETIRED:
+        if name in values:
+            value = values.pop(name)
+            if values.setdefault("use_activation", value) != value:
+                raise OptionError(f"pooler_config: {name} is the former name of use_activation, and both are given")
+    for name, why in NOT_YET.items():
+        if values.get(name) is not None:
+            raise OptionError(f"pooler_config.{name} {why}")
+    try:
+        config = msgspec.convert(values, PoolerConfig)
+    except msgspec.ValidationError as error:
+        known = ", ".join(PoolerConfig.__struct_fields__)
+        raise OptionError(f"pooler_config: {error}; known keys are {known}") from None
+    if config.pooling_type is not None and (config.seq_pooling_type or config.tok_pooling_type):
+        raise OptionError("pooler_config: pooling_type is given beside seq_pooling_type or tok_pooling_type; give one")
+    return config

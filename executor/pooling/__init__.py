@@ -1,0 +1,1 @@
+"""Vectors of hidden states: see README.md."""

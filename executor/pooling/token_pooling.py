@@ -1,0 +1,25 @@
+"""The interface of a token pooling: of which of a prompt's tokens vectors are made, and how."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+
+class TokenPooling(Protocol):
+    """Rows come with their tokens in order, in one step or in several. It may keep state of rows between steps."""
+
+    reads_all: ClassVar[bool]
+    """It needs every token's hidden state, so that none may come from the prefix cache."""
+
+    def wanted(self, begin: int, end: int, num_tokens: int) -> slice:
+        """Of a step's tokens [begin, end) of a row that has num_tokens in all, those whose hidden states `add` gets:
+        positions, which may be none."""
+
+    def add(self, row: int, hidden: Tensor, *, is_end: bool) -> Tensor | None:
+        """hidden [num_wanted, width] float32: of the wanted tokens, which are at least one. At the row's end, its
+        vectors, [num_vectors, width] float32."""
+
+    def leave(self, row: int) -> None:
+        """Forgets a row, which may have ended or not."""

@@ -1,0 +1,74 @@
+"""Prompts of requests that pool: their tokens, truncated from the end unless asked otherwise, and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.frontend.api.inputs.prompts import Prompt, Tokenization, check_token_ids, tokenize
+from headrace.frontend.api.parameters.pooling_params import PoolingParams
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import Pool, Welcome
+
+NOT_POOLING = (
+    "it is only supported for pooling models. Try passing `--runner pooling` to use the model as a pooling model, or "
+    "`--runner generate --convert embed` to use it for both"
+)
+
+
+def tokenize_to_pool(
+    prompts: Sequence[Prompt],
+    params: Sequence[PoolingParams],
+    tokenizer: Tokenizer | None,
+    how: Tokenization,
+    welcome: Welcome,
+) -> None:
+    """Sets the token ids of prompts that have only text, and truncates prompts as `how` and `params` ask. The special
+    tokens around a text are kept: the last may be the one whose hidden state is pooled."""
+    if welcome.pooling is not None and welcome.pooling.lower_case:
+        for prompt in prompts:
+            prompt.text = prompt.text and prompt.text.lower()
+    of_text = [prompt.token_ids is None for prompt in prompts]
+    tokenize(prompts, tokenizer, how)
+    for prompt, each, is_text in zip(prompts, params, of_text, strict=True):
+        most = _most_tokens(how, each, welcome)
+        if most is not None and len(prompt.token_ids or ()) > most:
+            inner = tokenizer.encode(prompt.text or "", False) if is_text and tokenizer is not None else None
+            prompt.token_ids = _cut(list(prompt.token_ids or ()), inner, most, from_left=how.truncates_left(False))
+
+
+def _most_tokens(how: Tokenization, params: PoolingParams, welcome: Welcome) -> int | None:
+    asked = [params.truncate_prompt_tokens, how.truncate_prompt_tokens]
+    if how.truncation:
+        asked.append(-1 if how.max_length is None else how.max_length)
+    limits = [welcome.max_model_len if each == -1 else each for each in asked if each is not None]
+    return min(limits, default=None)
+
+
+def _cut(token_ids: list[int], inner: Sequence[int] | None, most: int, *, from_left: bool) -> list[int]:
+    """token_ids: special tokens, then `inner` (the text's own), then special tokens; inner None: all are its own."""
+    before = after = 0
+    if inner is not None and (num_special := len(token_ids) - len(inner)) > 0:
+        starts = range(num_special + 1)
+        before = next((n for n in starts if token_ids[n : n + len(inner)] == list(inner)), 0)
+        after = num_special - before
+    body = token_ids[before : len(token_ids) - after]
+    room = max(0, most - before - after)
+    kept = body[len(body) - room :] if from_left else body[:room]
+    return (token_ids[:before] + kept + token_ids[len(token_ids) - after :])[:most]
+
+
+def check_pooling(prompt: Prompt, params: PoolingParams, welcome: Welcome) -> Pool:
+    """The task for the engine. Raises InvalidRequestError for a request that it can never serve."""
+    params.verify()
+    if welcome.pooling is None:
+        raise InvalidRequestError(f"this engine generates and does not pool: {NOT_POOLING}")
+    task = params.to_wire(welcome.pooling, welcome.served_model_names[0])
+    check_token_ids(prompt, welcome)
+    if len(prompt.token_ids or ()) > welcome.max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {len(prompt.token_ids or ())} tokens, and max_model_len is {welcome.max_model_len} (the "
+            f"model's maximum context length is {welcome.max_model_len} tokens): shorten the prompt, or let "
+            "truncate_prompt_tokens=-1 truncate it"
+        )
+    return task

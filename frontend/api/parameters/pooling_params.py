@@ -1,0 +1,136 @@
+"""`PoolingParams`: how a prompt's hidden states become vectors, under vLLM's field names and defaults."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.frontend.api.parameters.sampling_fields import plain_integer
+from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, UnknownFieldError, nearest
+from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import Pool, Pooling
+
+RETIRED = ("normalize", "softmax", "activation")
+"""Former names of use_activation."""
+KINDS = ("embed", "classify", "token_embed", "token_classify")
+REMOVED_TASKS = {
+    "score": "`score` task was removed; use `classify` instead.",
+    "encode": "`encode` task was removed; use `token_embed` or `token_classify` instead.",
+}
+NOT_SUPPORTED = {
+    "step_tag_id": "it is of process reward models",
+    "returned_token_ids": "it is of process reward models",
+    "late_interaction_params": "scores of late interaction are not computed yet",
+    "extra_kwargs": "there are no plugins of pooling that read it",
+}
+
+
+class _ReadsRetiredNames(type(msgspec.Struct)):  # type: ignore[misc]
+    """Takes former names of fields, and refuses an unknown name with a suggestion."""
+
+    if not TYPE_CHECKING:  # type checkers derive the constructor from the fields
+
+        def __call__(cls, *args: Any, **given: Any) -> Any:
+            for name in RETIRED:
+                value = given.pop(name, None)
+                if value is not None and given.setdefault("use_activation", value) != value:
+                    raise InvalidRequestError(f"PoolingParams: {name} is the former name of use_activation; give one")
+            unknown = [name for name in given if name not in cls.__struct_fields__]
+            if unknown:
+                near = nearest(unknown[0], list(cls.__struct_fields__))
+                raise UnknownFieldError(f"PoolingParams has no field {unknown[0]!r}{near}")
+            return super().__call__(*args, **given)
+
+
+class PoolingParams(msgspec.Struct, metaclass=_ReadsRetiredNames, dict=True, omit_defaults=True):
+    """None means the model's own setting."""
+
+    use_activation: bool | None = None
+    """Whether an embedding is scaled to length 1. Its former names normalize, softmax and activation are taken too."""
+    dimensions: int | None = None
+    """To how many of its first values an embedding is cut, before it is scaled."""
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
+    task: str | None = None
+    """embed; set by the method that is called."""
+    requires_token_ids: bool = False
+    skip_reading_prefix_cache: bool | None = None
+    """Compute the whole prompt; its blocks are still cached for other requests."""
+    late_interaction_params: Any = None
+    extra_kwargs: dict[str, Any] | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+    truncate_prompt_tokens: int | None = None
+    """Most tokens of the prompt to keep; -1 means max_model_len."""
+
+    def __post_init__(self) -> None:
+        self.verify()
+
+    def clone(self) -> PoolingParams:
+        return copy.deepcopy(self)
+
+    @property
+    def n(self) -> int:
+        """The number of outputs, which a router counts with."""
+        return 1
+
+    def verify(self, model_config: Any = None) -> None:
+        """Raises InvalidRequestError, naming the field, for a value of the wrong type or range, and for what is not
+        supported."""
+        if self.task in REMOVED_TASKS:
+            raise InvalidRequestError(REMOVED_TASKS[self.task])
+        if self.task is not None and self.task not in KINDS:
+            raise InvalidRequestError(f"PoolingParams.task is {self.task!r}; known are {', '.join(KINDS)}")
+        if self.output_kind is not RequestOutputKind.FINAL_ONLY:
+            raise InvalidRequestError(f"For pooling output_kind has to be FINAL_ONLY, got {self.output_kind!r}")
+        for name in ("use_activation", "skip_reading_prefix_cache"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise InvalidRequestError(f"PoolingParams.{name} must be true or false, not {value!r:.100}")
+        for name, least in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
+            value = getattr(self, name)
+            plain = None if value is None else plain_integer(value)
+            if value is not None and (plain is None or not least <= plain < 2**31):
+                raise InvalidRequestError(
+                    f"PoolingParams.{name} must be an integer of at least {least}, not {value!r:.100}"
+                )
+            setattr(self, name, plain)
+        for name, why in NOT_SUPPORTED.items():
+            if getattr(self, name) is not None:
+                raise InvalidRequestError(f"PoolingParams.{name} is not supported by this version: {why}; leave it out")
+
+    def to_wire(self, pooling: Pooling, model: str) -> Pool:
+        """The task for an engine of this model. Raises InvalidRequestError for what the model cannot do."""
+        kind: Any = self.task or pooling.kinds[0]
+        if kind not in pooling.kinds:
+            group, name = ("Embedding", "embed") if kind in ("embed", "token_embed") else ("Classification", "classify")
+            raise InvalidRequestError(
+                f"{group} API ({kind}) is not supported by this model. Supported tasks: {', '.join(pooling.kinds)}. "
+                f"Try converting the model using `--convert {name}`."
+            )
+        if self.dimensions is not None:
+            self._check_dimensions(self.dimensions, pooling, model)
+        return Pool(
+            kind=kind,
+            dimensions=self.dimensions if self.dimensions is not None else pooling.default_dimensions,
+            activate=pooling.activate if self.use_activation is None else self.use_activation,
+            skip_reading_prefix_cache=bool(self.skip_reading_prefix_cache),
+        )
+
+    @staticmethod
+    def _check_dimensions(asked: int, pooling: Pooling, model: str) -> None:
+        if pooling.dimensions is None:
+            raise InvalidRequestError(
+                f"Model {model!r} does not support Matryoshka embeddings; dimensions must be unset (received "
+                f"dimensions={asked}). If it was trained for them, start the engine with "
+                'hf_overrides={"is_matryoshka": true}'
+            )
+        if not asked <= pooling.width:
+            raise InvalidRequestError(
+                f"Model {model!r} only supports dimensions in range [1, {pooling.width}], got {asked}."
+            )
+        if pooling.dimensions and asked not in pooling.dimensions:
+            raise InvalidRequestError(
+                f"Model {model!r} only supports Matryoshka dimensions {list(pooling.dimensions)}, got {asked}."
+            )

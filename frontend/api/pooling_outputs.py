@@ -1,0 +1,97 @@
+"""The outputs of requests that pool, under vLLM's names."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+O = TypeVar("O")  # noqa: E741 - vLLM's own name is _O
+
+
+class PoolingOutput:
+    """A prompt's vector or vectors."""
+
+    def __init__(self, values: memoryview[Any], width: int | None = None) -> None:
+        """values: float32; width: of each of several vectors, None for one vector."""
+        self.values, self.width = values, width
+
+    @property
+    def data(self) -> Any:
+        """A torch tensor as vLLM's, [width] float32 or [num_vectors, width]; without torch, lists of numbers."""
+        try:
+            torch = importlib.import_module("torch")
+        except ImportError:
+            return self.tolist()
+        found = torch.frombuffer(bytearray(self.values), dtype=torch.float32) if len(self.values) else torch.empty(0)
+        return found if self.width is None else found.view(-1, self.width)
+
+    def tolist(self) -> list[Any]:
+        """The numbers, as one list or as one list per vector."""
+        flat: list[Any] = self.values.tolist()
+        if self.width is None:
+            return flat
+        return [flat[first : first + self.width] for first in range(0, len(flat), self.width)]
+
+    def __repr__(self) -> str:
+        return f"PoolingOutput(data={self.tolist()})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PoolingOutput) and (self.values, self.width) == (other.values, other.width)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class PoolingRequestOutput(Generic[O]):
+    """A finished request that pools."""
+
+    def __init__(
+        self,
+        request_id: str,
+        outputs: O,
+        prompt_token_ids: list[int],
+        num_cached_tokens: int,
+        finished: bool,
+        *,
+        error: None = None,
+    ) -> None:
+        """error: vLLM's field; a request that fails raises its error here."""
+        self.request_id, self.outputs, self.prompt_token_ids = request_id, outputs, prompt_token_ids
+        self.num_cached_tokens, self.finished, self.error = num_cached_tokens, finished, error
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(request_id={self.request_id!r}, outputs={self.outputs!r}, "
+            f"prompt_token_ids={self.prompt_token_ids}, num_cached_tokens={self.num_cached_tokens}, "
+            f"finished={self.finished})"
+        )
+
+
+@dataclass
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @staticmethod
+    def from_base(pooling_output: PoolingOutput) -> EmbeddingOutput:
+        if pooling_output.width is not None:
+            raise ValueError("pooled_data should be a 1-D embedding vector")
+        return EmbeddingOutput(pooling_output.tolist())
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+    def __repr__(self) -> str:
+        return f"EmbeddingOutput(hidden_size={self.hidden_size})"
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    @staticmethod
+    def from_base(request_output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
+        return EmbeddingRequestOutput(
+            request_id=request_output.request_id,
+            outputs=EmbeddingOutput.from_base(request_output.outputs),
+            prompt_token_ids=request_output.prompt_token_ids,
+            num_cached_tokens=request_output.num_cached_tokens,
+            finished=request_output.finished,
+        )

@@ -1,0 +1,41 @@
+"""A request that pools, on the client's side: one output, at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.api.outputs import RequestOutput
+from headrace.frontend.api.parameters.pooling_params import PoolingParams
+from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.api.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.ipc.messages import Pool, Task
+
+_NO_TOKENS = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+class PoolingStream(RequestStream):
+    """A `RequestStream` whose one sequence gets no tokens, but vectors."""
+
+    def __init__(self, request_id: str, prompt: Prompt, params: PoolingParams, task: Pool, slot: int) -> None:
+        super().__init__(request_id, prompt, _NO_TOKENS, None, slot)
+        self.pooling_params, self._task = params, task
+        self.vectors: memoryview[Any] | None = None
+        """[num_vectors * width] float32, once they have come."""
+        self.width = 0
+
+    def task_of(self, sequence: SequenceState) -> Task:
+        return self._task
+
+    def _read(self) -> RequestOutput | PoolingRequestOutput[PoolingOutput]:  # type: ignore[override]
+        self._news = False
+        self._final_given = self._ended
+        vectors: memoryview[Any] = self.vectors if self.vectors is not None else memoryview(b"").cast("f")
+        return PoolingRequestOutput(
+            request_id=self.request_id,
+            outputs=PoolingOutput(vectors, None if self._task.kind in ("embed", "classify") else self.width),
+            prompt_token_ids=list(self.prompt.token_ids or ()),
+            num_cached_tokens=self.num_cached_tokens or 0,
+            finished=self._ended,
+        )

@@ -1,0 +1,410 @@
+"""Embeddings of decoders by the last token, beside transformers' own hidden states."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from rank_threads import RankThreads, pool_for_each_rank
+from safetensors.torch import load_file, save_file
+
+from headrace import LLM, AsyncLLM, InvalidRequestError, ModelError, OptionError, PoolingParams, SamplingParams
+
+__all__ = ["pool_for_each_rank"]  # a fixture of the tests with ranks
+
+THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
+LENGTHS = (1, 3, 15, 16, 17, 257, 700)
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 704,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 200,
+    "use_tqdm_on_load": False,
+}
+LAST = {"word_embedding_dimension": 64, "pooling_mode_cls_token": False, "pooling_mode_lasttoken": True}
+QWEN3 = {"max_position_embeddings": 704, "tie_word_embeddings": True}
+
+
+def as_sentence_folder(
+    folder: Path,
+    pooling: dict[str, Any] | None = None,
+    kinds: Sequence[str] = ("Transformer", "Pooling", "Normalize"),
+) -> Path:
+    """Adds the files that sentence-transformers writes beside a model such as Qwen3-Embedding."""
+    places = {"Transformer": "", "Pooling": "1_Pooling"}
+    modules = [
+        {
+            "idx": n,
+            "name": str(n),
+            "path": places.get(kind, f"{n}_{kind}"),
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for n, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(LAST if pooling is None else pooling))
+    prompts = {"prompts": {"query": "Instruct: find it\nQuery:", "document": ""}, "default_prompt_name": None}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    return folder
+
+
+def with_end(folder: Path) -> Path:
+    """Makes the folder's tokenizer append its end token to every text, as Qwen3-Embedding's does."""
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    end = next(each["id"] for each in tokenizer["added_tokens"] if each["content"] == "</s>")
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"</s>": {"id": "</s>", "ids": [end], "tokens": ["</s>"]}},
+    }
+    file.write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("embed")
+    return with_end(as_sentence_folder(tiny_models.save("qwen3", path, tokenizer=True, **QWEN3)))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model without the files of sentence-transformers."""
+    return tiny_models.save("qwen3", tmp_path_factory.mktemp("plain"), tokenizer=True, **QWEN3)
+
+
+def prompts_of() -> list[list[int]]:
+    return [[(7 * n + 3 * length + 11) % 300 + 3 for n in range(length)] for length in LENGTHS]
+
+
+@cache
+def _model(folder: Path) -> Any:
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def expected(folder: Path, prompts: list[list[int]], *, normalized: bool = True) -> torch.Tensor:
+    with torch.inference_mode():
+        last = [_model(folder)(torch.tensor([prompt])).last_hidden_state[0, -1] for prompt in prompts]
+    found = torch.stack(last)
+    return torch.nn.functional.normalize(found, dim=1) if normalized else found
+
+
+def vectors(llm: LLM, prompts: Any, **given: Any) -> torch.Tensor:
+    return torch.tensor([output.outputs.embedding for output in llm.embed(prompts, use_tqdm=False, **given)])
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert (found - wanted).abs().max() < 1e-5
+    assert torch.nn.functional.cosine_similarity(found, wanted).min() > 0.99999
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder), in_process=True, **ENGINE) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def both(plain: Path) -> Iterator[LLM]:
+    """An engine that generates and pools."""
+    with LLM(str(plain), in_process=True, runner="generate", convert="embed", **ENGINE) as llm:
+        yield llm
+
+
+def test_vectors_are_those_of_transformers(llm: LLM, folder: Path) -> None:
+    prompts = prompts_of()
+    assert_close(vectors(llm, prompts), expected(folder, prompts))
+    assert llm.supported_tasks == ("embed",)
+
+
+def test_a_prompt_gives_the_same_bits_alone_in_a_batch_and_after_a_hit(llm: LLM) -> None:
+    prompts = prompts_of()
+    alone = [vectors(llm, [prompt])[0] for prompt in prompts]
+    assert torch.equal(torch.stack(alone[::-1]), vectors(llm, prompts[::-1]))
+    (again,) = llm.embed([prompts[-1]], use_tqdm=False)
+    assert again.num_cached_tokens == 688, "all blocks but the one of the last token"
+    assert torch.equal(torch.tensor(again.outputs.embedding), alone[-1])
+    skipping = PoolingParams(skip_reading_prefix_cache=True)
+    (whole,) = llm.embed([prompts[-1]], use_tqdm=False, pooling_params=skipping)
+    assert (whole.num_cached_tokens, torch.tensor(whole.outputs.embedding).equal(alone[-1])) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 24},
+        {"num_gpu_blocks_override": 50, "max_num_batched_tokens": 64},
+        {"async_scheduling": True, "max_num_batched_tokens": 100},
+        {"enable_chunked_prefill": False},
+    ],
+    ids=["chunks", "few blocks", "ahead", "whole prompts"],
+)
+def test_how_prompts_are_divided_changes_no_bit(llm: LLM, folder: Path, options: dict[str, Any]) -> None:
+    prompts = prompts_of()
+    with LLM(str(folder), in_process=True, **(ENGINE | options)) as other:
+        assert torch.equal(vectors(other, prompts), vectors(llm, prompts))
+
+
+@pytest.mark.parametrize("size", [(2, 1), (1, 2)], ids=["tensor parallel", "pipeline"])
+def test_two_ranks(pool_for_each_rank: None, folder: Path, size: tuple[int, int]) -> None:
+    prompts = prompts_of()
+    ranks = {"tensor_parallel_size": size[0], "pipeline_parallel_size": size[1]}
+    with LLM(str(folder), in_process=True, distributed_executor_backend=THREADS, **(ENGINE | ranks)) as llm:
+        assert_close(vectors(llm, prompts), expected(folder, prompts))
+
+
+def test_an_engine_in_a_process_of_its_own_and_async_calls(folder: Path) -> None:
+    prompts = prompts_of()
+
+    async def embed() -> tuple[Any, list[torch.Tensor]]:
+        async with AsyncLLM(str(folder), **ENGINE) as llm:
+            assert await llm.get_supported_tasks() == ("embed",)
+
+            async def one(prompt: Any, **given: Any) -> Any:
+                (output,) = [each async for each in llm.encode(prompt, PoolingParams(task="embed"), **given)]
+                return output
+
+            found = await asyncio.gather(*(one(prompt) for prompt in prompts))
+            with pytest.raises(InvalidRequestError, match="--runner generate"):
+                await anext(llm.generate([5, 6]))
+            return found, [each.outputs.data for each in found]
+
+    outputs, data = asyncio.run(embed())
+    assert [each.prompt_token_ids for each in outputs] == prompts
+    assert all(each.finished for each in outputs)
+    assert_close(torch.stack(data), expected(folder, prompts))
+
+
+def test_rows_that_generate_and_rows_that_pool_share_an_engine(both: LLM, plain: Path) -> None:
+    prompts, greedy = prompts_of(), SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    assert both.supported_tasks == ("generate", "embed")
+    alone = [both.generate([p], greedy, use_tqdm=False)[0].outputs[0].token_ids for p in prompts[:4]]
+    assert_close(vectors(both, prompts), expected(plain, prompts))
+
+    both.enqueue(prompts[:4], greedy)
+    seeded = SamplingParams(max_tokens=12, temperature=1.0, seed=3, logprobs=2, prompt_logprobs=1)
+    both.enqueue(prompts[3:5], seeded)
+    between = vectors(both, prompts)
+    outputs = both.wait_for_completion(use_tqdm=False)
+    assert_close(between, expected(plain, prompts))
+    assert [each.outputs[0].token_ids for each in outputs[:4]] == alone
+    again = both.generate(prompts[3:5], seeded, use_tqdm=False)
+    assert [each.outputs[0].token_ids for each in outputs[4:]] == [each.outputs[0].token_ids for each in again]
+
+
+def test_the_appended_end_token_is_the_one_that_is_pooled(llm: LLM, folder: Path) -> None:
+    (output,) = llm.embed("hello world", use_tqdm=False)
+    assert output.prompt_token_ids[-1] == 1
+    assert_close(torch.tensor([output.outputs.embedding]), expected(folder, [output.prompt_token_ids]))
+    (without,) = llm.embed("hello world", use_tqdm=False, tokenization_kwargs={"add_special_tokens": False})
+    assert without.prompt_token_ids == output.prompt_token_ids[:-1]
+
+
+def test_truncation_keeps_the_beginning_and_the_end_token(llm: LLM) -> None:
+    text = "the quick brown fox jumps over the lazy dog " * 120
+    (whole,) = llm.embed(text[:300], use_tqdm=False)
+    (cut,) = llm.embed(text[:300], use_tqdm=False, truncate_prompt_tokens=10)
+    assert cut.prompt_token_ids == [*whole.prompt_token_ids[:9], 1]
+    (left,) = llm.embed(
+        text[:300], use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": 10, "truncation_side": "left"}
+    )
+    assert left.prompt_token_ids == whole.prompt_token_ids[-10:]
+    (most,) = llm.embed(text, use_tqdm=False, pooling_params=PoolingParams(truncate_prompt_tokens=-1))
+    assert (len(most.prompt_token_ids), most.prompt_token_ids[-1]) == (704, 1)
+    with pytest.raises(InvalidRequestError, match=r"max_model_len is 704 .* truncate_prompt_tokens=-1"):
+        llm.embed(text, use_tqdm=False)
+
+
+def test_outputs_have_vllms_fields(llm: LLM) -> None:
+    (encoded,) = llm.encode([[5, 6, 7]], pooling_task="embed", use_tqdm=False)
+    (embedded,) = llm.embed([[5, 6, 7]], use_tqdm=False)
+    assert encoded.outputs.data.shape == (64,)
+    assert encoded.outputs.data.tolist() == embedded.outputs.embedding
+    assert (embedded.outputs.hidden_size, repr(embedded.outputs)) == (64, "EmbeddingOutput(hidden_size=64)")
+    assert (encoded.prompt_token_ids, encoded.finished, encoded.num_cached_tokens) == ([5, 6, 7], True, 0)
+    assert llm.encode([[5, 6, 7]], use_tqdm=False)[0].outputs == encoded.outputs, "the model's one task is the default"
+
+
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        ({"dimensions": 8}, "does not support Matryoshka embeddings; dimensions must be unset"),
+        ({"task": "classify"}, r"Classification API \(classify\) is not supported by this model"),
+        ({"task": "token_embed"}, r"Embedding API \(token_embed\) is not supported by this model"),
+    ],
+)
+def test_parameters_that_the_model_cannot_follow(llm: LLM, params: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        llm.encode([[5, 6]], PoolingParams(**params), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "why"),
+    [
+        ([[5], []], r"prompts\[1\]: .*cannot be empty"),
+        ([[5], [3200]], r"prompts\[1\]: prompt_token_ids\[0\] is 3200"),
+        ([[5], [5] * 705], r"prompts\[1\]: the prompt has 705 tokens"),
+        ([{"prompt": 4}], "'prompt' must be a string"),
+    ],
+)
+def test_bad_prompts_are_named_before_any_runs(llm: LLM, prompts: Any, why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        llm.embed(prompts, use_tqdm=False)
+    assert vectors(llm, [[5] * 704]).shape == (1, 64), "as many as max_model_len are right"
+
+
+def test_a_model_that_generates_says_how_it_may_pool_and_the_other_way_round(llm: LLM, plain: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="generation is only supported for generative models"):
+        llm.generate([[5, 6]], use_tqdm=False)
+    with LLM(str(plain), in_process=True, **ENGINE) as generating:
+        assert generating.supported_tasks == ("generate",)
+        with pytest.raises(InvalidRequestError, match="Try passing `--runner pooling`"):
+            generating.embed([[5, 6]], use_tqdm=False)
+
+
+def test_use_activation_and_its_former_names(llm: LLM, folder: Path) -> None:
+    prompts = prompts_of()[:3]
+    wanted = expected(folder, prompts, normalized=False)
+    for name in ("use_activation", "normalize"):
+        found = vectors(llm, prompts, pooling_params=PoolingParams(**{name: False}))
+        assert (found - wanted).abs().max() < 1e-4
+        assert (found.norm(dim=1) - 1).abs().min() > 0.1
+
+
+def test_dimensions_are_cut_before_the_vector_is_scaled(plain: Path) -> None:
+    prompts, overrides = prompts_of()[:3], {"matryoshka_dimensions": [8, 32]}
+    options = {"runner": "pooling", "hf_overrides": overrides, "pooler_config": {"dimensions": 32}}
+    with LLM(str(plain), in_process=True, **ENGINE, **options) as llm:
+        raw = expected(plain, prompts, normalized=False)
+        found = vectors(llm, prompts, pooling_params=PoolingParams(dimensions=8))
+        assert_close(found, torch.nn.functional.normalize(raw[:, :8], dim=1))
+        assert vectors(llm, prompts).shape == (3, 32), "pooler_config's, where a request does not say"
+        with pytest.raises(InvalidRequestError, match=r"only supports Matryoshka dimensions \[8, 32\], got 16"):
+            llm.embed([[5]], use_tqdm=False, pooling_params=PoolingParams(dimensions=16))
+
+
+def test_a_checkpoint_as_the_base_model_writes_it(folder: Path, tmp_path: Path, llm: LLM) -> None:
+    """Without a head, and with names that lack its prefix, as Qwen3-Embedding's and gte-Qwen2's have them."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            (tmp_path / file.relative_to(folder)).parent.mkdir(exist_ok=True)
+            (tmp_path / file.relative_to(folder)).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("model."): each for name, each in weights.items() if name != "lm_head.weight"}
+    save_file(bare, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with LLM(str(tmp_path), in_process=True, **ENGINE) as bare_llm:
+        assert torch.equal(vectors(bare_llm, prompts_of()), vectors(llm, prompts_of()))
+
+
+@pytest.mark.parametrize(
+    ("pooling", "kinds", "error", "why"),
+    [
+        ({"pooling_mode": "lasttoken"}, None, None, ""),
+        ({"pooling_mode_max_tokens": True}, None, ModelError, "pooling type max, which is not computed here yet"),
+        (
+            {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True},
+            None,
+            ModelError,
+            "MEAN and LAST: vectors of several kinds joined",
+        ),
+        (LAST, ("Transformer", "Pooling", "Dense"), ModelError, "the module 'sentence_transformers.models.Dense'"),
+        (LAST | {"word_embedding_dimension": 32}, None, ModelError, "vectors of 32 values"),
+    ],
+    ids=["new form", "max", "joined", "dense", "width"],
+)
+def test_what_the_folder_says_is_followed_or_refused(
+    folder: Path, pooling: dict[str, Any], kinds: tuple[str, ...] | None, error: Any, why: str
+) -> None:
+    from headrace.core.options.engine_options import Options
+    from headrace.executor.checkpoints.checkpoint import open_checkpoint
+    from headrace.executor.pooling.description import tasks_of
+
+    as_sentence_folder(folder, pooling, *([kinds] if kinds else []))
+    options = Options(model=str(folder))
+    try:
+        if error is None:
+            found = tasks_of(open_checkpoint(options), options, 64).pooling
+            assert found is not None
+            assert (found.tokens, found.activate) == ("LAST", True)
+        else:
+            with pytest.raises(error, match=why):
+                tasks_of(open_checkpoint(options), options, 64)
+    finally:
+        as_sentence_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"pooler_config": {"pooling_type": "LAST"}}, "add runner=pooling"),
+        ({"runner": "pooling", "pooler_config": {"pooling": "LAST"}}, "known keys are task, pooling_type"),
+        ({"runner": "pooling", "pooler_config": {"logit_mean": 1.0}}, "scores of a classifier"),
+        ({"runner": "pooling", "convert": "none"}, "use convert=embed"),
+        ({"runner": "pooling", "pooler_config": {"dimensions": 8}}, "is_matryoshka"),
+        ({"task": "score"}, "pooling makes embeddings"),
+        ({"convert": "classify"}, "pooling makes embeddings"),
+    ],
+)
+def test_options_that_contradict_each_other_or_ask_for_what_is_missing(
+    plain: Path, options: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(OptionError, match=why):
+        LLM(str(plain), in_process=True, **(ENGINE | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "normalized"),
+    [
+        ({"task": "embed"}, True),
+        ({"convert": "embed"}, True),
+        ({"runner": "pooling", "override_pooler_config": {"normalize": False}}, False),
+    ],
+)
+def test_retired_and_short_spellings(plain: Path, options: dict[str, Any], *, normalized: bool) -> None:
+    with LLM(str(plain), in_process=True, **(ENGINE | options)) as llm:
+        wanted = expected(plain, [[5, 6, 7]], normalized=normalized)
+        assert (vectors(llm, [[5, 6, 7]]) - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama_gqa_tied", "gemma2", "opt_projected_post_norm", "gpt2"])
+def test_other_decoders(name: str, tmp_path: Path) -> None:
+    folder = tiny_models.save(name, tmp_path)
+    prompts = [[token % 100 for token in prompt] for prompt in prompts_of()[:5]]
+    options = ENGINE | {"max_model_len": 48, "skip_tokenizer_init": True, "runner": "pooling"}
+    with LLM(str(folder), in_process=True, **options) as llm:
+        assert_close(vectors(llm, prompts), expected(folder, prompts))
+
+
+def test_a_row_whose_states_are_not_finite_fails_alone(plain: Path, tmp_path: Path) -> None:
+    folder = tiny_models.save("qwen3", tmp_path, **QWEN3)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][77] = float("inf")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    options = ENGINE | {"runner": "pooling", "skip_tokenizer_init": True}
+
+    async def embed() -> list[Any]:
+        async with AsyncLLM(str(folder), **options) as llm:
+
+            async def one(prompt: list[int]) -> Any:
+                return await anext(llm.encode(prompt))
+
+            return await asyncio.gather(*map(one, ([5, 6], [5, 77], [7, 8])), return_exceptions=True)
+
+    first, broken, third = asyncio.run(embed())
+    assert "the hidden states of its prompt are not finite" in str(broken)
+    wanted = expected(plain, [[5, 6], [7, 8]])
+    assert_close(torch.stack([first.outputs.data, third.outputs.data]), wanted)
