@@ -102,6 +102,16 @@ def test_a_folder_imports_only_what_it_may(folder: str) -> None:
     assert not wrong, f"{folder}/ may import {sorted(MAY_IMPORT[folder])}: {wrong}"
 
 
+def test_the_executor_uses_the_cpu_kernels_by_their_facade() -> None:
+    inner = [
+        f"{path}:{found.line} imports {found.name}"
+        for path in tree.python_files("executor")
+        for found in tree.imports(path)
+        if _is_within(found.name, "headrace.kernels.cpu") and found.name != "headrace.kernels.cpu.facade"
+    ]
+    assert not inner
+
+
 def test_the_import_check_sees_every_kind_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "executor").mkdir()
     file = Path("executor/sample.py")

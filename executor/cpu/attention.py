@@ -11,9 +11,7 @@ from headrace.executor.cpu.program import ProgramOps
 from headrace.executor.cpu.weights import CpuWeights
 from headrace.executor.models.blocks import Attend, AttendLatent
 from headrace.executor.models.reading import own_part, own_slopes
-from headrace.kernels.cpu.attention.latent import NEVER, LatentLayer
-from headrace.kernels.cpu.linear.linear import PackedLinear
-from headrace.kernels.cpu.program.parts import AttentionLayer, Buffer, Norm
+from headrace.kernels.cpu.facade import NEVER, AttentionLayer, Buffer, LatentLayer, Norm, PackedLinear
 
 
 @dataclass(frozen=True)

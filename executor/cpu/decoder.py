@@ -20,11 +20,18 @@ from headrace.executor.sampling.draws import Chosen, Draws
 from headrace.executor.step.batch import StepArrays
 from headrace.executor.step.inputs import BegunBlocks, StepLogits, no_logits
 from headrace.ipc.step import TokenMasks
-from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear.linear import FLOAT_TYPES, Runtime, runtime
-from headrace.kernels.cpu.ops import CACHE_TYPES, MOST_ROW_VALUES, why_no_attention, why_no_latent_attention
-from headrace.kernels.cpu.program.run import StepBuffers
-from headrace.kernels.cpu.sampling.sampling import SampleBuffers
+from headrace.kernels.cpu.facade import (
+    CACHE_TYPES,
+    FLOAT_TYPES,
+    MOST_ROW_VALUES,
+    Runtime,
+    SampleBuffers,
+    StepBuffers,
+    build,
+    runtime,
+    why_no_attention,
+    why_no_latent_attention,
+)
 
 
 def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankPlace = SINGLE) -> str:

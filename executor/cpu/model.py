@@ -13,8 +13,7 @@ from headrace.executor.models.blocks import LayerHeld, Linear, Norm
 from headrace.executor.models.reading import Part
 from headrace.executor.models.rotary import inverse_frequencies
 from headrace.executor.parallel.load_balancing import BalancedExperts
-from headrace.kernels.cpu.linear.linear import PackedLinear
-from headrace.kernels.cpu.program.parts import Rotary
+from headrace.kernels.cpu.facade import PackedLinear, Rotary
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,21 @@ from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.vocabulary import stream_scale
 from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
-from headrace.kernels.cpu.experts.moe import PackedExperts
-from headrace.kernels.cpu.linear.linear import Runtime
-from headrace.kernels.cpu.program.parts import Buffer, LayerCache, Rotary
-from headrace.kernels.cpu.program.program import Builder
-from headrace.kernels.cpu.program.ranks import rank_gather, rank_meet, rank_sum
-from headrace.kernels.cpu.program.run import Program, StepBuffers
-from headrace.kernels.cpu.runtime.collectives import GroupC
-from headrace.kernels.cpu.sampling.sampling import SampleBuffers
+from headrace.kernels.cpu.facade import (
+    Buffer,
+    Builder,
+    GroupC,
+    LayerCache,
+    PackedExperts,
+    Program,
+    Rotary,
+    Runtime,
+    SampleBuffers,
+    StepBuffers,
+    rank_gather,
+    rank_meet,
+    rank_sum,
+)
 
 ALONE_S = 500e-6
 """A step shorter than this runs on one thread: beside other busy processes (the client, the HTTP server) two threads

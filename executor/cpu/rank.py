@@ -38,7 +38,7 @@ from headrace.executor.step.pipeline import StageRunner
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.process.host import HostMemory, host_memory, usable_cores
 from headrace.ipc.step import StepPlan, StepResult
-from headrace.kernels.cpu import build, units
+from headrace.kernels.cpu.facade import build, units
 from headrace.kernels.registry import Op, Version
 
 logger = logging.getLogger(__name__)

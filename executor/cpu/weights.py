@@ -21,21 +21,22 @@ from headrace.executor.models.reading import CheckedWeights, Part, own_part
 from headrace.executor.models.sizes import model_weights
 from headrace.executor.parallel.padding import grouped_part, packed_part, stored_source
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
-from headrace.kernels.cpu.experts.moe import PackedExperts, why_no_experts
-from headrace.kernels.cpu.linear.linear import (
+from headrace.kernels.cpu.facade import (
     FLOAT_TYPES,
     GROUPED_TYPES,
     WEIGHT_TYPES,
     Arena,
+    Norm,
+    PackedExperts,
     PackedLinear,
     Runtime,
     dequantise,
     pack,
     quantise,
     quantise_wide,
+    why_no_experts,
     why_not_group,
 )
-from headrace.kernels.cpu.program.parts import Norm
 from headrace.kernels.grouped import GroupedWeight, fit_half, joined
 
 logger = logging.getLogger(__name__)

@@ -22,10 +22,7 @@ from headrace.executor.parallel.shared_layout import (
     TOKEN_SLOTS,
     Layout,
 )
-from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear.args import DTYPES
-from headrace.kernels.cpu.runtime.collectives import OUTCOMES, GroupC, PeerC, declare
-from headrace.kernels.cpu.runtime.pointers import pointer
+from headrace.kernels.cpu.facade import DTYPES, OUTCOMES, GroupC, PeerC, build, declare, pointer
 
 STORE_PORT_AT = 16
 """Offset in the shared memory of a uint16: the loopback port of the gloo ranks' store, 0 until it listens."""

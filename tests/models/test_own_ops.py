@@ -88,9 +88,7 @@ OPS = """
 import ctypes
 from pathlib import Path
 
-from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear.linear import ROWS_LOGITS, ROWS_TOKENS
-from headrace.kernels.cpu.runtime.pointers import pointer
+from headrace.kernels.cpu.facade import ROW_COUNTS, build, pointer
 
 
 class EagerSquare:
@@ -116,7 +114,7 @@ class ProgramSquare:
 
     def write(self, ops, x):
         out = ops.room(x.columns, x.tensor.dtype)
-        rows = {"tokens": ROWS_TOKENS, "logits": ROWS_LOGITS}[x.rows]
+        rows = ROW_COUNTS[x.rows]
         args = SquareArgs(x.address, pointer(self.scale), out.address, x.stride, out.stride, x.columns, rows)
         ops.builder.op(self.library.dll.squares_op, args, (x,), (out,), keep=(self,))
         print("written", x.rows)

@@ -1,0 +1,74 @@
+"""What `executor/` and other packages use of the CPU kernels. Where it lies in this folder is no concern of theirs."""
+
+from __future__ import annotations
+
+from headrace.kernels.cpu import build, units
+from headrace.kernels.cpu.attention.latent import NEVER, LatentLayer
+from headrace.kernels.cpu.experts.moe import PackedExperts, why_no_experts
+from headrace.kernels.cpu.linear.args import DTYPES
+from headrace.kernels.cpu.linear.linear import (
+    FLOAT_TYPES,
+    GROUPED_TYPES,
+    WEIGHT_TYPES,
+    Arena,
+    PackedLinear,
+    Runtime,
+    dequantise,
+    pack,
+    quantise,
+    quantise_wide,
+    runtime,
+    why_not_group,
+)
+from headrace.kernels.cpu.ops import CACHE_TYPES, MOST_ROW_VALUES, why_no_attention, why_no_latent_attention
+from headrace.kernels.cpu.program.parts import AttentionLayer, Buffer, LayerCache, Norm, Rotary
+from headrace.kernels.cpu.program.program import ROW_COUNTS, Builder
+from headrace.kernels.cpu.program.ranks import rank_gather, rank_meet, rank_sum
+from headrace.kernels.cpu.program.run import Program, StepBuffers
+from headrace.kernels.cpu.runtime.collectives import OUTCOMES, GroupC, PeerC, declare
+from headrace.kernels.cpu.runtime.pointers import pointer
+from headrace.kernels.cpu.sampling.sampling import SampleBuffers
+
+__all__ = [
+    "CACHE_TYPES",
+    "DTYPES",
+    "FLOAT_TYPES",
+    "GROUPED_TYPES",
+    "MOST_ROW_VALUES",
+    "NEVER",
+    "OUTCOMES",
+    "ROW_COUNTS",
+    "WEIGHT_TYPES",
+    "Arena",
+    "AttentionLayer",
+    "Buffer",
+    "Builder",
+    "GroupC",
+    "LatentLayer",
+    "LayerCache",
+    "Norm",
+    "PackedExperts",
+    "PackedLinear",
+    "PeerC",
+    "Program",
+    "Rotary",
+    "Runtime",
+    "SampleBuffers",
+    "StepBuffers",
+    "build",
+    "declare",
+    "dequantise",
+    "pack",
+    "pointer",
+    "quantise",
+    "quantise_wide",
+    "rank_gather",
+    "rank_meet",
+    "rank_sum",
+    "runtime",
+    "units",
+    "why_no_attention",
+    "why_no_experts",
+    "why_no_latent_attention",
+    "why_not_group",
+]
