@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup
+from headrace.core.options.cache_groups import CacheGroup
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import ModelDescription, Plan
 from headrace.core.options.resolve import FP8_CACHES
@@ -23,6 +23,7 @@ from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.implementations import FoundModel, find_model
 from headrace.executor.models.sizes import prompt_logprobs_cost
+from headrace.executor.models.state_pages import FLOAT_BYTES, state_layout
 from headrace.executor.parallel.divisibility import check_experts, check_shares
 from headrace.executor.parallel.expert_exchange import ExpertExchange
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
@@ -117,12 +118,22 @@ class ModelRank(Rank):
                 "expert_placement_strategy=round_robin spreads neighbours"
             )
         self._weights = weights_identity(checkpoint)
-        groups = kv_cache.cache_groups(spec, self._options.max_model_len, self._place.tp_size)
-        if self._options.disable_hybrid_kv_cache_manager:
-            groups = ONE_GROUP
-        kv_rows, kv_elements = own_kv(spec, self._place, groups)
+        if spec.has_states and self._device.type != "cpu":
+            raise ModelError(
+                f"{spec.architecture} has layers that keep a state per sequence, which a CPU alone computes"
+            )
+        groups = kv_cache.cache_groups(
+            spec,
+            self._options.max_model_len,
+            self._place.tp_size,
+            self._options.block_size,
+            windows_apart=not self._options.disable_hybrid_kv_cache_manager,
+        )
+        share = own_share(spec, self._place, groups)
         if self._options.kv_cache_dtype in FP8_CACHES and not self._options.calculate_kv_scales:
             self._cache_scales = checkpoint.cache_scales(spec)
+        if self._cache_scales:
+            share["kv_rows_per_token"] = 0
         return ModelDescription(
             name=checkpoint.name,
             architecture=spec.architecture,
@@ -136,8 +147,7 @@ class ModelRank(Rank):
             num_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
-            kv_elements_per_token=kv_elements,
-            kv_rows_per_token=0 if self._cache_scales else kv_rows,
+            **share,
             cache_groups=groups,
             eos_token_ids=self._ends(checkpoint, spec),
             generation_defaults=dict(checkpoint.generation_config),
@@ -406,14 +416,19 @@ class WorkerProfile:
         return str(path)
 
 
-def own_kv(spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> tuple[int, int]:
-    """What this rank's KV cache keeps per token: the number of vectors, and of their elements.
+def own_share(spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> dict[str, Any]:
+    """What this rank's part of the cache keeps: fields of a `ModelDescription`.
 
     Summed over the ranks this may exceed what one rank alone would keep: if there are fewer key/value heads than ranks,
     and if pipeline stages have unequal numbers of a group's layers.
     """
     layout = kv_cache.Layout.of(spec, place, groups)
-    return layout.rows, layout.elements
+    return {
+        "kv_elements_per_token": layout.elements,
+        "kv_rows_per_token": layout.rows,
+        "kv_entry_elements": layout.entry_elements,
+        "state_page_bytes": FLOAT_BYTES * state_layout(spec, place, groups).page_elements,
+    }
 
 
 def cache_dtype(plan: Plan, *, is_program: bool) -> torch.dtype:

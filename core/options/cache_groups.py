@@ -28,6 +28,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+PAGE_ALIGNMENT = 64
 MOST_PADDING = 1.5
 """If the kinds' numbers of layers differ by less than this factor, each kind is one group of the larger number."""
 
@@ -74,6 +75,8 @@ def group_layers(windows: Sequence[int | None], token_elements: Sequence[int] | 
     first. The layers of a kind are assigned to its groups in turn, so that each pipeline stage has about equally many
     of each group.
     """
+    if not windows:
+        return ()
     sizes = token_elements or [1] * len(windows)
     place_elements = math.lcm(*sizes)
     kinds: dict[tuple[int, int], list[int]] = {}
@@ -94,6 +97,15 @@ def group_layers(windows: Sequence[int | None], token_elements: Sequence[int] | 
 def request_blocks(groups: Sequence[CacheGroup], num_tokens: int, block_size: int, step_tokens: int = 1) -> int:
     """The most blocks, in all groups together, that one request holds at once. Arguments as in `num_blocks`."""
     return sum(group.num_blocks(num_tokens, block_size, step_tokens) for group in groups)
+
+
+def page_bytes(token_bytes: int, state_bytes: int, entry_bytes: int) -> int:
+    """Size of a block on one rank. token_bytes: of the keys and values in it; state_bytes: of a page of a sequence's
+    state, 0 where no layer keeps one; entry_bytes: the page is a whole number of these where states share it."""
+    if not state_bytes:
+        return token_bytes
+    unit = math.lcm(entry_bytes or 1, PAGE_ALIGNMENT)
+    return -(-max(token_bytes, state_bytes) // unit) * unit
 
 
 def longest_request(

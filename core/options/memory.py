@@ -5,7 +5,7 @@ All cache groups draw from one pool, so a request takes the sum of the blocks th
 
 from __future__ import annotations
 
-from headrace.core.options.cache_groups import CacheGroup, longest_request, request_blocks
+from headrace.core.options.cache_groups import CacheGroup, longest_request, page_bytes, request_blocks
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, MemoryReading, Plan
 from headrace.ipc.failure import OptionError
@@ -23,7 +23,9 @@ def block_bytes(plan: Plan) -> int:
     """Size of one KV block, over all layers of a group."""
     model, element_bytes = plan.model, DTYPE_BYTES[plan.kv_cache_dtype]
     scale_bytes = SCALE_BYTES * model.kv_rows_per_token if element_bytes == 1 else 0
-    return plan.block_size * (model.kv_elements_per_token * element_bytes + scale_bytes)
+    of_tokens = plan.block_size * (model.kv_elements_per_token * element_bytes + scale_bytes)
+    entry_bytes = plan.block_size * model.kv_entry_elements * element_bytes
+    return page_bytes(of_tokens, model.state_page_bytes, entry_bytes)
 
 
 def blocks_for(num_tokens: int, plan: Plan) -> int:

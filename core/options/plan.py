@@ -9,7 +9,12 @@ import msgspec
 from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup
 from headrace.core.options.engine_options import Options
 from headrace.core.options.reasoning import Reasoning
-from headrace.core.options.speculation import CPU_STEP_TOKENS, GPU_STEP_TOKENS, Speculation
+from headrace.core.options.speculation import (
+    CPU_STEP_TOKENS,
+    FORCED_CPU_STEP_TOKENS,
+    GPU_STEP_TOKENS,
+    Speculation,
+)
 from headrace.core.options.structured_outputs import StructuredOutputs
 from headrace.ipc.messages import Pooling
 
@@ -38,6 +43,12 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     kv_rows_per_token: int
     """Number of vectors of head_dim elements that these form. A quantised cache has a scale for each. 0 if the cache
     uses the checkpoint's scales, which are per layer."""
+    kv_entry_elements: int = 0
+    """Elements per token of what kernels address as one entry of a block, where a block may also hold a part of a
+    sequence's state: it is then a whole number of entries. 0: no layer caches tokens."""
+    state_page_bytes: int = 0
+    """Size of a block that the state of one sequence needs at least, so that it fits into the pages of its cache group;
+    0: no layer keeps a state."""
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, Any]
     """Values of generation_config.json, under SamplingParams' names."""
@@ -116,6 +127,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         form = "packed" if self.weights_stay_packed else f"{self.weight_bits} bits" if self.weight_bits else "whole"
         form = f"{self.model.stored_as} {form}".strip()
         return f"{weights or self.model.name} {form} {self.dtype} {self.kv_cache_dtype}"
+
+    @property
+    def most_drafts(self) -> int:
+        """The most draft tokens of a row in a step; without speculation, those that grammars force."""
+        if self.speculation is not None:
+            return max(self.speculation.num_speculative_tokens, self.model.num_rank_drafts)
+        return self.model.num_rank_drafts or FORCED_CPU_STEP_TOKENS
 
     @property
     def max_logits(self) -> int:

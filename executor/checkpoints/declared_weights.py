@@ -200,6 +200,7 @@ def _places(spec: ArchSpec, held: frozenset[str]) -> dict[str, Place]:
         if rope is None or not rope.interleaved:
             continue
         keys = layer.mixer.cache
+        assert keys is not None, "rotation is of attention"
         order = _halves_apart(keys.key_size, rope.rotary_dim)
         each = [(names.query, layer.mixer.num_heads), (names.key, keys.num_heads)]
         each += [(names.query_norm, 1), (names.key_norm, 1)]

@@ -55,7 +55,7 @@ def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankPlace = SINGLE) -> st
             return f"the program has no op for {', '.join(lacking)}."
     if spec.hidden_size > MOST_ROW_VALUES:
         return f"the program norms rows of at most {MOST_ROW_VALUES} values, not {spec.hidden_size}."
-    for kept in {mixer.cache for mixer in spec.mixers}:
+    for kept in {mixer.cache for mixer in spec.mixers if mixer.cache is not None}:
         reason = why_no_attention(head_dim=kept.key_size) if kept.value_size else why_no_latent_attention(kept.key_size)
         if reason:
             return reason

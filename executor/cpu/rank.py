@@ -37,7 +37,7 @@ from headrace.executor.step.batch import BatchState
 from headrace.executor.step.pipeline import StageRunner
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.process.host import HostMemory, host_memory, usable_cores
-from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.step import StateSnapshots, StepPlan, StepResult
 from headrace.kernels.cpu.facade import build, units
 from headrace.kernels.registry import Op, Version
 
@@ -54,6 +54,7 @@ class CpuRank(ModelRank):
     """
 
     max_steps_in_flight = 2
+    reads = ModelRank.reads | {StateSnapshots}
 
     def __init__(self, options: Options, place: RankPlace = SINGLE) -> None:
         super().__init__(options, place, torch.device("cpu"))
@@ -108,11 +109,13 @@ class CpuRank(ModelRank):
         assert model is not None, "load comes first"
         dtype = cache_dtype(plan, is_program=isinstance(model, CpuDecoder))
         groups = plan.model.cache_groups
-        cache = self._cache = kv_cache.allocate(
+        cache = kv_cache.allocate(
             model.spec, num_blocks, plan.block_size, dtype, self._device, self._place, groups, self._cache_scales
         )
-        sharing = tuple(group.layers_in_place for group in groups)
-        batch = BatchState(plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids, sharing)
+        cache = kv_cache.with_drafts(cache, model.spec, self._place, plan.max_num_seqs, plan.most_drafts)
+        self._cache = cache
+        ends, pages = plan.model.eos_token_ids, groups[-1].pages
+        batch = BatchState(plan.max_num_seqs, max_model_len, plan.block_size, ends, cache.factors, pages)
         self._runner = self._make_runner(model, batch)
         if isinstance(model, CpuDecoder):
             model.bind(cache)  # now, so that the first request need not wait for it

@@ -65,6 +65,32 @@ class TokenCache:
         """Cached elements per token."""
         return self.num_heads * (self.key_size + self.value_size)
 
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        sizes = {"key": self.key_size, "value": self.value_size}
+        return tuple(Kept(name, (self.num_heads, size)) for name, size in sizes.items() if size)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One thing that a mixer keeps between steps, for each token or for the whole sequence."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of one token, or of the sequence. The first dimension counts units, which stay whole in memory: the heads, or the
+    past inputs of a convolution."""
+    per: Literal["token", "sequence"] = "token"
+    dtype: Literal["cache", "float32"] = "cache"
+    """cache: the type of cached keys and values."""
+
+    @property
+    def unit_elements(self) -> int:
+        return math.prod(self.shape[1:])
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -260,12 +286,14 @@ class ArchSpec:
             self._require(not self.stream.problem(), self.stream.problem())
             self._require(self.norm_placement == "sandwich", "a stream of several rows needs norms on both sides")
         self._check_shared_caches()
-        heads = sorted({mixer.num_heads for mixer in self.mixers})
-        self._require(len(heads) == 1, f"layers differ in the number of their heads: {heads}")
-        caches = {mixer.cache for mixer in self.mixers}
+        attention = [mixer for mixer in self.mixers if mixer.cache is not None]
+        heads = sorted({mixer.num_heads for mixer in attention})
+        self._require(len(heads) <= 1, f"layers differ in the number of their heads: {heads}")
+        caches = {mixer.cache for mixer in attention if mixer.cache is not None}
         parts = {Fraction(cache.num_heads * cache.key_size, cache.elements) for cache in caches}
-        self._require(len(parts) == 1, f"layers differ in which part of what they keep are keys: {caches}")
-        for rope, head in {(mixer.rope, mixer.cache.key_size) for mixer in self.mixers if mixer.rope is not None}:
+        self._require(len(parts) <= 1, f"layers differ in which part of what they keep are keys: {caches}")
+        rotated = {(mixer.rope, mixer.cache.key_size) for mixer in attention if mixer.rope and mixer.cache}
+        for rope, head in rotated:
             self._require(
                 rope.rotary_dim % 2 == 0 and 2 <= rope.rotary_dim <= head,
                 f"{rope.rotary_dim} rotary dimensions must be even and fit a head of {head}",
@@ -316,8 +344,8 @@ class ArchSpec:
 
     @property
     def num_heads(self) -> int:
-        """Query heads of every layer."""
-        return self.layers[0].mixer.num_heads
+        """Query heads of every attention layer; 0 without one."""
+        return max(mixer.num_heads for mixer in self.mixers)
 
     @property
     def num_layers(self) -> int:
@@ -374,7 +402,16 @@ class ArchSpec:
         }
         return replace(self, layers=tuple(padded[layer] for layer in self.layers))
 
-    def own_caches(self, tp_size: int) -> tuple[TokenCache, ...]:
-        """What each layer caches per token on one of `tp_size` ranks. Raises ModelError as `for_ranks` does."""
+    def own_caches(self, tp_size: int) -> tuple[TokenCache | None, ...]:
+        """What each layer caches per token on one of `tp_size` ranks; None for a layer that keeps a state instead.
+        Raises ModelError as `for_ranks` does."""
         whole = (layer.mixer.cache for layer in self.for_ranks(tp_size).layers)
-        return tuple(replace(cache, num_heads=max(1, cache.num_heads // tp_size)) for cache in whole)
+        return tuple(each and replace(each, num_heads=max(1, each.num_heads // tp_size)) for each in whole)
+
+    def own_states(self, tp_size: int) -> tuple[tuple[Kept, ...], ...]:
+        """What each layer keeps per sequence on one of `tp_size` ranks; empty for a layer that caches tokens."""
+        return tuple(layer.mixer.state(tp_size) for layer in self.for_ranks(tp_size).layers)
+
+    @property
+    def has_states(self) -> bool:
+        return any(mixer.cache is None for mixer in self.mixers)

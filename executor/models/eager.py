@@ -23,11 +23,12 @@ from headrace.executor.models.reading import CheckedWeights, Part, own_part, own
 from headrace.executor.parallel.padding import grouped_part, stored_source
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.grouped import GroupedWeight, joined
-from headrace.kernels.reference.attention import AttentionParams, PagedBatch
+from headrace.kernels.reference.attention import AttentionParams
 from headrace.kernels.reference.latent import LatentUp
 from headrace.kernels.reference.moe import ExpertWeights
 from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
 from headrace.kernels.reference.rows import LinearWeight
+from headrace.kernels.reference.states import LayerState
 
 ChooseKernel = Callable[..., Callable[..., Any]]
 """(op's name, **facts) -> the function that computes the op; `kernels.choose` is one."""
@@ -56,7 +57,8 @@ class FusableLinear(Protocol):
 class Step:
     """Inputs that all layers of one forward pass share."""
 
-    batch: PagedBatch
+    batch: Any
+    """Of the layer's cache group: a PagedBatch, or a StateBatch where layers keep a state per sequence."""
     cos_sin: tuple[tuple[Tensor, Tensor], ...]
     """One pair per distinct rotary spec, each [num_tokens, rotary_dim / 2] float32"""
     replica_keys: Tensor | None = None
@@ -436,7 +438,9 @@ class EagerLayerOps(EagerOps):
     """`blocks.LayerOps`. The residual stream is hidden + delta: the last contribution stays in `delta` until the next
     norm, whose kernel also adds."""
 
-    def __init__(self, place: RankPlace, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache) -> None:
+    def __init__(
+        self, place: RankPlace, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache | LayerState
+    ) -> None:
         """hidden, delta: [num_tokens, hidden]"""
         super().__init__(place, step.replica_keys)
         self.hidden, self.delta = hidden, delta
@@ -520,7 +524,7 @@ class Layer:
         self._most_fused_rows = self._rows_to_fuse()
 
     def __call__(
-        self, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache
+        self, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache | LayerState
     ) -> tuple[Tensor, Tensor | None]:
         """hidden, delta: [num_tokens, hidden] -> the same after this layer"""
         kind = FusedOps if len(hidden) <= self._most_fused_rows else EagerLayerOps

@@ -7,20 +7,22 @@ import mmap
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import msgspec
 import torch
 from torch import Tensor
 
-from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup, group_layers
+from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup, group_layers, page_bytes
 from headrace.executor.models.arch import ArchSpec, TokenCache
 from headrace.executor.models.blocks import Axis
+from headrace.executor.models.state_pages import FLOAT_BYTES, state_layout, state_pages
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError
 from headrace.kernels.reference.attention import CacheScales
 from headrace.kernels.reference.rotary_cache import LayerCache
+from headrace.kernels.reference.states import KeptUnits, LayerState
 
 SCALED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Cache dtypes that need scales."""
@@ -33,7 +35,8 @@ class KVCache:
     """A key and a value tensor for each of a rank's layers, [blocks, num_kv_heads, block_size, head_dim]. Layers of
     different cache groups share memory. Where a value is a part of its key, both are one tensor.
 
-    A block belongs to one group at a time; block n is entry n * layers_in_place of its group's tensors (see `Layout`).
+    A block belongs to one group at a time; block n is entry n * factors[group] of its group's tensors (see `Layout`).
+    A layer that keeps a state per sequence has empty tensors, and a `LayerState` in `states`.
     In int8 and fp8 (float8_e4m3fn, float8_e5m2) each row of head_dim elements is stored divided by a scale of the row,
     of its head or of its layer.
     """
@@ -49,16 +52,24 @@ class KVCache:
     """Scales of each layer, where the checkpoint gives them."""
     groups: tuple[int, ...] = ()
     """Number of each layer's cache group, whose block tables the layer reads."""
-    num_groups: int = 1
-    """Cache groups of the whole model; a pipeline stage may have no layer of some of them."""
+    factors: tuple[int, ...] = (1,)
+    """For each cache group with block tables: a block's number in the group's tensors is its id times this."""
+    states: tuple[LayerState | None, ...] = ()
+    """Per layer; empty if no layer keeps a state."""
+    block_size: int = 16
     pages: tuple[mmap.mmap, ...] = ()
     """On a CPU, the mappings that hold `memory`; `release` returns their pages to the system."""
 
     @cached_property
-    def layers(self) -> tuple[LayerCache, ...]:
+    def layers(self) -> tuple[LayerCache | LayerState, ...]:
         """Each layer's tensors in the form that kernels take."""
-        kept = zip(self.keys, self.values, strict=True)
-        return tuple(LayerCache(k, v, self.scales(layer)) for layer, (k, v) in enumerate(kept))
+        kept = zip(self.keys, self.values, self.states or (None,) * len(self.keys), strict=True)
+        return tuple(state or LayerCache(k, v, self.scales(layer)) for layer, (k, v, state) in enumerate(kept))
+
+    @property
+    def num_groups(self) -> int:
+        """Cache groups of the whole model with block tables; a pipeline stage may have no layer of some of them."""
+        return len(self.factors)
 
     def scales(self, layer: int) -> CacheScales | None:
         if self.key_scales:
@@ -82,26 +93,42 @@ class KVCache:
                 tensor.zero_()
 
     @property
-    def block_size(self) -> int:
-        return self.keys[0].shape[2]
-
-    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.memory)
 
 
-def cache_groups(spec: ArchSpec, max_model_len: int | None = None, tp_size: int = 1) -> tuple[CacheGroup, ...]:
+def cache_groups(
+    spec: ArchSpec,
+    max_model_len: int | None = None,
+    tp_size: int = 1,
+    block_size: int = 16,
+    *,
+    windows_apart: bool = True,
+) -> tuple[CacheGroup, ...]:
     """The cache groups of a model whose requests have at most max_model_len tokens. A sliding window of at least that
-    size hides nothing, so its layers count as full attention."""
+    size hides nothing, so its layers count as full attention; without windows_apart, all of them do."""
     longest = min(spec.max_positions, max_model_len or spec.max_positions)
-    own = [index for index, layer in enumerate(spec.layers) if layer.cache_of is None]
-    windows = [spec.layers[index].sliding_window for index in own]
     caches = spec.own_caches(tp_size)
-    groups = group_layers(
-        [window if window and window < longest else None for window in windows],
-        [caches[index].elements for index in own],
-    )
-    return tuple(msgspec.structs.replace(g, layers=tuple(own[each] for each in g.layers)) for g in groups)
+    sizes = {
+        index: cache.elements
+        for index, (layer, cache) in enumerate(zip(spec.layers, caches, strict=True))
+        if layer.cache_of is None and cache is not None
+    }
+    if not windows_apart and not spec.has_states:
+        return ONE_GROUP
+    own, windows = list(sizes), [spec.layers[index].sliding_window if windows_apart else None for index in sizes]
+    found = group_layers([each if each and each < longest else None for each in windows], list(sizes.values()))
+    groups = tuple(msgspec.structs.replace(g, layers=tuple(own[each] for each in g.layers)) for g in found)
+    if not spec.has_states:
+        return groups
+    state = CacheGroup(kind="state", layers=tuple(index for index, cache in enumerate(caches) if cache is None))
+    elements = Layout.of(spec, SINGLE, (*groups, state)).elements
+    return (*groups, msgspec.structs.replace(state, pages=state_pages(spec, elements, block_size)))
+
+
+def with_tables(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
+    """The groups whose rows have block tables: all but the state group."""
+    return tuple(group for group in groups if group.kind != "state")
 
 
 def group_of_layers(spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> tuple[int, ...]:
@@ -118,6 +145,7 @@ def group_of_layers(spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGrou
 class LayerPlace:
     """Where a layer's part of a block is."""
 
+    layer: int
     group: int
     place: int
     nth: int
@@ -143,6 +171,9 @@ class Layout:
     """
 
     layers: tuple[LayerPlace, ...]
+    """Without those that keep a state."""
+    every_layer: range
+    """Numbers of the rank's layers in the model."""
 
     @classmethod
     def of(cls, spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> Layout:
@@ -150,13 +181,23 @@ class Layout:
         own = zip(place.layers(spec.num_layers), group_of_layers(spec, place, groups), strict=True)
         for layer, group in own:
             if (source := spec.layers[layer].cache_of) is not None:
-                found[layer] = found[source]
+                found[layer] = replace(found[source], layer=layer)
+                continue
+            if (cache := caches[layer]) is None:  # it keeps a state
                 continue
             sharing = groups[group].layers_in_place
             at, nth = divmod(counts[group], sharing)
             counts[group] += 1
-            found[layer] = LayerPlace(group, at, nth, sharing, caches[layer])
-        return cls(tuple(found.values()))
+            found[layer] = LayerPlace(layer, group, at, nth, sharing, cache)
+        return cls(tuple(found.values()), place.layers(spec.num_layers))
+
+    @property
+    def entry_elements(self) -> int:
+        """Least common multiple of what the layers' tensors keep in one entry, per token; 0 without layers. Pages that
+        states share are a whole number of entries of each."""
+        each = {at.cache.num_heads * size for at in self.layers for size in (at.cache.key_size, at.cache.value_size)}
+        each.discard(0)  # a value that is a part of its key
+        return math.lcm(*each) if each else 0
 
     @property
     def elements(self) -> int:
@@ -179,10 +220,12 @@ def block_bytes(
     place: RankPlace = SINGLE,
     groups: Sequence[CacheGroup] = ONE_GROUP,
 ) -> int:
-    """Bytes of one block on one rank: keys, values and scales of all layers."""
-    layout = Layout.of(spec, place, groups)
+    """Bytes of one block on one rank: keys, values and scales of all layers, or a page of a sequence's state."""
+    layout, states = Layout.of(spec, place, groups), state_layout(spec, place, groups)
     scale_bytes = layout.rows * torch.float32.itemsize if dtype in SCALED else 0
-    return block_size * (layout.elements * dtype.itemsize + scale_bytes)
+    of_tokens = block_size * (layout.elements * dtype.itemsize + scale_bytes)
+    entry_bytes = block_size * layout.entry_elements * dtype.itemsize
+    return page_bytes(of_tokens, states.page_elements * FLOAT_BYTES, entry_bytes)
 
 
 def _own_scale(
@@ -203,15 +246,19 @@ class _Memory:
     def __init__(self, num_blocks: int, block_size: int, device: torch.device | str) -> None:
         self._num_blocks, self._block_size, self._device = num_blocks, block_size, device
         self.pages: list[mmap.mmap] = []
-        self.of_key: dict[tuple[object, ...], Tensor] = {}
+        self.of_key: dict[object, Tensor] = {}
 
-    def view(self, key: tuple[object, ...], layer: LayerPlace, row_size: int, dtype: torch.dtype) -> Tensor:
+    def view(self, key: object, layer: LayerPlace, row_size: int, dtype: torch.dtype) -> Tensor:
         """The layer's tensor, [blocks, num_heads, block_size, row_size], or without the last axis if row_size is 0."""
         shape = (layer.cache.num_heads, self._block_size, *((row_size,) if row_size else ()))
         whole = (self._num_blocks * layer.sharing, *shape)
+        return self.flat(key, math.prod(whole), dtype).view(whole)[layer.nth :]
+
+    def flat(self, key: object, size: int, dtype: torch.dtype) -> Tensor:
+        """[size], zeroed."""
         if key not in self.of_key:
-            self.of_key[key] = self._make(math.prod(whole), dtype)
-        return self.of_key[key].view(whole)[layer.nth :]
+            self.of_key[key] = self._make(size, dtype)
+        return self.of_key[key]
 
     def _make(self, size: int, dtype: torch.dtype) -> Tensor:
         if torch.device(self._device).type != "cpu":
@@ -242,42 +289,133 @@ def allocate(
     """
     if num_blocks < 1 or block_size < 1:
         raise ModelError(f"a cache needs at least one block of one token, got {num_blocks} blocks of {block_size}")
-    layers, memory = Layout.of(spec, place, groups).layers, _Memory(num_blocks, block_size, device)
+    layout, memory = Layout.of(spec, place, groups), _Memory(num_blocks, block_size, device)
+    states: tuple[LayerState | None, ...] = ()
+    try:
+        if spec.has_states:
+            size = block_bytes(spec, block_size, dtype, place, groups)
+            pages = memory.flat("pages", num_blocks * size, torch.uint8).view(num_blocks, size)
+            views = _in_pages(layout, pages, block_size, dtype, len(with_tables(groups)))
+            states = _states(spec, place, groups, pages.view(torch.float32))
+        else:
+            views = _in_places(layout, memory, dtype, has_row_scales=dtype in SCALED and not layer_scales)
+            views = replace(views, factors=tuple(group.layers_in_place for group in groups))
+    except (OSError, OverflowError, RuntimeError) as error:
+        total = num_blocks * block_bytes(spec, block_size, dtype, place, groups)
+        raise ModelError(f"a cache of {num_blocks} blocks needs {total:,} bytes on {device}: {error}") from error
+    return KVCache(
+        num_blocks,
+        tuple(memory.of_key.values()),
+        views.keys,
+        views.values,
+        views.key_scales,
+        views.value_scales,
+        _layer_scales(spec, place, layer_scales, device, keys_only=views.values is views.keys),
+        group_of_layers(spec, place, groups),
+        views.factors,
+        states,
+        block_size,
+        tuple(memory.pages),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Views:
+    """The layers' tensors, as in `KVCache`."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    key_scales: tuple[Tensor, ...] = ()
+    value_scales: tuple[Tensor, ...] = ()
+    factors: tuple[int, ...] = ()
+
+
+def _in_places(layout: Layout, memory: _Memory, dtype: torch.dtype, *, has_row_scales: bool) -> _Views:
+    layers = layout.layers
 
     def parts(name: str) -> tuple[Tensor, ...]:
         sizes = (each.cache.key_size if name == "keys" else each.cache.value_size for each in layers)
         return tuple(memory.view((name, at.place), at, size, dtype) for at, size in zip(layers, sizes, strict=True))
 
     def scales(name: str) -> tuple[Tensor, ...]:
-        if dtype not in SCALED or layer_scales:
+        if not has_row_scales:
             return ()
         keys = ((name, "scales", each.place, each.sharing, each.cache.num_heads) for each in layers)
         return tuple(memory.view(key, at, 0, torch.float32) for key, at in zip(keys, layers, strict=True))
 
-    try:
-        keys = values = parts("keys")
-        key_scales = value_scales = scales("keys")
-        if layers[0].cache.value_size:
-            values, value_scales = parts("values"), scales("values")
-    except (OSError, OverflowError, RuntimeError) as error:
-        total = num_blocks * block_bytes(spec, block_size, dtype, place, groups)
-        raise ModelError(f"a cache of {num_blocks} blocks needs {total:,} bytes on {device}: {error}") from error
-    own_scales = []
+    keys, key_scales = parts("keys"), scales("keys")
+    if not layers[0].cache.value_size:
+        return _Views(keys, keys, key_scales, key_scales)
+    return _Views(keys, parts("values"), key_scales, scales("values"))
+
+
+def _in_pages(layout: Layout, pages: Tensor, block_size: int, dtype: torch.dtype, num_groups: int) -> _Views:
+    """Views of pages [num_blocks, bytes of a page] uint8. Raises ModelError for caches of which a page cannot be a
+    whole number of entries, or which need scales per row."""
+    if dtype in SCALED:
+        raise ModelError(f"a cache of {dtype} is not supported beside layers that keep a state per sequence")
+    flat = pages.view(-1).view(dtype)
+    page_elements, factors = pages.shape[1] // dtype.itemsize, [1] * num_groups
+    found = dict[int, tuple[Tensor, Tensor]]()
+    for at in layout.layers:
+        cache, first = at.cache, block_size * (at.place * at.sharing + at.nth) * at.cache.elements
+        entry = block_size * cache.num_heads * cache.key_size
+        if cache.value_size not in (0, cache.key_size) or factors[at.group] not in (1, page_elements // entry):
+            raise ModelError("keys and values of different sizes are not supported beside layers that keep a state")
+        factor = factors[at.group] = page_elements // entry
+        shape = ((len(pages) - 1) * factor + 1, cache.num_heads, block_size, cache.key_size)
+        keys = flat[first : first + math.prod(shape)].view(shape)
+        second = first + entry
+        found[at.layer] = keys, (flat[second : second + math.prod(shape)].view(shape) if cache.value_size else keys)
+    nothing = torch.empty(0, 1, block_size, 1, dtype=dtype)
+    pairs = [found.get(layer, (nothing, nothing)) for layer in layout.every_layer]
+    return _Views(tuple(key for key, _ in pairs), tuple(value for _, value in pairs), factors=tuple(factors))
+
+
+def _states(
+    spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup], pages: Tensor
+) -> tuple[LayerState | None, ...]:
+    """pages: [num_blocks, elements of a page] float32"""
+    caches = spec.own_caches(place.tp_size)
+    found: list[LayerState | None] = []
+    for layer, places in zip(place.layers(spec.num_layers), state_layout(spec, place, groups).layers, strict=True):
+        units = {
+            name: KeptUnits(pages, torch.tensor(at.pages), torch.tensor(at.offsets), at.kept.shape[1:])
+            for name, at in places.items()
+        }
+        found.append(LayerState(units, torch.empty(0, 0, 0)) if caches[layer] is None else None)
+    return tuple(found)
+
+
+def with_drafts(cache: KVCache, spec: ArchSpec, place: RankPlace, num_rows: int, most_drafts: int) -> KVCache:
+    """The cache with room for the inputs of most_drafts drafts of each row, in the layers that keep a state."""
+    if not cache.states:
+        return cache
+    memory, states = _Memory(cache.num_blocks, cache.block_size, "cpu"), []
+    mixers = [spec.for_ranks(place.tp_size).layers[layer].mixer for layer in place.layers(spec.num_layers)]
+    for index, (mixer, state) in enumerate(zip(mixers, cache.states, strict=True)):
+        shape = (num_rows, most_drafts, mixer.draft_elements(place.tp_size))
+        drafted = memory.flat(index, math.prod(shape), torch.float32).view(shape) if state and most_drafts else None
+        states.append(state if state is None or drafted is None else replace(state, drafted=drafted))
+    allocated = (*cache.memory, *memory.of_key.values())
+    return replace(cache, states=tuple(states), memory=allocated, pages=(*cache.pages, *memory.pages))
+
+
+def _layer_scales(
+    spec: ArchSpec,
+    place: RankPlace,
+    layer_scales: Sequence[LayerScales],
+    device: torch.device | str,
+    *,
+    keys_only: bool,
+) -> tuple[CacheScales, ...]:
+    """keys_only: latent attention writes the key only; the value is a part of it."""
+    found = []
     for layer in place.layers(spec.num_layers) if layer_scales else ():
         key, value = layer_scales[layer]
-        heads = spec.for_ranks(place.tp_size).layers[layer].mixer.cache.num_heads
-        if values is keys:  # latent attention writes the key only; the value is a part of it
-            value = key
-        own_scales.append(CacheScales(_own_scale(key, heads, place, device), _own_scale(value, heads, place, device)))
-    return KVCache(
-        num_blocks,
-        tuple(memory.of_key.values()),
-        keys,
-        values,
-        key_scales,
-        value_scales,
-        tuple(own_scales),
-        tuple(each.group for each in layers),
-        len(groups),
-        tuple(memory.pages),
-    )
+        cache = spec.for_ranks(place.tp_size).layers[layer].mixer.cache
+        assert cache is not None, "cache scales are of models whose layers all cache tokens"
+        values = key if keys_only else value
+        own = [_own_scale(each, cache.num_heads, place, device) for each in (key, values)]
+        found.append(CacheScales(own[0], own[1]))
+    return tuple(found)

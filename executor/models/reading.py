@@ -27,6 +27,7 @@ from headrace.executor.models.blocks import (
     Vector,
     size_of,
 )
+from headrace.executor.models.blocks.short_convolution import Convolve
 from headrace.executor.parallel.load_balancing import BalancedExperts
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError
@@ -130,6 +131,19 @@ class CheckedWeights:
         row = self._source.get(name, columns=own)[0].to(self.device, torch.float32)
         self.nbytes += row.nbytes
         return row
+
+    def filters(self, declared: Convolve, prefix: str) -> tuple[Tensor, Tensor | None]:
+        """This rank's part of a `Convolve`: weights [channels, width] and biases [channels], float32."""
+        weights, biases = [], []
+        for name, channels in declared.matrices:
+            own = channels.own(self.place)
+            self._check(f"{prefix}{name}.weight", (channels.size, 1, declared.width))
+            weights.append(self._floats(f"{prefix}{name}.weight", own)[:, 0].to(self.device, torch.float32))
+            if declared.bias:
+                biases.append(self.vector(f"{prefix}{name}.bias", channels.size, take=own))
+        weight = torch.cat(weights).contiguous()
+        self.nbytes += weight.nbytes
+        return weight, torch.cat(biases) if biases else None
 
     def matrix(self, name: str, rows: int, columns: int, take: slice | None = None) -> Tensor:
         """Rows `take` of a [rows, columns] matrix in the model's dtype, not packed."""

@@ -139,8 +139,12 @@ def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int, place: RankPlace
         * plan.block_size
         * itemsize
         * max(
-            min(MAX_GATHER_ROWS, most_blocks * cache.num_heads) * cache.key_size
-            for cache in set(spec.own_caches(place.tp_size))
+            (
+                min(MAX_GATHER_ROWS, most_blocks * cache.num_heads) * cache.key_size
+                for cache in set(spec.own_caches(place.tp_size))
+                if cache is not None
+            ),
+            default=0,
         )
     )
     logits = LOGITS_COPIES * plan.max_logits * spec.vocab_size * 4 if place.is_last_stage and spec.has_head else 0

@@ -102,6 +102,7 @@ class PagedAttention:
         cache = self._step.cache
         assert cache is not None, "attention is called within a step"
         layer, own = self._layer, cache.layers[self._index]
+        assert isinstance(own, LayerCache), "no layer of transformers' code keeps a state here"
         batch = self._step.batches[cache.groups[self._index]]
         rows = [self._rows(each) for each in (query, key, value)]
         scale = kwargs.get("scaling")

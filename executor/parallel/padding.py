@@ -156,6 +156,7 @@ def padded_for(
                     {
                         (old.mixer.cache.num_heads, new.mixer.cache.num_heads, "key/value heads")
                         for old, new in zip(spec.layers, padded.layers, strict=True)
+                        if old.mixer.cache is not None and new.mixer.cache is not None
                     }
                 ),
                 (spec.intermediate_size, padded.intermediate_size, "inner columns of an MLP"),

@@ -56,7 +56,7 @@ from headrace.ipc.wait import Deadline, WaitTimeoutError
 logger = logging.getLogger(__name__)
 STOP_S = 2.0
 """How long a worker may take to finish its current step and exit."""
-SHARES = ("kv_elements_per_token", "kv_rows_per_token")
+SHARES = ("kv_elements_per_token", "kv_rows_per_token", "kv_entry_elements", "state_page_bytes")
 """The fields of a ModelDescription that describe a rank's own part."""
 LOGPROBS_IN_SLOT = 21
 """Logprobs per token for which a result's slot has room; results with more are sent over the socket."""

@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
-from headrace.executor.model_rank import ModelRank, own_kv
+from headrace.executor.model_rank import ModelRank, own_share
 from headrace.executor.parallel.gloo import GlooCollectives
 from headrace.executor.parallel.rank_place import DEADLINE_S, RankPlace, World
 from headrace.executor.parallel.rendezvous import Rendezvous
@@ -66,8 +66,9 @@ class ExternalExecutor(InProcessExecutor):
         # Every rank reports the largest share, or the cores would make caches of different sizes and plan different
         # steps.
         stages = [RankPlace.of(rank, own.tp_size, own.pp_size, own.layer_partition) for rank in range(own.world_size)]
-        rows, elements = map(max, zip(*(own_kv(spec, place, described.cache_groups) for place in stages), strict=True))
-        return msgspec.structs.replace(described, kv_rows_per_token=rows, kv_elements_per_token=elements)
+        shares = [own_share(spec, place, described.cache_groups) for place in stages]
+        largest = {name: max(share[name] for share in shares) for name in shares[0]}
+        return msgspec.structs.replace(described, **largest)
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         report("meet the other ranks")

@@ -13,6 +13,7 @@ import numpy as np
 
 from headrace.executor.sampling.columns import SamplingColumns
 from headrace.executor.step.columns import RowColumns
+from headrace.executor.step.states import RowStates, StateArrays
 from headrace.executor.step.verification import SampledPositions
 from headrace.ipc.step import Drafts, NewRow, StepPlan, nth_of_each
 
@@ -36,6 +37,8 @@ class StepArrays:
     """[num_pooled] int32: the tokens whose hidden states are pooled"""
     reads_logits: bool = True
     """False where all rows are greedy and only the highest logit of each row is read."""
+    states: StateArrays | None = None
+    """For models with layers that keep a state per sequence."""
 
 
 class BatchState:
@@ -53,11 +56,15 @@ class BatchState:
         max_model_len: int,
         block_size: int,
         eos_token_ids: Sequence[int] = (),
-        layers_in_place: Sequence[int] = (1,),
+        factors: Sequence[int] = (1,),
+        state_pages: int = 0,
     ) -> None:
-        """layers_in_place: by cache group; a block's number in the group's tensors is its id times this."""
-        self.block_size, self.num_groups = block_size, (num_groups := len(layers_in_place))
-        self._factors = None if max(layers_in_place) == 1 else np.array(layers_in_place, np.int32)
+        """factors: by cache group with block tables; a block's number in the group's tensors is its id times this.
+        state_pages: of each row's state; 0: the model keeps none."""
+        self.block_size, self.num_groups = block_size, (num_groups := len(factors))
+        self._factors = np.array(factors, np.int32) if any(each != 1 for each in factors) else None
+        self._states = RowStates(num_rows, state_pages) if state_pages else None
+        self._states_of_step: StateArrays | None = None
         max_blocks = -(-max_model_len // block_size)
         self.tokens = np.zeros((num_rows, max_model_len), np.int32)
         self.num_tokens = np.zeros(num_rows, np.int32)
@@ -82,7 +89,7 @@ class BatchState:
         if plan.released_rows.size:
             self.num_tokens[plan.released_rows] = 0
             self.generation[plan.released_rows] += 1
-            self.num_blocks.reshape(self.num_groups, -1)[:, plan.released_rows] = 0
+            self.num_blocks.reshape(self.num_groups, len(self.num_tokens))[:, plan.released_rows] = 0
             for columns in self.columns.values():
                 columns.leave(plan.released_rows)
         for new in plan.new_rows:
@@ -91,6 +98,8 @@ class BatchState:
             self.append_blocks(plan.block_tables, plan.block_ids)
         if (drafts := plan.get(Drafts)) is not None:
             self._put_drafts(plan, drafts)
+        if self._states is not None:
+            self._states_of_step = self._states.advance(plan)
 
     def _put_drafts(self, plan: StepPlan, drafts: Drafts) -> None:
         """Writes drafts after each row's known tokens, which may themselves not have arrived yet."""
@@ -158,10 +167,11 @@ class BatchState:
             prompt_lens=self.num_prompt_tokens[rows],
             block_size=self.block_size,
             reads_logits=reads_logits,
+            states=self._states_of_step,
         )
 
     def _enter(self, new: NewRow) -> None:
-        row, num_tokens, num_blocks = new.row, len(new.token_ids), len(new.block_ids) // self.num_groups
+        row, num_tokens, num_blocks = new.row, len(new.token_ids), len(new.block_ids) // max(1, self.num_groups)
         self.tokens[row, :num_tokens] = new.token_ids
         self.num_tokens[row] = num_tokens
         self.generation[row] += 1
@@ -171,15 +181,19 @@ class BatchState:
             block_ids if self._factors is None else block_ids * self._factors[:, None]
         )
         self.block_tables[:, row, num_blocks:] = 0
-        self.num_blocks.reshape(self.num_groups, -1)[:, row] = num_blocks
+        self.num_blocks.reshape(self.num_groups, len(self.num_tokens))[:, row] = num_blocks
         for columns in self.columns.values():
             columns.enter(new)
+        if self._states is not None:
+            self._states.enter(new)
 
     def _take_repeated(self) -> None:
         rows, steps = self._repeated_rows, len(self._repeated)
         columns = self.num_tokens[rows][:, None] + np.arange(steps)
         self.tokens[rows[:, None], columns] = np.stack(self._repeated, 1)
         self.num_tokens[rows] += steps
+        if self._states is not None:
+            self._states.covered[rows] += steps
         self._repeated.clear()
 
     def first_reported(self, row: int, begin: int) -> int:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from headrace.executor.sampling.draws import Chosen, Draws
 from headrace.executor.step.batch import StepArrays
+from headrace.executor.step.states import StateArrays
 from headrace.kernels.reference.attention import PagedBatch
+from headrace.kernels.reference.states import Snapshot, StateBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +45,13 @@ class StepInputs:
     None, such a model uses `seq_lens`, so its results beyond the trained context depend on how prompts are chunked."""
     max_query_len: int | None = None
     """Upper bound of the tokens that any one sequence computes; None: not known on the host. See `PagedBatch`."""
+    states: StateBatch | None = None
+    """For models with layers that keep a state per sequence."""
+
+    @property
+    def batches(self) -> tuple[PagedBatch | StateBatch, ...]:
+        """What the layers of each cache group read besides their inputs; the state group is the last."""
+        return self.paged_batches if self.states is None else (*self.paged_batches, self.states)
 
     @cached_property
     def paged_batches(self) -> tuple[PagedBatch, ...]:
@@ -63,7 +72,7 @@ class StepInputs:
     def on(cls, device: torch.device, arrays: StepArrays) -> StepInputs:
         """Copies the host's arrays to a device."""
         values = dict(vars(arrays))
-        block_size = values.pop("block_size")
+        block_size, states = values.pop("block_size"), values.pop("states")
         del values["reads_logits"]
         tensors: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
         for name in ("token_ids", "positions", "logits_indices", "pooled_indices"):
@@ -71,7 +80,26 @@ class StepInputs:
         longest = int(np.diff(arrays.query_start).max(initial=0))
         for name in ("slot_mapping", "block_tables"):
             tensors[name] = tuple(tensors[name])
-        return cls(block_size=block_size, max_query_len=longest, **tensors)
+        found = None if states is None else _states_on(device, states, tensors["query_start"])
+        return cls(block_size=block_size, max_query_len=longest, states=found, **tensors)
+
+
+def _states_on(device: torch.device, arrays: StateArrays, query_start: Tensor) -> StateBatch:
+    def on(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    snapshots = zip(arrays.snapshot_sequences.tolist(), arrays.snapshot_ends.tolist(), strict=True)
+    pages = on(arrays.snapshot_pages).long()
+    return StateBatch(
+        query_start,
+        on(arrays.rows).long(),
+        on(arrays.pages).long(),
+        on(arrays.sources).long(),
+        on(arrays.has_source),
+        on(arrays.replayed),
+        on(arrays.committed),
+        tuple(Snapshot(sequence, end, pages[index]) for index, (sequence, end) in enumerate(snapshots)),
+    )
 
 
 class BegunBlocks(NamedTuple):

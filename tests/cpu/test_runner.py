@@ -70,7 +70,7 @@ def check_arrays(batch: BatchState, maker: PlanMaker, plan: StepPlan) -> None:
 @given(st.data())
 def test_batch_state_equals_a_model_of_plain_lists_under_any_plans(data: st.DataObject) -> None:
     num_groups = data.draw(st.integers(1, 3), label="groups")
-    batch = BatchState(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, layers_in_place=(1,) * num_groups)
+    batch = BatchState(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, factors=(1,) * num_groups)
     maker = PlanMaker(num_groups=num_groups, num_rows=NUM_ROWS)
     for _ in range(data.draw(st.integers(1, 12), label="steps")):
         for row in range(NUM_ROWS):

@@ -85,6 +85,8 @@ def config_of(tiny: TinyModel) -> dict[str, Any]:
 
 def on_gpu(spec: ArchSpec) -> str:
     """What computes the ops that have Triton kernels, asked as a GPU's rank asks when it reads the model."""
+    if spec.has_states:
+        return "no"
     refused = set[str]()
 
     def choose(op: str, **facts: Any) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import pytest
 import tiny_families
 import tiny_mixtures
 import tiny_models
+import tiny_recurrent
 import transformers
 from original_configs import ORIGINAL
 
@@ -21,9 +22,15 @@ from headrace.executor.models.families import families, spec_from_config
 from headrace.executor.models.families._unread import ALIASES, ASSUMED, COMPUTED, IGNORED
 from headrace.ipc.failure import HeadraceError, ModelError
 
-TABLES = (tiny_models.TINY_MODELS, tiny_families.FAMILIES, tiny_mixtures.FAMILIES)
+TABLES = (tiny_models.TINY_MODELS, tiny_families.FAMILIES, tiny_mixtures.FAMILIES, tiny_recurrent.FAMILIES)
 LISTS = {
-    "layer_types": {"sliding_window_pattern", "_sliding_window_pattern", "use_sliding_window", "sliding_window"},
+    "layer_types": {
+        "full_attn_idxs",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        "use_sliding_window",
+        "sliding_window",
+    },
     "no_rope_layers": {"no_rope_layer_interval"},
     "moe_layers": {"interleave_moe_layer_step"},
 }
@@ -50,6 +57,8 @@ OF_NO_EFFECT = {
     "DeepSeek V2 Lite": {"max_position_embeddings"},
     "gpt-oss": {"max_position_embeddings"},
     "Command R": {"max_position_embeddings"},  # model_max_length has the context
+    "lfm2_biases": {"block_ffn_dim_multiplier", "block_multiple_of"},  # block_auto_adjust_ff_dim is off
+    "mamba2_one_group": {"time_step_limit"},  # infinity
     "exaone4_full": {"sliding_window_pattern"},  # there is no window
 }
 """Keys that the family reads and that change nothing in one of these configs."""
@@ -62,6 +71,10 @@ DEEPSEEK = {
 GPT2 = {
     "n_ctx": 128, "gradient_checkpointing": False, "summary_type": "cls_index", "scale_attn_weights": True,
     "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "tokenizer_class": "G",
+}  # fmt: skip
+LFM2 = {
+    "block_dim": 32, "block_mlp_init_scale": 1.0, "block_norm_eps": 1e-5, "block_out_init_scale": 1.0,
+    "block_use_swiglu": True, "conv_dim": 32, "conv_dim_out": 32, "full_attn_idxs": [1, 4], "use_pos_enc": True,
 }  # fmt: skip
 PUBLISHED_KEYS: Mapping[str, dict[str, Any]] = {
     "apertus": {"post_norm": False, "qk_norm": True},
@@ -85,6 +98,11 @@ PUBLISHED_KEYS: Mapping[str, dict[str, Any]] = {
     "gpt_oss": {"experts_per_token": 3, "initial_context_length": 4096},
     "gptj": GPT2 | {"rotary": True},
     "kimi_k2": DEEPSEEK,
+    "lfm2": LFM2 | {"conv_use_xavier_init": True, "block_use_xavier_init": True, "num_heads": 4, "theta": 1e6},
+    "lfm2_biases": LFM2,
+    "lfm2_moe": {"full_attn_idxs": [1, 4]},
+    "lfm2_moe_plain": {"full_attn_idxs": [1, 4]},
+    "mamba2": {"norm_before_gate": True, "rms_norm": True, "time_step_init_scheme": "random", "time_step_scale": 1.0},
     "minimax_m2": {
         "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0,
         "mlp_intermediate_size": 64, "mtp_transformer_layers": 1, "num_mtp_modules": 3, "qk_norm_type": "per_layer",

@@ -19,7 +19,7 @@ from headrace import LLM, SamplingParams
 from headrace.core.options.memory import block_bytes as plan_block_bytes
 from headrace.core.options.memory import fit_cache, requests_at_once
 from headrace.core.options.plan import MemoryReading
-from headrace.executor.model_rank import own_kv
+from headrace.executor.model_rank import own_share
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.kv_cache import block_bytes, cache_groups
 from headrace.executor.parallel.rank_place import RankPlace
@@ -98,7 +98,8 @@ def test_deepseek_v2_lites_cache_holds_nine_times_the_requests_of_32k_that_its_h
         total_bytes=80 << 30, available_bytes=80 << 30, weights_bytes=0, activation_bytes=0, device="a GPU"
     )
     groups = cache_groups(spec, 1 << 15)
-    rows, elements = own_kv(spec, RankPlace.of(0, 1, 1), groups)
+    share = own_share(spec, RankPlace.of(0, 1, 1), groups)
+    rows, elements = share["kv_rows_per_token"], share["kv_elements_per_token"]
     capacity, bytes_per_token = {}, {}
     for kind, of_token in (("latent", elements), ("heads", 27 * 16 * (192 + 128))):
         cache = {"cache_groups": groups, "kv_rows_per_token": rows, "kv_elements_per_token": of_token}

@@ -13,11 +13,13 @@ from published_models import PUBLISHED
 from tiny_families import FAMILIES
 from tiny_mixtures import FAMILIES as MIXTURES
 from tiny_models import TINY_MODELS, TinyModel
+from tiny_recurrent import FAMILIES as RECURRENT
 
 TABLES: tuple[tuple[str, dict[str, TinyModel]], ...] = (
     ("test_models, test_parallel_model", TINY_MODELS),
     ("test_dense_families", FAMILIES),
     ("test_mixture_families", MIXTURES),
+    ("test_recurrent_families", RECURRENT),
 )
 """Tables of tiny models, each with the tests that run it."""
 STORED_OTHERWISE = "MistralConsolidated"

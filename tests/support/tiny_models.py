@@ -244,15 +244,17 @@ def _randomise(model: Any, seed: int, embedding_std: float) -> None:
                 parameter.copy_(0.3 * noise)
             elif "norm" in parameter_name or ".ln_" in parameter_name:
                 parameter.copy_(0.3 * noise + (0.0 if centred_at_zero else 1.0))
+            elif parameter_name.endswith((".A_log", ".D")):
+                parameter.copy_(noise)
             elif "embed_positions" in parameter_name or ".wpe." in parameter_name:
                 parameter.copy_(0.5 * noise)
-            elif parameter_name.endswith((".mlp.gate.weight", ".router.weight")):
+            elif parameter_name.endswith((".mlp.gate.weight", ".router.weight", ".feed_forward.gate.weight")):
                 parameter.copy_(0.6 * noise)  # logits far enough apart that rounding rarely changes the choice
             else:
                 is_embedding = "embed" in parameter_name or ".wte." in parameter_name
                 parameter.copy_(noise * (embedding_std if is_embedding else 0.25))
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "expert_bias")):
                 buffer.copy_(0.5 * torch.rand(buffer.shape, generator=generator))
     model.tie_weights()
 

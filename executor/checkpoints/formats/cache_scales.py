@@ -40,7 +40,7 @@ def cache_scales(source: WeightSource, spec: ArchSpec, quantization: Mapping[str
     Raises ModelError for a scale that is not a positive number.
     """
     held = sorted(name for name in source.names() if OF_CACHE.search(name))
-    if not held:
+    if not held or spec.has_states:
         return ()
     inner = quantization.get("quantization")
     given = [each.get("kv_cache_quant_algo") for each in (quantization, inner) if isinstance(each, Mapping)]
@@ -51,7 +51,9 @@ def cache_scales(source: WeightSource, spec: ArchSpec, quantization: Mapping[str
     starts = [spec.names.layer(prefix, index) for index in range(spec.num_layers)]
     found = []
     for index, layer in enumerate(spec.layers):
-        start, heads = starts[index if layer.cache_of is None else layer.cache_of], layer.mixer.cache.num_heads
+        cache = layer.mixer.cache
+        assert cache is not None, "no layer keeps a state"
+        start, heads = starts[index if layer.cache_of is None else layer.cache_of], cache.num_heads
         own = [name for name in held if name.startswith(start)]
         pair = _scale(source, own, KEYS, heads), _scale(source, own, VALUES, heads)
         if pair[0] is None or pair[1] is None:

@@ -20,7 +20,7 @@ from headrace.executor.models.arch import ArchSpec, LayerSpec, LayerTable
 from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
 
 if TYPE_CHECKING:
-    from headrace.executor.models.arch import RopeSpec, TokenCache
+    from headrace.executor.models.arch import Kept, RopeSpec, TokenCache
     from headrace.executor.parallel.rank_place import RankPlace
 
 Role = Literal["matrix", "bias", "norm", "embedding", "head", "router", "expert"]
@@ -360,17 +360,55 @@ class Ffn(Block):
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class NoFfn(Ffn):
+    """In a layer that is a mixer alone: nothing, and no norm before it."""
+
+    inner: int = 0
+
+    def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        return {}
+
+    def emit(self, ops: Ops, held: Held, x: Value) -> Sequence[Value]:
+        return []
+
+    def values_per_token(self, tp_size: int) -> int:
+        return 0
+
+
 class Mixer(Block):
-    """A block that reads other tokens through the cache that it writes for each token."""
+    """A block that reads other tokens: through the cache that it writes for each token, or through a state that it
+    keeps for the sequence."""
 
     num_heads: int
+    """Query heads; 0 where it keeps a state."""
     rope: RopeSpec | None
     sliding_window: int | None
 
     @property
-    def cache(self) -> TokenCache:
-        """What it caches per token."""
+    def cache(self) -> TokenCache | None:
+        """What it caches per token; None if it keeps a state."""
         raise NotImplementedError
+
+    def state(self, tp_size: int) -> tuple[Kept, ...]:
+        """What it keeps per sequence on one of `tp_size` ranks; empty if it caches tokens."""
+        return ()
+
+    def draft_elements(self, tp_size: int) -> int:
+        """float32 values of a draft token from which an accepted one is applied to the state, on one rank."""
+        return 0
+
+
+class StateMixer(Mixer):
+    """A mixer that keeps a state per sequence. Ranks divide its channels evenly, without padding."""
+
+    num_heads: int = 0
+    rope: None = None
+    sliding_window: None = None
+
+    @property
+    def cache(self) -> None:
+        return None
 
 
 class Stream:
@@ -448,6 +486,8 @@ class LayerDeclaration:
         if placement in ("sandwich", "output"):
             norms["mixer_post"] = Norm.of(spec, names.attention_post_norm, spec.hidden_size)
             norms["ffn_post"] = Norm.of(spec, names.mlp_post_norm, spec.hidden_size)
+        if isinstance(layer.ffn, NoFfn):
+            norms = {key: norm for key, norm in norms.items() if not key.startswith("ffn")}
         stream = {} if spec.stream is None else spec.stream.declare_layer(spec)
         return cls(layer.mixer.declare(spec), layer.ffn.declare(spec), norms, stream)
 
@@ -506,5 +546,7 @@ def emit_layer(spec: ArchSpec, layer: LayerSpec, held: LayerHeld, ops: LayerOps)
         ops.add([*mixed, *layer.ffn.emit(ops, held.ffn, ops.normed(norms.get("ffn", norms["mixer"])))])
         return
     for block, held_block, key in ((layer.mixer, held.mixer, "mixer"), (layer.ffn, held.ffn, "ffn")):
+        if isinstance(block, NoFfn):
+            continue
         read = ops.normed(norms[key]) if key in norms else ops.stream()
         ops.add(block.emit(ops, held_block, read), norms.get(f"{key}_post"))

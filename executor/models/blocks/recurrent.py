@@ -1,0 +1,184 @@
+"""Recurrent mixers: they keep a matrix per head, which every token decays and adds to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.executor.models.arch import ArchSpec, Fused, Kept
+from headrace.executor.models.blocks import (
+    Axis,
+    Declared,
+    Held,
+    LayerOps,
+    Linear,
+    StateMixer,
+    Vector,
+    Weight,
+)
+from headrace.executor.models.blocks.short_convolution import Convolve
+from headrace.ipc.failure import ModelError
+
+
+@dataclass(frozen=True)
+class GroupNorm(Declared):
+    """An RMS norm of each group of `group` neighbouring columns.
+
+    compute(x): [num_tokens, columns] -> the same, normed."""
+
+    eager_reader = "headrace.executor.models.eager_states:EagerGroupNorm"
+
+    name: str
+    size: Axis
+    """Its unit is a whole number of groups."""
+    group: int
+    eps: float
+
+    def weights(self) -> Iterator[Weight]:
+        yield Weight(f"{self.name}.weight", (self.size,), "norm")
+
+
+@dataclass(frozen=True)
+class Scan(Declared):
+    """The recurrence of Mamba 2 over a sequence's tokens: see `kernels.reference.states.scan`.
+
+    mix(mixed, steps, gate): each head's input (head_dim columns), then each group's B, then C (state_size columns); a
+    column per head; as the heads' inputs -> the heads' results times silu(gate); reads and writes the sequences'
+    states."""
+
+    eager_reader = "headrace.executor.models.eager_states:EagerScan"
+
+    num_heads: int
+    """Heads and groups of all ranks together."""
+    head_dim: int
+    state_size: int
+    num_groups: int
+    """Groups of heads; those of a group share their input and output vectors (B and C)."""
+    decay: Vector
+    """Logarithm of each head's rate of decay."""
+    skip: Vector
+    """Each head's weight of its input in its result."""
+    step_bias: Vector
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    """Range of time steps, to which they are clipped."""
+
+    @property
+    def convolved(self) -> int:
+        """Channels of x, B and C, which a convolution computes; its drafts' inputs are kept before the scan's."""
+        return self.num_heads * self.head_dim + 2 * self.num_groups * self.state_size
+
+    def weights(self) -> Iterator[Weight]:
+        for each in (self.decay, self.skip, self.step_bias):
+            yield from each.weights()
+
+
+@dataclass(frozen=True)
+class Ssd(StateMixer):
+    """Mamba 2's mixer (Dao and Gu 2024): a short convolution of each head's input and of B and C, the recurrence, a
+    gate and a norm of each group of heads."""
+
+    heads: int = 0
+    head_dim: int = 0
+    state_size: int = 0
+    groups: int = 1
+    """Groups of heads; those of a group share B and C."""
+    conv_width: int = 4
+    norm_eps: float = 1e-5
+    bias: bool = False
+    """Whether the input and output projections have biases."""
+    conv_bias: bool = True
+    step_limits: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def _shared(self) -> int:
+        """Size of B, and of C."""
+        return self.groups * self.state_size
+
+    @property
+    def _mixed(self) -> tuple[tuple[str, int], ...]:
+        return (("x", self.inner), ("b", self._shared), ("c", self._shared))
+
+    def fused(self) -> tuple[Fused, ...]:
+        """How checkpoints store the input projection and the convolution."""
+        mixed = tuple((f"mixer.in_{name}", size) for name, size in self._mixed)
+        projection = (("mixer.in_gate", self.inner), *mixed, ("mixer.in_steps", self.heads))
+        convolved = tuple((f"mixer.conv_{name}", size) for name, size in self._mixed)
+        return Fused("mixer.in_proj", projection), Fused("mixer.conv1d", convolved)
+
+    def state(self, tp_size: int) -> tuple[Kept, ...]:
+        channels = (self.inner + 2 * self._shared) // tp_size
+        return (
+            Kept("history", (self.conv_width - 1, channels), "sequence", "float32"),
+            Kept("state", (self.heads // tp_size, self.head_dim, self.state_size), "sequence", "float32"),
+        )
+
+    def draft_elements(self, tp_size: int) -> int:
+        """The convolution's inputs, then the recurrence's, with each head's time step."""
+        return (2 * (self.inner + 2 * self._shared) + self.heads) // tp_size
+
+    def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        hidden, heads = spec.hidden_size, Axis(self.heads, unit=self.heads // self.groups)
+        inner = Axis(self.inner, unit=self.inner // self.groups)
+        shared = Axis(self._shared, unit=self.state_size)
+        axes = {"x": inner, "b": shared, "c": shared}
+        return {
+            "gate": Linear((("mixer.in_gate", inner),), hidden, self.bias),
+            "mixed": Linear(tuple((f"mixer.in_{name}", axis) for name, axis in axes.items()), hidden, self.bias),
+            "steps": Linear((("mixer.in_steps", heads),), hidden, self.bias),
+            "convolve": Convolve(
+                tuple((f"mixer.conv_{name}", axis) for name, axis in axes.items()),
+                self.conv_width,
+                self.conv_bias,
+                activation="silu",
+            ),
+            "scan": Scan(
+                self.heads,
+                self.head_dim,
+                self.state_size,
+                self.groups,
+                decay=Vector("mixer.A_log", heads),
+                skip=Vector("mixer.D", heads),
+                step_bias=Vector("mixer.dt_bias", heads),
+                step_limits=self.step_limits,
+            ),
+            "norm": GroupNorm("mixer.norm", inner, self.inner // self.groups, self.norm_eps),
+            "output": Linear((("mixer.out_proj", hidden),), inner, self.bias),
+        }
+
+    def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
+        mixed = ops.mix(held["convolve"], ops.linear(held["mixed"], x))
+        scanned = ops.mix(held["scan"], mixed, ops.linear(held["steps"], x), ops.linear(held["gate"], x))
+        return [ops.product(held["output"], ops.compute(held["norm"], scanned))]
+
+    def for_ranks(self, tp_size: int, inner_block: int) -> Ssd:
+        """Ranks divide the groups of heads, since each is normed as a whole."""
+        if self.groups % tp_size:
+            raise ModelError(
+                f"{self.groups} groups of heads cannot be divided among {tp_size} ranks: a rank computes whole groups"
+            )
+        return self
+
+    def values_per_token(self, tp_size: int) -> int:
+        """Projections, the convolution's and the recurrence's results."""
+        return (2 * (self.inner + 2 * self._shared) + 3 * self.inner + self.heads) // tp_size
+
+    def problem(self) -> str:
+        sizes = ("heads", "head_dim", "state_size", "groups")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                return f"a recurrent layer's {name} must be at least 1, got {getattr(self, name)}"
+        if self.heads % self.groups:
+            return f"{self.heads} heads cannot be divided into {self.groups} groups evenly"
+        low, high = self.step_limits
+        if not 0 <= low <= high:
+            return f"the limits of time steps are {low} and {high}; they must not be negative, and ascend"
+        return "" if self.conv_width >= 2 else f"a convolution's width must be at least 2, got {self.conv_width}"
+
+    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
+        return "the program has no recurrent layers yet."

@@ -1,0 +1,127 @@
+"""Families whose layers keep a state per sequence against transformers, from the files that it saves: token by token,
+with chunked prefill and preemption, and prompts around the sizes of blocks and chunks."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from all_at_once import TIGHT, generate_all_at_once, shared_prefix
+from rank_threads import RankThreads, pool_for_each_rank
+from tiny_recurrent import FAMILIES
+from torch import Tensor
+
+from headrace import LLM, HeadraceError, SamplingParams
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.models.kv_cache import block_bytes, cache_groups
+from headrace.executor.parallel.rank_place import RankPlace
+
+__all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
+
+THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
+NEW_TOKENS = 10
+LENGTHS = (1, 3, 15, 16, 17, 63, 64, 65, 257, 700)
+PARAMS = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+@cache
+def model_of(name: str) -> Any:
+    return tiny_models.make(FAMILIES[name])
+
+
+@cache
+def saved(folder: Path, name: str) -> Path:
+    model_of(name).save_pretrained(folder / name)
+    return folder / name
+
+
+@torch.inference_mode()
+def expected(name: str, prompt: list[int], answer: list[int]) -> Tensor:
+    """transformers' logits for each token of the answer, without a cache: [tokens of the answer, vocab_size]"""
+    logits: Tensor = model_of(name)(torch.tensor([prompt + answer[:-1]]), use_cache=False).logits[0]
+    return logits[len(prompt) - 1 :].float()
+
+
+def expect_answers(name: str, prompts: list[list[int]], outputs: list[Any]) -> None:
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer = list(output.outputs[0].token_ids)
+        assert answer == expected(name, prompt, answer).argmax(-1).tolist()
+    assert len({token for output in outputs for token in output.outputs[0].token_ids}) > NEW_TOKENS
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_equal_transformers(folder: Path, name: str) -> None:
+    """Of short and long prompts, computed in one step or in chunks that end anywhere."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(2, 128, (length,), generator=generator).tolist() for length in LENGTHS]
+    for tokens in (1024, 40):
+        with LLM(str(saved(folder, name)), **(TIGHT | {"max_model_len": 720, "max_num_batched_tokens": tokens})) as llm:
+            expect_answers(name, prompts, generate_all_at_once(llm, prompts, PARAMS))
+
+
+def expect_answers_with_little_memory(folder: Path, name: str, **options: Any) -> None:
+    path = saved(folder, name)
+    blocks = tiny_models.blocks_of_one_request(path, TIGHT) + 4
+    with LLM(str(path), **TIGHT, num_gpu_blocks_override=blocks, **options) as llm:
+        outputs = generate_all_at_once(llm, shared_prefix(128), PARAMS)
+    if name.startswith("lfm2"):  # a state alone has one size, whatever the number of tokens
+        assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
+    expect_answers(name, shared_prefix(128), outputs)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_preempted_requests_answer_as_transformers_does(folder: Path, name: str) -> None:
+    expect_answers_with_little_memory(folder, name)
+
+
+@pytest.mark.parametrize("name", ["lfm2_biases", "lfm2_moe", "mamba2"])
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_two_ranks_give_the_tokens_of_transformers(folder: Path, name: str, kind: str) -> None:
+    ranks = {f"{kind}_parallel_size": 2, "distributed_executor_backend": THREADS}
+    expect_answers_with_little_memory(folder, name, **ranks)
+
+
+def test_ranks_that_cannot_have_whole_groups_of_heads_are_refused(folder: Path) -> None:
+    with pytest.raises(HeadraceError, match="1 groups of heads cannot be divided among 2 ranks: a rank computes whole"):
+        LLM(str(saved(folder, "mamba2_one_group")), **TIGHT, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+def test_drafts_change_no_token(folder: Path, name: str) -> None:
+    """Of few tokens, so that some drafts are accepted and others are not."""
+    prompts = [[20, 21, 22, 23] * 6, [20, 21, 22] * 14, [21] * 20, list(range(20, 60))]
+    config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, allowed_token_ids=[20, 21, 22])
+    engine = TIGHT | {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    answers = []
+    for speculative_config in ({}, config):
+        with LLM(str(saved(folder, name)), **engine, speculative_config=speculative_config) as llm:
+            outputs = generate_all_at_once(llm, prompts, params)
+            answers.append([list(output.outputs[0].token_ids) for output in outputs])
+            drafted = llm.get_stats()
+    assert answers[0] == answers[1]
+    assert 0 < drafted.num_accepted_tokens < drafted.num_draft_tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+def test_a_page_has_room_for_its_part_of_a_state_on_every_rank(folder: Path, name: str, dtype: torch.dtype) -> None:
+    spec = spec_from_config(json.loads((saved(folder, name) / "config.json").read_text()))
+    for ranks in (1, 2):
+        groups = cache_groups(spec, tp_size=ranks)
+        state = groups[-1]
+        assert state.kind == "state"
+        floats = sum(kept.elements for layer in spec.own_states(ranks) for kept in layer)
+        for rank in range(ranks):
+            page = block_bytes(spec, 16, dtype, RankPlace.of(rank, ranks, 1), groups)
+            assert page * state.pages >= 4 * floats
