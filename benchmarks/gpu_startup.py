@@ -25,7 +25,7 @@ from gpu_shapes import MODELS, weight_elements
 from safetensors.torch import save_file
 
 from headrace import LLM, SamplingParams
-from headrace.executor.checkpoints.weights import DummyWeights
+from headrace.executor.checkpoints.sources.dummy_weights import DummyWeights
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.sizes import weight_shapes
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from report import Report
 
-from headrace.executor.checkpoints.weights import DummyWeights
+from headrace.executor.checkpoints.sources.dummy_weights import DummyWeights
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.cpu.program import StepLimits
 from headrace.executor.models.arch import ArchSpec

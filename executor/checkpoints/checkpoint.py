@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
     from headrace.executor.checkpoints.formats import AsLoaded
     from headrace.executor.checkpoints.formats import Format as Quantisation
     from headrace.executor.checkpoints.formats.cache_scales import LayerScales
+    from headrace.executor.checkpoints.progress import OnRead
     from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
     from headrace.executor.checkpoints.sources.safetensors_weights import Strategy
     from headrace.executor.checkpoints.sources.tensorizer_file import TensorizerFile
-    from headrace.executor.checkpoints.weights import OnRead, WeightSource
+    from headrace.executor.checkpoints.weights import Weights, WeightSource
     from headrace.executor.models.arch import ArchSpec
 
 logger = logging.getLogger(__name__)
@@ -130,24 +132,22 @@ class Checkpoint:
     on_read: OnRead | None = field(default=None, repr=False)
     """Callback for the progress of reading weights."""
 
-    def weights(self, shapes: Mapping[str, tuple[int, ...]] | None = None, place: RankPlace = SINGLE) -> WeightSource:
-        """The source of the weights. `shapes`: of dummy weights; by default those of the config's model. `place`: the
+    def weights(self, shapes: Mapping[str, tuple[int, ...]] | None = None, place: RankPlace = SINGLE) -> Weights:
+        """The weights as stored. `shapes`: of dummy weights; by default those of the config's model. `place`: the
         rank that reads them; of a sharded state it gets its own file only.
 
         Raises ModelError, naming the file, if one is missing, truncated or of another format.
         """
-        source = self._source(shapes, place)
-        if self.as_loaded is not None:
-            from headrace.executor.checkpoints.formats.as_loaded import ToQuantise
+        from headrace.executor.checkpoints.weights import Weights
 
-            source = ToQuantise(source, self.as_loaded)
+        weights = replace(Weights.of(self._source(shapes, place)), as_loaded=self.as_loaded)
         if self.on_read is None:
-            return source
-        from headrace.executor.checkpoints.weights import WatchedWeights
+            return weights
+        from headrace.executor.checkpoints.progress import watched
         from headrace.executor.models.families import spec_from_config
 
         layers = place.layers(spec_from_config(self.config).num_layers)
-        return WatchedWeights(source, self.on_read, layers, self.stored_bytes)
+        return watched(weights, self.on_read, layers, self.stored_bytes)
 
     def _source(self, shapes: Mapping[str, tuple[int, ...]] | None, place: RankPlace) -> WeightSource:
         if self.format == "dummy":
@@ -161,7 +161,7 @@ class Checkpoint:
             return ShardedWeights(self.path, place, spec_from_config(self.config).num_layers, self.load_strategy)
         if self.tensorizer is not None:
             return self.tensorizer.weights()
-        stored: WeightSource = _folder_weights(self.path, self.format, self.load_strategy, place)
+        stored = _folder_weights(self.path, self.format, self.load_strategy, place)
         if self.library:
             from headrace.executor.checkpoints.sources.library_readers import LibraryWeights
 
@@ -169,13 +169,13 @@ class Checkpoint:
         if self.quantisation is None and not _quantisation_in(self.config):
             return stored
         if self.quantisation is None:  # the cache alone is quantised
-            from headrace.executor.checkpoints.formats.cache_scales import WithoutCacheScales
+            from headrace.executor.checkpoints.formats.cache_scales import without_cache_scales
 
-            return WithoutCacheScales(stored)
-        from headrace.executor.checkpoints.formats.weights import QuantisedWeights
+            return without_cache_scales(stored)
+        from headrace.executor.checkpoints.formats.weights import quantised
         from headrace.executor.models.families import spec_from_config
 
-        return QuantisedWeights(stored, self.quantisation, spec_from_config(self.config))
+        return quantised(stored, self.quantisation, spec_from_config(self.config))
 
 
 def open_checkpoint(options: Options) -> Checkpoint:
@@ -541,10 +541,15 @@ def _dtype_name(
     if found == "sharded_state":
         from headrace.executor.checkpoints.sources.safetensors_weights import SafetensorsWeights
 
-        return SafetensorsWeights(sorted(folder.glob(SHARDED_STATE))[:1]).dtype_name()
-    held = tensorized.weights() if tensorized is not None else _folder_weights(folder, found)
-    name: str = held.dtype_name()
-    return name
+        return _format_of_largest(SafetensorsWeights(sorted(folder.glob(SHARDED_STATE))[:1]))
+    return _format_of_largest(tensorized.weights() if tensorized is not None else _folder_weights(folder, found))
+
+
+def _format_of_largest(source: WeightSource) -> str:
+    """The format of most of a folder's weights: that of the largest tensor; float32 if it has none."""
+    records = map(source.stored, sorted(source.names()))
+    largest = max(records, key=lambda stored: math.prod(stored.shape), default=None)
+    return "float32" if largest is None else largest.format
 
 
 def _float_type(named: Any) -> str:
@@ -576,9 +581,11 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     )
 
 
-def _folder_weights(folder: Path, found: Format, strategy: Strategy = "lazy", place: RankPlace = SINGLE) -> Any:
+def _folder_weights(
+    folder: Path, found: Format, strategy: Strategy = "lazy", place: RankPlace = SINGLE
+) -> WeightSource:
     from headrace.executor.checkpoints.sources.safetensors_weights import SafetensorsWeights
-    from headrace.executor.checkpoints.weights import TorchWeights
+    from headrace.executor.checkpoints.sources.torch_files import TorchWeights
 
     index_path = folder / (TORCH_INDEX if found == "pt" else SAFETENSORS_INDEX)
     if found == "mistral":
@@ -611,7 +618,7 @@ def _is_file_name(name: str) -> bool:
 
 
 def _dummy(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | None) -> WeightSource:
-    from headrace.executor.checkpoints.weights import DummyWeights
+    from headrace.executor.checkpoints.sources.dummy_weights import DummyWeights
     from headrace.executor.models.families import spec_from_config
     from headrace.executor.models.sizes import weight_shapes
 

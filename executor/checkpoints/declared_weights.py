@@ -8,16 +8,17 @@ matrices as one, transposed, or with interleaved rotary pairs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.formats.as_loaded import QuantisedAsLoaded
+from headrace.executor.checkpoints.formats.as_loaded import quantised_as_loaded
 from headrace.executor.checkpoints.stacked_experts import each_expert
-from headrace.executor.checkpoints.weights import Packed, WeightSource, WrappedWeights, bounds
+from headrace.executor.checkpoints.weights import Numbers, Packed, StoredTensor, Weights, WeightSource, bounds
 from headrace.executor.models.arch import ArchSpec, Fused
 from headrace.executor.models.blocks import Weight, size_of
 from headrace.executor.models.sizes import model_weights
@@ -30,17 +31,17 @@ ROWS_COMPARED = 4096
 """Rows of a head that are compared with the embedding at once."""
 
 
-def as_declared(spec: ArchSpec, source: WeightSource) -> WeightSource:
-    """The source with the names and rows that the model's blocks declare, and quantised if it is to be while loading.
-    Returns the source itself if nothing differs."""
-    source = each_expert(spec, source)
+def as_declared(spec: ArchSpec, source: WeightSource) -> Weights:
+    """The weights with the names and rows that the model's blocks declare, and quantised if they are to be while
+    loading."""
+    weights = each_expert(spec, Weights.of(source))
     if spec.unit_head:
-        head, table = f"{spec.names.lm_heads[0]}.weight", _table(spec, source.names())
-        source = UnitRows(source, head, head if head in source.names() else table)
-    places = _places(spec, source.names())
-    found = DeclaredWeights(source, places) if places else source
-    as_loaded = getattr(found, "as_loaded", None)
-    return found if as_loaded is None else QuantisedAsLoaded(found, as_loaded, spec)
+        weights = _with_unit_head(spec, weights)
+    if places := _places(spec, weights.names()):
+        gone = frozenset(place.name for place in places.values())
+        stored = partial(_placed, weights, places)
+        weights = weights.then("rows as the model declares them", frozenset(places), stored, gone)
+    return weights if weights.as_loaded is None else quantised_as_loaded(weights, weights.as_loaded, spec)
 
 
 def with_own_head(spec: ArchSpec, source: WeightSource, place: RankPlace) -> ArchSpec:
@@ -71,8 +72,8 @@ def _table(spec: ArchSpec, held: frozenset[str]) -> str:
 
 def _is_copy(source: WeightSource, head: str, table: str) -> bool:
     """Whether all values of two matrices are the same, where the types they are stored in have them."""
-    packed = getattr(source, "packed", None)
-    if source.shape(head) != source.shape(table) or (packed is not None and packed(head) is not None):
+    stored = source.stored(head)
+    if stored.shape != source.shape(table) or stored.numbers.packed is not None:
         return False
     for first in range(0, source.shape(head)[0], ROWS_COMPARED):
         own, tied = (source.get(name, rows=slice(first, first + ROWS_COMPARED)) for name in (head, table))
@@ -108,84 +109,65 @@ class Place:
     transposed: bool = False
 
 
-class UnitRows(WrappedWeights):
-    """A `WeightSource` around another in which each row of one matrix is divided by its L2 norm. stored: the name of
-    the matrix in the other."""
+def _with_unit_head(spec: ArchSpec, weights: Weights) -> Weights:
+    """The weights with a head, in floats, each row of which is divided by its L2 norm; without an own head, one made of
+    the embedding."""
+    head = f"{spec.names.lm_heads[0]}.weight"
+    held = head if head in weights.names() else _table(spec, weights.names())
 
-    def __init__(self, source: WeightSource, matrix: str, stored: str) -> None:
-        super().__init__(source, given=frozenset({matrix}))
-        self._matrix, self._stored = matrix, stored
+    def stored(_: str) -> StoredTensor:
+        found = weights.stored(held)
+        return StoredTensor.plain(found.shape, found.format, partial(_of_length_1, found))
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(self._stored if name == self._matrix else name)
-
-    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        if name != self._matrix:
-            return self.source.get(name, rows=rows, columns=columns)
-        whole = self.source.get(self._stored, rows=rows)
-        part = torch.nn.functional.normalize(whole.float()).to(whole.dtype)
-        return part if columns is None else part[:, columns]
-
-    def _packed(self, name: str) -> Packed | None:
-        return None if name == self._matrix else super()._packed(name)
-
-    def _group_of(self, name: str) -> int | None:
-        return None if name == self._matrix else super()._group_of(name)
+    return weights.then("rows of the head have length 1", frozenset({head}), stored)
 
 
-class DeclaredWeights(WrappedWeights):
-    """A `WeightSource` of declared tensors around one of stored tensors. `shape` and `get` raise ModelError if a stored
-    tensor has another number of rows than its parts together."""
+def _of_length_1(found: StoredTensor, rows: slice | None, columns: slice | None) -> Tensor:
+    whole = found.numbers.part(rows, None)
+    normalised = torch.nn.functional.normalize(whole.float()).to(whole.dtype)
+    return normalised if columns is None else normalised[:, columns]
 
-    def __init__(self, source: WeightSource, places: dict[str, Place]) -> None:
-        stored = frozenset(place.name for name, place in places.items() if place.name != name)
-        super().__init__(source, stored, frozenset(places))
-        self._places = places
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        place = self._places.get(name)
-        if place is None:
-            return self.source.shape(name)
-        stored = tuple(self.source.shape(place.name))
-        found = stored[::-1] if place.transposed else stored
-        if found[0] != place.num_stored:
-            axis = "columns" if place.transposed and len(stored) == 2 else "rows"
-            raise ModelError(
-                f"weight {place.name} has shape {list(stored)}, but the config needs {place.num_stored} {axis}"
-            )
-        return (len(place.rows), *found[1:])
+def _placed(weights: Weights, places: Mapping[str, Place], name: str) -> StoredTensor:
+    """A declared tensor; it is packed where the stored one is and is not transposed. Raises ModelError if the stored
+    one has another number of rows than its parts together."""
+    place = places[name]
+    found = weights.stored(place.name)
+    shape = found.shape[::-1] if place.transposed else found.shape
+    if shape[0] != place.num_stored:
+        axis = "columns" if place.transposed and len(shape) == 2 else "rows"
+        raise ModelError(
+            f"weight {place.name} has shape {list(found.shape)}, but the config needs {place.num_stored} {axis}"
+        )
+    read_packed = None if place.transposed else found.numbers.packed
+    return StoredTensor(
+        shape=(len(place.rows), *shape[1:]),
+        format=found.format,
+        group=found.group,
+        numbers=Numbers(
+            partial(_part_placed, found, place),
+            None if read_packed is None else partial(_packed_placed, read_packed, place),
+        ),
+        padding=found.padding,
+    )
 
-    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        place = self._places.get(name)
-        if place is None:
-            return self.source.get(name, rows=rows, columns=columns)
-        self.shape(name)
-        wanted = place.rows[slice(*bounds(rows, len(place.rows)))]
-        if not len(wanted):
-            return self.source.get(place.name)[:0]
-        span = slice(int(wanted.min()), int(wanted.max()) + 1)
-        is_vector = len(self.source.shape(place.name)) == 1
-        if is_vector or not place.transposed:
-            found = self.source.get(place.name, rows=span, columns=columns)
-        else:
-            found = self.source.get(place.name, rows=columns, columns=span).T
-        if len(wanted) == len(found) and (np.diff(wanted) == 1).all():
-            return found
-        return found[torch.from_numpy(wanted - span.start)]
 
-    def _packed(self, name: str) -> Packed | None:
-        """The source's `packed` weight with the declared rows; None for floats and transposed tensors."""
-        place = self._places.get(name)
-        if place is None:
-            return super()._packed(name)
-        stored = None if place.transposed else super()._packed(place.name)
-        if isinstance(stored, GroupedWeight):
-            return stored.take(torch.from_numpy(place.rows))
-        return None if stored is None else (stored[0], stored[1][place.rows])
+def _part_placed(found: StoredTensor, place: Place, rows: slice | None, columns: slice | None) -> Tensor:
+    wanted, read = place.rows[slice(*bounds(rows, len(place.rows)))], found.numbers.part
+    if not len(wanted):
+        return read(None, None)[:0]
+    span = slice(int(wanted.min()), int(wanted.max()) + 1)
+    part = read(columns, span).T if place.transposed and len(found.shape) > 1 else read(span, columns)
+    if len(wanted) == len(part) and (np.diff(wanted) == 1).all():
+        return part
+    return part[torch.from_numpy(wanted - span.start)]
 
-    def _group_of(self, name: str) -> int | None:
-        place = self._places.get(name)
-        return super()._group_of(name if place is None else place.name)
+
+def _packed_placed(read: Callable[[], Packed], place: Place) -> Packed:
+    stored = read()
+    if isinstance(stored, GroupedWeight):
+        return stored.take(torch.from_numpy(place.rows))
+    return stored[0], stored[1][place.rows]
 
 
 def _places(spec: ArchSpec, held: frozenset[str]) -> dict[str, Place]:

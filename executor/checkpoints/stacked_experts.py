@@ -6,21 +6,24 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.executor.checkpoints.weights import Packed, WeightSource, WrappedWeights, take_part
+from headrace.executor.checkpoints.weights import StoredTensor, Weights, take_part
 from headrace.executor.models.arch import ArchSpec, StackedExperts
 from headrace.ipc.failure import ModelError
 
 
-def each_expert(spec: ArchSpec, source: WeightSource) -> WeightSource:
-    """The source with a tensor per expert, under the names that blocks declare; the source itself if it stacks none."""
+def each_expert(spec: ArchSpec, weights: Weights) -> Weights:
+    """The weights with a tensor per expert, under the names that blocks declare; unchanged if they stack none."""
     if spec.stacked is None:
-        return source
-    held, found = source.names(), dict[str, _Place]()
+        return weights
+    held, found = weights.names(), dict[str, _Place]()
     prefix = spec.names.prefix_in(held)
     for index in range(spec.num_layers):
         start = spec.names.layer(prefix, index)
-        found |= _places(spec, spec.stacked, start, source, held)
-    return EachExpert(source, found) if found else source
+        found |= _places(spec, spec.stacked, start, weights, held)
+    if not found:
+        return weights
+    gone = frozenset(place.stored for place in found.values())
+    return weights.then("each expert of a stack", frozenset(found), lambda name: _expert(weights, found[name]), gone)
 
 
 @dataclass(frozen=True)
@@ -34,42 +37,21 @@ class _Place:
     transposed: bool
 
 
-class EachExpert(WrappedWeights):
-    """A `WeightSource` of single experts around one of stacked experts."""
+def _expert(weights: Weights, place: _Place) -> StoredTensor:
+    """An expert's tensor, in floats."""
+    stack = weights.stored(place.stored)
+    whole = stack.shape[:0:-1] if place.transposed else stack.shape[1:]
+    shape = (len(range(*place.rows.indices(whole[0]))), *whole[1:])
 
-    def __init__(self, source: WeightSource, places: dict[str, _Place]) -> None:
-        super().__init__(source, frozenset(place.stored for place in places.values()), frozenset(places))
-        self._places = places
+    def part(rows: slice | None, columns: slice | None) -> Tensor:
+        found = stack.numbers.part(slice(place.expert, place.expert + 1), None)[0]
+        return take_part((found.T if place.transposed else found)[place.rows], shape, rows, columns)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        place = self._places.get(name)
-        if place is None:
-            return self.source.shape(name)
-        part = tuple(self.source.shape(place.stored))[1:]
-        if place.transposed:
-            part = part[::-1]
-        return (len(range(*place.rows.indices(part[0]))), *part[1:])
-
-    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        place = self._places.get(name)
-        if place is None:
-            return self.source.get(name, rows=rows, columns=columns)
-        whole = self.source.get(place.stored, rows=slice(place.expert, place.expert + 1))[0]
-        if place.transposed:
-            whole = whole.T
-        part = whole[place.rows]
-        return take_part(part, tuple(part.shape), rows, columns)
-
-    def _packed(self, name: str) -> Packed | None:
-        """The source's packed weight; None for experts from a stack, which are floats."""
-        return None if name in self._places else super()._packed(name)
-
-    def _group_of(self, name: str) -> int | None:
-        return None if name in self._places else super()._group_of(name)
+    return StoredTensor.plain(shape, stack.format, part)
 
 
 def _places(
-    spec: ArchSpec, stacked: StackedExperts, start: str, source: WeightSource, held: frozenset[str]
+    spec: ArchSpec, stacked: StackedExperts, start: str, weights: Weights, held: frozenset[str]
 ) -> dict[str, _Place]:
     """Places of the experts of one layer, whose names begin with `start`. Raises ModelError."""
     names, found = spec.names, dict[str, _Place]()
@@ -78,7 +60,7 @@ def _places(
         if start + gate_up not in held:
             continue
         is_transposed = stacked.transposed and kind == ".weight"
-        shape = tuple(source.shape(start + gate_up))
+        shape = weights.shape(start + gate_up)
         if len(shape) < 2 or start + down not in held:
             raise ModelError(f"weights {start}{gate_up}, of shape {list(shape)}, and {down} are no experts' matrices")
         inner = shape[-1 if is_transposed else 1] // 2

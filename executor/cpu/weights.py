@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.weights import Packed, WeightSource
+from headrace.executor.checkpoints.weights import StoredTensor, WeightSource, dtype_name
 from headrace.executor.cpu.freed_memory import FreedMemory
 from headrace.executor.models import blocks
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Axis, Linear, Role, size_of
 from headrace.executor.models.reading import CheckedWeights, Part, own_part
 from headrace.executor.models.sizes import model_weights
-from headrace.executor.parallel.padding import grouped_part, packed_part, stored_source
+from headrace.executor.parallel.padding import grouped_part, packed_part
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.cpu.facade import (
     FLOAT_TYPES,
@@ -117,7 +117,7 @@ class CpuWeights(CheckedWeights):
         self._runtime = runtime
         self._arena = Arena()  # its own, so that its memory is freed with the model
         self._freed = FreedMemory()
-        self._packed = _packed_reader(source) if keep_packed else None
+        self._keeps_packed = keep_packed
         self._blocks = blocks
         self._unpacked_types: set[str] = set()
         self._undivided: set[str] = set()
@@ -167,7 +167,7 @@ class CpuWeights(CheckedWeights):
         first, rest = stored(experts[0]), experts[1:]
         # In floats all experts have one type, so the rest are read one by one. Stored types may differ: a layer's
         # experts are read together and compared.
-        others: list[list[Stored]] | None = None if self._packed is None else [stored(index) for index in rest]
+        others: list[list[Stored]] | None = [stored(index) for index in rest] if self._keeps_packed else None
         kinds = tuple(map(_type_name, first))
         reason = why_no_experts(kinds, hidden, own_inner, declared.activation)
         if not all(_go_together(*pair) for each in (others or ()) for pair in zip(each, first, strict=True)):
@@ -224,35 +224,38 @@ class CpuWeights(CheckedWeights):
     def _stored(self, part: Part, in_features: int, columns: slice | None, role: Role) -> Stored:
         name = f"{part.name}.weight"
         bits = None if self._blocks is None else self._blocks.bits_of(role)
-        self._check(name, (part.num_rows, in_features))
+        stored = self._check(name, (part.num_rows, in_features))
         if bits is not None:
             return self._quantised(name, self._floats(name, part.rows, columns), bits)
-        kept: Packed | None = None if self._packed is None else self._packed(name)
-        if kept is None:
+        read_packed = stored.numbers.packed if self._keeps_packed else None
+        if read_packed is None:
             floats = self._floats(name, part.rows, columns)
             rounds = (
                 floats.dtype == torch.bfloat16 and self.dtype == torch.float32
             )  # bf16 kernels round activations too
-            stays = self._packed is not None and floats.dtype in FLOAT_TYPES and not rounds
+            stays = self._keeps_packed and floats.dtype in FLOAT_TYPES and not rounds
             return floats if stays else floats.to(self.dtype)
+        kept = read_packed()
         if isinstance(kept, GroupedWeight):
-            return self._grouped(name, kept, part, columns, role)
+            return self._grouped(stored, kept, part, columns, role)
         type_name, data = kept
         kind, cut = WEIGHT_TYPES.get(type_name), None
         if kind is not None:
             block = kind.block_size, kind.block_bytes
-            cut = packed_part(self._source, name, data, block, part.rows, columns)
+            cut = packed_part(stored, data, block, part.rows, columns)
         if cut is None:
             (self._unpacked_types if kind is None else self._undivided).add(type_name)
-            return self._source.get(name, rows=part.rows, columns=columns).to(self.dtype)
+            return stored.numbers.part(part.rows, columns).to(self.dtype)
         # torch needs writable memory, and a memory-mapped file is read-only.
         return type_name, torch.from_numpy(np.require(cut, requirements=["C", "W"]))
 
-    def _grouped(self, name: str, whole: GroupedWeight, part: Part, columns: slice | None, role: Role) -> Stored:
+    def _grouped(
+        self, stored: StoredTensor, whole: GroupedWeight, part: Part, columns: slice | None, role: Role
+    ) -> Stored:
         if role == "expert" and whole.inputs is not None and whole.inputs.scale is not None:
             self._has_finer_inputs = True
             whole = replace(whole, inputs=None)
-        cut = grouped_part(self._source, name, whole, part.rows, columns)
+        cut = grouped_part(stored, whole, part.rows, columns)
         kind = f"{whole.kind} in groups of {whole.group}"
         if cut is None:
             self._undivided.add(kind)
@@ -260,7 +263,7 @@ class CpuWeights(CheckedWeights):
             self._unpacked_types.add(kind)
         else:
             return cut
-        return self._source.get(name, rows=part.rows, columns=columns).to(self.dtype)
+        return stored.numbers.part(part.rows, columns).to(self.dtype)
 
     def _quantised(self, name: str, floats: Tensor, bits: int) -> Stored:
         assert self._blocks is not None, "bits come with blocks"
@@ -279,7 +282,7 @@ class CpuWeights(CheckedWeights):
 
 def inner_block(spec: ArchSpec, source: WeightSource, *, keep_packed: bool, blocks: Blocks | None) -> int:
     """A rank's share of an FFN's inner size must be a multiple of this to consist of whole blocks; 1 without blocks."""
-    if blocks is None and not (keep_packed and _packed_reader(source)):
+    if blocks is None and not keep_packed:
         return 1
     names = source.names()
     # Blocks lie along rows: only matrices whose columns are an inner size, and not heads, are divided across blocks.
@@ -290,14 +293,8 @@ def inner_block(spec: ArchSpec, source: WeightSource, *, keep_packed: bool, bloc
     }
     if blocks is not None:
         return 1 if any(size % blocks.group_size for size in divided.values()) else blocks.group_size
-    group_of = stored_source(source).group_of  # type: ignore[attr-defined]
-    groups = [group for name in divided if name in names and (group := group_of(name)) is not None]
+    groups = [group for name in divided if name in names and (group := source.stored(name).group) is not None]
     return math.lcm(KERNEL_BLOCK, *groups) if groups else 1
-
-
-def _packed_reader(source: WeightSource) -> Callable[[str], Packed | None] | None:
-    """The function that returns a matrix as it is stored; None for a source that stores only floats."""
-    return getattr(stored_source(source), "packed", None)
 
 
 def _listed(names: set[str]) -> str:
@@ -322,10 +319,6 @@ def _floats(stored: Stored, dtype: torch.dtype) -> Tensor:
     if isinstance(stored, GroupedWeight):
         return stored.floats().to(dtype)
     return stored.to(dtype) if isinstance(stored, Tensor) else dequantise(*stored).to(dtype)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _joined(parts: Sequence[Stored]) -> Stored:

@@ -15,7 +15,8 @@ from headrace import kernels
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.checkpoints.checkpoint import Checkpoint
-from headrace.executor.checkpoints.weights import DummyWeights, WeightSource
+from headrace.executor.checkpoints.sources.dummy_weights import DummyWeights
+from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.gpu.collectives import AgreedCapturer, GpuCollectives
 from headrace.executor.gpu.device_state import Device
 from headrace.executor.gpu.graphs import Capturer, capture_sizes
@@ -27,7 +28,7 @@ from headrace.executor.gpu.runner import STEPS_IN_FLIGHT, GpuRunner, RunnerLimit
 from headrace.executor.gpu.stages import make_runner, runner_kind
 from headrace.executor.gpu.weights.offload import Offload, SideStream, layers_to_offload
 from headrace.executor.gpu.weights.residency import WeightResidency
-from headrace.executor.gpu.weights.staging import StagedWeights
+from headrace.executor.gpu.weights.staging import staged
 from headrace.executor.model_rank import DTYPES, ModelRank, WorkerProfile, cache_dtype
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
@@ -222,7 +223,7 @@ class GpuRank(ModelRank):
         if checkpoint.format == "dummy":
             source = DummyWeights(weight_shapes(spec), dtype, self._device)
         else:
-            source = StagedWeights(checkpoint.weights(place=place), self._backend.host_side())
+            source = staged(checkpoint.weights(place=place), self._backend.host_side())
         offload = offload_of(plan, spec, place, self._backend)
         choose, keep = chooser_for(self.choose, plan), None if offload is None else offload.keep
         decoder = Decoder(spec, source, dtype, self._device, place, choose, keep)

@@ -20,7 +20,7 @@ from headrace.executor.models.arch import ArchSpec, LayerSpec, RopeSpec
 from headrace.executor.models.blocks import Attend, Linear, Role, Routing, emit_layer, size_of
 from headrace.executor.models.chunks import in_chunks, query_growth
 from headrace.executor.models.reading import CheckedWeights, Part, own_part, own_slopes
-from headrace.executor.parallel.padding import grouped_part, stored_source
+from headrace.executor.parallel.padding import grouped_part
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.grouped import GroupedWeight, joined
 from headrace.kernels.reference.attention import AttentionParams
@@ -144,17 +144,15 @@ class EagerWeights(CheckedWeights):
         self, parts: Sequence[Part], in_features: int, columns: slice | None, bias: bool, role: Role
     ) -> LinearWeight | None:
         """As `linear`, but quantised; None unless all parts are stored with group scales and a kernel takes them."""
-        packed = getattr(stored_source(self._source), "packed", None)
-        if packed is None or (self.device.type == "cpu" and not self.fused_kernel("linear_int4", shape=(1, 1))):
+        if self.device.type == "cpu" and not self.fused_kernel("linear_int4", shape=(1, 1)):
             return None
         found: list[GroupedWeight] = []
         for part in parts:
-            name = f"{part.name}.weight"
-            self._check(name, (part.num_rows, in_features))
-            whole = packed(name)
+            stored = self._check(f"{part.name}.weight", (part.num_rows, in_features))
+            whole = None if stored.numbers.packed is None else stored.numbers.packed()
             own = None
             if isinstance(whole, GroupedWeight):
-                own = grouped_part(self._source, name, whole, part.rows, columns)
+                own = grouped_part(stored, whole, part.rows, columns)
             if own is None or (found and not own.goes_with(found[0])):
                 return None
             found.append(own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.weights import WeightSource
+from headrace.executor.checkpoints.weights import StoredTensor, WeightSource, dtype_name
 from headrace.executor.models.arch import ArchSpec, LayerSpec
 from headrace.executor.models.blocks import (
     Attend,
@@ -33,6 +34,8 @@ from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError
 from headrace.kernels.expert_places import ExpertPlaces
 from headrace.kernels.reference.moe import MovableExperts
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class CheckedWeights:
         """Experts read so far that load balancing may move between ranks, in the order of their layers."""
         self._source = source
         self._names = source.names()
+        logger.debug("rank %d reads %s", place.rank, source)
         self._used: set[str] = set()
 
     def __contains__(self, name: object) -> bool:
@@ -111,8 +115,7 @@ class CheckedWeights:
         """Part of a weight, in the float dtype in which it is stored. Raises ModelError for integers."""
         tensor = self._source.get(name, rows=rows, columns=columns)
         if not tensor.is_floating_point():
-            stored = str(tensor.dtype).removeprefix("torch.")
-            raise ModelError(f"the weight {name} is stored as {stored}; a type of floats is expected")
+            raise ModelError(f"the weight {name} is stored as {dtype_name(tensor.dtype)}; a type of floats is expected")
         return tensor
 
     def vector(self, name: str, size: int, offset: float = 0.0, take: slice | None = None) -> Tensor:
@@ -212,13 +215,14 @@ class CheckedWeights:
             shown = ", ".join(rest[:5]) + (f" and {len(rest) - 5} more" if len(rest) > 5 else "")
             raise ModelError(f"the checkpoint holds weights that this architecture has no place for: {shown}")
 
-    def _check(self, name: str, expected: tuple[int, ...]) -> None:
+    def _check(self, name: str, expected: tuple[int, ...]) -> StoredTensor:
         if name not in self._names:
             raise ModelError(f"the checkpoint has no weight {name}; expected one of shape {list(expected)}")
-        found = tuple(self._source.shape(name))
-        if found != expected:
-            raise ModelError(f"weight {name} has shape {list(found)}, but the config needs {list(expected)}")
+        stored = self._source.stored(name)
+        if stored.shape != expected:
+            raise ModelError(f"weight {name} has shape {list(stored.shape)}, but the config needs {list(expected)}")
         self._used.add(name)
+        return stored
 
 
 def _not_read(spec: ArchSpec, place: RankPlace, prefix: str) -> list[str]:

@@ -11,19 +11,21 @@ multiplied by zero, so the model's output is unchanged.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.weights import WeightSource, bounds
+from headrace.executor.checkpoints.weights import Numbers, ReadPart, StoredTensor, Weights, WeightSource, bounds
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Axis
 from headrace.executor.models.sizes import model_weights
 from headrace.executor.parallel.rank_place import RankPlace
-from headrace.ipc.failure import ModelError
+from headrace.ipc.failure import InconsistentError, ModelError
 from headrace.kernels.grouped import GroupedWeight
 
 logger = logging.getLogger(__name__)
@@ -69,70 +71,49 @@ class Piece(NamedTuple):
     source_columns: slice
 
 
-class PaddedWeights:
-    """A `WeightSource` with the padded model's shapes, over a source with the checkpoint's shapes.
+def padded_weights(source: WeightSource, spec: ArchSpec, padded: ArchSpec) -> Weights:
+    """The weights with the padded model's shapes. Parts that are only padding are float32.
 
-    Raises ModelError, when a shape is asked for, where the checkpoint disagrees with the model's config.
+    Raises ModelError, when a tensor is asked for, where the checkpoint disagrees with the model's config.
     """
+    weights = Weights.of(source)
+    axes = _axes_by_name(spec, padded, spec.names.prefix_in(weights.names()))
 
-    def __init__(self, source: WeightSource, spec: ArchSpec, padded: ArchSpec) -> None:
-        self.source = source
-        self._axes = _axes_by_name(spec, padded, spec.names.prefix_in(source.names()))
+    def stored(name: str) -> StoredTensor:
+        found, grown = weights.stored(name), axes[name]
+        own = [grown[dimension].size if dimension in grown else size for dimension, size in enumerate(found.shape)]
+        if list(found.shape) != own:
+            raise ModelError(f"weight {name} has shape {list(found.shape)}, but the config needs {own}")
+        shape = tuple(grown[dimension].padded if dimension in grown else size for dimension, size in enumerate(own))
+        part = partial(_padded_part, found.numbers.part, shape, grown)
+        return replace(found, shape=shape, numbers=Numbers(part, found.numbers.packed), padding=grown)
 
-    def names(self) -> frozenset[str]:
-        return self.source.names()
+    return weights.then("padded with zeros", weights.names() & axes.keys(), stored)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        found, axes = list(self.source.shape(name)), self._axes.get(name, {})
-        own = [axes[dimension].size if dimension in axes else size for dimension, size in enumerate(found)]
-        if found != own:
-            raise ModelError(f"weight {name} has shape {found}, but the config needs {own}")
-        return tuple(axes[dimension].padded if dimension in axes else size for dimension, size in enumerate(found))
 
-    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """As `WeightSource.get`; float32 where a part is only padding."""
-        if name not in self._axes:
-            return self.source.get(name, rows=rows, columns=columns)
-        shape = self.shape(name)
-        if len(shape) == 1:
-            return self._vector(name, *bounds(rows, shape[0]))
-        height, width = part_size(shape, rows, columns)
-        pieces = self.pieces(name, rows, columns)
-        parts = [self.source.get(name, rows=p.source_rows, columns=p.source_columns) for p in pieces]
-        if len(parts) == 1 and parts[0].shape == (height, width):
-            return parts[0]
-        whole = parts[0].new_zeros(height, width) if parts else torch.zeros(height, width)
-        for piece, part in zip(pieces, parts, strict=True):
-            whole[piece.rows, piece.columns] = part
-        return whole
+def _padded_part(
+    part: ReadPart, shape: tuple[int, ...], grown: Mapping[int, GrownAxis], rows: slice | None, columns: slice | None
+) -> Tensor:
+    if len(shape) == 1:
+        return _padded_vector(part, grown[0], *bounds(rows, shape[0]))
+    height, width = part_size(shape, rows, columns)
+    pieces = _pieces(shape, grown, rows, columns)
+    parts = [part(p.source_rows, p.source_columns) for p in pieces]
+    if len(parts) == 1 and parts[0].shape == (height, width):
+        return parts[0]
+    whole = parts[0].new_zeros(height, width) if parts else torch.zeros(height, width)
+    for piece, found in zip(pieces, parts, strict=True):
+        whole[piece.rows, piece.columns] = found
+    return whole
 
-    def pieces(self, name: str, rows: slice | None, columns: slice | None) -> list[Piece]:
-        """The pieces of that part of a matrix, in order of rows, then columns."""
-        shape, axes = self.shape(name), self._axes.get(name, {})
-        down, across = (
-            axes[dimension].within(first, last) if dimension in axes else [Span(0, first, last - first)]
-            for dimension, (first, last) in enumerate((bounds(rows, shape[0]), bounds(columns, shape[-1])))
-        )
-        return [
-            Piece(
-                slice(r.start, r.start + r.length),
-                slice(c.start, c.start + c.length),
-                slice(r.source, r.source + r.length),
-                slice(c.source, c.source + c.length),
-            )
-            for r in down
-            for c in across
-        ]
 
-    def _vector(self, name: str, first: int, last: int) -> Tensor:
-        found = [
-            (span.start, self.source.get(name, rows=slice(span.source, span.source + span.length)))
-            for span in self._axes[name][0].within(first, last)
-        ]
-        whole = found[0][1].new_zeros(last - first) if found else torch.zeros(last - first)
-        for start, values in found:
-            whole[start : start + len(values)] = values
-        return whole
+def _padded_vector(part: ReadPart, grown: GrownAxis, first: int, last: int) -> Tensor:
+    spans = grown.within(first, last)
+    found = [(span.start, part(slice(span.source, span.source + span.length), None)) for span in spans]
+    whole = found[0][1].new_zeros(last - first) if found else torch.zeros(last - first)
+    for start, values in found:
+        whole[start : start + len(values)] = values
+    return whole
 
 
 def padded_for(
@@ -164,12 +145,11 @@ def padded_for(
             if was != now
         )
         logger.warning("%d ranks cannot share each layer evenly, so zeros are added: it has %s", place.tp_size, said)
-    return padded, PaddedWeights(source, spec, padded)
+    return padded, padded_weights(source, spec, padded)
 
 
 def packed_part(
-    source: WeightSource,
-    name: str,
+    stored: StoredTensor,
     data: np.ndarray,
     block: tuple[int, int],
     rows: slice | None,
@@ -177,11 +157,12 @@ def packed_part(
 ) -> np.ndarray | None:
     """A part of a matrix whose rows are blocks of (elements, bytes); None if it begins or ends within a block.
 
-    data: [rows, bytes of a row] uint8, as in the checkpoint. Blocks of zero bytes decode to zeros in every type.
+    data: [rows, bytes of a row] uint8, without padding. Blocks of zero bytes decode to zeros in every type.
     """
     elements, num_bytes = block
-    height, width = part_size(tuple(source.shape(name)), rows, columns)
-    pieces = _pieces(source, name, rows, columns)
+    _check_size(stored, (len(data), data.shape[1] * elements // num_bytes))
+    height, width = part_size(stored.shape, rows, columns)
+    pieces = _pieces(stored.shape, stored.padding, rows, columns)
     edges = {edge for p in pieces for s in (p.columns, p.source_columns) for edge in (s.start, s.stop)}
     if any(edge % elements for edge in (*edges, width)):
         return None
@@ -199,14 +180,15 @@ def packed_part(
 
 
 def grouped_part(
-    source: WeightSource, name: str, whole: GroupedWeight, rows: slice | None, columns: slice | None
+    stored: StoredTensor, whole: GroupedWeight, rows: slice | None, columns: slice | None
 ) -> GroupedWeight | None:
     """A part of a matrix with group scales; None where it begins or ends within a group.
 
     Padding has scales of zero or is multiplied with inputs of zero.
     """
-    height, width = part_size(tuple(source.shape(name)), rows, columns)
-    pieces = _pieces(source, name, rows, columns)
+    _check_size(stored, whole.shape)
+    height, width = part_size(stored.shape, rows, columns)
+    pieces = _pieces(stored.shape, stored.padding, rows, columns)
     if not all(whole.columns_divide(p.source_columns.start, p.source_columns.stop) for p in pieces):
         return None
     if len(pieces) == 1 and (pieces[0].rows.stop, pieces[0].columns.stop) == (height, width):
@@ -220,19 +202,31 @@ def grouped_part(
     return found
 
 
-def stored_source(source: WeightSource) -> WeightSource:
-    """The source below any padding, which has the checkpoint's own shapes."""
-    return source.source if isinstance(source, PaddedWeights) else source
+def _check_size(stored: StoredTensor, packed: tuple[int, int]) -> None:
+    """Raises InconsistentError unless a packed matrix of this size is the tensor without its padding."""
+    own = tuple(stored.padding[i].size if i in stored.padding else size for i, size in enumerate(stored.shape))
+    if own != packed:
+        raise InconsistentError(f"a packed matrix is {list(packed)}, and its record says {list(own)}")
 
 
-def _pieces(source: WeightSource, name: str, rows: slice | None, columns: slice | None) -> list[Piece]:
-    """The pieces of a part of a matrix, whether the source is padded or not."""
-    if isinstance(source, PaddedWeights):
-        return source.pieces(name, rows, columns)
-    height, width = part_size(tuple(source.shape(name)), rows, columns)
-    first_row, first_column = (0 if part is None else part.start for part in (rows, columns))
-    source_rows = slice(first_row, first_row + height)
-    return [Piece(slice(0, height), slice(0, width), source_rows, slice(first_column, first_column + width))]
+def _pieces(
+    shape: tuple[int, ...], grown: Mapping[int, GrownAxis], rows: slice | None, columns: slice | None
+) -> list[Piece]:
+    """The pieces of that part of a matrix of this padded shape, in order of rows, then columns."""
+    down, across = (
+        grown[dimension].within(first, last) if dimension in grown else [Span(0, first, last - first)]
+        for dimension, (first, last) in enumerate((bounds(rows, shape[0]), bounds(columns, shape[-1])))
+    )
+    return [
+        Piece(
+            slice(r.start, r.start + r.length),
+            slice(c.start, c.start + c.length),
+            slice(r.source, r.source + r.length),
+            slice(c.source, c.source + c.length),
+        )
+        for r in down
+        for c in across
+    ]
 
 
 def part_size(shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> tuple[int, int]:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from headrace.executor.checkpoints.weights import DummyWeights, WeightSource
+from headrace.executor.checkpoints.sources.dummy_weights import DummyWeights
+from headrace.executor.checkpoints.weights import WeightSource
 from headrace.ipc.failure import ModelError, OptionError
 
 

@@ -91,7 +91,7 @@ def test_every_type_that_gguf_can_dequantise_is_read(kind: Kind, tmp_path: Path)
     if isinstance(kept, GroupedWeight):
         np.testing.assert_array_equal(kept.floats().numpy(), expected)
         assert file.kept_bytes == kept.nbytes + 10 * 256 * 4
-        assert file.weights().group_of("model.layers.0.mlp.down_proj.weight") == kept.group
+        assert file.weights().stored("model.layers.0.mlp.down_proj.weight").group == kept.group
     else:
         assert isinstance(kept, tuple)
         assert kept[0] == kind.name

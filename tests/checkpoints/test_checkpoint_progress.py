@@ -16,7 +16,8 @@ from tiny_gguf import save_gguf
 from headrace.core.options.engine_options import Options
 from headrace.core.process.child_output import ChildLog, LoadBar
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
-from headrace.executor.checkpoints.weights import DummyWeights, WatchedWeights
+from headrace.executor.checkpoints.progress import watched
+from headrace.executor.checkpoints.sources.dummy_weights import DummyWeights
 from headrace.executor.parallel.rank_place import RankPlace
 
 SHAPES = {"embed.weight": (8, 4), "layers.0.up.weight": (4, 4), "layers.1.up.weight": (4, 4), "scale": ()}
@@ -41,7 +42,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(("layers", "total"), [(range(2), 65 * 2), (range(1, 2), 49 * 2)])
 def test_each_weight_counts_once_and_other_stages_layers_do_not(layers: range, total: int) -> None:
     heard: list[tuple[int, int]] = []
-    weights = WatchedWeights(DummyWeights(SHAPES), lambda done, of: heard.append((done, of)), layers)
+    weights = watched(DummyWeights(SHAPES), lambda done, of: heard.append((done, of)), layers)
     for name, shape in SHAPES.items():
         if "layers" not in name or int(name.split(".")[1]) in layers:
             weights.get(name, rows=slice(0, 2) if shape else None)
@@ -54,10 +55,10 @@ def test_packed_weights_count_as_they_are_stored(tmp_path: Path) -> None:
     file = save_gguf(tiny_models.build("llama"), tmp_path / "model.gguf")
     heard: list[tuple[int, int]] = []
     source = open_checkpoint(Options(model=str(file))).weights(place=RankPlace())
-    watched = WatchedWeights(source, lambda done, of: heard.append((done, of)), range(9), 10_000)
-    for name in watched.names():
-        if watched.packed(name) is None:
-            watched.get(name)
+    weights = watched(source, lambda done, of: heard.append((done, of)), range(9), 10_000)
+    for name in weights.names():
+        if weights.packed(name) is None:
+            weights.get(name)
     assert heard[-1][0] == heard[-1][1]
     assert 9_900 <= heard[-1][1] <= 10_000
 

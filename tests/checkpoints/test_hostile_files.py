@@ -28,7 +28,7 @@ from headrace import LLM, SamplingParams
 from headrace.executor.checkpoints import identity
 from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
-from headrace.executor.checkpoints.weights import HeldWeights
+from headrace.executor.checkpoints.sources.held_weights import HeldWeights
 from headrace.ipc.failure import HeadraceError, ModelError
 from headrace.ipc.process.regular_files import NoFileError, read_file
 from headrace.kernels.cpu.linear import linear

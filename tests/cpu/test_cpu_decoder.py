@@ -36,7 +36,7 @@ from tiny_gguf import save_gguf
 from torch import Tensor
 
 from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
-from headrace.executor.checkpoints.weights import WeightSource
+from headrace.executor.checkpoints.weights import Numbers, StoredTensor, WeightSource
 from headrace.executor.cpu.decoder import CpuDecoder, why_not
 from headrace.executor.cpu.program import StepLimits
 from headrace.executor.models.arch import ArchSpec
@@ -211,12 +211,13 @@ class PackedSource(DictSource):
         super().__init__({**tensors, **exact})
         self._packed = packed
 
-    def packed(self, name: str) -> tuple[str, np.ndarray] | None:
-        kind, rows = self._packed.get(name, (None, None))
-        return None if kind is None or rows is None else (kind.name, rows)
-
-    def group_of(self, name: str) -> int | None:
-        return gguf.GGML_QUANT_SIZES[self._packed[name][0]][0] if name in self._packed else None
+    def stored(self, name: str) -> StoredTensor:
+        floats = super().stored(name)
+        if name not in self._packed:
+            return floats
+        kind, rows = self._packed[name]
+        numbers = Numbers(floats.numbers.part, lambda: (kind.name, rows))
+        return replace(floats, format=kind.name, group=gguf.GGML_QUANT_SIZES[kind][0], numbers=numbers)
 
 
 def exact_model(name: str, source: PackedSource) -> Any:

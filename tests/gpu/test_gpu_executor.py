@@ -21,11 +21,11 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import fit_cache, ledger
 from headrace.core.options.plan import MemoryReading, Plan
 from headrace.core.options.resolve import resolve
-from headrace.executor.checkpoints.weights import DUMMY_STANDARD_DEVIATION, DummyWeights
+from headrace.executor.checkpoints.sources.dummy_weights import DUMMY_STANDARD_DEVIATION, DummyWeights
 from headrace.executor.gpu.hardware.device import GpuFacts
 from headrace.executor.gpu.rank import GpuRank
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
-from headrace.executor.gpu.weights.staging import StagedWeights
+from headrace.executor.gpu.weights.staging import staged
 from headrace.executor.models import kv_cache
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
@@ -243,12 +243,12 @@ def test_weights_pass_through_small_buffers_unchanged_whatever_their_shape_and_p
         "empty": torch.zeros(0, 4),
     }
     device = LateDevice()
-    staged = StagedWeights(DictSource(tensors), device, staging_bytes=1 << 10)
-    assert staged.names() == set(tensors)
+    on_device = staged(DictSource(tensors), device, staging_bytes=1 << 10)
+    assert on_device.names() == set(tensors)
     for name, tensor in tensors.items():
-        assert staged.shape(name) == tuple(tensor.shape)
-        assert staged.get(name).equal(tensor)
-    assert staged.get("large", slice(10, 200), slice(3, 60)).equal(tensors["large"][10:200, 3:60])
+        assert on_device.shape(name) == tuple(tensor.shape)
+        assert on_device.get(name).equal(tensor)
+    assert on_device.get("large", slice(10, 200), slice(3, 60)).equal(tensors["large"][10:200, 3:60])
     assert device.num_waits > 20, "a buffer is written again only after the copy from it"
 
 

@@ -18,7 +18,7 @@ from published_models import config_of as published_config
 from tiny_families import FOREIGN, foreign
 from tiny_models import COMMON, TinyModel
 
-from headrace.executor.checkpoints.weights import DummyWeights
+from headrace.executor.checkpoints.sources.dummy_weights import DummyWeights
 from headrace.executor.cpu.decoder import why_not
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder

@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec
 from headrace.executor.models.blocks.attention import Attention
 from headrace.executor.models.blocks.dense import Dense
-from headrace.executor.parallel.padding import PaddedWeights, packed_part, padded_for
+from headrace.executor.parallel.padding import packed_part, padded_for
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.failure import ModelError
 
@@ -149,13 +149,13 @@ def test_blocks_are_cut_where_they_end_and_nowhere_else() -> None:
     spec = spec_of(3, 3)
     name = "model.layers.0.self_attn.o_proj.weight"
     padded, source = padded_for(spec, DictSource(checkpoint(spec)), RankPlace.of(1, 2, 1))
-    assert isinstance(source, PaddedWeights)
+    stored = source.stored(name)
     data = np.arange(1, 1 + HIDDEN * 6, dtype=np.uint8).reshape(HIDDEN, 6)
-    last_half = packed_part(source, name, data, (4, 2), slice(2, 4), slice(8, 16))
+    last_half = packed_part(stored, data, (4, 2), slice(2, 4), slice(8, 16))
     assert last_half is not None
     assert last_half.tolist() == [[17, 18, 0, 0], [23, 24, 0, 0]]
-    assert packed_part(source, name, data, (8, 4), None, slice(8, 16)) is None  # half of the second block is padding
-    plain = packed_part(DictSource(checkpoint(spec)), name, data, (4, 2), None, slice(4, 12))
+    assert packed_part(stored, data, (8, 4), None, slice(8, 16)) is None  # half of the second block is padding
+    plain = packed_part(DictSource(checkpoint(spec)).stored(name), data, (4, 2), None, slice(4, 12))
     assert plain is not None
     assert np.shares_memory(plain, data)
     assert padded.mixers[0].cache.num_heads == 4

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from triton_compile import OPTIONS, LaunchRecord, pretended
 
 from headrace import kernels
+from headrace.executor.checkpoints.weights import StoredTensor, WeightSource, dtype_name, take_part
 from headrace.executor.gpu.device_state import HostDevice
 from headrace.executor.gpu.hardware.memory import largest_prefill, visit_kernels
 from headrace.executor.gpu.kernels import Rounding, batch_invariant, quantising
@@ -90,8 +92,8 @@ class MetaDevice(HostDevice):
         return torch.empty(source.shape, dtype=source.dtype, device=META)
 
 
-class Shapes:
-    """A `WeightSource` of tensors without memory."""
+class Shapes(WeightSource):
+    """Tensors without memory."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         self._shapes, self._dtype = shapes, dtype
@@ -99,13 +101,10 @@ class Shapes:
     def names(self) -> frozenset[str]:
         return frozenset(self._shapes)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        whole = torch.empty(self._shapes[name], dtype=self._dtype, device=META)
-        part = whole if rows is None else whole[rows]
-        return part if columns is None else part[..., columns]
+    def stored(self, name: str) -> StoredTensor:
+        shape = self._shapes[name]
+        whole = torch.empty(shape, dtype=self._dtype, device=META)
+        return StoredTensor.plain(shape, dtype_name(self._dtype), partial(take_part, whole, shape))
 
 
 def form_of(launch: LaunchRecord) -> Hashable:

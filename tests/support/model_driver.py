@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.executor.checkpoints.weights import StoredTensor, WeightSource, dtype_name
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.kv_cache import allocate
@@ -16,7 +18,7 @@ from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.executor.step.batch import StepArrays
 
 
-class DictSource:
+class DictSource(WeightSource):
     """Weights from a state dict. `elements_read` counts the elements that were read."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -26,10 +28,11 @@ class DictSource:
     def names(self) -> frozenset[str]:
         return frozenset(self.tensors)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
+    def stored(self, name: str) -> StoredTensor:
+        tensor = self.tensors[name]
+        return StoredTensor.plain(tuple(tensor.shape), dtype_name(tensor.dtype), partial(self.read_part, name))
 
-    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+    def read_part(self, name: str, rows: slice | None, columns: slice | None) -> Tensor:
         tensor = self.tensors[name]
         if rows is not None:
             tensor = tensor[rows]

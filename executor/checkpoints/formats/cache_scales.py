@@ -8,9 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from headrace.executor.checkpoints.weights import WeightSource, WrappedWeights
+from headrace.executor.checkpoints.weights import Weights, WeightSource
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.kv_cache import LayerScales
 from headrace.ipc.failure import ModelError
@@ -23,14 +21,11 @@ KEYS = re.compile(r"\.(k|kv)_scale$|\bk_proj\.output_scale$")
 VALUES = re.compile(r"\.(v|kv)_scale$|\bv_proj\.output_scale$")
 
 
-class WithoutCacheScales(WrappedWeights):
-    """A `WeightSource` around one of float weights without the tensors of a quantised cache."""
-
-    def __init__(self, source: WeightSource) -> None:
-        super().__init__(source, replaced=frozenset(name for name in source.names() if OF_CACHE.search(name)))
-
-    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        return self.source.get(name, rows=rows, columns=columns)
+def without_cache_scales(source: WeightSource) -> Weights:
+    """Float weights without the tensors of a quantised cache."""
+    weights = Weights.of(source)
+    gone = frozenset(name for name in weights.names() if OF_CACHE.search(name))
+    return weights.then("scales of a quantised cache left aside", frozenset(), weights.stored, gone)
 
 
 def cache_scales(source: WeightSource, spec: ArchSpec, quantization: Mapping[str, Any]) -> tuple[LayerScales, ...]:

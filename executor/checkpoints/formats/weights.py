@@ -1,6 +1,8 @@
-"""A `WeightSource` of a quantised checkpoint, which has the names and shapes of the unquantised one."""
+"""Presents a quantised checkpoint under the names and shapes of the unquantised one."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,20 +10,34 @@ from torch import Tensor
 from headrace.executor.checkpoints.declared_weights import stored_weights
 from headrace.executor.checkpoints.formats import Format, Parts, expect, lacking
 from headrace.executor.checkpoints.formats.cache_scales import OF_CACHE
-from headrace.executor.checkpoints.weights import WeightSource, bounds
+from headrace.executor.checkpoints.weights import (
+    UNPADDED,
+    Numbers,
+    ReadPart,
+    StoredTensor,
+    Weights,
+    WeightSource,
+    bounds,
+    dtype_name,
+)
 from headrace.executor.models.arch import ArchSpec
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import SCALE_DTYPES, GroupedWeight
 
 
-class QuantisedWeights:
-    """A `WeightSource` around one of the stored tensors. `packed` returns a quantised matrix, `get` its dequantised
-    values in float32.
+def quantised(source: WeightSource, format_: Format, spec: ArchSpec) -> Weights:
+    """The stored tensors as matrices of the format; their parts are dequantised values in float32.
 
-    Raises ModelError if config and tensors disagree: on construction if tensors are missing, otherwise on reading.
+    Raises ModelError if config and tensors disagree: at once if tensors are missing, otherwise on reading.
     """
+    weights = Weights.of(source)
+    made = _Matrices(weights, format_, spec)
+    gone = weights.names() - made.names
+    return weights.then(f"matrices stored as {format_.names[0]}", made.names, made.stored, gone)
 
-    def __init__(self, source: WeightSource, format_: Format, spec: ArchSpec) -> None:
+
+class _Matrices:
+    def __init__(self, source: Weights, format_: Format, spec: ArchSpec) -> None:
         self._source, self._format = source, format_
         held = source.names()
         as_floats = held | {f"{name.rpartition('.')[0]}.weight" for name in held}
@@ -55,15 +71,24 @@ class QuantisedWeights:
             if (found := source.shape(name)[0]) != count:
                 raise ModelError(f"{name} holds {found} matrices, but the config needs {count}")
         stored |= {name for name in held if OF_CACHE.search(name)}
-        self._names = frozenset(held - stored | self._parts.keys())
+        self.names = frozenset(held - stored | self._parts.keys())
 
-    def names(self) -> frozenset[str]:
-        return self._names
+    def stored(self, name: str) -> StoredTensor:
+        if name not in self._parts:
+            found = self._source.stored(name)
+            return found.reading(Numbers(partial(self._floats, name, found.numbers.part), found.numbers.packed))
+        shape = self._shape(name)
+        size = self._format.group(_module(name), shape[1])
+        return StoredTensor(
+            shape=shape,
+            format=self._format.scheme(_module(name)),
+            group=size if size < shape[1] else 1,  # a scale of a whole row fits any part of it
+            numbers=Numbers(partial(self._part, name, shape), partial(self._read, name, shape)),
+            padding=UNPADDED,
+        )
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        parts = self._parts.get(name)
-        if parts is None:
-            return self._source.shape(name)
+    def _shape(self, name: str) -> tuple[int, ...]:
+        parts = self._parts[name]
         shapes = {part: self._source.shape(each) for part, each in parts.items()}
         try:
             return self._format.shape(_module(name), shapes) or self._shapes[name]
@@ -71,27 +96,15 @@ class QuantisedWeights:
             said = ", ".join(f"{parts[part]} is {list(shape)}" for part, shape in shapes.items())
             raise ModelError(f"the quantised weights of {_module(name)} are no matrix: {said}") from error
 
-    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        if name not in self._parts:
-            found = self._source.get(name, rows=rows, columns=columns)
-            self._check_floats(name, found.dtype)
-            return found
-        height, width = self.shape(name)
-        first, last = bounds(rows, height)
-        whole = self._read(name).part(slice(first, last), slice(0, width))
+    def _floats(self, name: str, part: ReadPart, rows: slice | None, columns: slice | None) -> Tensor:
+        found = part(rows, columns)
+        self._check_floats(name, found.dtype)
+        return found
+
+    def _part(self, name: str, shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> Tensor:
+        height, width = shape
+        whole = self._read(name, shape).part(slice(*bounds(rows, height)), slice(0, width))
         return whole.floats()[:, slice(*bounds(columns, width))].contiguous()
-
-    def packed(self, name: str) -> GroupedWeight | None:
-        """The whole quantised matrix; None for weights in floats."""
-        return self._read(name) if name in self._parts else None
-
-    def group_of(self, name: str) -> int | None:
-        """Number of neighbours in a row that share a scale, which ranks cannot divide; None for weights in floats."""
-        if name not in self._parts:
-            return None
-        columns = self.shape(name)[1]
-        size = self._format.group(_module(name), columns)
-        return size if size < columns else 1  # a scale of a whole row fits any part of it
 
     def _check_floats(self, name: str, dtype: torch.dtype) -> None:
         """Raises ModelError if a tensor that is not marked as quantised is not stored as floats."""
@@ -99,12 +112,13 @@ class QuantisedWeights:
             return
         module = _module(name)
         if name == module or not self._format.marks or len(self._source.shape(name)) != 2:
-            raise ModelError(f"{name} is stored as {_said(dtype)}; a type of floats is expected")
+            raise ModelError(f"{name} is stored as {dtype_name(dtype)}; a type of floats is expected")
         held = self._source.names()
         missing = [each for each in self._format.parts(module, held).values() if each not in held]
         raise lacking(self._format, module, missing)
 
-    def _read(self, name: str) -> GroupedWeight:
+    def _read(self, name: str, shape: tuple[int, ...]) -> GroupedWeight:
+        """The whole matrix, which must be of this shape."""
         module = _module(name)
         entry = self._format.entry(module)
         own = None if entry is None else slice(entry, entry + 1)
@@ -114,17 +128,16 @@ class QuantisedWeights:
         dtypes = self._format.dtypes(module)
         for part, tensor in tensors.items():
             if tensor.dtype not in dtypes[part]:
-                wanted = " or ".join(_said(each) for each in dtypes[part])
-                stored = f"{self._parts[name][part]} is stored as {_said(tensor.dtype)}; {wanted} is expected"
+                wanted = " or ".join(dtype_name(each) for each in dtypes[part])
+                stored = f"{self._parts[name][part]} is stored as {dtype_name(tensor.dtype)}; {wanted} is expected"
                 expect(False, module, stored)
         try:
             found = self._format.read(module, tensors)
         except ValueError as error:
             raise ModelError(f"the quantised weights of {module} do not fit together: {error}") from error
-        if found.shape != self.shape(name):
+        if found.shape != shape:
             raise ModelError(
-                f"the quantised weights of {module} are {list(found.shape)}, but the config needs "
-                f"{list(self.shape(name))}"
+                f"the quantised weights of {module} are {list(found.shape)}, but the config needs {list(shape)}"
             )
         if found.kind == "e4m3" and ((found.codes & 0x7F) == 0x7F).any():
             raise ModelError(f"the quantised weights of {module} hold NaN")
@@ -137,7 +150,3 @@ class QuantisedWeights:
 
 def _module(name: str) -> str:
     return name.removesuffix(".weight")
-
-
-def _said(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -11,7 +11,8 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from headrace.executor.checkpoints.weights import HeldWeights, WeightSource
+from headrace.executor.checkpoints.sources.held_weights import HeldWeights
+from headrace.executor.checkpoints.weights import WeightSource
 from headrace.ipc.failure import ModelError, OptionError
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from headrace.executor.checkpoints.sources.mapped_pages import MappedPages
-from headrace.executor.checkpoints.weights import bounds, take_part, unreadable
+from headrace.executor.checkpoints.sources.unreadable_files import unreadable
+from headrace.executor.checkpoints.weights import StoredTensor, WeightSource, bounds, take_part
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.regular_files import open_file
@@ -35,13 +36,14 @@ BLOCK_BYTES = 16 << 20
 """Size of a read of the prefetching thread."""
 PROBES = 16
 """Bytes that are probed to find out whether a block is in the page cache."""
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 MOST_BUFFERS = 2
 """With eager, files kept in memory at once: a layer may begin in one and end in the next."""
 
 logger = logging.getLogger(__name__)
 
 
-class SafetensorsWeights:
+class SafetensorsWeights(WeightSource):
     """Tensors of one or more safetensors files. Raises ModelError for a file that is truncated or of another format,
     and for a weight that two files hold or that the index has but its file does not."""
 
@@ -74,19 +76,8 @@ class SafetensorsWeights:
     def names(self) -> frozenset[str]:
         return frozenset(self._file_of)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._file_of[name].shape(name)
-
-    def dtype_name(self) -> str:
-        """dtype of the largest tensor: float32, float16, bfloat16, or safetensors' name for any other type."""
-        largest = max(self._file_of, key=lambda name: math.prod(self.shape(name)), default=None)
-        if largest is None:
-            return "float32"
-        found = self._file_of[largest].stored_type(largest)
-        return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(found, found)
-
-    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        return self._file_of[name].get(name, rows, columns)
+    def stored(self, name: str) -> StoredTensor:
+        return self._file_of[name].stored(name)
 
 
 def open_sound_files(paths: Sequence[Path], strategy: Strategy) -> list[SafetensorsFile]:
@@ -121,9 +112,10 @@ class SafetensorsFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file.get_slice(name).get_shape())
 
-    def stored_type(self, name: str) -> str:
-        """The type's name in the format: F32, BF16, ..."""
-        return str(self._file.get_slice(name).get_dtype())
+    def stored(self, name: str) -> StoredTensor:
+        found = self._file.get_slice(name)
+        kind = str(found.get_dtype())
+        return StoredTensor.plain(tuple(found.get_shape()), FLOATS.get(kind, kind), partial(self.get, name))
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """The tensor or a part of it; nothing else is read. It is a view of the mapped file and must not be written."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from functools import cached_property, partial
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ from torch import Tensor
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from headrace.executor.checkpoints.sources.safetensors_weights import Strategy, open_files, prefetch
-from headrace.executor.checkpoints.weights import WeightSource, bounds
+from headrace.executor.checkpoints.weights import Numbers, StoredTensor, Weights, WeightSource, bounds
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.parallel.rank_place import RankPlace
@@ -56,8 +57,8 @@ class Header(msgspec.Struct, frozen=True):
     """Whole shape of every weight of the model."""
 
 
-class ShardedWeights:
-    """A `WeightSource` of the parts that one rank reads; it has no others.
+class ShardedWeights(WeightSource):
+    """The parts that one rank reads; it has no others.
 
     Raises ModelError if the rank's file is missing, of another format, or for other parallel sizes.
     """
@@ -87,37 +88,36 @@ class ShardedWeights:
     def names(self) -> frozenset[str]:
         return frozenset(self._header.shapes)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._header.shapes[name]
+    def stored(self, name: str) -> StoredTensor:
+        shape = self._header.shapes[name]
+        return StoredTensor.plain(shape, self._formats.get(name, "(other ranks')"), partial(self._part, name, shape))
 
-    def dtype_name(self) -> str:
-        largest = max(self._keys, key=self._file.shape)
-        return str(self._file.get(largest).dtype).removeprefix("torch.")
+    @cached_property
+    def _formats(self) -> dict[str, str]:
+        """By name of the whole tensor, of those of which this rank has a part."""
+        return {key.partition("|")[0]: self._file.stored(key).format for key in self._keys}
 
-    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        key = part_name(name, self.shape(name), rows, columns)
+    def _part(self, name: str, shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> Tensor:
+        key = part_name(name, shape, rows, columns)
         if key not in self._keys:
             raise ModelError(f"{self._path} holds no {key}: it was saved by another version; save it anew")
         return self._file.get(key)
 
 
-class _Noted:
-    """A source that records every part that is read."""
+def _noted(source: Weights, parts: dict[str, Tensor]) -> Weights:
+    """The weights, of which every part that is read is put into `parts`."""
 
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-        self.parts: dict[str, Tensor] = {}
+    def stored(name: str) -> StoredTensor:
+        found = source.stored(name)
 
-    def names(self) -> frozenset[str]:
-        return self._source.names()
+        def part(rows: slice | None, columns: slice | None) -> Tensor:
+            read = found.numbers.part(rows, columns)
+            parts[part_name(name, found.shape, rows, columns)] = read
+            return read
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
+        return found.reading(Numbers(part, found.numbers.packed))
 
-    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        part = self._source.get(name, rows=rows, columns=columns)
-        self.parts[part_name(name, self.shape(name), rows, columns)] = part
-        return part
+    return source.then("parts that are read are noted", source.names(), stored)
 
 
 def part_name(name: str, shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> str:
@@ -160,12 +160,12 @@ def save(options: Options, folder: Path) -> list[Path]:
     written = []
     for rank in range(options.tensor_parallel_size * options.pipeline_parallel_size):
         place = RankPlace.of_options(rank, options)
-        noted = _Noted(source)
+        noted = dict[str, Tensor]()
         # On the meta device, so that only the recorded parts take memory.
-        Decoder(spec, noted, torch.float32, "meta", place, choose=choose_reference)
+        Decoder(spec, _noted(source, noted), torch.float32, "meta", place, choose=choose_reference)
         header = Header(SavedWorld.of(place, spec.num_layers), shapes)
         path = folder / FILE_NAME.format(rank=rank)
-        parts = {name: part.contiguous().clone() for name, part in noted.parts.items()}
+        parts = {name: part.contiguous().clone() for name, part in noted.items()}
         save_file(parts, path, metadata={HEADER: msgspec.json.encode(header).decode(), "format": "pt"})
         written.append(path)
     _copy_rest(checkpoint, folder)

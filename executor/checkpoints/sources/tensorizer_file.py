@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import msgspec
 
 from headrace.executor.checkpoints.hub.sources import first_line
+from headrace.executor.checkpoints.sources.held_weights import HeldWeights
 from headrace.executor.checkpoints.sources.library_readers import require
-from headrace.executor.checkpoints.weights import HeldWeights
 from headrace.ipc.failure import ModelError, OptionError
 
 LIBRARY, FILE = "tensorizer", "model.tensors"

@@ -5,38 +5,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.weights import WeightSource
+from headrace.executor.checkpoints.weights import Numbers, StoredTensor, Weights, WeightSource
 from headrace.executor.gpu.device_state import Device
 
 STAGING_BYTES = 32 << 20
 NUM_BUFFERS = 2
 
 
-class StagedWeights:
-    """A source whose tensors are already on the device.
+def staged(source: WeightSource, device: Device, staging_bytes: int = STAGING_BYTES) -> Weights:
+    """The weights, whose parts are already on the device; packed ones stay in the host's memory.
 
     A page of the file is read once, into the pinned buffer that the device is not copying from; whatever is not asked
     for (another rank's part) is never read.
     """
+    weights, stage = Weights.of(source), _Stage(device, staging_bytes)
 
-    def __init__(self, source: WeightSource, device: Device, staging_bytes: int = STAGING_BYTES) -> None:
-        self._source, self._device = source, device
+    def stored(name: str) -> StoredTensor:
+        found = weights.stored(name)
+        return found.reading(Numbers(lambda *part: stage.send(found.numbers.part(*part)), found.numbers.packed))
+
+    return weights.then("copied to the device", weights.names(), stored)
+
+
+class _Stage:
+    def __init__(self, device: Device, staging_bytes: int) -> None:
+        self._device = device
         self._buffers = [device.host_buffer(staging_bytes // 4).view(torch.uint8) for _ in range(NUM_BUFFERS)]
         self._events = [device.event() for _ in range(NUM_BUFFERS)]
         self._next = 0
         self._used = 0
-        if hasattr(source, "packed"):
-            self.packed = source.packed
 
-    def names(self) -> frozenset[str]:
-        return self._source.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
-
-    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+    def send(self, part: Tensor) -> Tensor:
         """Returns a tensor on the device. Its copy may still be running in the current stream."""
-        read = self._source.get(name, rows, columns).contiguous()
+        read = part.contiguous()
         out = torch.empty(read.shape, dtype=read.dtype, device=self._device.device)
         if not read.numel():
             return out

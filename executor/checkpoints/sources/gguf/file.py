@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,16 @@ from headrace.executor.checkpoints.sources.gguf.config import architecture_of, c
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader, TensorRecord
 from headrace.executor.checkpoints.sources.gguf.names import records_by_name
 from headrace.executor.checkpoints.sources.gguf.regrouped import REGROUPED
-from headrace.executor.checkpoints.sources.gguf.split_latent import JoinedLatent, joined_latent
-from headrace.executor.checkpoints.weights import Packed, bounds
+from headrace.executor.checkpoints.sources.gguf.split_latent import joined_latent
+from headrace.executor.checkpoints.weights import (
+    UNPADDED,
+    Numbers,
+    Packed,
+    StoredTensor,
+    Weights,
+    WeightSource,
+    bounds,
+)
 from headrace.ipc.failure import ModelError
 
 UNQUANTISED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -66,7 +74,7 @@ class GGUFFile:
         """Memory of the packed weights, in bytes."""
         return sum(_kept_bytes(record) for record in self.tensors.values())
 
-    def weights(self) -> GGUFWeights | JoinedLatent:
+    def weights(self) -> Weights:
         from headrace.executor.models.families import spec_from_config
 
         config = self.config
@@ -78,7 +86,7 @@ class GGUFFile:
                 spec.names.key: config["num_key_value_heads"],
             }
         records = records_by_name(self.header, self.tensors, spec)
-        return joined_latent(spec, GGUFWeights(self.path, records, heads, self.architecture.offset_norms))
+        return joined_latent(spec, Weights(GGUFWeights(self.path, records, heads, self.architecture.offset_norms)))
 
 
 def _kept_bytes(record: TensorRecord) -> int:
@@ -108,8 +116,8 @@ def _other_parts(header: GGUFHeader) -> list[Path]:
     return parts
 
 
-class GGUFWeights:
-    """A `WeightSource`. Quantised tensors are returned as float32, others in their own type."""
+class GGUFWeights(WeightSource):
+    """A file's tensors. Parts of quantised ones are float32, of others of their own type."""
 
     def __init__(
         self,
@@ -138,10 +146,21 @@ class GGUFWeights:
     def names(self) -> frozenset[str]:
         return frozenset(self._records)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._records[name].shape
+    def stored(self, name: str) -> StoredTensor:
+        record, part = self._records[name], partial(self._part, name)
+        if record.type_name in UNQUANTISED:
+            return StoredTensor.plain(record.shape, UNQUANTISED[record.type_name], part)
+        form = REGROUPED.get(record.type_name)
+        stays = len(record.shape) == 2 and not self._is_offset(name)
+        return StoredTensor(
+            shape=record.shape,
+            format=record.type_name,
+            group=record.block_size if form is None else form.group,
+            numbers=Numbers(part, partial(self._packed, name) if stays else None),
+            padding=UNPADDED,
+        )
 
-    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+    def _part(self, name: str, rows: slice | None, columns: slice | None) -> Tensor:
         """The tensor or a part of it; only the bytes of these rows and blocks are read."""
         record = self._read(name)
         order = self._row_order(name)
@@ -161,16 +180,11 @@ class GGUFWeights:
             part = part.reshape(record.shape)
         return self._without_offset(name, part)
 
-    def packed(self, name: str) -> Packed | None:
-        """The weight as stored, (type, [rows, bytes of a row] uint8), with rows in Hugging Face's order; None if the
-        tensor is not quantised. If rows are not reordered it is a read-only view of the memory map. Types in
-        `REGROUPED` become codes with group scales.
+    def _packed(self, name: str) -> Packed:
+        """The weight as stored, (type, [rows, bytes of a row] uint8), with rows in Hugging Face's order. If rows are
+        not reordered it is a read-only view of the memory map. Types in `REGROUPED` become codes with group scales.
         """
-        record = self._records[name]
-        if record.type_name in UNQUANTISED or len(record.shape) != 2 or self._is_offset(name):
-            return None
-        self._read(name)
-        order = self._row_order(name)
+        record, order = self._read(name), self._row_order(name)
         rows = record.data if order is None else record.data[order]
         if form := REGROUPED.get(record.type_name):
             return form.take_apart(record.type_name, rows)
@@ -181,14 +195,6 @@ class GGUFWeights:
         record = self._records[name]
         record.pages.read(record.data.ctypes.data, record.nbytes)
         return record
-
-    def group_of(self, name: str) -> int | None:
-        """Number of neighbours in a row that share a scale, which ranks cannot divide; None for floats."""
-        record = self._records[name]
-        if record.type_name in UNQUANTISED:
-            return None
-        form = REGROUPED.get(record.type_name)
-        return record.block_size if form is None else form.group
 
     def _row_order(self, name: str) -> np.ndarray | None:
         """[rows] int64: for each row in Hugging Face's order, its index in the file; None if the orders are equal.

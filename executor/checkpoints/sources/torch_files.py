@@ -1,0 +1,93 @@
+"""Files that torch.save wrote."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.executor.checkpoints.sources.held_weights import HeldWeights
+from headrace.executor.checkpoints.sources.unreadable_files import unreadable
+from headrace.ipc.failure import ModelError
+from headrace.ipc.process.regular_files import require_file
+
+
+class TorchWeights(HeldWeights):
+    """Tensors of one or more files that torch.save wrote, memory-mapped where their format allows it.
+
+    A pickle can call any function, so only plain tensors are loaded (torch's weights_only). Raises ModelError for a
+    pickle that needs more, for a file that is truncated or of another format, and for a weight in two files if the
+    index (from names to files) chooses neither.
+    """
+
+    def __init__(self, files: Sequence[Path], weight_map: Mapping[str, str] | None = None) -> None:
+        found, chosen = dict[str, Tensor](), weight_map or {}
+        for file in files:
+            loaded = _load_torch(file)
+            held = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+            if not held:
+                raise ModelError(
+                    f"{file} holds no tensors by name, only {', '.join(map(str, list(loaded)[:5])) or 'nothing'}"
+                )
+            held = {name: value for name, value in held.items() if chosen.get(name, file.name) == file.name}
+            if twice := found.keys() & held.keys():
+                raise ModelError(f"{file} and another file beside it both hold the weight {min(twice)}")
+            found |= held
+        try:
+            super().__init__(found)
+        except ModelError as error:
+            raise ModelError(f"{', '.join(map(str, files[:3]))}: {error}") from None
+
+
+def _load_torch(file: Path) -> dict[Any, Any]:
+    try:
+        require_file(file)
+        _require_stored(file)
+        try:
+            loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):
+                raise
+            loaded = torch.load(file, map_location="cpu", weights_only=True)  # the format before torch 1.6
+    except pickle.UnpicklingError as error:
+        wanted = _wanted_global(str(error))
+        if wanted:
+            raise ModelError(
+                f"{file} wants to run Python code ({wanted}) while it is loaded, which is refused; "
+                "use a safetensors version of this checkpoint"
+            ) from error
+        raise unreadable(file, "a whole file of torch.save", _unpickling_reason(str(error))) from error
+    except Exception as error:  # torch's reader checks little of what a damaged file says
+        raise unreadable(file, "a whole file of torch.save", str(error) or type(error).__name__) from error
+    if not isinstance(loaded, dict):
+        raise ModelError(f"{file} holds a {type(loaded).__name__}; a mapping of names to tensors is expected")
+    return loaded
+
+
+def _require_stored(file: Path) -> None:
+    """Raises ValueError for an archive with compressed parts, which torch.save does not write: a few bytes of them
+    could fill the memory."""
+    if not zipfile.is_zipfile(file):
+        return
+    with zipfile.ZipFile(file) as archive:
+        for part in archive.infolist():
+            if part.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"its part {part.filename!r:.80} is compressed")
+
+
+def _wanted_global(text: str) -> str:
+    """The function in torch's message `Unsupported global: GLOBAL posix.mkdir was not an allowed global`; else ""."""
+    match = re.search(r"GLOBAL\s+([A-Za-z_][\w.]*)", text)
+    return match[1] if match else ""
+
+
+def _unpickling_reason(text: str) -> str:
+    """The cause in torch's message, without its advice to load the file with weights_only=False."""
+    match = re.search(r"WeightsUnpickler error:\s*(.+)", text)
+    return match[1] if match else text
