@@ -12,14 +12,15 @@ from headrace.frontend.api.pooling_outputs import PoolingOutput, PoolingRequestO
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.ipc.messages import Pool, Task
 
-_NO_TOKENS = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+NO_TOKENS = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+"""In the place of a request's parameters where it pools."""
 
 
 class PoolingStream(RequestStream):
     """A `RequestStream` whose one sequence gets no tokens, but vectors."""
 
     def __init__(self, request_id: str, prompt: Prompt, params: PoolingParams, task: Pool, slot: int) -> None:
-        super().__init__(request_id, prompt, _NO_TOKENS, None, slot)
+        super().__init__(request_id, prompt, NO_TOKENS, None, slot)
         self.pooling_params, self._task = params, task
         self.vectors: memoryview[Any] | None = None
         """[num_vectors * width] float32, once they have come."""

@@ -37,6 +37,7 @@ from headrace.ipc.failure import HeadraceError
 
 _TEXT = "/v1/chat/completions and /v1/completions generate text"
 _GENERATION = f"{ONLY_GENERATION}; {_TEXT}"
+_EMBEDDINGS = "of vectors and scores, only embeddings are supported so far: POST /v1/embeddings"
 _TEXT_ONLY = f"models read and write text alone; {_TEXT}"
 _ADAPTERS = "LoRA adapters are not supported yet: merge one into the model's weights, and serve that"
 _NOTHING_STORED = "this server keeps files, batches and responses, and nothing else between requests"
@@ -55,14 +56,14 @@ REASONS: Mapping[str, str] = types.MappingProxyType(
         "/v1/audio": _TEXT_ONLY,
         "/v1/images": _TEXT_ONLY,
         "/v1/videos": _TEXT_ONLY,
-        **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/v1/classify"), _GENERATION),
-        **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), _GENERATION),
+        **dict.fromkeys(("/v2/embed", "/pooling", "/classify", "/v1/classify"), _EMBEDDINGS),
+        **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), _EMBEDDINGS),
         **dict.fromkeys(("/v1/moderations", "/v1/fine_tuning"), _GENERATION),
         **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
         **dict.fromkeys(("/v1/assistants", "/v1/threads", "/v1/vector_stores", "/v1/conversations"), _NOTHING_STORED),
         **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), _RENDER),
         **dict.fromkeys(("/inference/v1/generate", "/generate", "/generate_stream"), _TEXT),
-        **dict.fromkeys(("/api/embed", "/api/embeddings"), _GENERATION),
+        **dict.fromkeys(("/api/embed", "/api/embeddings"), _EMBEDDINGS),
         **dict.fromkeys((f"/api/{name}" for name in _OF_MODELS), "what is served is chosen when the server starts"),
         "/api": "of Ollama's API there are chat, generate, show, tags, ps and version",
         **dict.fromkeys(("/v1beta", "/v1alpha", "/v1beta1"), _GEMINI),

@@ -20,6 +20,7 @@ from headrace.frontend.api.parameters.sampling_params import FIELDS
 from headrace.frontend.http.messages import MESSAGES_NEUTRAL, CountTokensRequest, MessagesRequest
 from headrace.frontend.http.ollama_requests import OLLAMA_NEUTRAL, OllamaChatRequest, OllamaGenerateRequest
 from headrace.frontend.http.openai.decoder import Others
+from headrace.frontend.http.openai.embeddings import EMBEDDING_NEUTRAL, EmbeddingRequest
 from headrace.frontend.http.openai.foreign_fields import FOREIGN, Neutral, SameAs
 from headrace.frontend.http.openai.requests import (
     NEUTRAL,
@@ -43,6 +44,7 @@ GENERATING: Mapping[type[msgspec.Struct], str] = types.MappingProxyType(
     }
 )
 """The requests that generate text, and what they are called."""
+_ALL: Mapping[type[msgspec.Struct], str] = types.MappingProxyType({**GENERATING, EmbeddingRequest: "embeddings"})
 _OLLAMAS = (OllamaChatRequest, OllamaGenerateRequest)
 _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = types.MappingProxyType(
     {
@@ -73,14 +75,14 @@ _SPECIAL: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.MappingPr
 
 
 def _of_other_routes(own: type[msgspec.Struct]) -> dict[str, Neutral]:
-    """The fields of the other routes that generate text, and those that they lack."""
+    """The fields of the other routes that generate text or embed it, and those that they lack."""
     found: dict[str, Neutral] = {}
-    for kind, called in GENERATING.items():
+    for kind, called in _ALL.items():
         for name in kind.__struct_fields__:
             values = _ASKS_FOR_NOTHING.get(name, _NOTHING)
             where = _IN_OPTIONS if own in _OLLAMAS else "this route has none"
             found.setdefault(name, Neutral(f"it is a field of {called}; {where}", values))
-    for table in _SPECIAL.values():
+    for table in (*_SPECIAL.values(), EMBEDDING_NEUTRAL):
         for name, other in table.items():
             found.setdefault(name, other)
     return found
@@ -115,10 +117,21 @@ def _table(kind: type[msgspec.Struct], others: Mapping[str, Neutral | SameAs]) -
     return types.MappingProxyType({n: other for n, other in others.items() if n not in kind.__struct_fields__})
 
 
+def _of_embeddings() -> Mapping[str, Neutral]:
+    """All fields of requests that generate, and of other servers, are refused where they ask for something."""
+    found = {**_of_other_routes(EmbeddingRequest), **NEUTRAL}
+    foreign = {
+        name: other if isinstance(other, Neutral) else Neutral("it is a field of other servers", _NOTHING)
+        for name, other in FOREIGN.items()
+    }
+    return {**foreign, **found, **EMBEDDING_NEUTRAL}
+
+
 OTHERS: Others = types.MappingProxyType(
     {
         **{kind: _table(kind, _others(kind)) for kind in GENERATING},
         CountTokensRequest: _table(CountTokensRequest, _of_counts(CountTokensRequest, MessagesRequest)),
+        EmbeddingRequest: _table(EmbeddingRequest, _of_embeddings()),
         TokenizeRequest: _table(TokenizeRequest, _of_counts(TokenizeRequest, ChatCompletionRequest)),
     }
 )

@@ -39,6 +39,7 @@ from headrace.frontend.http.openai.chat import ChatParts, count_prompt, prepare_
 from headrace.frontend.http.openai.chat_batch import prepare_chat_batch
 from headrace.frontend.http.openai.completions import prepare_completion
 from headrace.frontend.http.openai.decoder import RequestDecoder
+from headrace.frontend.http.openai.embeddings import EmbeddingRequest, EmbeddingResponse, prepare_embedding
 from headrace.frontend.http.openai.event_stream import KeepAlive
 from headrace.frontend.http.openai.generation import Generator, PreparedRequest
 from headrace.frontend.http.openai.prompts import (
@@ -187,6 +188,18 @@ async def messages(state: ServerState, exchange: Exchange) -> None:
         name = exchange.request_id(request.request_id)
         state.check_accepting()
         return prepare_messages(request, engine_for(state.pool, request.model), state.chat, name, exchange.tenant)
+
+    prepared = await exchange.prepare(prepare)
+    await state.generator.answer(prepared, exchange.connection, exchange.receive, exchange.send)
+
+
+async def embeddings(state: ServerState, exchange: Exchange) -> None:
+    def prepare(body: bytes) -> PreparedRequest:
+        request = state.decoder.decode(body, EmbeddingRequest)
+        name = exchange.request_id(request.request_id)
+        state.check_accepting()
+        engine = engine_for(state.pool, request.model)
+        return prepare_embedding(request, engine, state.options, name, exchange.tenant)
 
     prepared = await exchange.prepare(prepare)
     await state.generator.answer(prepared, exchange.connection, exchange.receive, exchange.send)
@@ -454,6 +467,15 @@ ROUTES: tuple[RouteSpec, ...] = (
         "Answer several conversations at once",
         ChatBatchRequest,
         ChatResponse,
+        _GENERATION,
+        access=Access.CLIENT,
+    ),
+    post(
+        "/v1/embeddings",
+        embeddings,
+        "Vectors of texts",
+        EmbeddingRequest,
+        EmbeddingResponse,
         _GENERATION,
         access=Access.CLIENT,
     ),

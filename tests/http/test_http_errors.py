@@ -408,8 +408,8 @@ def test_an_unknown_model_or_route_or_method(server, client):
     ("path", "said"),
     [
         ("/v1/responses/resp_1/nothing", "a response is read, followed, cancelled and deleted by its id"),
-        ("/v1/embeddings", "only generation is supported so far"),
-        *((path, "only generation is supported") for path in ("/pooling", "/classify", "/score", "/rerank")),
+        *((path, "only embeddings are supported") for path in ("/pooling", "/classify", "/score", "/rerank")),
+        ("/v1/moderations", "only generation is supported so far"),
         ("/v1/audio/transcriptions", "text alone"),
         ("/v1/load_lora_adapter", "LoRA adapters are not supported yet"),
         ("/collective_rpc", "one of the development routes"),
@@ -432,7 +432,7 @@ def test_a_route_of_others_is_answered_by_name_with_what_there_is(client, path, 
 def test_openais_client_shows_that_sentence(server):
     missing = pytest.raises(openai.NotFoundError, match="only generation is supported so far")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as sdk, missing:
-        sdk.embeddings.create(model="null", input="x")
+        sdk.moderations.create(input="x")
 
 
 def test_invocations_are_what_their_body_says(client):

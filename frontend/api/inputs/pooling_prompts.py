@@ -23,17 +23,28 @@ def tokenize_to_pool(
     how: Tokenization,
     welcome: Welcome,
 ) -> None:
-    """Sets the token ids of prompts that have only text, and truncates prompts as `how` and `params` ask. The special
-    tokens around a text are kept: the last may be the one whose hidden state is pooled."""
+    """Sets the token ids of prompts that have only text, and truncates prompts as `how` and `params` ask."""
     if welcome.pooling is not None and welcome.pooling.lower_case:
         for prompt in prompts:
             prompt.text = prompt.text and prompt.text.lower()
-    of_text = [prompt.token_ids is None for prompt in prompts]
+        prompt.text = None if prompt.token_ids is not None else prompt.text
     tokenize(prompts, tokenizer, how)
-    for prompt, each, is_text in zip(prompts, params, of_text, strict=True):
+    cut_to_pool(prompts, params, tokenizer, how, welcome)
+
+
+def cut_to_pool(
+    prompts: Sequence[Prompt],
+    params: Sequence[PoolingParams],
+    tokenizer: Tokenizer | None,
+    how: Tokenization,
+    welcome: Welcome,
+) -> None:
+    """Truncates tokenised prompts as `how` and `params` ask. The special tokens around a text are kept: the last may be
+    the one whose hidden state is pooled."""
+    for prompt, each in zip(prompts, params, strict=True):
         most = _most_tokens(how, each, welcome)
         if most is not None and len(prompt.token_ids or ()) > most:
-            inner = tokenizer.encode(prompt.text or "", False) if is_text and tokenizer is not None else None
+            inner = tokenizer.encode(prompt.text, False) if prompt.text is not None and tokenizer is not None else None
             prompt.token_ids = _cut(list(prompt.token_ids or ()), inner, most, from_left=how.truncates_left(False))
 
 

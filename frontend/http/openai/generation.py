@@ -17,8 +17,11 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.frontend.api.beam_search import BeamSearchParams
+from headrace.frontend.api.inputs.pooling_prompts import check_pooling
 from headrace.frontend.api.inputs.prompts import Prompt, check_request
+from headrace.frontend.api.parameters.pooling_params import PoolingParams
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
+from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.client.request_metrics import RequestMeter
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
@@ -37,6 +40,7 @@ from headrace.ipc.failure import (
     QueueFullError,
     let_interrupts_pass,
 )
+from headrace.ipc.messages import Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +75,8 @@ class Job(msgspec.Struct):
     params: SamplingParams
     priority: int
     affinity: Affinity = ANYWHERE
+    pooling: PoolingParams | None = None
+    """Set if the prompt's hidden states are pooled instead."""
 
 
 class ResponseText(Chunks, Protocol):
@@ -125,7 +131,7 @@ class Running:
         most_tokens = []
         for index, job in enumerate(jobs):
             try:
-                most_tokens.append(check_request(job.prompt, job.params, self._welcome))
+                most_tokens.append(_check(job, self._welcome))
             except InvalidRequestError as error:
                 raise as_api_error(error, index, len(jobs)) from error
             await pace.step()
@@ -136,7 +142,7 @@ class Running:
             stream = self._pool.submit(
                 name,
                 job.prompt,
-                job.params,
+                job.pooling or job.params,
                 job.priority,
                 model=model,
                 max_tokens=max_tokens,
@@ -230,6 +236,14 @@ class RunningSearch(Running):
         for each in (self.news, self.ended):
             if not each.done():
                 each.set_result(None)
+
+
+def _check(job: Job, welcome: Welcome) -> int:
+    """The most tokens that the job can generate. Raises InvalidRequestError."""
+    if job.pooling is None:
+        return check_request(job.prompt, job.params, welcome)
+    check_pooling(job.prompt, job.pooling, welcome)
+    return 0
 
 
 class Pace:
@@ -396,7 +410,9 @@ class Generator:
 
 
 def _num_told(stream: RequestStream) -> int:
-    """How many tokens an answer reports, top log-probabilities included."""
+    """How many tokens an answer reports, top log-probabilities included, or values of vectors."""
+    if isinstance(stream, PoolingStream):
+        return len(stream.vectors or ())
     params = stream.params
     num_outputs = sum(len(sequence.token_ids) for sequence in stream.sequences) * (1 + max(params.logprobs or 0, 0))
     return num_outputs + stream.num_prompt_logprobs * params.n * (1 + max(params.prompt_logprobs or 0, 0))

@@ -251,7 +251,13 @@ def check_outputs(num_prompts: int, params: SamplingParams) -> None:
             raise bad_field(name, f"{name} has {size} {unit} for {num_outputs} outputs; together they may be {most}")
 
 
-def cache_salt(request: GenerationRequest, tenant: str) -> str:
+class Salted(Protocol):
+    """A request with this field."""
+
+    cache_salt: str | None
+
+
+def cache_salt(request: Salted, tenant: str) -> str:
     """The salt of cached blocks, which are shared only under the same tenant and cache_salt. Raises ApiError."""
     if len(request.cache_salt or "") > LONGEST_SALT:
         raise bad_field("cache_salt", f"cache_salt has more than {LONGEST_SALT} characters")

@@ -1,0 +1,128 @@
+"""POST /v1/embeddings, over an engine whose vectors depend on a prompt's tokens alone."""
+
+from __future__ import annotations
+
+import array
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from server_here import ServerHere, serving_here
+
+from headrace.frontend.http.process.options import ServeOptions
+
+WIDTH = 6
+PATH = "/v1/embeddings"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerHere]:
+    with serving_here(ServeOptions(port=0, max_prompts=40), {"vector_width": WIDTH, "max_model_len": 64}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerHere) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+def embed(client: httpx.Client, given: Any, **more: Any) -> list[list[float]]:
+    answer = client.post(PATH, json={"input": given, **more})
+    assert answer.status_code == 200, answer.text
+    data = answer.json()["data"]
+    assert [(item["index"], item["object"]) for item in data] == [(n, "embedding") for n in range(len(data))]
+    return [item["embedding"] for item in data]
+
+
+def refusal(client: httpx.Client, status: int, **body: Any) -> tuple[str | None, str]:
+    answer = client.post(PATH, json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    return error["param"], error["message"]
+
+
+def test_every_form_of_input(client: httpx.Client) -> None:
+    (one,) = embed(client, [5, 6, 7])
+    assert len(one) == WIDTH
+    assert embed(client, [[5, 6, 7], [8]])[0] == one
+    text, other = embed(client, ["hello", "world"])
+    assert [text] == embed(client, "hello")
+    assert text != other
+
+
+def test_the_response_is_openais(client: httpx.Client) -> None:
+    answer = client.post(PATH, json={"input": [[5, 6], [7]], "model": "null", "user": "u"}).json()
+    assert (answer["object"], answer["model"]) == ("list", "null")
+    assert answer["id"].startswith("embd-")
+    assert answer["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+
+
+def test_base64_is_little_endian_float32(client: httpx.Client) -> None:
+    (floats,) = embed(client, [5, 6, 7])
+    (text,) = embed(client, [5, 6, 7], encoding_format="base64")
+    assert array.array("f", base64.b64decode(str(text))).tolist() == floats
+
+
+def test_openais_client_which_asks_for_base64_by_itself(server: ServerHere, client: httpx.Client) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+        response = sdk.embeddings.create(model="null", input=["hello", "world"])
+        assert [item.embedding for item in response.data] == embed(client, ["hello", "world"])
+        with pytest.raises(openai.BadRequestError, match="does not support Matryoshka"):
+            sdk.embeddings.create(model="null", input="hello", dimensions=2)
+
+
+def test_texts_are_truncated_where_that_is_asked(client: httpx.Client) -> None:
+    long = list(range(5, 75))
+    assert embed(client, long, truncate_prompt_tokens=-1) == embed(client, long[:64])
+    assert embed(client, long, truncate_prompt_tokens=3) == embed(client, long[:3])
+    assert embed(client, long, truncate_prompt_tokens=3, truncation_side="left") == embed(client, long[-3:])
+    param, said = refusal(client, 400, input=["x", "hello " * 100])
+    assert "maximum context length is 64 tokens" in said
+    assert (param or "").startswith("input")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"input": []}, "input", "empty list"),
+        ({"input": ""}, "input", "an input is empty"),
+        ({"input": ["a", ""]}, "input[1]", "an input is empty"),
+        ({"input": ["a", 5]}, "input[1]", "either texts or lists of token ids"),
+        ({"input": [[5], "a"]}, "input[1]", "either texts or lists of token ids"),
+        ({"input": [5, "a"]}, None, ""),
+        ({"input": [[5], [10**6]]}, None, "1000000"),
+        ({"input": [[1]] * 41}, "input", "at most 40 at once"),
+        ({"input": "x", "dimensions": 0}, "dimensions", "at least 1"),
+        ({"input": "x", "encoding_format": "bytes"}, "encoding_format", ""),
+        ({"input": "x", "embed_dtype": "float16"}, "embed_dtype", "values are float32"),
+        ({"input": "x", "messages": [{"role": "user", "content": "x"}]}, "messages", "conversations are not embedded"),
+        ({"input": "x", "temperature": 0.5}, "temperature", ""),
+        ({"input": "x", "dimension": 4}, "dimension", "dimensions"),
+    ],
+)
+def test_bad_input_is_named(client: httpx.Client, body: dict[str, Any], param: str | None, said: str) -> None:
+    found, message = refusal(client, 400, **body)
+    assert param is None or found == param
+    assert said in message
+
+
+def test_a_model_that_does_not_pool_says_how_it_could() -> None:
+    with serving_here() as server, server.client() as client:
+        _, said = refusal(client, 404, input="x")
+        assert "--runner pooling" in said
+
+
+def test_an_engine_that_pools_alone_does_not_generate() -> None:
+    with serving_here(null_model={"vector_width": 4, "generates": False}) as server, server.client() as client:
+        assert len(embed(client, "x")[0]) == 4
+        for path, body in {
+            "/v1/completions": {"prompt": "x"},
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+        }.items():
+            answer = client.post(path, json=body)
+            assert answer.status_code == 400
+            assert "--runner generate" in answer.json()["error"]["message"]
