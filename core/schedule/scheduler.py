@@ -47,6 +47,8 @@ HASHED_AT_ONCE = 64
 """Blocks of a waiting prompt that are hashed before the prefix cache is asked whether it holds them."""
 ADMITTED_BESIDE_DECODES = 16
 """Most requests that one step with decodes admits: admitting takes a few milliseconds, which delays the decodes."""
+PASSED_OVER = 4
+"""Most requests that a step passes over because a feature postpones them: each costs a look-up."""
 _STAGES = ("_extend_decodes", "_extend_prefills", "_admit_waiting", "_top_up_prefills", "_propose", "_seal", "_extend")
 """Stages. A derived class that overrides one gets no repeated plans, so that its stages run in every step."""
 
@@ -276,12 +278,18 @@ class Scheduler:
     def _admit_waiting(self, builder: PlanBuilder) -> None:
         """Admits requests in order, each only if its whole prompt finds blocks: partial prompts would block others."""
         table, block_size = self.rows, self.config.block_size
+        postponed = list[Request]()
         most = ADMITTED_BESIDE_DECODES if len(builder.decodes) else len(table.free)
         while builder.budget > 0 and table.free and (request := self.waiting.head()) is not None:
             if self._is_refused_still(request) or most == 0:
                 break
             most -= 1
             hit = self._look_up(request)
+            if any(postpones(request, hit) for postpones in self._hook("postpones")):
+                postponed.append(self.waiting.pop())
+                if len(postponed) == PASSED_OVER:
+                    break
+                continue
             if self._lacks_blocks(request, hit) and hit.num_blocks and not self.num_running:
                 hit = self.tables.find([])  # alone it fits, though not beside a state that it would start from
             if self._lacks_blocks(request, hit):
@@ -302,6 +310,8 @@ class Scheduler:
                 self.num_prompt_tokens += len(request.token_ids)  # includes output of another engine, if it migrated
                 self.num_cached_prompt_tokens += num_cached
             self._extend(builder, row, count)
+        for request in postponed:
+            self.waiting.push(request)
 
     def _lacks_blocks(self, request: Request, hit: PrefixHit) -> bool:
         missing = self.tables.num_missing(len(request.token_ids), hit)

@@ -4,7 +4,8 @@ The scheduler decides which tokens of which rows a step computes. Everything els
 draft tokens (`drafts.py`), grammar masks (`grammar_masks.py`), and those of other packages. The scheduler calls the
 hooks of all its features, in the order in which they were added, and knows none of them by name:
 
-    schedule    waits      which decodes cannot be planned while a step is in flight
+    schedule    postpones  whether the next request had better be admitted later
+                waits      which decodes cannot be planned while a step is in flight
                 propose    lengthen the decodes of the plan that is being built
                 seal       attach data for the ranks to the finished plan
                 quiet_steps, repeated
@@ -30,8 +31,9 @@ import numpy as np
 
 from headrace.core.schedule.block_hashes import BlockHash
 from headrace.core.schedule.block_tables import BlockTables
+from headrace.core.schedule.groups.group import PrefixHit
 from headrace.core.schedule.plan_builder import PlanBuilder
-from headrace.core.schedule.requests import RowTable
+from headrace.core.schedule.requests import Request, RowTable
 from headrace.ipc.step import Attachment, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -100,6 +102,11 @@ class StepFeature:
     def waits(self, rows: np.ndarray) -> np.ndarray | None:
         """[num_rows] bool: rows that cannot be planned before the result of a step in flight. None: no row waits."""
         return None
+
+    def postpones(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether the next request, of which this much is in the cache, is better admitted in a later step, while
+        others pass it. That must end by itself, as the rows that run now go on."""
+        return False
 
     def propose(self, builder: PlanBuilder) -> None:
         """Lengthens decodes of the plan (`PlanBuilder.lengthen`)."""

@@ -13,6 +13,10 @@ Kept are, in each row:
 The first three are entries of the prefix cache at once. The last one is the row's spare, overwritten at each end of a
 block. All of them are evicted before a row is preempted, and none is taken when pages are short. Positions never
 include drafts: what a step accepts is passed, and kept, in the row's next step.
+
+Requests that arrive together and begin alike would all compute the shared part, as nothing is kept of it yet. So a
+request waits while a row that begins alike is on its way to where they part, and that row keeps its state there. Others
+pass it meanwhile.
 """
 
 from __future__ import annotations
@@ -24,12 +28,16 @@ import numpy as np
 
 from headrace.core.options.plan import Plan
 from headrace.core.schedule.features.feature import NOTHING_NOW, Context, Repeated, StepFeature
+from headrace.core.schedule.groups.group import PrefixHit
 from headrace.core.schedule.groups.state import StatePages
+from headrace.core.schedule.requests import Request
 from headrace.ipc.failure import InconsistentError
 from headrace.ipc.step import Attachment, Drafts, NewRow, StateSnapshots, StepPlan, StepResult
 
 KV_BYTES_PER_BYTE = 10
 """How many bytes of keys and values there are at least for each byte of the snapshots that are taken at intervals."""
+WORTH_WAITING = 8
+"""A request waits for the state of a row if that saves it at least this part (1 of 8) of its tokens to compute."""
 _NONE_COMMITTED = -1
 
 
@@ -50,12 +58,34 @@ class KeepingStates(StepFeature):
         num_full = sum(group.kind == "full" for group in context.tables.groups)
         self._interval = -(-KV_BYTES_PER_BYTE * self._states.group.pages // num_full) if num_full else 0  # in blocks
         self._due: dict[int, list[int]] = {}  # row -> lengths in blocks at which its prompt's states are kept
+        self._asked_for: dict[int, set[int]] = {}  # the same, of requests that wait for rows which are in no step yet
         self._prompt_end = np.zeros(num_rows, np.int32)  # the last of them
         self._spare_at = np.zeros(num_rows, np.int32)  # how many blocks the row's spare is the state of; 0: of none
         self._committed = np.full(num_rows, _NONE_COMMITTED, np.int32)
         """[num_rows]: how many tokens the row's state is of, if its last step had drafts."""
 
     # --- planning -----------------------------------------------------------------------------------------------
+
+    def postpones(self, request: Request, hit: PrefixHit) -> bool:
+        table, size = self.context.rows, self._size
+        usable = request.token_ids[: request.task.most_cached(len(request.token_ids)) // size * size]
+        least = hit.num_blocks + -(-(len(request.token_ids) // size - hit.num_blocks) // WORTH_WAITING)
+        computes_prompt = table.active & (table.num_computed_tokens < table.num_tokens - 1)
+        for row in np.flatnonzero(computes_prompt).tolist():
+            other = table.requests[row]
+            if other is None or other.cache_salt != request.cache_salt:
+                continue
+            tokens = table.token_ids[row, : min(len(usable), int(table.num_tokens[row]))]
+            differs = np.flatnonzero(tokens != usable[: len(tokens)])
+            part = int(differs[0] if len(differs) else len(tokens)) // size
+            if part > least and table.num_computed_tokens[row] < part * size:
+                if row in self._due:
+                    self._due[row] = sorted({*self._due[row], part})
+                    self._prompt_end[row] = max(part, self._prompt_end[row])
+                else:
+                    self._asked_for.setdefault(row, set()).add(part)
+                return True
+        return False
 
     def seal(self, plan: StepPlan) -> StepPlan:
         for new in plan.new_rows:
@@ -78,11 +108,11 @@ class KeepingStates(StepFeature):
     def _enter(self, new: NewRow) -> None:
         """Decides where the states of the request's prompt are kept."""
         begun, end = new.num_computed_tokens // self._size, (len(new.token_ids) - 1) // self._size
-        wanted = {int(self._states.reach[new.row]), end}
+        wanted = {int(self._states.reach[new.row]), end, *self._asked_for.pop(new.row, ())}
         if self._interval:
             wanted.update(range(self._interval, end, self._interval))
-        self._due[new.row] = sorted(each for each in wanted if begun < each <= end)
-        self._prompt_end[new.row] = end
+        self._due[new.row] = sorted(each for each in wanted if each > begun)
+        self._prompt_end[new.row] = max(wanted)
 
     def _passed(self, row: int, begun: int, end: int) -> list[tuple[int, int, list[int]]]:
         """What is kept of a row that comes from `begun` to `end`, in blocks: (row, length in blocks, pages)."""
@@ -138,6 +168,7 @@ class KeepingStates(StepFeature):
         self._states.drop_spare(row)
         self._spare_at[row], self._committed[row] = 0, _NONE_COMMITTED
         self._due.pop(row, None)
+        self._asked_for.pop(row, None)
 
 
 class _RepeatedSnapshots(Repeated):
