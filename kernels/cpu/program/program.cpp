@@ -6,6 +6,7 @@
 #include "elementwise/elementwise.h"
 #include "experts/experts.h"
 #include "attention/latent.h"
+#include "recurrent/states.h"
 #include "sampling/sampling.h"
 
 #if defined(__x86_64__)
@@ -126,6 +127,9 @@ HR_EXPORT int64_t hr_size_of(const char* name) {
       {"SoftCapArgs", sizeof(SoftCapArgs)},  {"SampleArgs", sizeof(SampleArgs)},
       {"LatentArgs", sizeof(LatentArgs)},    {"ProgramOp", sizeof(ProgramOp)},
       {"LatentExpandedArgs", sizeof(LatentExpandedArgs)},
+      {"StateStepC", sizeof(StateStep)},     {"StateUnitsC", sizeof(StateUnits)},
+      {"DraftedC", sizeof(Drafted)},         {"ConvolveArgs", sizeof(ConvolveArgs)},
+      {"ScanArgs", sizeof(ScanArgs)},
       {"ProgramC", sizeof(Program)},
       {"Step", sizeof(Step)},
   };

@@ -76,7 +76,7 @@ class Builder:
         one thread is estimated to compute in this many seconds."""
         if max_tokens < 1 or max_logits < 1:
             raise ValueError(f"a step has at least one row; max_tokens={max_tokens}, max_logits={max_logits}.")
-        self._runtime = runtime
+        self.runtime = runtime
         self._max_rows = {"tokens": max_tokens, "logits": max_logits}
         self._few, self._many = OpList(), OpList()
         self._kept: list[Any] = []
@@ -106,7 +106,7 @@ class Builder:
         linear layers and experts may read it. highest: steps with `Step.only_highest` keep only the highest value of
         each row; one plain linear layer writes the buffer, and only `sample` reads it."""
         copies = kept = None
-        num_threads, num_rows = self._runtime.pool.num_threads, self._max_rows[rows]
+        num_threads, num_rows = self.runtime.pool.num_threads, self._max_rows[rows]
         if own:
             copies = torch.empty(num_threads, FEW_ROWS, columns, dtype=dtype)
         if highest:
@@ -373,16 +373,16 @@ class Builder:
 
         up: [num_heads, nope_dim + value_dim, latent_dim]."""
         keys = layer.cache.keys
-        packed = LatentUp.of(up, layer.nope_dim, keys, self._runtime.library)
+        packed = LatentUp.of(up, layer.nope_dim, keys, self.runtime.library)
         args = expanded_args(latent_args(query, absorbed, latent, layer), out, layer, packed)
-        self._need(0, self._runtime.library.dll.hr_latent_expanded_scratch_bytes(ctypes.byref(args)))
+        self._need(0, self.runtime.library.dll.hr_latent_expanded_scratch_bytes(ctypes.byref(args)))
         reads, name = (query, absorbed, pointer(keys)), "hr_op_latent_expanded"
         self._add("attention", name, args, reads, (out,), keep=(layer, packed), skipped_when_single=True)
 
     def _attend(self, args: AttentionArgs, query: Buffer, out: Buffer, layer: AttentionLayer | LatentLayer) -> None:
         args.output, args.output_stride, args.output_type = out.address, out.stride, out.type
         args.workspace, args.workspace_bytes = pointer(self._workspace), self._workspace.nbytes
-        self._need(0, self._runtime.library.dll.hr_attention_scratch_bytes(ctypes.byref(args)))
+        self._need(0, self.runtime.library.dll.hr_attention_scratch_bytes(ctypes.byref(args)))
         touched = (pointer(self._workspace), pointer(layer.cache.keys))
         self._add("attention", "hr_op_attention", args, (query, *touched), (out, *touched), keep=(layer,))
 
@@ -433,6 +433,10 @@ class Builder:
         name = function if isinstance(function, str) else function.__name__
         self._add(name.removeprefix("hr_op_"), function, args, reads, writes, keep=keep)
 
+    def need_scratch(self, per_thread_bytes: int) -> None:
+        """Scratch that the ops need on each thread."""
+        self._need(0, per_thread_bytes)
+
     def start_of_logits(self) -> None:
         """Marks that later ops work only on rows of logits, so that `Program.run_logits` can rerun them for others."""
         self._logits_start = (len(self._few.ops), len(self._many.ops))
@@ -447,14 +451,14 @@ class Builder:
 
     def sample(self, logits: Buffer) -> SampleBuffers:
         """Samples a token for each row of logits. The returned buffers take the parameters and hold the tokens."""
-        buffers = SampleBuffers(self._runtime, len(logits.tensor), logits.columns)
+        buffers = SampleBuffers(self.runtime, len(logits.tensor), logits.columns)
         args = buffers.args(logits.tensor, ROW_COUNTS[logits.rows], logits.highest)
         self._add("sample", "hr_op_sample", args, (logits,), (), keep=(buffers,))
         return buffers
 
     def build(self, output: Buffer) -> Program:
         """Returns the program, whose runs return the rows of `output`. The builder must not be used afterwards."""
-        self._runtime.pool.reserve(*self._scratch)
+        self.runtime.pool.reserve(*self._scratch)
         written = Written(
             ops=(self._few.ops, self._many.ops),
             names=(self._few.names, self._many.names),
@@ -466,7 +470,7 @@ class Builder:
             alone_rows=rows_within(self._alone_s, self._weight_bytes, self._multiply_adds),
             kept=(self._kept, self._workspace),
         )
-        return Program(self._runtime, written)
+        return Program(self.runtime, written)
 
     def _need(self, shared_bytes: int, per_thread_bytes: int) -> None:
         self._scratch = [max(self._scratch[0], shared_bytes), max(self._scratch[1], per_thread_bytes)]
@@ -489,7 +493,7 @@ class Builder:
         reads, writes = tuple(reads), tuple(writes)
         self._kept.append((args, few, reads, writes, *keep))
         if isinstance(function, str):
-            function = getattr(self._runtime.library.dll, function)
+            function = getattr(self.runtime.library.dll, function)
         address = ctypes.cast(function, ctypes.c_void_p).value
         for ops, used, own in ((self._few, few or args, True), (self._many, args, False)):
             op = ProgramOp(run=address, args=ctypes.addressof(used), skipped_when_single=skipped_when_single)

@@ -1,0 +1,275 @@
+"""Short convolutions and Mamba 2's recurrence on the CPU kernels, with the references' signatures and in programs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.cpu.linear.args import ACTIVATIONS, DTYPES
+from headrace.kernels.cpu.linear.linear import Runtime, runtime
+from headrace.kernels.cpu.ops import why_no_op
+from headrace.kernels.cpu.program.parts import Buffer
+from headrace.kernels.cpu.program.program import Builder
+from headrace.kernels.cpu.runtime.pointers import pointer
+from headrace.kernels.cpu.runtime.threads import Step
+from headrace.kernels.reference.states import ConvolveParams, KeptUnits, LayerState, ScanParams, StateBatch
+from headrace.kernels.registry import Version
+
+MOST_WIDTH = 16
+"""`kMostConvolveWidth` in states.h."""
+
+
+class StateStepC(ctypes.Structure):
+    """Mirror of `StateStep` in states.h."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("sources", ctypes.c_void_p),
+        ("has_source", ctypes.c_void_p),
+        ("replayed", ctypes.c_void_p),
+        ("committed", ctypes.c_void_p),
+        ("snapshot_sequences", ctypes.c_void_p),
+        ("snapshot_ends", ctypes.c_void_p),
+        ("snapshot_pages", ctypes.c_void_p),
+        ("num_snapshots", ctypes.c_int64),
+        ("pages_per_state", ctypes.c_int64),
+    )
+
+
+class StateUnitsC(ctypes.Structure):
+    """Mirror of `StateUnits` in states.h."""
+
+    _fields_ = (
+        ("memory", ctypes.c_void_p),
+        ("page_elements", ctypes.c_int64),
+        ("page", ctypes.c_void_p),
+        ("offset", ctypes.c_void_p),
+    )
+
+    @classmethod
+    def of(cls, units: KeptUnits) -> StateUnitsC:
+        if units.memory.dtype != torch.float32 or not units.memory.is_contiguous():
+            raise ValueError(f"pages of states are contiguous float32, not {units.memory.dtype}.")
+        if units.page.dtype != torch.int64 or units.offset.dtype != torch.int64:
+            raise ValueError("the places of a state are int64.")
+        return cls(pointer(units.memory), units.memory.shape[1], pointer(units.page), pointer(units.offset))
+
+
+class DraftedC(ctypes.Structure):
+    """Mirror of `Drafted` in states.h."""
+
+    _fields_ = (("values", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("draft_stride", ctypes.c_int64))
+
+    @classmethod
+    def of(cls, drafted: Tensor, first: int = 0) -> DraftedC:
+        """first: the element of a draft's input at which an op's begin."""
+        return cls(pointer(drafted) + first * drafted.itemsize, drafted.stride(0), drafted.stride(1))
+
+
+class ConvolveArgs(ctypes.Structure):
+    """Mirror of `ConvolveArgs` in states.h: the arguments of `hr_op_convolve`."""
+
+    _fields_ = (
+        ("states", ctypes.c_void_p),
+        ("history", StateUnitsC),
+        ("drafted", DraftedC),
+        ("x", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        ("width", ctypes.c_int32),
+        ("gated", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("x_type", ctypes.c_int32),
+        ("out_type", ctypes.c_int32),
+    )
+
+
+class ScanArgs(ctypes.Structure):
+    """Mirror of `ScanArgs` in states.h: the arguments of `hr_op_scan`."""
+
+    _fields_ = (
+        ("states", ctypes.c_void_p),
+        ("state", StateUnitsC),
+        ("drafted", DraftedC),
+        ("mixed", ctypes.c_void_p),
+        ("steps", ctypes.c_void_p),
+        ("gate", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("decay", ctypes.c_void_p),
+        ("skip", ctypes.c_void_p),
+        ("step_bias", ctypes.c_void_p),
+        ("mixed_stride", ctypes.c_int64),
+        ("steps_stride", ctypes.c_int64),
+        ("gate_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("state_size", ctypes.c_int64),
+        ("num_groups", ctypes.c_int64),
+        ("least_step", ctypes.c_float),
+        ("most_step", ctypes.c_float),
+        ("out_type", ctypes.c_int32),
+    )
+
+
+def write_convolve(
+    builder: Builder, x: Buffer, out: Buffer, params: ConvolveParams, states: StateStepC, state: LayerState
+) -> None:
+    """out = `reference.states.convolve` of x, for the sequences in `states` of each step."""
+    args, kept = _convolve_args(params, state)
+    channels = params.weight.shape[0]
+    if x.columns != channels * (3 if params.gated else 1) or out.columns != channels:
+        raise ValueError(f"a convolution of {channels} channels does not fit {x.columns} and {out.columns} columns.")
+    args.states = ctypes.addressof(states)
+    args.x, args.x_stride, args.x_type = x.address, x.stride, x.type
+    args.out, args.out_stride, args.out_type = out.address, out.stride, out.type
+    builder.op("hr_op_convolve", args, (x,), (out,), keep=(kept, states, state))
+
+
+def write_scan(
+    builder: Builder,
+    mixed: Buffer,
+    steps: Buffer,
+    gate: Buffer,
+    out: Buffer,
+    params: ScanParams,
+    states: StateStepC,
+    state: LayerState,
+) -> None:
+    """out = `reference.states.scan`, for the sequences in `states` of each step."""
+    args, kept = _scan_args(params, state)
+    inner, shared = params.num_heads * params.head_dim, params.num_groups * params.state_size
+    found = [each.columns for each in (mixed, steps, gate, out)]
+    if found != [inner + 2 * shared, params.num_heads, inner, inner]:
+        raise ValueError(f"a scan of {params.num_heads} heads of {params.head_dim} does not fit columns {found}.")
+    if {each.tensor.dtype for each in (mixed, steps, gate)} != {torch.float32}:
+        raise ValueError("a scan reads float32.")
+    args.states = ctypes.addressof(states)
+    args.mixed, args.steps, args.gate, args.out = mixed.address, steps.address, gate.address, out.address
+    args.mixed_stride, args.steps_stride, args.gate_stride = mixed.stride, steps.stride, gate.stride
+    args.out_stride, args.out_type = out.stride, out.type
+    builder.need_scratch(scan_scratch_bytes(builder.runtime, params))
+    builder.op("hr_op_scan", args, (mixed, steps, gate), (out,), keep=(kept, states, state))
+
+
+def scan_scratch_bytes(used: Runtime, params: ScanParams) -> int:
+    """Bytes of scratch that each thread needs."""
+    find = used.library.dll.hr_scan_scratch_bytes
+    find.restype, find.argtypes = ctypes.c_int64, [ctypes.c_int64, ctypes.c_int64]
+    return int(find(params.head_dim, params.state_size))
+
+
+class StateOps:
+    """The ops on one runtime."""
+
+    def __init__(self, used: Runtime) -> None:
+        self.runtime = used
+
+    def convolve(self, x: Tensor, params: ConvolveParams, batch: StateBatch, state: LayerState) -> Tensor:
+        """As `reference.states.convolve`."""
+        args, kept = _convolve_args(params, state)
+        x, out = x.contiguous(), torch.empty(len(x), params.weight.shape[0], dtype=x.dtype)
+        args.x, args.x_stride, args.x_type = pointer(x), x.stride(0), DTYPES[x.dtype]
+        args.out, args.out_stride, args.out_type = pointer(out), out.stride(0), DTYPES[out.dtype]
+        self._run("hr_op_convolve", args, batch, len(x))
+        del kept  # until here
+        return out
+
+    def scan(
+        self, mixed: Tensor, steps: Tensor, gate: Tensor, params: ScanParams, batch: StateBatch, state: LayerState
+    ) -> Tensor:
+        """As `reference.states.scan`."""
+        args, kept = _scan_args(params, state)
+        out = torch.empty(gate.shape, dtype=mixed.dtype)
+        mixed, steps, gate = (each.float().contiguous() for each in (mixed, steps, gate))
+        args.mixed, args.steps, args.gate, args.out = pointer(mixed), pointer(steps), pointer(gate), pointer(out)
+        args.mixed_stride, args.steps_stride = mixed.stride(0), steps.stride(0)
+        args.gate_stride, args.out_stride, args.out_type = gate.stride(0), out.stride(0), DTYPES[out.dtype]
+        self.runtime.pool.reserve(0, scan_scratch_bytes(self.runtime, params))
+        self._run("hr_op_scan", args, batch, len(mixed))
+        del kept
+        return out
+
+    def _run(self, op: str, args: Any, batch: StateBatch, num_tokens: int) -> None:
+        query_start = batch.query_start.to(torch.int32).contiguous()
+        states, kept = _states_of(batch)
+        args.states = ctypes.addressof(states)
+        step = Step(num_tokens=num_tokens, num_seqs=len(query_start) - 1, query_start=pointer(query_start))
+        self.runtime.pool.run_op(op, args, step)
+        del kept
+
+
+def _states_of(batch: StateBatch) -> tuple[StateStepC, object]:
+    snapshots = batch.snapshots
+    pages = [each.pages for each in snapshots]
+    tensors = {
+        "rows": batch.rows,
+        "pages": batch.pages,
+        "sources": batch.sources,
+        "has_source": batch.has_source,
+        "replayed": batch.replayed,
+        "committed": batch.committed,
+        "snapshot_sequences": torch.tensor([each.sequence for each in snapshots]),
+        "snapshot_ends": torch.tensor([each.end for each in snapshots]),
+        "snapshot_pages": torch.stack(pages) if pages else torch.empty(0),
+    }
+    kept = {name: tensor.to(torch.int32).contiguous() for name, tensor in tensors.items()}
+    found = StateStepC(num_snapshots=len(snapshots), pages_per_state=batch.pages.shape[1])
+    for name, tensor in kept.items():
+        setattr(found, name, pointer(tensor))
+    return found, kept
+
+
+def _convolve_args(params: ConvolveParams, state: LayerState) -> tuple[ConvolveArgs, object]:
+    channels, width = params.weight.shape
+    if not 1 <= width <= MOST_WIDTH:
+        raise ValueError(f"the CPU convolution reads up to {MOST_WIDTH} inputs, not {width}.")
+    weight = params.weight.T.contiguous()
+    args = ConvolveArgs(
+        history=StateUnitsC.of(state.kept["history"]),
+        drafted=DraftedC.of(state.drafted),
+        weight=pointer(weight),
+        bias=None if params.bias is None else pointer(params.bias),
+        channels=channels,
+        width=width,
+        gated=params.gated,
+        activation=ACTIVATIONS[params.activation or "none"],
+    )
+    return args, (weight, params)
+
+
+def _scan_args(params: ScanParams, state: LayerState) -> tuple[ScanArgs, object]:
+    args = ScanArgs(
+        state=StateUnitsC.of(state.kept["state"]),
+        drafted=DraftedC.of(state.drafted, params.first_draft_element),
+        decay=pointer(params.decay),
+        skip=pointer(params.skip),
+        step_bias=pointer(params.step_bias),
+        num_heads=params.num_heads,
+        head_dim=params.head_dim,
+        state_size=params.state_size,
+        num_groups=params.num_groups,
+        least_step=params.step_limits[0],
+        most_step=params.step_limits[1],
+    )
+    return args, params
+
+
+def _offer(op: str) -> Version:
+    def serve(*args: Any) -> Any:
+        found: Callable[..., Any] = getattr(StateOps(runtime()), op)
+        return found(*args)
+
+    return Version(op, "cpu_native", serve, why_no_op)
+
+
+VERSIONS = tuple(_offer(op) for op in ("convolve", "scan"))

@@ -1,0 +1,233 @@
+"""Layers that keep a state per sequence, on the CPU kernels: against their references, and bitwise the same however
+tokens are divided among steps, threads and batches, with replayed drafts and from snapshots."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from cpu_pools import many_threads_ops, two_threads_ops  # noqa: F401
+from torch import Tensor
+
+from headrace import kernels
+from headrace.kernels.cpu.ops import CpuOps
+from headrace.kernels.cpu.recurrent import states as module
+from headrace.kernels.cpu.recurrent.states import StateOps
+from headrace.kernels.reference import states as reference
+from headrace.kernels.reference.states import ConvolveParams, KeptUnits, LayerState, ScanParams, Snapshot, StateBatch
+
+MOST_DRAFTS = 4
+PAGES = 40
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op with its inputs for one token after another, and where its state lies."""
+
+    op: str
+    params: Any
+    columns: tuple[int, ...]
+    """Of each input."""
+    units: int
+    shape: tuple[int, ...]
+    draft_elements: int
+
+    def state(self) -> LayerState:
+        elements = int(torch.tensor(self.shape).prod())
+        per_page = -(-self.units // 2)  # of two pages
+        page = torch.arange(self.units) // per_page
+        offset = torch.arange(self.units) % per_page * (elements + 3) + 5
+        memory = torch.full((PAGES, per_page * (elements + 3) + 9), torch.nan)
+        name = "history" if self.op == "convolve" else "state"
+        drafted = torch.full((8, MOST_DRAFTS, self.draft_elements), torch.nan)
+        return LayerState({name: KeptUnits(memory, page, offset, self.shape)}, drafted)
+
+    def inputs(self, num_tokens: int, seed: int = 0) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        return tuple(torch.randn(num_tokens, size, generator=generator) for size in self.columns)
+
+
+def convolution(channels: int, width: int, *, gated: bool = False, silu: bool = False, bias: bool = False) -> Case:
+    params = ConvolveParams(
+        torch.randn(channels, width), torch.randn(channels) if bias else None, "silu" if silu else None, gated
+    )
+    return Case("convolve", params, (channels * (3 if gated else 1),), width - 1, (channels,), channels)
+
+
+def recurrence(heads: int, head_dim: int, size: int, groups: int, limits: tuple[float, float] = (0.0, 1e9)) -> Case:
+    params = ScanParams(
+        decay=-torch.rand(heads) * 4,
+        skip=torch.randn(heads),
+        step_bias=torch.randn(heads),
+        step_limits=limits,
+        num_heads=heads,
+        head_dim=head_dim,
+        state_size=size,
+        num_groups=groups,
+        first_draft_element=6,
+    )
+    inner, mixed = heads * head_dim, heads * head_dim + 2 * groups * size
+    return Case("scan", params, (mixed, heads, inner), heads, (head_dim, size), 6 + mixed + heads)
+
+
+torch.manual_seed(0)
+CASES = {
+    "LFM2's convolution": convolution(64, 3, gated=True),
+    "Mamba's convolution": convolution(83, 4, silu=True, bias=True),
+    "two taps": convolution(20, 2),
+    "a scan": recurrence(4, 16, 128, 1),
+    "odd sizes, groups, limits": recurrence(6, 7, 20, 3, (0.01, 0.8)),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A sequence's tokens in one step."""
+
+    sequence: int
+    first: int
+    count: int
+    drafts: int = 0
+    """Of `count`, the last ones."""
+    replayed: int = 0
+    source: int | None = None
+    """Sequence or snapshot whose pages have the state; None: zeros, in a first step; by default its own."""
+    snapshots: tuple[tuple[int, int], ...] = ()
+    """(inputs, number of the snapshot)"""
+
+
+def pages(number: int) -> Tensor:
+    return torch.tensor([2 * number + 1, 2 * number])
+
+
+def run(case: Case, op: Callable[..., Tensor], state: LayerState, parts: Sequence[Part], inputs: Any) -> list[Tensor]:
+    """One step; inputs: by sequence. Returns each part's rows."""
+    tokens = [tuple(each[part.first : part.first + part.count] for each in inputs[part.sequence]) for part in parts]
+    given = [torch.cat(each) for each in zip(*tokens, strict=True)]
+    snapshots = [
+        Snapshot(index, end, pages(number)) for index, part in enumerate(parts) for end, number in part.snapshots
+    ]
+    batch = StateBatch(
+        query_start=torch.tensor([0, *(part.count for part in parts)]).cumsum(0).to(torch.int32),
+        rows=torch.tensor([part.sequence for part in parts]),
+        pages=torch.stack([pages(part.sequence) for part in parts]),
+        sources=torch.stack([pages(part.source or 0) for part in parts]),
+        has_source=torch.tensor([int(part.source is not None) for part in parts]),
+        replayed=torch.tensor([part.replayed for part in parts]),
+        committed=torch.tensor([part.count - part.drafts for part in parts]),
+        snapshots=tuple(snapshots),
+    )
+    return list(op(*given, case.params, batch, state).split([part.count for part in parts]))
+
+
+def in_chunks(case: Case, op: Callable[..., Tensor], inputs: Any, sizes: int, state: LayerState) -> Tensor:
+    """All tokens of sequence 0, in steps of `sizes`."""
+    total, found = len(inputs[0][0]), []
+    for first in range(0, total, sizes):
+        part = Part(0, first, min(sizes, total - first), source=None if first == 0 else 0)
+        found += run(case, op, state, [part], inputs)
+    return torch.cat(found)
+
+
+def kept(case: Case, state: LayerState, number: int) -> Tensor:
+    return next(iter(state.kept.values())).read(pages(number))
+
+
+def of(case: Case, ops: CpuOps) -> Callable[..., Tensor]:
+    found: Callable[..., Tensor] = getattr(StateOps(ops.runtime), case.op)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_ops_equal_their_references(case: Case, ops: CpuOps, dtype: torch.dtype) -> None:
+    inputs = [tuple(each.to(dtype) for each in case.inputs(70, seed)) for seed in range(2)]
+    parts = [Part(0, 0, 70, drafts=2, snapshots=((16, 5), (48, 6))), Part(1, 0, 40, snapshots=((40, 7),))]
+    ours, theirs = case.state(), case.state()
+    found, wanted = (
+        torch.cat(run(case, op, state, parts, inputs)).float()
+        for op, state in ((of(case, ops), ours), (getattr(reference, case.op), theirs))
+    )
+    bound = 2e-5 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
+    for number in (0, 1, 5, 6, 7):
+        torch.testing.assert_close(kept(case, ours, number), kept(case, theirs, number), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(ours.drafted, theirs.drafted, equal_nan=True, rtol=1e-6, atol=1e-6)
+    for mine, other in zip(ours.kept.values(), theirs.kept.values(), strict=True):
+        assert torch.equal(mine.memory.isnan(), other.memory.isnan()), "nothing else is written"
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 17, 32, 33])
+def test_results_and_states_do_not_depend_on_the_chunks(case: Case, ops: CpuOps, size: int) -> None:
+    inputs, op = [case.inputs(130)], of(case, ops)
+    whole, chunked = case.state(), case.state()
+    assert torch.equal(in_chunks(case, op, inputs, size, chunked), in_chunks(case, op, inputs, 130, whole))
+    assert torch.equal(kept(case, chunked, 0), kept(case, whole, 0))
+
+
+def test_results_do_not_depend_on_threads_nor_on_the_batch(case: Case, ops: CpuOps, other_ops: list[CpuOps]) -> None:
+    inputs = [case.inputs(40, seed) for seed in range(7)]
+    alone = [in_chunks(case, of(case, ops), [each], 40, case.state()) for each in inputs]
+    for each in (ops, *other_ops):
+        state, op = case.state(), of(case, each)
+        first = run(case, op, state, [Part(seq, 0, 5 + seq) for seq in range(7)], inputs)
+        rest = run(case, op, state, [Part(seq, 5 + seq, 35 - seq, source=seq) for seq in range(7)], inputs)
+        for parts in zip(first, rest, alone, strict=True):
+            assert torch.equal(torch.cat(parts[:2]), parts[2])
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+def test_accepted_drafts_are_replayed_and_others_leave_no_trace(
+    case: Case, ops: CpuOps, other_ops: list[CpuOps], accepted: int
+) -> None:
+    (inputs,) = [case.inputs(60)]
+    others = case.inputs(60, seed=1)
+    wanted_state = case.state()
+    wanted = in_chunks(case, of(case, ops), [inputs], 60, wanted_state)
+    for each in (ops, *other_ops):
+        state, op = case.state(), of(case, each)
+        found = run(case, op, state, [Part(0, 0, 20)], [inputs])
+        # A step of one token and three drafts, of which only the first `accepted` are the sequence's own.
+        known = 21 + accepted
+        guessed = tuple(torch.cat([own[:known], other[known:]]) for own, other in zip(inputs, others, strict=True))
+        found.append(run(case, op, state, [Part(0, 20, 4, drafts=3, source=0)], [guessed])[0][: 1 + accepted])
+        # The next has drafts, too; a snapshot is taken as the replay passes it.
+        snapshot = ((accepted + 1, 9),)
+        step = Part(0, known, 4, drafts=2, replayed=accepted, source=0, snapshots=snapshot)
+        found += run(case, op, state, [step], [inputs])
+        found += run(case, op, state, [Part(0, known + 4, 56 - known, replayed=2, source=0)], [inputs])
+        assert torch.equal(torch.cat(found), wanted)
+        assert torch.equal(kept(case, state, 0), kept(case, wanted_state, 0))
+        # Another sequence begins at the snapshot, which stays as it is.
+        before = kept(case, state, 9)
+        again = run(case, op, state, [Part(1, known + 1, 59 - known, source=9)], [inputs, inputs])[0]
+        assert torch.equal(again, wanted[known + 1 :])
+        assert torch.equal(kept(case, state, 9), before)
+        assert torch.equal(kept(case, state, 1), kept(case, wanted_state, 0))
+
+
+def test_the_registry_offers_the_kernels_and_wide_convolutions_are_refused() -> None:
+    cpu = {"device": torch.device("cpu"), "dtype": torch.float32}
+    assert [kernels.ops()[op].choose(**cpu).name for op in ("convolve", "scan")] == ["cpu_native"] * 2
+    case = convolution(8, 17)
+    with pytest.raises(ValueError, match="up to 16 inputs, not 17"):
+        run(case, kernels.choose("convolve", **cpu), case.state(), [Part(0, 0, 1)], [case.inputs(1)])
+    wrong = replace(next(iter(case.state().kept.values())), page=torch.zeros(16, dtype=torch.int32))
+    with pytest.raises(ValueError, match="int64"):
+        module.StateUnitsC.of(wrong)
+
+
+def test_mirrors_have_the_size_of_the_structures(ops: CpuOps) -> None:
+    mirrors = [each for each in vars(module).values() if isinstance(each, type(ctypes.Structure))]
+    own = [each for each in mirrors if each.__module__ == module.__name__]
+    assert len(own) == 5
+    for mirror in own:
+        assert ctypes.sizeof(mirror) == ops.runtime.library.dll.hr_size_of(mirror.__name__.encode()), mirror.__name__
