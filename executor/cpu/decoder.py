@@ -19,6 +19,7 @@ from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.executor.sampling.draws import Chosen, Draws
 from headrace.executor.step.batch import StepArrays
 from headrace.executor.step.inputs import BegunBlocks, StepLogits, no_logits
+from headrace.executor.step.states import StateArrays
 from headrace.ipc.step import TokenMasks
 from headrace.kernels.cpu.facade import (
     CACHE_TYPES,
@@ -96,6 +97,8 @@ class CpuDecoder:
         """Memory of the weights."""
         self.balanced = self._model.balanced
         self._written: WrittenProgram | None = None
+        self._states: StateArrays | None = None
+        """Of the last step, until it is repeated."""
         self._logits: list[Tensor] = []
         """Item n is a view of the first n rows of the logits."""
 
@@ -112,7 +115,7 @@ class CpuDecoder:
         """Runs a step, including the choice of a token for each row of logits."""
         written = self.bind(kv_cache)
         count, num_pooled = len(arrays.logits_indices), len(arrays.pooled_indices)
-        _fill(written.buffers, arrays)
+        self._fill(written.buffers, arrays)
         self._enter(written.sampling, draws, count)
         written.sampling.temperature[count : count + num_pooled] = 0.0
         written.program.run_filled(written.buffers)
@@ -134,10 +137,32 @@ class CpuDecoder:
             first_slots = begun.block_ids * np.int64(self._written.kv_cache.block_size)
             buffers.slot_mapping[:, begun.sequences] = first_slots
             buffers.block_tables[:, begun.sequences, begun.places] = begun.block_ids
+        if self._states is not None:
+            buffers.take_states(vars(self._states.continued()))
+            self._states = None
         self._mask(sampling, masks)
         self._written.program.run_filled(buffers)
         sampling.is_masked[:count] = 0
         return Chosen(sampling.token_ids[:count].copy(), sampling.best[:count])
+
+    def _fill(self, buffers: StepBuffers, arrays: StepArrays) -> None:
+        step, tables = buffers.step, arrays.block_tables
+        num_tokens, num_seqs, num_logits = len(arrays.token_ids), len(arrays.seq_lens), len(arrays.logits_indices)
+        num_states = num_logits + len(arrays.pooled_indices)
+        step.num_tokens, step.num_seqs, step.num_logits = num_tokens, num_seqs, num_states
+        step.block_table_stride = buffers.block_tables.shape[2]  # any width, so that a row can gain a block in place
+        step.only_highest = not arrays.reads_logits
+        buffers.token_ids[:num_tokens] = arrays.token_ids
+        buffers.positions[:num_tokens] = arrays.positions
+        buffers.slot_mapping[:, :num_tokens] = arrays.slot_mapping
+        buffers.query_start[: num_seqs + 1] = arrays.query_start
+        buffers.seq_lens[:num_seqs] = arrays.seq_lens
+        buffers.logits_rows[:num_logits] = arrays.logits_indices
+        buffers.logits_rows[num_logits:num_states] = arrays.pooled_indices
+        buffers.block_tables[:, :num_seqs, : tables.shape[2]] = tables
+        self._states = arrays.states
+        if arrays.states is not None:
+            buffers.take_states(vars(arrays.states))
 
     def _enter(self, sampling: SampleBuffers, draws: Draws | None, count: int) -> None:
         if draws is None:
@@ -180,7 +205,7 @@ class CpuDecoderPart(CpuDecoder):
             computed = super().step(arrays, kv_cache, draws)
             self._check_ranks()
             return computed
-        _fill(written.buffers, arrays)
+        self._fill(written.buffers, arrays)
         written.program.run_filled(written.buffers)
         self._check_ranks()
         place.link.send(hidden[None])
@@ -201,20 +226,3 @@ class CpuDecoderPart(CpuDecoder):
         """Raises PeerError where a rank failed to arrive at a collective within the program."""
         if isinstance(self._place.link, SharedCollectives):
             self._place.link.check()
-
-
-def _fill(buffers: StepBuffers, arrays: StepArrays) -> None:
-    step, tables = buffers.step, arrays.block_tables
-    num_tokens, num_seqs, num_logits = len(arrays.token_ids), len(arrays.seq_lens), len(arrays.logits_indices)
-    num_states = num_logits + len(arrays.pooled_indices)
-    step.num_tokens, step.num_seqs, step.num_logits = num_tokens, num_seqs, num_states
-    step.block_table_stride = buffers.block_tables.shape[2]  # any width, so that a row can gain a block in place
-    step.only_highest = not arrays.reads_logits
-    buffers.token_ids[:num_tokens] = arrays.token_ids
-    buffers.positions[:num_tokens] = arrays.positions
-    buffers.slot_mapping[:, :num_tokens] = arrays.slot_mapping
-    buffers.query_start[: num_seqs + 1] = arrays.query_start
-    buffers.seq_lens[:num_seqs] = arrays.seq_lens
-    buffers.logits_rows[:num_logits] = arrays.logits_indices
-    buffers.logits_rows[num_logits:num_states] = arrays.pooled_indices
-    buffers.block_tables[:, :num_seqs, : tables.shape[2]] = tables

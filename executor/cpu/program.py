@@ -31,11 +31,13 @@ from headrace.kernels.cpu.facade import (
     Rotary,
     Runtime,
     SampleBuffers,
+    StateStepC,
     StepBuffers,
     rank_gather,
     rank_meet,
     rank_sum,
 )
+from headrace.kernels.reference.states import LayerState
 
 ALONE_S = 500e-6
 """A step shorter than this runs on one thread: beside other busy processes (the client, the HTTP server) two threads
@@ -106,11 +108,17 @@ class ProgramOps:
     tokens is computed only for tokens whose logits are needed."""
 
     def __init__(
-        self, builder: Builder, model: CpuModel, place: RankPlace, limits: StepLimits, num_positions: int
+        self,
+        builder: Builder,
+        model: CpuModel,
+        place: RankPlace,
+        limits: StepLimits,
+        num_positions: int,
+        states: StateStepC,
     ) -> None:
-        """num_positions: the size of the tables of cos and sin."""
+        """num_positions: the size of the tables of cos and sin. states: of each step's sequences."""
         spec = model.spec
-        self.builder, self.max_logits = builder, limits.max_logits
+        self.builder, self.max_logits, self.states = builder, limits.max_logits, states
         self.ranks = RankBuffers(place, limits.max_tokens) if place.tp_size > 1 else None
         self.inner = inner_dtype(model)
         self._spec, self.place, self._num_positions = spec, place, num_positions
@@ -122,10 +130,11 @@ class ProgramOps:
             normed=builder.buffer(spec.hidden_size, self.inner, own=True),
             delta=builder.buffer(spec.hidden_size, torch.float32),
         )
-        self.cache: LayerCache
+        self.cache: Any
+        """The layer's: a `LayerCache` or a `LayerState`, as its declared ops need."""
         self._is_last = False
 
-    def begin_layer(self, cache: LayerCache, *, is_last: bool) -> None:
+    def begin_layer(self, cache: LayerCache | LayerState, *, is_last: bool) -> None:
         """is_last: this layer's output goes to the head."""
         self.cache, self._is_last = cache, is_last
         self._taken.clear()
@@ -293,7 +302,7 @@ class ProgramWriter:
             max_blocks=-(-limits.max_positions // kv_cache.block_size),
             num_groups=kv_cache.num_groups,
         )
-        self._ops = ProgramOps(self._builder, model, place, limits, num_positions)
+        self._ops = ProgramOps(self._builder, model, place, limits, num_positions, self._buffers.states)
         self._ranks = self._ops.ranks
         self._hidden = self._ops.tokens.hidden
 
@@ -320,8 +329,10 @@ class ProgramWriter:
         program = self._builder.build(output)
         return WrittenProgram(self._kv_cache, program, self._buffers, self._hidden.tensor, states, logits, sampling)
 
-    def _layer_cache(self, index: int) -> LayerCache:
+    def _layer_cache(self, index: int) -> LayerCache | LayerState:
         cache, buffers = self._kv_cache, self._buffers
+        if cache.states and (state := cache.states[index]) is not None:
+            return state
         group = cache.groups[index]
         return LayerCache(
             cache.keys[index],

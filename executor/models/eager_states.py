@@ -8,7 +8,30 @@ from torch import Tensor
 from headrace.executor.models.blocks.recurrent import GroupNorm, Scan
 from headrace.executor.models.blocks.short_convolution import Convolve
 from headrace.executor.models.eager import EagerWeights, Step
+from headrace.executor.models.reading import CheckedWeights
 from headrace.kernels.reference.states import ConvolveParams, LayerState, ScanParams
+
+
+def convolve_params(weights: CheckedWeights, declared: Convolve, prefix: str) -> ConvolveParams:
+    weight, bias = weights.filters(declared, prefix)
+    return ConvolveParams(weight, bias, declared.activation, declared.gated)
+
+
+def scan_params(weights: CheckedWeights, declared: Scan, prefix: str) -> ScanParams:
+    size = weights.place.tp_size
+    vectors = (declared.decay, declared.skip, declared.step_bias)
+    decay, skip, step_bias = (weights.values(each, prefix) for each in vectors)
+    return ScanParams(
+        decay=-decay.exp(),
+        skip=skip,
+        step_bias=step_bias,
+        step_limits=declared.step_limits,
+        num_heads=declared.num_heads // size,
+        head_dim=declared.head_dim,
+        state_size=declared.state_size,
+        num_groups=declared.num_groups // size,
+        first_draft_element=declared.convolved // size,
+    )
 
 
 class EagerGroupNorm:
@@ -28,8 +51,7 @@ class EagerConvolve:
     """A `Convolve`'s weights with its kernel."""
 
     def __init__(self, weights: EagerWeights, declared: Convolve, prefix: str) -> None:
-        weight, bias = weights.filters(declared, prefix)
-        self._params = ConvolveParams(weight, bias, declared.activation, declared.gated)
+        self._params = convolve_params(weights, declared, prefix)
         self._convolve = weights.kernel("convolve")
 
     def __call__(self, x: Tensor, step: Step, state: LayerState) -> Tensor:
@@ -41,20 +63,7 @@ class EagerScan:
     """A `Scan`'s vectors with its kernel."""
 
     def __init__(self, weights: EagerWeights, declared: Scan, prefix: str) -> None:
-        size = weights.place.tp_size
-        vectors = (declared.decay, declared.skip, declared.step_bias)
-        decay, skip, step_bias = (weights.values(each, prefix) for each in vectors)
-        self._params = ScanParams(
-            decay=-decay.exp(),
-            skip=skip,
-            step_bias=step_bias,
-            step_limits=declared.step_limits,
-            num_heads=declared.num_heads // size,
-            head_dim=declared.head_dim,
-            state_size=declared.state_size,
-            num_groups=declared.num_groups // size,
-            first_draft_element=declared.convolved // size,
-        )
+        self._params = scan_params(weights, declared, prefix)
         self._scan = weights.kernel("scan")
 
     def __call__(self, mixed: Tensor, steps: Tensor, gate: Tensor, step: Step, state: LayerState) -> Tensor:

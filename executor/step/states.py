@@ -3,7 +3,7 @@ many tokens they cover."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,6 +24,12 @@ class StateArrays:
     snapshot_sequences: np.ndarray  # [num_snapshots] int32, ascending
     snapshot_ends: np.ndarray  # [num_snapshots] int32
     snapshot_pages: np.ndarray  # [num_snapshots, pages of a state] int32
+
+    def continued(self) -> StateArrays:
+        """The inputs of a next step, in which each sequence computes one token further."""
+        zeros = np.zeros_like(self.rows)
+        none = {"snapshot_sequences": _NONE, "snapshot_ends": _NONE, "snapshot_pages": self.snapshot_pages[:0]}
+        return replace(self, sources=self.pages, has_source=zeros + 1, replayed=zeros, committed=zeros + 1, **none)
 
 
 class RowStates:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace import kernels
 from headrace.kernels.cpu.ops import CpuOps
-from headrace.kernels.cpu.recurrent import states as module
+from headrace.kernels.cpu.recurrent import args as mirrors
 from headrace.kernels.cpu.recurrent.states import StateOps
 from headrace.kernels.reference import states as reference
 from headrace.kernels.reference.states import ConvolveParams, KeptUnits, LayerState, ScanParams, Snapshot, StateBatch
@@ -222,12 +222,11 @@ def test_the_registry_offers_the_kernels_and_wide_convolutions_are_refused() -> 
         run(case, kernels.choose("convolve", **cpu), case.state(), [Part(0, 0, 1)], [case.inputs(1)])
     wrong = replace(next(iter(case.state().kept.values())), page=torch.zeros(16, dtype=torch.int32))
     with pytest.raises(ValueError, match="int64"):
-        module.StateUnitsC.of(wrong)
+        mirrors.StateUnitsC.of(wrong)
 
 
 def test_mirrors_have_the_size_of_the_structures(ops: CpuOps) -> None:
-    mirrors = [each for each in vars(module).values() if isinstance(each, type(ctypes.Structure))]
-    own = [each for each in mirrors if each.__module__ == module.__name__]
-    assert len(own) == 5
-    for mirror in own:
+    found = [each for each in vars(mirrors).values() if isinstance(each, type(ctypes.Structure))]
+    assert len(found) == 5
+    for mirror in found:
         assert ctypes.sizeof(mirror) == ops.runtime.library.dll.hr_size_of(mirror.__name__.encode()), mirror.__name__

@@ -29,6 +29,7 @@ class GroupNorm(Declared):
     compute(x): [num_tokens, columns] -> the same, normed."""
 
     eager_reader = "headrace.executor.models.eager_states:EagerGroupNorm"
+    program_reader = "headrace.executor.cpu.recurrent:CpuGroupNorm.read"
 
     name: str
     size: Axis
@@ -49,6 +50,7 @@ class Scan(Declared):
     states."""
 
     eager_reader = "headrace.executor.models.eager_states:EagerScan"
+    program_reader = "headrace.executor.cpu.recurrent:CpuScan.read"
 
     num_heads: int
     """Heads and groups of all ranks together."""
@@ -179,6 +181,3 @@ class Ssd(StateMixer):
         if not 0 <= low <= high:
             return f"the limits of time steps are {low} and {high}; they must not be negative, and ascend"
         return "" if self.conv_width >= 2 else f"a convolution's width must be at least 2, got {self.conv_width}"
-
-    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        return "the program has no recurrent layers yet."

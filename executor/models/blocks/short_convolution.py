@@ -19,6 +19,7 @@ class Convolve(Declared):
     sequences' states."""
 
     eager_reader = "headrace.executor.models.eager_states:EagerConvolve"
+    program_reader = "headrace.executor.cpu.recurrent:CpuConvolve.read"
 
     matrices: tuple[tuple[str, Axis], ...]
     """(name without `.weight`, channels) of each part, whose channels lie side by side."""
@@ -83,6 +84,3 @@ class ShortConv(StateMixer):
         if self.channels < 1:
             return f"a convolution needs at least one channel, got {self.channels}"
         return "" if self.width >= 2 else f"a convolution's width must be at least 2, got {self.width}"
-
-    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        return "the program has no convolutions yet."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from headrace.kernels.cpu.linear.linear import Runtime
 from headrace.kernels.cpu.program.args import ProgramC, ProgramOp
 from headrace.kernels.cpu.program.parts import FEW_ROWS, Buffer
+from headrace.kernels.cpu.recurrent.args import StateStepC
 from headrace.kernels.cpu.runtime.threads import Step
 
 REFUSED_TOKEN_ID, REFUSED_POSITION = 1, 2
@@ -60,6 +62,17 @@ class StepBuffers:
             block_table=self.block_tables.ctypes.data,
             logits_rows=self.logits_rows.ctypes.data,
         )
+        self.states = StateStepC()
+        """Of the layers that keep a state per sequence."""
+        self._state_arrays: Mapping[str, np.ndarray] = {}
+
+    def take_states(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """The step's states: arrays by field of `StateStepC`, int32, which are kept and read in place."""
+        self._state_arrays, states = arrays, self.states
+        for name, array in arrays.items():
+            setattr(states, name, _address(array, np.int32, array.shape, name))
+        states.pages_per_state = arrays["pages"].shape[1]
+        states.num_snapshots = len(arrays["snapshot_ends"])
 
 
 @dataclass(frozen=True)

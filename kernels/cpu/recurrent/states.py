@@ -14,111 +14,14 @@ from headrace.kernels.cpu.linear.linear import Runtime, runtime
 from headrace.kernels.cpu.ops import why_no_op
 from headrace.kernels.cpu.program.parts import Buffer
 from headrace.kernels.cpu.program.program import Builder
+from headrace.kernels.cpu.recurrent.args import ConvolveArgs, DraftedC, ScanArgs, StateStepC, StateUnitsC
 from headrace.kernels.cpu.runtime.pointers import pointer
 from headrace.kernels.cpu.runtime.threads import Step
-from headrace.kernels.reference.states import ConvolveParams, KeptUnits, LayerState, ScanParams, StateBatch
+from headrace.kernels.reference.states import ConvolveParams, LayerState, ScanParams, StateBatch
 from headrace.kernels.registry import Version
 
 MOST_WIDTH = 16
 """`kMostConvolveWidth` in states.h."""
-
-
-class StateStepC(ctypes.Structure):
-    """Mirror of `StateStep` in states.h."""
-
-    _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("pages", ctypes.c_void_p),
-        ("sources", ctypes.c_void_p),
-        ("has_source", ctypes.c_void_p),
-        ("replayed", ctypes.c_void_p),
-        ("committed", ctypes.c_void_p),
-        ("snapshot_sequences", ctypes.c_void_p),
-        ("snapshot_ends", ctypes.c_void_p),
-        ("snapshot_pages", ctypes.c_void_p),
-        ("num_snapshots", ctypes.c_int64),
-        ("pages_per_state", ctypes.c_int64),
-    )
-
-
-class StateUnitsC(ctypes.Structure):
-    """Mirror of `StateUnits` in states.h."""
-
-    _fields_ = (
-        ("memory", ctypes.c_void_p),
-        ("page_elements", ctypes.c_int64),
-        ("page", ctypes.c_void_p),
-        ("offset", ctypes.c_void_p),
-    )
-
-    @classmethod
-    def of(cls, units: KeptUnits) -> StateUnitsC:
-        if units.memory.dtype != torch.float32 or not units.memory.is_contiguous():
-            raise ValueError(f"pages of states are contiguous float32, not {units.memory.dtype}.")
-        if units.page.dtype != torch.int64 or units.offset.dtype != torch.int64:
-            raise ValueError("the places of a state are int64.")
-        return cls(pointer(units.memory), units.memory.shape[1], pointer(units.page), pointer(units.offset))
-
-
-class DraftedC(ctypes.Structure):
-    """Mirror of `Drafted` in states.h."""
-
-    _fields_ = (("values", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("draft_stride", ctypes.c_int64))
-
-    @classmethod
-    def of(cls, drafted: Tensor, first: int = 0) -> DraftedC:
-        """first: the element of a draft's input at which an op's begin."""
-        return cls(pointer(drafted) + first * drafted.itemsize, drafted.stride(0), drafted.stride(1))
-
-
-class ConvolveArgs(ctypes.Structure):
-    """Mirror of `ConvolveArgs` in states.h: the arguments of `hr_op_convolve`."""
-
-    _fields_ = (
-        ("states", ctypes.c_void_p),
-        ("history", StateUnitsC),
-        ("drafted", DraftedC),
-        ("x", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("x_stride", ctypes.c_int64),
-        ("out_stride", ctypes.c_int64),
-        ("channels", ctypes.c_int64),
-        ("width", ctypes.c_int32),
-        ("gated", ctypes.c_int32),
-        ("activation", ctypes.c_int32),
-        ("x_type", ctypes.c_int32),
-        ("out_type", ctypes.c_int32),
-    )
-
-
-class ScanArgs(ctypes.Structure):
-    """Mirror of `ScanArgs` in states.h: the arguments of `hr_op_scan`."""
-
-    _fields_ = (
-        ("states", ctypes.c_void_p),
-        ("state", StateUnitsC),
-        ("drafted", DraftedC),
-        ("mixed", ctypes.c_void_p),
-        ("steps", ctypes.c_void_p),
-        ("gate", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("decay", ctypes.c_void_p),
-        ("skip", ctypes.c_void_p),
-        ("step_bias", ctypes.c_void_p),
-        ("mixed_stride", ctypes.c_int64),
-        ("steps_stride", ctypes.c_int64),
-        ("gate_stride", ctypes.c_int64),
-        ("out_stride", ctypes.c_int64),
-        ("num_heads", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("state_size", ctypes.c_int64),
-        ("num_groups", ctypes.c_int64),
-        ("least_step", ctypes.c_float),
-        ("most_step", ctypes.c_float),
-        ("out_type", ctypes.c_int32),
-    )
 
 
 def write_convolve(
