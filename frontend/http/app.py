@@ -186,6 +186,11 @@ class App:
             outcome = "the client left"
             if (refusal := exchange.connection.refusal) is not None and not exchange.started:
                 exchange.status, outcome = refusal.status, f"{refusal.status} {refusal}"
+        except asyncio.CancelledError:  # the server ends before it is known what the answer will be
+            outcome = "the server ended"
+            if exchange.started or not self._state.refusing:
+                raise
+            await exchange.refuse(self._state.stopping())
         except BaseException as error:
             # A library's panic, and the exit of a plug-in, are no Exceptions.
             if not isinstance(error, Exception | SystemExit) and not is_panic(error):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -139,13 +139,13 @@ class ServerState:
     def check_accepting(self) -> None:
         """Raises ApiError (503) if the server accepts no new requests."""
         if self.refusing:
-            self.refuse_stopping()
+            raise self.stopping()
 
-    def refuse_stopping(self) -> NoReturn:
-        """Raises ApiError (503) that says why the server ends."""
+    def stopping(self) -> ApiError:
+        """A 503 that says why the server ends."""
         if self.pool.dead.is_set():
-            raise why_unavailable(self.pool)
-        raise unavailable("the server is shutting down and takes no new requests", code="shutting_down")
+            return why_unavailable(self.pool)
+        return unavailable("the server is shutting down and takes no new requests", code="shutting_down")
 
     def publish_counts(self) -> None:
         """Copies the counts of the engine pool and the router to this process's page of metrics."""
@@ -367,7 +367,7 @@ async def live(state: ServerState, exchange: Exchange) -> None:
 async def ready(state: ServerState, exchange: Exchange) -> None:
     """200 while the server accepts new connections."""
     if state.draining:
-        state.refuse_stopping()
+        raise state.stopping()
     if not state.pool.answers:
         raise why_unavailable(state.pool)
     await exchange.answer(HealthResponse("ok"))

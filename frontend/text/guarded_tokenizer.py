@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.frontend.text.template_renderer import leave_event_loop
+from headrace.frontend.text.template_renderer import leave_event_loop, renderer
 from headrace.ipc.failure import InvalidRequestError, QueueFullError
 
 T = TypeVar("T")
@@ -98,6 +98,7 @@ class GuardedTokenizer:
 
     def _watched(self, what: str, work: Callable[[], T]) -> T:
         leave_event_loop()
+        num_ends = renderer().num_ends
         if not self._hanging.acquire(blocking=False):
             raise QueueFullError("the model's tokenizer still works on other prompts, which take very long; try again")
         results: list[T] = []
@@ -122,6 +123,8 @@ class GuardedTokenizer:
                 used_s = time.clock_gettime(clocks[0]) if clocks else 0.0
             except OSError:  # the thread has ended
                 break
+            if renderer().num_ends != num_ends:  # this process waits at its end for the thread that waits here
+                raise TokenizingError(f"{what}: the server ends")
             if used_s > MOST_WORK_S or time.monotonic() > end_s:
                 raise TokenizingError(
                     f"{what}: the model's tokenizer takes more than {MOST_WORK_S:g} s of processor time, as much as it "

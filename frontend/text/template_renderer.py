@@ -79,13 +79,26 @@ class TemplateRenderer:
         self._helper = Helper("headrace.frontend.text.template_process", TemplateMessage, _LANES)
         self._free = list(reversed(range(_LANES)))  # the last is taken, which knows the usual template
         self._has_free = threading.Condition()
-        self.threads = ThreadPoolExecutor(_LANES, "chat-template")
-        self.start, self.end = self._helper.start, self._helper.end
+        self.threads = self._new_threads()
+        self.start = self._helper.start
+        self.num_ends = 0
+        """How often `end` was called."""
 
     @property
     def pid(self) -> int | None:
         """The helper program's; None if it does not run."""
         return self._helper.pid
+
+    @staticmethod
+    def _new_threads() -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_LANES, "chat-template")
+
+    def end(self) -> None:
+        """Ends the helper program and what waits for it; later renderings start another."""
+        self.num_ends += 1
+        threads, self.threads = self.threads, self._new_threads()
+        threads.shutdown(wait=False, cancel_futures=True)
+        self._helper.end()
 
     def check(self, template: str) -> None:
         """Raises InvalidRequestError if the text is no template."""
@@ -127,10 +140,11 @@ class TemplateRenderer:
 
     def _answer(self, asked: Rendering) -> Rendered:
         """Raises InvalidRequestError if the template is none, or reached a limit."""
-        # A process may have been killed from outside, so try twice.
-        answer = self._attempt(asked) or self._attempt(asked)
+        num_ends, answer = self.num_ends, self._attempt(asked)
+        if answer is None and num_ends == self.num_ends:  # the process may have been killed from outside
+            answer = self._attempt(asked)
         if answer is None:
-            raise HeadraceError("the process that renders chat templates was killed twice")
+            raise HeadraceError("the process that renders chat templates was ended")
         if answer.invalid:
             raise InvalidRequestError(f"the chat template is not valid: {answer.invalid}")
         return answer
@@ -176,7 +190,7 @@ class TemplateRenderer:
         except ChannelClosedError:
             return None
         except BaseException:  # an interrupt: the answer would be taken for that of the next rendering
-            self.end()
+            self._helper.end()
             raise
         finally:
             if not keeps_lane:

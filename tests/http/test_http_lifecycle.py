@@ -27,6 +27,7 @@ from http_server import (
     serving,
     wait_until,
 )
+from null_with_tokenizer import HANGING
 
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.process.options import ServeOptions
@@ -279,6 +280,46 @@ def test_a_second_signal_does_not_wait(processes):
             server.signal(signal.SIGINT)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.wait_exit() == 0
+
+
+LONG_TEXT = ("a" * 19 + "b") * 5000
+LONG_LOOP = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": LONG_TEXT}),
+        ("/v1/chat/completions", {"messages": [USER], "chat_template": LONG_LOOP}),
+    ],
+    ids=["a tokenizer", "a template"],
+)
+def test_what_hangs_before_its_request_runs_holds_no_stop_up(path, body):
+    """More than work at a time: the threads that wait for it are joined at the end, one piece of work after another."""
+    arguments = ("--shutdown-timeout", "1", "--trust-request-chat-template")
+    server = Server(*arguments, "--distributed-executor-backend", HANGING).wait_ready()
+    with ThreadPoolExecutor(12) as pool, httpx.Client(base_url=server.url, timeout=180) as client:
+        before_s = processor_time(server.process.pid)
+        asked = [pool.submit(client.post, path, json={"model": "null", **body}) for _ in range(12)]
+        wait_until(lambda: processor_time(server.process.pid) > before_s + 1.0, 60, "work that hangs")
+        wait_until(lambda: len(psutil.Process(server.process.pid).net_connections()) > 12, 60, "all requests")
+        server.process.send_signal(signal.SIGTERM)
+        try:
+            assert server.process.wait(40) == 0
+        finally:
+            server.process.kill()
+        for each in asked:
+            with contextlib.suppress(httpx.TransportError):  # it had not begun to be read
+                answer = each.result()
+                assert answer.status_code == 503, answer.text
+                assert answer.json()["error"]["code"] == "shutting_down"
+
+
+def processor_time(pid: int) -> float:
+    """Of a process and all below it, in seconds."""
+    found = psutil.Process(pid)
+    return sum(sum(each.cpu_times()[:2]) for each in (found, *found.children(recursive=True)))
 
 
 def test_several_processes_share_a_port_an_engine_and_metrics():

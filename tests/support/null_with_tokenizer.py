@@ -9,7 +9,7 @@ import weakref
 
 import numpy as np
 from fake_tokenizers import bundle_of, byte_level_tokenizer
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, pre_tokenizers
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import ModelDescription
@@ -28,6 +28,7 @@ PARROT = "null_with_tokenizer:ParrotExecutor"
 LATE = "null_with_tokenizer:LateExecutor"
 DEADLY_FORM = "null_with_tokenizer:DeadlyFormExecutor"
 DEADLY_TOKENS = 30
+HANGING = "null_with_tokenizer:HangingExecutor"
 MISSABLE = "null_with_tokenizer:MissableExecutor"
 
 
@@ -44,6 +45,18 @@ class TokenizingNullExecutor(NullExecutor):
         if isinstance(command, CallExtension):
             raise HeadraceError(f"there is no worker extension with a method {command.method}")
         return (WorkerAnswer(),)
+
+
+class HangingExecutor(TokenizingNullExecutor):
+    """Its tokenizer works for minutes on texts such as ("a" * 19 + "b") * 5000."""
+
+    def __init__(self, options: Options, model: NullModel | None = None) -> None:
+        super().__init__(options, model)
+        library = byte_level_tokenizer(VOCAB_SIZE)
+        split = pre_tokenizers.Split(Regex("(a+)+[cd]"), "isolated")
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        library.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
+        self._bundle = bundle_of(library)
 
 
 class MissableExecutor(TokenizingNullExecutor):

@@ -211,6 +211,7 @@ class HttpServer:
             await state.responses.close()
             await state.files.close()
             await pool.close(max(0.0, (self._stop_at_s or 0.0) - time.monotonic()))
+            state.bodies.close()
             renderer().end()
         if failure is None:
             return EXIT_DONE
