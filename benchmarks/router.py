@@ -54,7 +54,7 @@ def main() -> None:
             router._choose(request, 0.0)
         chosen_s = time.thread_time()
         for request in requests:
-            request.keys = None
+            request._names = None
             router.place(request, 0.0)
         placed_s = time.thread_time()
         for request in requests:

@@ -52,6 +52,7 @@ from headrace.ipc.failure import EngineDeadError, HeadraceError, ModelError, Opt
 from headrace.ipc.messages import Sampling, TokenizerBundle
 from headrace.ipc.plugins import load_class
 from headrace.ipc.process.private_files import make_private
+from headrace.ipc.row_inputs import input_kinds
 from headrace.ipc.wait import BoundedCalls, WaitTimeoutError
 
 T = TypeVar("T")
@@ -156,6 +157,9 @@ class ModelRank(Rank):
             generates=found.tasks.generates,
             pooling=found.tasks.pooling,
             why_no_prefix_caching=_why_no_prefix_caching(spec),
+            row_inputs=() if _why_no_row_inputs(spec) else tuple(sorted(input_kinds())),
+            why_no_row_inputs=_why_no_row_inputs(spec),
+            input_width=spec.embedding_width,
         )
 
     def _ends(self, checkpoint: Checkpoint, spec: ArchSpec) -> tuple[int, ...]:
@@ -442,3 +446,7 @@ def _why_no_prefix_caching(spec: ArchSpec) -> str:
     if spec.uses_prompt_lens:
         return "the model's dynamic rotary scaling makes keys depend on the length of their prompt"
     return ""
+
+
+def _why_no_row_inputs(spec: ArchSpec) -> str:
+    return "" if spec.stream is None else "each of its layers reads the token ids, too"

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 _NEAR = 0.8
 """Minimum similarity for suggesting a name that the user may have meant."""
 PROMPTS = (
-    *("EmbedsPrompt", "EngineInput", "PromptType", "SingletonPrompt", "TextPrompt", "TokensInput", "TokensPrompt"),
-    "tokens_input",
+    *("EmbedsInput", "EmbedsPrompt", "EngineInput", "PromptType", "SingletonPrompt", "TextPrompt", "TokensInput"),
+    *("TokensPrompt", "embeds_input", "tokens_input"),
 )
 OUTPUTS = (
     *("ClassificationOutput", "ClassificationRequestOutput", "CompletionOutput", "EmbeddingOutput"),
@@ -189,7 +189,10 @@ HOMES: Mapping[str, str] = types.MappingProxyType(
         "PauseMode": "frontend.client.control:PauseMode",
         "SingletonPrompt": "frontend.api.inputs.prompts:PromptType",
         "StatLoggerFactory": "frontend.api.stat_loggers:Factory",
+        "EmbedsInput": "frontend.api.inputs.prompts:EmbedsInput",
+        "EmbedsPrompt": "frontend.api.inputs.prompts:EmbedsPrompt",
         "TokensInput": "frontend.api.inputs.prompts:TokensInput",
+        "embeds_input": "frontend.api.inputs.prompts:embeds_input",
         "VLLMServerError": "ipc.failure:RequestFailedError",
         "tokens_input": "frontend.api.inputs.prompts:tokens_input",
         "FlexibleArgumentParser": "core.options.parsing:OptionParser",

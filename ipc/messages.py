@@ -21,6 +21,7 @@ from headrace.ipc.codec import Tensor
 from headrace.ipc.control import Commands, ControlResult
 from headrace.ipc.failure import Failure
 from headrace.ipc.ranges import FLOAT32, INT32, INT64, VOCABULARY, Longest, ModelDefault, Range
+from headrace.ipc.row_inputs import RowInput
 
 WIRE_VERSION = 1
 
@@ -201,6 +202,8 @@ class AddRequest(Message):
     of the request. With log-probabilities each is sent at once."""
     num_resumed_tokens: Annotated[int, Range(0, INT32)] = 0
     """How many of the last prompt_token_ids are output of another engine, from which the request continues."""
+    inputs: Annotated[tuple[RowInput, ...], Longest(1 << 16)] = ()
+    """What stands in the place of prompt tokens, in the order of positions."""
 
 
 class Abort(Message):
@@ -520,6 +523,10 @@ class Welcome(Message):
     """Whether the engine takes `Generate` tasks."""
     pooling: Pooling | None = None
     """How it carries out `Pool` tasks; None: it refuses them."""
+    row_inputs: tuple[str, ...] = ()
+    """The kinds of `AddRequest.inputs` that the engine reads."""
+    input_width: int = 0
+    """The number of values that take the place of a token's embedding."""
     model_version: str = ""
     """Engines with the same version generate the same tokens for the same request. It changes when weights are
     reloaded; the core then sends Welcome again."""

@@ -11,6 +11,9 @@
     [project.entry-points."headrace.step_features"]     # a class that every engine creates
     echo = "echo.feature:Echo"                          # (core/schedule/features/feature.py)
 
+    [project.entry-points."headrace.row_inputs"]        # a class: a kind of input in the place of tokens
+    chart = "chart.input:Chart"                         # (ipc/row_inputs.py)
+
 A plugin is loaded when an option names it; plugins that are families are loaded when Headrace has no family for a
 model's architecture. A broken plugin is reported where it is needed, and does not affect the others.
 """
@@ -35,6 +38,7 @@ VLLM_GROUP = "vllm.general_plugins"
 LOGITS_PROCESSORS_GROUPS = ("headrace.logits_processors", "vllm.logits_processors")
 """Headrace's own group, and the one of packages made for vLLM, whose interface is the same."""
 STEP_FEATURES_GROUP = "headrace.step_features"
+ROW_INPUTS_GROUP = "headrace.row_inputs"
 logger = logging.getLogger(__name__)
 
 
@@ -69,6 +73,11 @@ def step_feature_entries() -> list[EntryPoint]:
     return sorted(_installed(STEP_FEATURES_GROUP), key=lambda entry: entry.name)
 
 
+def row_input_entries() -> list[EntryPoint]:
+    """Installed kinds of row inputs, sorted by name."""
+    return sorted(_installed(ROW_INPUTS_GROUP), key=lambda entry: entry.name)
+
+
 def _installed(group: str) -> list[EntryPoint]:
     return _installed_on(tuple(sys.path))[group]
 
@@ -82,7 +91,7 @@ def _installed_on(path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
     installed = entry_points()
     return {
         group: list(installed.select(group=group))
-        for group in (GROUP, VLLM_GROUP, STEP_FEATURES_GROUP, *LOGITS_PROCESSORS_GROUPS)
+        for group in (GROUP, VLLM_GROUP, STEP_FEATURES_GROUP, ROW_INPUTS_GROUP, *LOGITS_PROCESSORS_GROUPS)
     }
 
 

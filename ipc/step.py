@@ -17,6 +17,7 @@ import numpy as np
 
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import ExpertBalance, LogprobRows, Task
+from headrace.ipc.row_inputs import RowInput
 
 _NO_PAGES = np.empty(0, np.int32)
 
@@ -36,6 +37,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     task: Task
     seed: int
     """The resolved 64-bit seed; 0 for a task that samples nothing."""
+    inputs: tuple[RowInput, ...] = ()
+    """What stands in the place of prompt tokens, in the order of positions: those that are not computed yet."""
     state_pages: np.ndarray = _NO_PAGES
     """[pages of the state group] int32: the row's own pages, as long as the request is in the row; empty for a model
     without a state group"""

@@ -20,7 +20,9 @@ from headrace.core.schedule.requests import Request
 from headrace.ipc.failure import SHUT_DOWN, Failure
 from headrace.ipc.messages import SCHEMA_HASH, AddRequest, Generate, Pool, Refused, Sampling, Task
 from headrace.ipc.plugins import has_logits_processors
+from headrace.ipc.prefix_names import PrefixKey
 from headrace.ipc.ranges import FLOAT32, VOCABULARY, names_marked, out_of_range
+from headrace.ipc.row_inputs import problem_of
 
 FIELD = "SamplingParams"
 """Prefix of an invalid field's name in an error; `InvalidRequestError.parameter` finds the name by it."""
@@ -59,10 +61,17 @@ class Admission:
         self._vocab_size = plan.model.vocab_size
         self._generates, self._pooling = plan.model.generates, plan.model.pooling
         self._max_logprobs = plan.max_logprobs
+        self._row_inputs, self._input_width = plan.row_inputs, plan.model.input_width
+        self._plan = plan
+        self.use_weights(plan.model.weights)
         self._reads_extra_args = has_logits_processors(plan.options.logits_processors)
         self._version = version("headrace")
         self._seed = plan.seed
         self._seeds_drawn = 0
+
+    def use_weights(self, weights: str) -> None:
+        """Requests that come from now on are computed with the weights of this identity."""
+        self._version_of_weights = self._plan.model_version(weights)
 
     def check(self, message: AddRequest) -> Failure | None:
         """Why the request can never run here, or None."""
@@ -91,12 +100,24 @@ class Admission:
                 f"prompt_token_ids[{outside[0]}] is {token_ids[outside[0]]}, outside the vocabulary of "
                 f"{self._vocab_size} tokens"
             )
+        if (failure := self._check_inputs(message)) is not None:
+            return failure
         if isinstance(message.task, Pool):
             return (
                 self.refusal("a request that pools has no output to go on from") if message.num_resumed_tokens else None
             )
         sampling = message.task.sampling
         return self._check_sampling(sampling) or self._check_resumed(message, sampling)
+
+    def _check_inputs(self, message: AddRequest) -> Failure | None:
+        if not message.inputs:
+            return None
+        num_prompt_tokens = len(message.prompt_token_ids) - message.num_resumed_tokens
+        if problem := problem_of(message.inputs, num_prompt_tokens, self._row_inputs, self._input_width):
+            return self.refusal(problem)
+        if isinstance(message.task, Generate) and message.task.sampling.prompt_logprobs is not None:
+            return self.refusal(f"{FIELD}.prompt_logprobs is asked of a prompt whose inputs are not all tokens")
+        return None
 
     def _check_task(self, task: Task) -> Failure | None:
         """Whether the model does what the task asks for."""
@@ -179,8 +200,8 @@ class Admission:
         )
         if message.num_resumed_tokens:  # as after a preemption
             request.num_sent, request.num_prompt_tokens = request.num_prompt_tokens, num_prompt_tokens
-        request.cache_salt = message.cache_salt
         request.output_interval = message.output_interval if request.sampling.logprobs is None else 1
+        request.prefix_key = PrefixKey(message.cache_salt, self._version_of_weights, (), message.inputs)
         request.arrived_s = time.monotonic()
         return request
 

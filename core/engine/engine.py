@@ -217,6 +217,8 @@ class EngineCore:
             generates=plan.model.generates,
             pooling=plan.model.pooling,
             reads_priority=plan.options.scheduling_policy != "fcfs" or bool(plan.options.scheduler_cls),
+            row_inputs=plan.row_inputs,
+            input_width=plan.model.input_width,
             model_version=plan.model_version(plan.model.weights),
         )
 

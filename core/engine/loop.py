@@ -212,7 +212,12 @@ class Loop:
 
     def follow_weights(self, heard: Callable[[str], None], heard_path: Callable[[str], None]) -> None:
         """Registers callbacks for reloaded weights: with `WorkerAnswer.weights`, and with their path."""
-        self._controller.on_weights, self._controller.on_weights_path = heard, heard_path
+
+        def changed(weights: str) -> None:
+            self._admission.use_weights(weights)
+            heard(weights)
+
+        self._controller.on_weights, self._controller.on_weights_path = changed, heard_path
 
     def reload_weights(self, path: str) -> None:
         """Before `run`: carries out what a ReloadWeights would. Raises HeadraceError."""

@@ -200,6 +200,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             words={"vllm": "headrace"},
         ),
     ] = "auto"
+    enable_prompt_embeds: Annotated[
+        bool, Option(MODEL, "Accept prompt_embeds, embeddings in the place of a prompt's tokens")
+    ] = False
     hf_overrides: Annotated[dict[str, Any], Option(MODEL, "Fields that replace those of the model's config")] = {}
     generation_config: Annotated[
         str,

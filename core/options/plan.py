@@ -17,6 +17,7 @@ from headrace.core.options.speculation import (
 )
 from headrace.core.options.structured_outputs import StructuredOutputs
 from headrace.ipc.messages import Pooling
+from headrace.ipc.row_inputs import PROMPT_EMBEDS
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +68,11 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Additional cost, in prompt tokens, of a prompt token whose log-probabilities are reported."""
     checks_sampling: bool = False
     """The user's logits processors check each request's parameters before it is admitted (CheckSampling)."""
+    row_inputs: tuple[str, ...] = ()
+    """The kinds of row inputs that the ranks can compute (ipc/row_inputs.py); `why_no_row_inputs` says why none."""
+    why_no_row_inputs: str = ""
+    input_width: int = 0
+    """The number of values that take the place of a token's embedding."""
     num_rank_drafts: int = 0
     """Most tokens that a model in the rank drafts for each row after a step; 0: there is no such model."""
     generates: bool = True
@@ -120,6 +126,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     If packed weights are not computed in packed form and the user set no type, keys and values have `dtype` instead.
     """
+
+    @property
+    def row_inputs(self) -> tuple[str, ...]:
+        """The kinds of row inputs that requests may have."""
+        return tuple(
+            kind for kind in self.model.row_inputs if kind != PROMPT_EMBEDS or self.options.enable_prompt_embeds
+        )
 
     def model_version(self, weights: str) -> str:
         """Identifies weights and the form in which they and the cache are stored. Engines with equal versions produce

@@ -18,6 +18,7 @@ from headrace.core.options.structured_outputs import WHY, structured_outputs_of
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Sampling
 from headrace.ipc.ranges import model_defaults
+from headrace.ipc.row_inputs import PROMPT_EMBEDS
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_MAX_NUM_SEQS = 256
@@ -51,6 +52,9 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
         decisions.append(Decision(name=name, value=str(value), reason=reason))
         return value
 
+    if options.enable_prompt_embeds and PROMPT_EMBEDS not in model.row_inputs:
+        why = model.why_no_row_inputs or "its executor reads none"
+        raise OptionError(f"enable_prompt_embeds: {model.name} takes no embeddings in the place of tokens: {why}")
     dtype = decide("dtype", *_dtype(options, model))
     max_model_len = decide("max_model_len", *_max_model_len(options, model))
     tokens, tokens_reason = _max_num_batched_tokens(options, model, max_model_len)

@@ -1,4 +1,5 @@
-"""Hashes of KV blocks for prefix caching: each is hash(parent block's hash, tokens); the first parent is from the salt.
+"""Hashes of KV blocks for prefix caching: each is hash(parent block's hash, tokens, what the `PrefixKey` says of them);
+the first parent is from the key's root.
 
 `sha256` and `xxhash` hash canonical bytes (the parent's digest, then the tokens as little-endian int32), so equal
 prefixes have equal hashes in every process and on every machine. `sha256` is the default because a collision would give
@@ -13,6 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from headrace.ipc.prefix_names import PrefixKey
+
 BlockHash = bytes
 Step = Callable[[BlockHash, bytes], BlockHash]
 
@@ -24,23 +27,26 @@ class BlockHasher:
         """`algorithm` is sha256, xxhash or builtin. Raises ModuleNotFoundError if the xxhash package is missing."""
         self.block_size = block_size
         self._step = _ALGORITHMS[algorithm]()
-        self.on_hashed: Callable[[list[BlockHash], int, str, np.ndarray], None] | None = None
-        """Called at the end of `extend` with: hashes, number of hashes before the call, cache salt, token ids."""
+        self.on_hashed: Callable[[list[BlockHash], int, PrefixKey, np.ndarray], None] | None = None
+        """Called at the end of `extend` with: hashes, number of hashes before the call, key, token ids."""
 
-    def extend(self, hashes: list[BlockHash], cache_salt: str, token_ids: np.ndarray, num_blocks: int) -> None:
+    def extend(self, hashes: list[BlockHash], key: PrefixKey, token_ids: np.ndarray, num_blocks: int) -> None:
         """Appends hashes of the sequence's next blocks to `hashes` until it has num_blocks.
 
         hashes: of the sequence's first blocks; token_ids: [at least num_blocks * block_size] int32, from its start.
         """
         size, step, num_before = self.block_size, self._step, len(hashes)
-        # The first block's parent is a hash of the salt.
-        parent = hashes[-1] if hashes else step(b"headrace", cache_salt.encode())
+        parent = hashes[-1] if hashes else step(b"headrace", key.root)
         data = token_ids[len(hashes) * size : num_blocks * size].astype("<i4", copy=False).tobytes()
         for start in range(0, len(data), 4 * size):
-            parent = step(parent, data[start : start + 4 * size])
+            block = data[start : start + 4 * size]
+            if key.inputs:
+                first = len(hashes) * size
+                block += key.of(first, first + size)
+            parent = step(parent, block)
             hashes.append(parent)
         if self.on_hashed is not None:
-            self.on_hashed(hashes, num_before, cache_salt, token_ids)
+            self.on_hashed(hashes, num_before, key, token_ids)
 
 
 def _sha256() -> Step:

@@ -101,14 +101,16 @@ class PlanBuilder:
         request = table.requests[row]
         assert request is not None
         state_pages, state_source = tables.state_pages(row)
+        num_computed = int(table.num_computed_tokens[row])
         return NewRow(
             row=row,
             token_ids=table.token_ids[row, : table.num_tokens[row]].copy(),
             num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=int(table.num_computed_tokens[row]),
+            num_computed_tokens=num_computed,
             block_ids=tables.table[:, row, : tables.num_blocks[row]].flatten(),
             task=request.task,
             seed=request.seed,
             state_pages=state_pages,
             state_source=state_source,
+            inputs=tuple(each for each in request.prefix_key.inputs if each.end > num_computed),
         )

@@ -8,13 +8,11 @@ only make a router's choice worse.
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
 
 from headrace.core.schedule.block_hashes import BlockHash, BlockHasher
 from headrace.core.schedule.blocks import BlockPool
-from headrace.ipc.prefix_names import chunk_tokens, first_key
+from headrace.ipc.prefix_names import PrefixKey, chunk_tokens, first_name, next_name
 
 MOST_UNTAKEN = 1 << 14
 """Most changes that wait for `PrefixEvents.take`."""
@@ -62,7 +60,7 @@ class PrefixEvents:
             return
         self._changes[key] = stored
 
-    def _hashed(self, hashes: list[BlockHash], num_before: int, cache_salt: str, token_ids: np.ndarray) -> None:
+    def _hashed(self, hashes: list[BlockHash], num_before: int, key: PrefixKey, token_ids: np.ndarray) -> None:
         """Names the runs that end in blocks whose hashes were just added: those from index num_before on."""
         every, size = self._blocks_of_name, self._block_size
         for end in range(num_before // every * every + every, len(hashes) + 1, every):
@@ -71,13 +69,12 @@ class PrefixEvents:
                 continue
             begin = end - every
             # If the parent run was hashed before this object existed, it has no name: compute from the first run.
-            key = self._names.get(hashes[begin - 1]) if begin else first_key(cache_salt)
-            start = 0 if key is None else begin * size
+            name = self._names.get(hashes[begin - 1]) if begin else None
+            start, name = (0, first_name(key)) if name is None else (begin * size, name)
             for first in range(start, end * size, every * size):
                 data = token_ids[first : first + every * size].astype("<i4", copy=False).tobytes()
-                key = zlib.crc32(data, first_key(cache_salt) if key is None else key)
-            assert key is not None, "it has been computed"
-            self._names[block_hash] = key
+                name = next_name(name, data, key, first)
+            self._names[block_hash] = name
             if self._pool.named(block_hash):  # the block was stored before it was named
                 self._change(block_hash, stored=True)
         if len(self._names) > self._most_names:

@@ -23,6 +23,7 @@ import numpy as np
 from headrace.core.schedule.block_hashes import BlockHash
 from headrace.ipc.failure import InconsistentError
 from headrace.ipc.messages import Generate, Sampling, Task
+from headrace.ipc.prefix_names import NO_KEY
 
 if TYPE_CHECKING:
     from headrace.core.structured_output.backend import Matcher
@@ -44,7 +45,6 @@ class Request:
         "arrival",
         "arrived_s",
         "block_hashes",
-        "cache_salt",
         "client",
         "first_scheduled_s",
         "first_token_s",
@@ -56,6 +56,7 @@ class Request:
         "num_sent",
         "order",
         "output_interval",
+        "prefix_key",
         "request_id",
         "row",
         "sampling",
@@ -81,7 +82,7 @@ class Request:
         self.sampling = sampling = task.sampling if isinstance(task, Generate) else _NO_SAMPLING
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self.matcher: Matcher | None = None  # state of its grammar after the last known token
-        self.cache_salt = ""
+        self.prefix_key = NO_KEY
         self.arrival = 0  # a sequence number
         self.order: tuple[int, ...] = ()  # sort key: the smallest is served first
         self.state = State.WAITING

@@ -482,7 +482,7 @@ class Scheduler:
         usable, hashes = usable_tokens // self.config.block_size, request.block_hashes
         # A long prompt is hashed only as far as the cache holds it; the rest is hashed when its tokens are planned.
         while len(hashes) < usable and self.tables.may_go_on(hashes):
-            self.hasher.extend(hashes, request.cache_salt, request.token_ids, min(usable, len(hashes) + HASHED_AT_ONCE))
+            self.hasher.extend(hashes, request.prefix_key, request.token_ids, min(usable, len(hashes) + HASHED_AT_ONCE))
         return self.tables.find(hashes[:usable])
 
     def _publish(self, row: int, start: int, count: int) -> None:
@@ -503,7 +503,7 @@ class Scheduler:
             raise InconsistentError(f"row {row} is planned without a request")
         hashes = request.block_hashes
         if self.hasher is not None and len(hashes) < num_blocks:
-            self.hasher.extend(hashes, request.cache_salt, self.rows.token_ids[row], num_blocks)
+            self.hasher.extend(hashes, request.prefix_key, self.rows.token_ids[row], num_blocks)
         return hashes
 
     def _publish_full(self, rows: np.ndarray) -> None:

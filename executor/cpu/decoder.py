@@ -13,21 +13,22 @@ from headrace.executor.cpu.program import ProgramWriter, StepLimits, WrittenProg
 from headrace.executor.cpu.weights import Blocks, CpuWeights, inner_block
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.kv_cache import KVCache
+from headrace.executor.models.vocabulary import given_scale, put_given
 from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.padding import padded_for
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.executor.sampling.draws import Chosen, Draws
 from headrace.executor.step.batch import StepArrays
-from headrace.executor.step.inputs import BegunBlocks, StepLogits, no_logits
+from headrace.executor.step.inputs import BegunBlocks, GivenRows, StepLogits, no_logits
 from headrace.executor.step.states import StateArrays
 from headrace.ipc.step import TokenMasks
 from headrace.kernels.cpu.facade import (
     CACHE_TYPES,
     FLOAT_TYPES,
+    GIVEN_ROW,
     MOST_ROW_VALUES,
     Runtime,
     SampleBuffers,
-    StepBuffers,
     build,
     runtime,
     why_no_attention,
@@ -115,7 +116,7 @@ class CpuDecoder:
         """Runs a step, including the choice of a token for each row of logits."""
         written = self.bind(kv_cache)
         count, num_pooled = len(arrays.logits_indices), len(arrays.pooled_indices)
-        self._fill(written.buffers, arrays)
+        self._fill(written, arrays)
         self._enter(written.sampling, draws, count)
         written.sampling.temperature[count : count + num_pooled] = 0.0
         written.program.run_filled(written.buffers)
@@ -145,7 +146,8 @@ class CpuDecoder:
         sampling.is_masked[:count] = 0
         return Chosen(sampling.token_ids[:count].copy(), sampling.best[:count])
 
-    def _fill(self, buffers: StepBuffers, arrays: StepArrays) -> None:
+    def _fill(self, written: WrittenProgram, arrays: StepArrays) -> None:
+        buffers = written.buffers
         step, tables = buffers.step, arrays.block_tables
         num_tokens, num_seqs, num_logits = len(arrays.token_ids), len(arrays.seq_lens), len(arrays.logits_indices)
         num_states = num_logits + len(arrays.pooled_indices)
@@ -163,6 +165,21 @@ class CpuDecoder:
         self._states = arrays.states
         if arrays.states is not None:
             buffers.take_states(vars(arrays.states))
+        if arrays.given:
+            self._put_given(written, arrays)
+
+    def _put_given(self, written: WrittenProgram, arrays: StepArrays) -> None:
+        """Writes row inputs where the program would write token embeddings."""
+        if written.embedded is None:
+            return
+        given = GivenRows.of(arrays.given)
+        for each in given:
+            written.buffers.token_ids[each.at : each.at + len(each.tensor)] = GIVEN_ROW
+            if self._place.tp_rank:  # the ranks' parts are added up
+                written.embedded[each.at : each.at + len(each.tensor)] = 0
+        if not self._place.tp_rank:
+            assert self._model.table is not None, "the first stage has the table"
+            put_given(written.embedded, given, self._model.table.dtype, given_scale(self.spec, self.dtype))
 
     def _enter(self, sampling: SampleBuffers, draws: Draws | None, count: int) -> None:
         if draws is None:
@@ -205,7 +222,7 @@ class CpuDecoderPart(CpuDecoder):
             computed = super().step(arrays, kv_cache, draws)
             self._check_ranks()
             return computed
-        self._fill(written.buffers, arrays)
+        self._fill(written, arrays)
         written.program.run_filled(written.buffers)
         self._check_ranks()
         place.link.send(hidden[None])

@@ -69,6 +69,9 @@ class WrittenProgram:
     kv_cache: KVCache
     program: Program
     buffers: StepBuffers
+    embedded: Tensor | None
+    """[max_tokens, embedding width]: where the program writes token embeddings, those of this rank's tokens; None if
+    it does not begin with them. Rows with GIVEN_ROW in the place of a token id keep what is in it."""
     hidden: Tensor
     """[max_tokens, hidden_size] float32: the input of a pipeline stage after the first, and the next stage's input."""
     states: Tensor  # [max_logits, width] float32: what the head reads; no rows unless steps may ask for them
@@ -308,8 +311,7 @@ class ProgramWriter:
 
     def write(self) -> WrittenProgram:
         place, spec = self._place, self._spec
-        if place.is_first_stage:
-            self._embed()
+        embedded = self._embed() if place.is_first_stage else None
         own = place.layers(spec.num_layers)
         for index, held in enumerate(self._model.layers):
             is_last = place.is_last_stage and index == len(own) - 1
@@ -327,7 +329,9 @@ class ProgramWriter:
         elif self._ranks is not None:
             rank_meet(self._builder, self._ranks.group, output)
         program = self._builder.build(output)
-        return WrittenProgram(self._kv_cache, program, self._buffers, self._hidden.tensor, states, logits, sampling)
+        return WrittenProgram(
+            self._kv_cache, program, self._buffers, embedded, self._hidden.tensor, states, logits, sampling
+        )
 
     def _layer_cache(self, index: int) -> LayerCache | LayerState:
         cache, buffers = self._kv_cache, self._buffers
@@ -342,13 +346,15 @@ class ProgramWriter:
             tables_offset=group * buffers.block_tables[0].size,
         )
 
-    def _embed(self) -> None:
+    def _embed(self) -> Tensor:
+        """Returns `WrittenProgram.embedded`."""
         model, spec, builder = self._model, self._spec, self._builder
         scale = stream_scale(spec, model.dtype)
         assert model.table is not None, "the first stage has the table"
         embedded = self._hidden
         if model.project_in is not None:
             embedded = builder.buffer(spec.embedding_width, self._ops.inner)
+        own = embedded
         if self._ranks is None:
             builder.embedding(model.table, embedded, scale)
         else:
@@ -363,6 +369,7 @@ class ProgramWriter:
             builder.norm(self._hidden, self._hidden, model.embedding_norm.constants)
         if model.positions is not None:
             builder.add_positions(model.positions, self._hidden, spec.learned_position_offset or 0)
+        return own.tensor
 
     def _last_states(self, hidden: Buffer, dtype: torch.dtype | None = None) -> Buffer:
         """What the head reads; with dtype, in a buffer of that type for a reader outside the program."""

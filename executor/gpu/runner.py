@@ -34,7 +34,7 @@ from headrace.executor.gpu.token_selection import TokenSelection
 from headrace.executor.sampling.columns import CHANGES, ON_HOST_ALONE, Needs
 from headrace.executor.sampling.sampler import sample
 from headrace.executor.step.batch import BatchState
-from headrace.executor.step.inputs import HiddenStateModel
+from headrace.executor.step.inputs import GivenRows, HiddenStateModel
 from headrace.executor.step.pipeline import StepRows, append_pending
 from headrace.executor.step.result import AddedTokens
 from headrace.executor.step.step_times import StepTimes
@@ -237,6 +237,7 @@ class GpuRunner:
     def _compute(self, plan: StepPlan, step: StepInFlight, needs: int) -> Tensor | None:
         """Starts the model and, if a decode includes it, the choice of tokens; otherwise returns the logits."""
         is_decode = plan.total_tokens == len(plan.rows) and bool(plan.sampled.all())
+        is_decode = is_decode and not self.batch.inputs.placed(plan)
         if is_decode:  # every row is past its prompt, so no prompt logprobs are due
             needs &= ~int(Needs.PROMPT_LOGPROBS)
             ends_with_logits = needs & ~ON_THE_DEVICE or plan.get(TokenMasks) is not None
@@ -273,7 +274,8 @@ class GpuRunner:
                     *(arrays.token_ids, arrays.positions, arrays.query_start),
                     *(arrays.seq_lens, plan.rows, arrays.logits_indices, step.rows),
                     *arrays.slot_mapping.astype(np.int32),
-                )
+                ),
+                GivenRows.of(arrays.given),
             )
         with self.times.phase("mixed"):
             hidden, logits = self.steps.mixed(

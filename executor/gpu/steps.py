@@ -23,7 +23,7 @@ from headrace.executor.gpu.device_state import Device, DeviceState, Mark
 from headrace.executor.gpu.sampler import Choose, StepEnding, choose
 from headrace.executor.sampling.logprobs import Asked, padded, with_asked
 from headrace.executor.sampling.sampler import ALL_FORBIDDEN, Sampled, find_problems
-from headrace.executor.step.inputs import HiddenStateModel, StepInputs
+from headrace.executor.step.inputs import GivenRows, HiddenStateModel, StepInputs
 from headrace.executor.step.pipeline import StepRows
 from headrace.executor.step.prompt_logprobs import PromptReport
 from headrace.executor.step.result import AddedTokens, assemble
@@ -51,12 +51,13 @@ class MixedInputs:
     logits_indices: Tensor  # [num_sampled]
     sampled_rows: Tensor  # [num_sampled]
     slot_mapping: tuple[Tensor, ...]  # for each cache group [num_tokens]
+    given: tuple[GivenRows, ...] = ()
 
     @classmethod
-    def of(cls, sent: list[Tensor]) -> MixedInputs:
+    def of(cls, sent: list[Tensor], given: tuple[GivenRows, ...]) -> MixedInputs:
         """Takes the fields in order, with one slot mapping per cache group at the end."""
         token_ids, positions, query_start, seq_lens, rows, logits_indices, sampled_rows, *slots = sent
-        return cls(token_ids, positions, query_start, seq_lens, rows, logits_indices, sampled_rows, tuple(slots))
+        return cls(token_ids, positions, query_start, seq_lens, rows, logits_indices, sampled_rows, tuple(slots), given)
 
 
 class DeviceSteps:
@@ -130,6 +131,7 @@ class DeviceSteps:
             block_size=self._block_size,
             prompt_lens=state.prompt_len[rows],
             max_query_len=longest,
+            given=sent.given,
         )
         hidden = self._model.forward(inputs, self._kv_cache)
         state.num_computed[rows] = sent.seq_lens

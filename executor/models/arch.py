@@ -244,6 +244,9 @@ class ArchSpec:
     """False where nothing reads logits: the head's weights stay in the checkpoint."""
     tied_head: bool = False
     embedding_scale: float = 1.0
+    scales_given: bool = False
+    """Whether `embedding_scale` applies also to embeddings that are given in the place of tokens. Not where
+    transformers' embedding layer has the scale in it, so that what it returns is scaled already."""
     residual_scale: float = 1.0
     """Multiplies the outputs of mixers and FFNs. It costs no op: the stream is kept divided by it, see
     `Norm.of_stream`."""

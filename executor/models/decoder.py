@@ -22,7 +22,14 @@ from headrace.executor.models.eager import (
 )
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.rotary import Rotary
-from headrace.executor.models.vocabulary import EagerStream, VocabParallelEmbedding, VocabParallelHead, stream_scale
+from headrace.executor.models.vocabulary import (
+    EagerStream,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    given_scale,
+    put_given,
+    stream_scale,
+)
 from headrace.executor.parallel.padding import padded_for
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.executor.sampling.draws import Draws
@@ -156,6 +163,8 @@ class Decoder:
         """The stream before the first layer, [num_tokens, hidden], and no delta."""
         assert self._embedding is not None, "the first stage has the embedding"
         hidden = self._embedding(inputs.token_ids)
+        if inputs.given:
+            put_given(hidden, inputs.given, self.dtype, given_scale(self.spec, self.dtype))
         if self._project_in is not None:
             hidden = self._project_in(hidden)
         if self._embedding_norm is not None:

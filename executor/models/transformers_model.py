@@ -17,6 +17,7 @@ from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.transformers_spec import ATTENTION, BINDING, ForeignAttention, register
+from headrace.executor.models.vocabulary import put_given
 from headrace.executor.sampling.draws import Draws
 from headrace.executor.step.batch import StepArrays
 from headrace.executor.step.inputs import StepInputs, StepLogits
@@ -66,15 +67,20 @@ class TransformersModel:
 
         return StepLogits(logits[: len(wanted)], at)
 
+    def _tokens(self, inputs: StepInputs) -> dict[str, Tensor]:
+        if not inputs.given:
+            return {"input_ids": inputs.token_ids[None]}
+        embedded = self._model.get_input_embeddings()(inputs.token_ids).clone()
+        put_given(embedded, inputs.given, self.dtype, 1.0)
+        return {"inputs_embeds": embedded[None]}
+
     @torch.inference_mode()
     def _run(self, inputs: StepInputs, kv_cache: KVCache, rows: Tensor) -> Tensor:
         """Logits of tokens `rows` of the step, [len(rows), vocab_size] float32; writes all tokens' keys and values."""
         self._step.batches, self._step.cache = inputs.paged_batches, kv_cache
         try:
             kept = {"logits_to_keep": rows} if self._keeps_rows else {}
-            output = self._model(
-                input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False, **kept
-            )
+            output = self._model(**self._tokens(inputs), position_ids=inputs.positions[None], use_cache=False, **kept)
         finally:
             self._step.batches, self._step.cache = (), None
         logits: Tensor = output.logits[0].float()

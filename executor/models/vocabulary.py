@@ -3,6 +3,7 @@ and end of a `Stream`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from headrace.executor.models.blocks import Stream
 from headrace.executor.models.eager import EagerOps, EagerWeights
 from headrace.executor.models.reading import Part
 from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.step.inputs import GivenRows
 from headrace.kernels.reference.rows import DenseLinear, LinearWeight
 
 
@@ -20,6 +22,19 @@ def stream_scale(spec: ArchSpec, dtype: torch.dtype) -> float:
     """Factor from the embedding to the residual stream, which is kept divided by `residual_scale`."""
     # The scale is rounded to the model's dtype, as it was when the models that have one were trained.
     return float(torch.tensor(spec.embedding_scale, dtype=dtype)) / spec.residual_scale
+
+
+def given_scale(spec: ArchSpec, dtype: torch.dtype) -> float:
+    """`stream_scale` for embeddings that are given in the place of tokens."""
+    return stream_scale(spec, dtype) if spec.scales_given else 1.0 / spec.residual_scale
+
+
+def put_given(hidden: Tensor, given: Sequence[GivenRows], dtype: torch.dtype, scale: float) -> None:
+    """Writes given embeddings over rows of hidden [num_tokens, width]. dtype: of the model's own table, to which they
+    are rounded as its rows are; scale: `given_scale`."""
+    for each in given:
+        rows = each.tensor.to(hidden.device, dtype).to(hidden.dtype)
+        hidden[each.at : each.at + len(rows)] = rows if scale == 1.0 else rows * scale
 
 
 class VocabParallelEmbedding:

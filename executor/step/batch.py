@@ -13,6 +13,7 @@ import numpy as np
 
 from headrace.executor.sampling.columns import SamplingColumns
 from headrace.executor.step.columns import RowColumns
+from headrace.executor.step.row_inputs import InputColumns, PlacedInput
 from headrace.executor.step.states import RowStates, StateArrays
 from headrace.executor.step.verification import SampledPositions
 from headrace.ipc.step import Drafts, NewRow, StepPlan, nth_of_each
@@ -35,6 +36,7 @@ class StepArrays:
     block_size: int
     pooled_indices: np.ndarray = field(default_factory=lambda: _NONE)
     """[num_pooled] int32: the tokens whose hidden states are pooled"""
+    given: tuple[PlacedInput, ...] = ()
     reads_logits: bool = True
     """False where all rows are greedy and only the highest logit of each row is read."""
     states: StateArrays | None = None
@@ -76,7 +78,8 @@ class BatchState:
         self.num_blocks = np.zeros(num_groups * num_rows, np.int32)
         """By table: how many blocks it has."""
         self.sampling = SamplingColumns(num_rows, eos_token_ids)
-        self.columns: dict[str, RowColumns] = {"sampling": self.sampling}
+        self.inputs = InputColumns()
+        self.columns: dict[str, RowColumns] = {"sampling": self.sampling, "inputs": self.inputs}
         """What requests bring besides tokens and blocks, by concern."""
         self._repeated_rows = np.zeros(0, np.int32)
         self._repeated: list[np.ndarray] = []  # tokens of repeated steps, one array per step, not yet in `tokens`
@@ -166,6 +169,7 @@ class BatchState:
             logits_indices=logits_indices,
             prompt_lens=self.num_prompt_tokens[rows],
             block_size=self.block_size,
+            given=self.inputs.placed(plan),
             reads_logits=reads_logits,
             states=self._states_of_step,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -13,9 +13,28 @@ from torch import Tensor
 
 from headrace.executor.sampling.draws import Chosen, Draws
 from headrace.executor.step.batch import StepArrays
+from headrace.executor.step.row_inputs import PlacedInput
 from headrace.executor.step.states import StateArrays
+from headrace.ipc.codec import Tensor as Values
 from headrace.kernels.reference.attention import PagedBatch
 from headrace.kernels.reference.states import Snapshot, StateBatch
+
+
+class GivenRows(NamedTuple):
+    """Embeddings in the place of those of the step's tokens [at, at + len(tensor))."""
+
+    at: int
+    tensor: Tensor  # [num_tokens, embedding width] of any float type, on the host
+
+    @classmethod
+    def of(cls, placed: Sequence[PlacedInput]) -> tuple[GivenRows, ...]:
+        return tuple(cls(each.at, _floats(each.values())) for each in placed)
+
+
+def _floats(values: Values) -> Tensor:
+    array = values.numpy().copy()  # torch shares no read-only memory
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if values.dtype == "bfloat16" else tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +64,8 @@ class StepInputs:
     None, such a model uses `seq_lens`, so its results beyond the trained context depend on how prompts are chunked."""
     max_query_len: int | None = None
     """Upper bound of the tokens that any one sequence computes; None: not known on the host. See `PagedBatch`."""
+    given: tuple[GivenRows, ...] = ()
+    """What takes the place of tokens' embeddings."""
     states: StateBatch | None = None
     """For models with layers that keep a state per sequence."""
 
@@ -74,6 +95,7 @@ class StepInputs:
         values = dict(vars(arrays))
         block_size, states = values.pop("block_size"), values.pop("states")
         del values["reads_logits"]
+        given = GivenRows.of(values.pop("given"))
         tensors: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
         for name in ("token_ids", "positions", "logits_indices", "pooled_indices"):
             tensors[name] = tensors[name].long()
@@ -81,7 +103,7 @@ class StepInputs:
         for name in ("slot_mapping", "block_tables"):
             tensors[name] = tuple(tensors[name])
         found = None if states is None else _states_on(device, states, tensors["query_start"])
-        return cls(block_size=block_size, max_query_len=longest, states=found, **tensors)
+        return cls(block_size=block_size, max_query_len=longest, states=found, given=given, **tensors)
 
 
 def _states_on(device: torch.device, arrays: StateArrays, query_start: Tensor) -> StateBatch:

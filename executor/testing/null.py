@@ -25,6 +25,7 @@ from headrace.executor.testing.plan_check import PlanCheck
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import Failure, OptionError
 from headrace.ipc.messages import Generate, LogprobRows, Pool, Pooling, TokenizerBundle
+from headrace.ipc.row_inputs import input_kinds
 from headrace.ipc.step import (
     Drafts,
     NewRow,
@@ -37,6 +38,8 @@ from headrace.ipc.step import (
     TokenMasks,
 )
 
+INPUT_WIDTH = 64
+"""The width of row inputs that are read here."""
 FIRST_ORDINARY_TOKEN = 3
 """Tokens below this are never drawn: they stand for unk, bos and eos."""
 
@@ -102,7 +105,7 @@ class NullExecutor(Executor):
             max_model_len=self.model.max_model_len,
             vocab_size=self.model.vocab_size,
             num_layers=1,
-            hidden_size=64,
+            hidden_size=INPUT_WIDTH,
             intermediate_size=256,
             kv_elements_per_token=128,
             kv_rows_per_token=2,
@@ -118,6 +121,8 @@ class NullExecutor(Executor):
             pooling=Pooling(kinds=("embed",), tokens="last", width=width)
             if (width := self.model.vector_width)
             else None,
+            row_inputs=tuple(input_kinds()),
+            input_width=INPUT_WIDTH,
         )
 
     def tokenizer(self) -> TokenizerBundle | None:

@@ -108,15 +108,17 @@ async def beam_search(
     for _ in range(params.max_tokens):
         # All beams of a search have the same length, so the first one tells whether max_model_len is reached.
         growing = [each for each in searches if each.beams and len(each.beams[0].tokens) < welcome.max_model_len]
-        asked = [Prompt(token_ids=beam.tokens, cache_salt=each.salt) for each in growing for beam in each.beams]
+        asked = [each.prompt_of(beam) for each in growing for beam in each.beams]
         outputs = iter(await run_batch(client, asked, step, None, ids))
         for each in growing:
             each.extend([next(outputs).outputs[0].logprobs or [] for _ in each.beams])
     tokenizer = client.tokenizer
     decode = tokenizer.decode if tokenizer is not None else None
     found = [search.best() for search in searches]
-    for sequence in (each for sequences in found for each in sequences):
-        sequence.text = None if decode is None else decode(sequence.tokens, params.skip_special_tokens)
+    for prompt, sequences in zip(prompts, found, strict=True):
+        for sequence in sequences:
+            tokens = sequence.tokens[prompt.text_start :]
+            sequence.text = None if decode is None else decode(tokens, params.skip_special_tokens)
     return [BeamSearchOutput(sequences) for sequences in found]
 
 
@@ -135,12 +137,15 @@ class _Search:
     """The search for one prompt."""
 
     def __init__(self, prompt: Prompt, params: BeamSearchParams, eos_token_ids: frozenset[int]) -> None:
-        self.salt = prompt.cache_salt
+        self._prompt = prompt
         token_ids = list(prompt.token_ids or ())
         self._asked = tokens_input(token_ids, prompt=prompt.text, cache_salt=prompt.cache_salt or None)
         self.beams = [BeamSearchSequence(self._asked, token_ids, [])]
         self._params, self._eos_token_ids = params, eos_token_ids
         self._complete: list[BeamSearchSequence] = []
+
+    def prompt_of(self, beam: BeamSearchSequence) -> Prompt:
+        return Prompt(token_ids=beam.tokens, cache_salt=self._prompt.cache_salt, inputs=self._prompt.inputs)
 
     def extend(self, logprobs: Sequence[Sequence[LogprobsOfPosition]]) -> None:
         """Extends every beam by one token. logprobs: for each beam, a list with its next position alone."""

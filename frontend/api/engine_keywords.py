@@ -54,6 +54,7 @@ class EngineOptions(TypedDict, total=False):
     trust_remote_code: bool | None
     code_revision: str | None
     model_impl: Literal["auto", "headrace", "transformers"] | str | None
+    enable_prompt_embeds: bool | None
     hf_overrides: dict[str, Any] | None
     generation_config: str | None
     override_generation_config: dict[str, Any] | None
@@ -235,7 +236,6 @@ class EngineOptions(TypedDict, total=False):
     reasoning_effort_map: Mapping[str, Any] | None
     anthropic_disabled_thinking_effort: str | None
     exclude_tools_when_tool_choice_none: bool | None
-    enable_prompt_embeds: bool | None
     enable_flash_late_interaction: bool | None
     kv_offloading_size: None
     kv_offloading_backend: str | None

@@ -203,7 +203,6 @@ PACKAGE = {
         "the engine does what SamplingParams asks for without logits processors",
     ),
     "initialize_ray_cluster": "distributed_executor_backend=ray starts the workers on the Ray that RAY_ADDRESS names",
-    "EmbedsPrompt": "prompt embeddings are not supported yet; give text or token ids",
     "LoRARequest": NO_ADAPTERS,
     "ParallelConfig": DECISIONS,
     **dict.fromkeys(("build_app", "init_app_state", "run_server"), "`headrace serve` is a program of its own"),

@@ -226,7 +226,7 @@ class RequestStream:
             detokenizer = self.tokenizer.detokenizer(
                 skip_special_tokens=self.params.skip_special_tokens,
                 spaces_between_special_tokens=self.params.spaces_between_special_tokens,
-                prompt_token_ids=self.prompt.token_ids or (),
+                prompt_token_ids=(self.prompt.token_ids or ())[self.prompt.text_start :],
             )
         return SequenceState(self, slot, index, detokenizer)
 

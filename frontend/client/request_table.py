@@ -344,6 +344,7 @@ def _messages_of(stream: RequestStream) -> list[AddRequest]:
                 cache_salt=prompt.cache_salt,
                 output_interval=_output_interval(params, stream.interval),
                 num_resumed_tokens=len(sequence.token_ids),
+                inputs=prompt.inputs,
             )
         )
     return messages

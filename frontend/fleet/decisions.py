@@ -9,6 +9,7 @@ import msgspec
 from headrace.frontend.fleet.members import Member
 from headrace.frontend.fleet.prefixes import MOST_PREFIXES
 from headrace.ipc.failure import Failure
+from headrace.ipc.prefix_names import NO_KEY, PrefixKey, prefix_names
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,10 +102,10 @@ class RoutedRequest:
         "_arrival",
         "_deaths",
         "_moves",
+        "_names",
+        "_names_version",
         "_suspicions",
-        "cache_salt",
         "expected_cached_tokens",
-        "keys",
         "member",
         "model",
         "num_migrations",
@@ -112,6 +113,7 @@ class RoutedRequest:
         "num_prompt_tokens",
         "pending_tokens",
         "placed_s",
+        "prefix_key",
         "priority",
         "rank",
         "refusals",
@@ -130,16 +132,18 @@ class RoutedRequest:
         *,
         num_prompt_tokens: int,
         tokens: bytes | memoryview = b"",
-        cache_salt: str = "",
+        prefix_key: PrefixKey = NO_KEY,
         num_outputs: int = 1,
         priority: int = 0,
         affinity: Affinity = ANYWHERE,
     ) -> None:
-        """tokens: the prompt, little-endian int32; if empty, prefixes are not used for routing."""
-        self.model, self.work, self.tokens, self.cache_salt = model, work, tokens, cache_salt
+        """tokens: the prompt, little-endian int32; if empty, prefixes are not used for routing. prefix_key: without
+        weights, which are those of an engine."""
+        self.model, self.work, self.tokens, self.prefix_key = model, work, tokens, prefix_key
         self.num_prompt_tokens, self.num_outputs = num_prompt_tokens, num_outputs
         self.priority, self.session, self.rank = priority, affinity.session, affinity.rank
-        self.keys: list[int] | None = None  # names of the prompt's prefixes, once computed
+        self._names: list[int] | None = None  # of the prompt's prefixes, with `_names_version` as their weights
+        self._names_version = ""
         self.member: Member | None = None
         self.version: str | None = None  # model version of the engine that began it, on which it must continue
         self.num_migrations = 0
@@ -151,6 +155,18 @@ class RoutedRequest:
         self.expected_cached_tokens = 0
         self.refusals: set[Member] = set()  # engines that have refused it
         self._arrival = 0
+
+    def names(self, version: str, chunk: int) -> list[int]:
+        """The names of the prompt's prefixes, as engines with this model version report them."""
+        if self._names is None or self._names_version != version:
+            key = msgspec.structs.replace(self.prefix_key, weights=version)
+            self._names, self._names_version = prefix_names(self.tokens, key, chunk), version
+        return self._names
+
+    @property
+    def has_names(self) -> bool:
+        """Whether `names` has been asked for."""
+        return self._names is not None
 
     @property
     def has_begun(self) -> bool:

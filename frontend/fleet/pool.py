@@ -55,6 +55,7 @@ from headrace.ipc.failure import (
     QueueFullError,
 )
 from headrace.ipc.messages import EngineStats, Load, PrefixEvents, Welcome
+from headrace.ipc.prefix_names import PrefixKey
 
 logger = logging.getLogger(__name__)
 
@@ -336,7 +337,7 @@ class EnginePool:
             Progress(),
             num_prompt_tokens=len(token_ids),
             tokens=b"" if is_one else array.array("i", token_ids).tobytes(),
-            cache_salt=prompt.cache_salt,
+            prefix_key=PrefixKey(prompt.cache_salt, inputs=prompt.inputs),
             num_outputs=params.n,
             priority=priority,
             affinity=affinity,

@@ -41,7 +41,7 @@ from headrace.frontend.fleet.decisions import (
 from headrace.frontend.fleet.members import EngineFacts, Group, Member
 from headrace.frontend.fleet.prefixes import EngineBits, PrefixIndex
 from headrace.ipc.failure import PEER_LOST, SHUT_DOWN, Failure
-from headrace.ipc.prefix_names import chunk_tokens, prefix_keys
+from headrace.ipc.prefix_names import chunk_tokens
 
 MOST_SESSIONS = 1 << 14
 _LOAD_HOLDS_S, _LOAD_ELSEWHERE_HOLDS_S = 3.0, 60.0
@@ -389,9 +389,8 @@ class Router:
         if best is None:
             raise self._why_none(group, now_s)
         chunk = chunk_tokens(best.facts.block_size)
-        if request.keys is None and best.facts.caches_prefixes:
-            request.keys = prefix_keys(request.tokens, request.cache_salt, chunk)
-        masks = self.prefixes.holders(request.keys, group.usable) if request.keys else []
+        names = request.names(group.version, chunk) if best.facts.caches_prefixes else []
+        masks = self.prefixes.holders(names, group.usable) if names else []
         best_cached = _cached_chunks(masks, best.bit) * chunk
         best_s = best.cost_s + (request.num_prompt_tokens - best_cached) * best.cost_per_token_s
         reason = "prefix" if best_cached else "load"
@@ -577,8 +576,9 @@ class Router:
         request.tokens_seen = request.work.num_tokens
         request.seen_s = math.inf if request.has_begun else None  # its tokens have to be recomputed first
         member.pending_tokens += request.pending_tokens
-        if request.keys:  # the engine will cache what it computes
-            self.prefixes.add(request.keys, member.bit)
+        if member.facts.caches_prefixes and request.has_names:  # the engine will cache what it computes
+            names = request.names(member.facts.version, chunk_tokens(member.facts.block_size))
+            self.prefixes.add(names, member.bit)
         if request.session:
             self._sessions[request.session] = (member.facts.name, request.num_prompt_tokens)
             self._sessions.move_to_end(request.session)

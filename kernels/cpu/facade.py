@@ -24,7 +24,7 @@ from headrace.kernels.cpu.ops import CACHE_TYPES, MOST_ROW_VALUES, why_no_attent
 from headrace.kernels.cpu.program.parts import AttentionLayer, Buffer, LayerCache, Norm, Rotary
 from headrace.kernels.cpu.program.program import ROW_COUNTS, Builder
 from headrace.kernels.cpu.program.ranks import rank_gather, rank_meet, rank_sum
-from headrace.kernels.cpu.program.run import Program, StepBuffers
+from headrace.kernels.cpu.program.run import GIVEN_ROW, Program, StepBuffers
 from headrace.kernels.cpu.recurrent.args import StateStepC
 from headrace.kernels.cpu.recurrent.states import write_convolve, write_scan
 from headrace.kernels.cpu.runtime.collectives import OUTCOMES, GroupC, PeerC, declare
@@ -35,6 +35,7 @@ __all__ = [
     "CACHE_TYPES",
     "DTYPES",
     "FLOAT_TYPES",
+    "GIVEN_ROW",
     "GROUPED_TYPES",
     "MOST_ROW_VALUES",
     "NEVER",

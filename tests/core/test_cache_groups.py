@@ -34,6 +34,7 @@ from headrace.executor.models import kv_cache
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.kv_cache import cache_groups
 from headrace.ipc.failure import InconsistentError, OptionError
+from headrace.ipc.prefix_names import PrefixKey
 
 GEMMA3 = (1024,) * 5 + (None,)  # windows of six layers after each other
 
@@ -171,7 +172,8 @@ def test_a_repeated_prompt_is_found_though_windows_gave_its_blocks_back() -> Non
     core.run_until_idle()
     assert client.cached()[1] == 48
     hashes: list[bytes] = []
-    core.loop.scheduler.hasher.extend(hashes, "", np.array(prompt[:48], np.int32), 12)
+    key = PrefixKey(weights=core.loop._admission._version_of_weights)
+    core.loop.scheduler.hasher.extend(hashes, key, np.array(prompt[:48], np.int32), 12)
     hit = core.loop.scheduler.tables.find(hashes)
     assert [len(blocks) for blocks in hit.blocks] == [12, 2, 2]
 

@@ -16,6 +16,7 @@ from headrace.core.schedule.drafters.past_outputs import PastOutputs
 from headrace.core.schedule.drafters.token_index import MOST_ADDED
 from headrace.core.schedule.requests import Request, RowTable
 from headrace.ipc.messages import Generate, Sampling
+from headrace.ipc.prefix_names import PrefixKey
 
 
 class Texts:
@@ -31,7 +32,7 @@ class Texts:
         request = Request(
             client=0, slot=0, request_id="", token_ids=prompt, task=Generate(sampling=Sampling(max_tokens=9)), seed=0
         )
-        request.cache_salt = salt
+        request.prefix_key = PrefixKey(salt)
         request.num_prompt_tokens = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
         row = self.table.enter(request, self.table.token_ids.shape[1], 0)
         self.drafter.pacing.begin(row)  # type: ignore[attr-defined]

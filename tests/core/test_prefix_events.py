@@ -12,7 +12,7 @@ from headrace.core.schedule.prefix_events import PrefixEvents
 from headrace.ipc.codec import Tensor
 from headrace.ipc.messages import FollowPrefixes
 from headrace.ipc.messages import PrefixEvents as Told
-from headrace.ipc.prefix_names import chunk_tokens, prefix_keys
+from headrace.ipc.prefix_names import PrefixKey, chunk_tokens, prefix_names
 
 
 def settle(core: SteppedCore) -> None:
@@ -23,7 +23,8 @@ def settle(core: SteppedCore) -> None:
 
 def names(prompt: list[int], core: SteppedCore, salt: str = "") -> list[int]:
     chunk = chunk_tokens(core.loop.scheduler.config.block_size)
-    return prefix_keys(bytes(Tensor.of("int32", prompt).data), salt, chunk)
+    key = PrefixKey(salt, core.loop._admission._version_of_weights)
+    return prefix_names(bytes(Tensor.of("int32", prompt).data), key, chunk)
 
 
 def told_to(client: Any) -> set[int]:

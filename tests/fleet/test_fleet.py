@@ -25,7 +25,7 @@ from headrace.frontend.fleet.pool import EnginePool
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, QueueFullError
 from headrace.ipc.messages import Finish, FinishReason, Load
-from headrace.ipc.prefix_names import prefix_keys
+from headrace.ipc.prefix_names import PrefixKey, prefix_names
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 30}}, "required": ["name"]}
 LONG = {"max_tokens": 60, "ignore_eos": True}
@@ -273,7 +273,8 @@ def test_a_frontend_chooses_by_what_others_have_left_in_the_engines_caches(threa
         model = pools[0].names[0]
         first = pools[0].submit("first", Prompt(token_ids=long), SamplingParams(max_tokens=2), model=model)
         await asyncio.wait_for(first.final(), 60)
-        index, keys = pools[1].router.prefixes, prefix_keys(bytes(Tensor.of("int32", long).data), "", 64)
+        key = PrefixKey(weights=next(iter(pools[0].router.members.values())).facts.version)
+        index, keys = pools[1].router.prefixes, prefix_names(bytes(Tensor.of("int32", long).data), key, 64)
         await asyncio.wait_for(_until(lambda: bool(index.holders(keys, -1))), 60)
         second = pools[1].submit("second", Prompt(token_ids=long), SamplingParams(max_tokens=2), model=model)
         expected = second.route.expected_cached_tokens

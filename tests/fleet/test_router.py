@@ -25,7 +25,7 @@ from headrace.frontend.fleet.prefixes import PrefixIndex
 from headrace.frontend.fleet.router import Router
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import PEER_LOST, SHUT_DOWN, Failure
-from headrace.ipc.prefix_names import prefix_keys
+from headrace.ipc.prefix_names import PrefixKey, prefix_names
 
 KILLED = Failure(message="killed", type="SIGKILL")
 
@@ -78,7 +78,7 @@ def test_equal_requests_are_spread_evenly() -> None:
 
 def test_a_prompt_goes_where_its_prefix_is_unless_that_engine_is_busy() -> None:
     router = make(4, capacity=64)
-    held = prefix_keys(request(640).tokens, "", 64)
+    held = prefix_names(request(640).tokens, PrefixKey(weights="v1"), 64)
     assert len(held) == 10
     router.stored("engine 2", held)
     assert place(router, request(700)) == ["engine 2"]
@@ -101,7 +101,7 @@ def test_a_conversation_goes_back_to_the_engine_that_has_computed_its_beginning(
 
 def test_prompts_of_different_salts_have_different_names() -> None:
     tokens = request(640).tokens
-    assert not set(prefix_keys(tokens, "", 64)) & set(prefix_keys(tokens, "x", 64))
+    assert not set(prefix_names(tokens, PrefixKey(), 64)) & set(prefix_names(tokens, PrefixKey("x"), 64))
 
 
 def test_the_index_forgets_what_nobody_asks_for() -> None:
@@ -604,7 +604,7 @@ def test_requests_of_an_engine_that_reads_other_weights_go_on_at_engines_that_ha
     asked = request(affinity=Affinity(rank=0))
     place(router, asked)
     asked.work.num_tokens = 3  # type: ignore[misc]
-    keys = prefix_keys(asked.tokens, "", 64)
+    keys = prefix_names(asked.tokens, PrefixKey(weights="v1"), 64)
     router.stored("engine 0", keys)
     assert router.prefixes.holders(keys, -1)
     assert router.change_version("engine 0", "v2", 1.0) == []

@@ -67,7 +67,7 @@ class SuffixDrafter(TextDrafter):
 
     def _salt(self, row: int) -> str:
         request = self.table.requests[row]
-        return "" if request is None else request.cache_salt
+        return "" if request is None else request.prefix_key.cache_salt
 
     def propose(self, row: int, limit: int) -> np.ndarray:
         match = self._matches.get(row)

@@ -84,7 +84,7 @@ def largest_prefill(runner: GpuRunner, device: Device, limits: RunnerLimits, num
     }
     tensors = {name: torch.from_numpy(values.astype(np.int32)).to(device.device) for name, values in host.items()}
     slots = torch.arange(total, dtype=torch.int32, device=device.device) % limits.block_size
-    sent = MixedInputs(**tensors, slot_mapping=(slots,) * len(limits.layers_in_place))
+    sent = MixedInputs(**tensors, slot_mapping=(slots,) * len(limits.layers_in_place))  # type: ignore[arg-type]
     _, logits = runner.steps.mixed(sent, -(-max(counts) // limits.block_size), max(counts))
     runner.steps.take(logits, sent.sampled_rows.long(), sent.seq_lens.long(), StepEnding.TRUNCATE)
     runner.state.num_computed.zero_()

@@ -11,6 +11,7 @@ def build(config: Config) -> ArchSpec:
         attention={"scale": positive(config, "attention_multiplier", 1.0), **biases(config, "attention_bias", False)},
         ffn=dense(config, bias=flag(config, "mlp_bias", False)),
         embedding_scale=positive(config, "embedding_multiplier", 1.0),
+        scales_given=True,
         residual_scale=positive(config, "residual_multiplier", 1.0),
         logit_scale=1 / positive(config, "logits_scaling", 1.0),
     )

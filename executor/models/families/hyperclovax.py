@@ -15,6 +15,7 @@ def build(config: Config) -> ArchSpec:
         ffn=dense(config, bias=flag(config, "mlp_bias", False)),
         norm_placement="sandwich" if flag(config, "use_post_norm", False) else "pre",
         embedding_scale=positive(config, "embedding_multiplier", 1.0),
+        scales_given=True,
         residual_scale=positive(config, "residual_multiplier", 1.0),
         logit_scale=positive(config, "logits_scaling", 1.0),
         names=NAMES,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 
+from headrace.frontend.api.inputs.embeds import check_enabled, check_shape, cut, placed
 from headrace.frontend.api.inputs.lists import asks_for_nothing, elements
 from headrace.frontend.api.parameters.sampling_fields import plain_integer
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
@@ -16,6 +17,7 @@ from headrace.frontend.text.formats.declaration import ReasoningFormat
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
+from headrace.ipc.row_inputs import PROMPT_EMBEDS, RowInput
 
 
 class TextPrompt(TypedDict, total=False):
@@ -29,13 +31,31 @@ class TokensPrompt(TypedDict, total=False):
     cache_salt: str
 
 
+class EmbedsPrompt(TypedDict, total=False):
+    """Embeddings in the place of tokens; with prompt_is_token_ids, of those at which it is false."""
+
+    prompt_embeds: Any
+    """[num_tokens, hidden_size], a tensor of torch or an array of numpy, of floats"""
+    prompt_token_ids: Sequence[int]
+    prompt_is_token_ids: Sequence[bool]
+    prompt: str
+    cache_salt: str
+
+
+class EmbedsInput(EmbedsPrompt, total=False):
+    """A prompt with embeddings in the form that vLLM's renderers return and its engines accept."""
+
+    type: Literal["embeds"]
+    is_token_ids: Sequence[bool]
+
+
 class TokensInput(TokensPrompt, total=False):
     """A prompt in the form that vLLM's renderers return and its engines accept."""
 
     type: Literal["token"]
 
 
-PromptType = str | TextPrompt | TokensPrompt | Sequence[int]
+PromptType = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[int]
 
 
 def tokens_input(
@@ -47,6 +67,25 @@ def tokens_input(
     return TokensInput(type="token", prompt_token_ids=prompt_token_ids, **given)  # type: ignore[typeddict-item]
 
 
+def embeds_input(
+    prompt_embeds: Any,
+    *,
+    prompt: str | None = None,
+    cache_salt: str | None = None,
+    prompt_token_ids: list[int] | None = None,
+    is_token_ids: list[bool] | None = None,
+) -> EmbedsInput:
+    """A prompt of embeddings, with what else is known of it."""
+    more = {
+        "prompt": prompt,
+        "cache_salt": cache_salt,
+        "prompt_token_ids": prompt_token_ids,
+        "is_token_ids": is_token_ids,
+    }
+    given = {name: value for name, value in more.items() if value is not None}
+    return EmbedsInput(type="embeds", prompt_embeds=prompt_embeds, **given)  # type: ignore[typeddict-item]
+
+
 class Prompt(msgspec.Struct):
     """A prompt in the form that the rest of the frontend uses."""
 
@@ -54,14 +93,24 @@ class Prompt(msgspec.Struct):
     token_ids: Sequence[int] | None = None
     """None until the text is tokenised. The HTTP completions API stores them `packed`."""
     cache_salt: str = ""
+    inputs: tuple[RowInput, ...] = ()
+    """What stands in the place of tokens, where `token_ids` has PLACEHOLDER."""
     reasoning: ReasoningFormat | None = None
     """How reasoning is marked in the answer, if the prompt was rendered for a known format."""
     reasoning_has_form: bool = False
     """Whether the request's structured output constrains the reasoning too, as a forced tool call does."""
 
+    @property
+    def text_start(self) -> int:
+        """The position after its last input, from which on it is of tokens alone."""
+        return self.inputs[-1].end if self.inputs else 0
 
-_FORMS = "a prompt is a string, a list of token ids, {'prompt': ...} or {'prompt_token_ids': [...]}"
+
+_FORMS = (
+    "a prompt is a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]} or {'prompt_embeds': ...}"
+)
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_OF_INPUTS = ("prompt_embeds", "prompt_is_token_ids", "is_token_ids", "row_inputs")
 
 
 def packed(token_ids: Sequence[int]) -> Sequence[int]:
@@ -111,12 +160,16 @@ def parse_prompt(prompt: Any) -> Prompt:
         if (token_ids := elements(prompt)) is None:
             raise InvalidRequestError(f"{_FORMS}, not {type(prompt).__name__}")
         return Prompt(token_ids=_plain_ids(token_ids))
+    kind = "token" if prompt.get("prompt_embeds") is None else "embeds"
     for key, value in prompt.items():
-        if key not in _KEYS and (key, value) != ("type", "token") and not asks_for_nothing(value):
+        if key in _KEYS or key in _OF_INPUTS or (key, value) == ("type", kind):
+            continue
+        if not asks_for_nothing(value):
             raise InvalidRequestError(f"the prompt has a field {key!r}, which is not supported; {_FORMS}")
     text, given, salt = (prompt.get(key) for key in _KEYS)
     token_ids = elements(given)
-    if text is None and given is None:
+    embeds = prompt.get("prompt_embeds")
+    if text is None and given is None and embeds is None:
         raise InvalidRequestError(f"the prompt has neither 'prompt' nor 'prompt_token_ids'; {_FORMS}")
     if text is not None and not isinstance(text, str):
         raise InvalidRequestError(f"'prompt' must be a string, not {type(text).__name__}")
@@ -124,7 +177,32 @@ def parse_prompt(prompt: Any) -> Prompt:
         raise InvalidRequestError(f"'prompt_token_ids' must be a list of integers, not {type(given).__name__}")
     if not isinstance(salt, str | None):
         raise InvalidRequestError(f"'cache_salt' must be a string, not {type(salt).__name__}")
-    return Prompt(text=text, token_ids=None if token_ids is None else _plain_ids(token_ids), cache_salt=str(salt or ""))
+    found = Prompt(
+        text=text, token_ids=None if token_ids is None else _plain_ids(token_ids), cache_salt=str(salt or "")
+    )
+    _add_inputs(found, prompt)
+    return found
+
+
+def _add_inputs(prompt: Prompt, given: Mapping[str, Any]) -> None:
+    """Adds a prompt's embeddings, and inputs of other kinds. Raises InvalidRequestError."""
+    values, mask, *_ = masks = [given.get(key) for key in _OF_INPUTS]
+    mask = masks[2] if mask is None else mask
+    inputs = elements(given.get("row_inputs") or ()) or ()
+    if not all(isinstance(each, RowInput) for each in inputs):
+        raise InvalidRequestError(
+            f"'row_inputs' must be a list of headrace.ipc.row_inputs.RowInput, not {inputs!r:.100}"
+        )
+    if mask is not None and (mask := elements(mask)) is None:
+        raise InvalidRequestError("'prompt_is_token_ids' must be a list of booleans")
+    if values is None:
+        if mask is not None:
+            raise InvalidRequestError("the prompt has 'prompt_is_token_ids' and no 'prompt_embeds'")
+        prompt.inputs = tuple(inputs)
+        return
+    if inputs:
+        raise InvalidRequestError("the prompt has 'prompt_embeds' and 'row_inputs'; give one of them")
+    prompt.token_ids, prompt.inputs = placed(values, prompt.token_ids, mask)
 
 
 class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,7 +229,7 @@ class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             most = welcome.max_model_len - 1
         token_ids = prompt.token_ids
         if most is not None and token_ids is not None and len(token_ids) > most:
-            prompt.token_ids = token_ids[-most or len(token_ids) :] if self.truncates_left(True) else token_ids[:most]
+            _keep(prompt, most, "left" if self.truncates_left(True) else "right")
 
 
 AS_THE_MODEL_HAS_IT = Tokenization()
@@ -199,8 +277,17 @@ def truncate(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> bool:
         kept = max(1, welcome.max_model_len - (params.max_tokens or 1))
     if len(token_ids) <= kept:
         return False
-    prompt.token_ids = token_ids[:kept] if params.truncation_side == "right" else token_ids[-kept:]
+    _keep(prompt, kept, params.truncation_side or "left")
     return True
+
+
+def _keep(prompt: Prompt, most: int, truncation_side: str) -> None:
+    """Drops all of the prompt's tokens but `most`, at the side. Raises InvalidRequestError."""
+    token_ids = prompt.token_ids or ()
+    first, last = (0, most) if truncation_side == "right" else (len(token_ids) - most, len(token_ids))
+    prompt.token_ids = token_ids[first:last]
+    if prompt.inputs:
+        prompt.inputs = cut(prompt.inputs, first, last)
 
 
 def check_request(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> int:
@@ -213,6 +300,8 @@ def check_request(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> i
             "generative models. Try passing `--runner generate` to use the model as a generative model."
         )
     truncate(prompt, params, welcome)
+    if prompt.inputs and params.prompt_logprobs is not None:
+        raise InvalidRequestError("SamplingParams.prompt_logprobs is not compatible with prompt embeds.")
     check_token_ids(prompt, welcome)
     token_ids = prompt.token_ids or ()
     room = welcome.max_model_len - len(token_ids)
@@ -231,7 +320,13 @@ def check_request(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> i
 
 
 def check_token_ids(prompt: Prompt, welcome: Welcome) -> None:
-    """Raises InvalidRequestError for a prompt without tokens, or with one outside the vocabulary."""
+    """Raises InvalidRequestError for a prompt without tokens, or with one outside the vocabulary, and for embeddings
+    that the engine cannot take."""
+    for each in prompt.inputs:
+        if each.kind == PROMPT_EMBEDS:
+            check_enabled(welcome)
+            (values,) = each.tensors
+            check_shape((values.shape[0], values.shape[1]), values.dtype, welcome)
     token_ids = prompt.token_ids or ()
     if not token_ids:
         raise InvalidRequestError("the decoder prompt cannot be empty: give at least one token")

@@ -106,6 +106,8 @@ class StreamingSession:
         params = check_streaming_params(piece.sampling_params or default).clone()
         params.output_kind = default.output_kind
         new = await self._prompt_of(piece.prompt)
+        if new.inputs:
+            raise InvalidRequestError("prompt_embeds not supported for streaming inputs")
         prompt = Prompt(token_ids=[*self._token_ids, *(new.token_ids or ())], cache_salt=new.cache_salt)
         stream = self._client.submit(self._request_id, prompt, params, self._priority)
         told, logprob = self._told, self._logprob

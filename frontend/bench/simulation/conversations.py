@@ -20,7 +20,7 @@ from headrace.frontend.bench.simulation.world import EngineSource
 from headrace.frontend.fleet.decisions import RouterOptions
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.ipc.codec import Tensor
-from headrace.ipc.prefix_names import CHUNK_TOKENS, prefix_keys
+from headrace.ipc.prefix_names import CHUNK_TOKENS, PrefixKey, prefix_names
 
 _VOCABULARY = 30_000
 
@@ -143,7 +143,7 @@ class _Talk:
 
     def _note(self, prompt: list[int]) -> None:
         """Counts the prompt's tokens that the unbounded cache has, and adds the prompt to it."""
-        keys = prefix_keys(bytes(Tensor.of("int32", prompt).data), "", CHUNK_TOKENS)
+        keys = prefix_names(bytes(Tensor.of("int32", prompt).data), PrefixKey(), CHUNK_TOKENS)
         known = 0
         while known < len(keys) and keys[known] in self._seen:
             known += 1

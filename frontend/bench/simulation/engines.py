@@ -37,7 +37,7 @@ from headrace.ipc.messages import (
     StepOutputs,
     Welcome,
 )
-from headrace.ipc.prefix_names import prefix_keys, tell_every_s
+from headrace.ipc.prefix_names import PrefixKey, prefix_names, tell_every_s
 
 MODEL = "simulated"
 POISON = 2
@@ -101,7 +101,7 @@ class _Row:
         self.interval, self.untold = request.output_interval, list[int]()
         self.told_any = False
         self.num_cached = 0
-        self.cache_salt = request.cache_salt
+        self.prefix_key = PrefixKey(request.cache_salt, f"{MODEL} v{version}")
         self.is_poison = data[:4].cast("i")[0] == POISON
 
 
@@ -278,7 +278,7 @@ class SimulatedEngine:
     def _compute_prompt(self, row: _Row) -> int:
         """Looks up the row's prompt in the prefix cache and adds it; returns the number of tokens to compute."""
         chunk = 64
-        keys = prefix_keys(row.prompt, row.cache_salt, chunk)
+        keys = prefix_names(row.prompt, row.prefix_key, chunk)
         num_cached = 0
         for key in keys:
             if key not in self._cache:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from headrace.frontend.fleet.decisions import NoEngineError, RoutedRequest, RouterOptions
 from headrace.frontend.fleet.members import Member
 from headrace.frontend.fleet.router import Router
-from headrace.ipc.prefix_names import CHUNK_TOKENS, prefix_keys
+from headrace.ipc.prefix_names import CHUNK_TOKENS, prefix_names
 
 
 class _Rule(Router):
@@ -58,7 +58,7 @@ class CacheAware(_Rule):
         self._tree_sizes: dict[Member, int] = {}
 
     def _pick(self, request: RoutedRequest, usable: list[Member]) -> Member:
-        keys = prefix_keys(request.tokens, request.cache_salt, CHUNK_TOKENS)
+        keys = prefix_names(request.tokens, request.prefix_key, CHUNK_TOKENS)
         loads = [each.num_outputs for each in usable]
         most, least = max(loads), min(loads)
         if most - least > self.BALANCE_ABS_THRESHOLD and most > self.BALANCE_REL_THRESHOLD * least:

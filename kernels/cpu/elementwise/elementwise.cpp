@@ -134,6 +134,7 @@ void embedding(const void* raw, const Step& step, int thread, int num_threads) {
   const EmbeddingArgs& args = *static_cast<const EmbeddingArgs*>(raw);
   const Range rows = split(step.num_tokens, thread, num_threads);
   for (int64_t row = rows.begin; row < rows.end; ++row) {
+    if (args.table != nullptr && step.token_ids[row] == kGivenRow) continue;
     char* to = row_at(args.output, row, args.output_stride, args.output_type);
     const void* token = args.table != nullptr
                             ? row_at(args.table, step.token_ids[row], args.table_stride, args.table_type)

@@ -68,6 +68,7 @@ HR_EXPORT void hr_op_embed(const void* raw, const Step& step, int thread, int nu
   float* values = reinterpret_cast<float*>(step.thread_scratch(thread));
   const Range mine = split(rows, thread, num_threads);
   for (int64_t row = mine.begin; row < mine.end; ++row) {
+    if (ids[row] == kGivenRow) continue;
     const int64_t id = ids[row] - args.first_id;
     if (id < 0 || id >= args.weight.n)
       std::memset(values, 0, static_cast<size_t>(k) * sizeof(float));

@@ -65,21 +65,22 @@ void run_ops_timed(const Program& program, const Step& step, int thread, int num
   }
 }
 
-// As an unsigned integer, a negative number is large.
-bool all_below(const int32_t* numbers, int64_t count, int64_t limit) {
+// Whether all numbers are in [least, limit); least is 0 or kGivenRow. As an unsigned integer, a negative number is large.
+bool all_below(const int32_t* numbers, int64_t count, int64_t limit, int32_t least = 0) {
+  const uint32_t shift = static_cast<uint32_t>(-least);
   uint32_t largest = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const uint32_t number = static_cast<uint32_t>(numbers[i]);
+    const uint32_t number = static_cast<uint32_t>(numbers[i]) + shift;
     largest = number > largest ? number : largest;
   }
-  return count == 0 || largest < limit;
+  return count == 0 || largest < limit + shift;
 }
 
 // Why a step is refused: it would read outside an array. run.py has the same numbers.
 enum class Refusal : int { kNone = 0, kTokenId = 1, kPosition = 2, kLogitsRow = 3 };
 
 Refusal check(const Program& program, const Step& step) {
-  if (program.vocab_size > 0 && !all_below(step.token_ids, step.num_tokens, program.vocab_size))
+  if (program.vocab_size > 0 && !all_below(step.token_ids, step.num_tokens, program.vocab_size, kGivenRow))
     return Refusal::kTokenId;
   if (program.position_limit > 0 && !all_below(step.positions, step.num_tokens, program.position_limit))
     return Refusal::kPosition;

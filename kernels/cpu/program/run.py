@@ -17,6 +17,8 @@ from headrace.kernels.cpu.program.parts import FEW_ROWS, Buffer
 from headrace.kernels.cpu.recurrent.args import StateStepC
 from headrace.kernels.cpu.runtime.threads import Step
 
+GIVEN_ROW = -1
+"""kGivenRow of op.h, in the place of a token id."""
 REFUSED_TOKEN_ID, REFUSED_POSITION = 1, 2
 """`Refusal` in program.cpp."""
 

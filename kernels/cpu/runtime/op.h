@@ -33,6 +33,9 @@ enum class Rows : int32_t {
   kSeqs = 3,    // step.num_seqs
 };
 
+// In the place of a token id: the row of the embedding's output has been written before the step, and stays as it is.
+constexpr int32_t kGivenRow = -1;
+
 // One step of the model over a batch. Pointers belong to the caller and outlive the region.
 struct Step {
   Team* team;            // filled in by the pool when the region opens
@@ -45,7 +48,7 @@ struct Step {
   int64_t num_seqs;
   int64_t num_logits;  // rows that need logits
 
-  const int32_t* token_ids;     // [num_tokens]
+  const int32_t* token_ids;     // [num_tokens]; kGivenRow: see there
   const int32_t* positions;     // [num_tokens]
   const int64_t* slot_mapping;  // [num_tokens] cache slot of each token; negative: do not write
   const int32_t* query_start;   // [num_seqs + 1] first row of each sequence

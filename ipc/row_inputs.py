@@ -1,0 +1,175 @@
+"""Inputs of a request besides token ids: what takes the place of a run of its prompt's tokens.
+
+    AddRequest.inputs --> Request --> NewRow.inputs --> rows of values in the place of token embeddings
+                             |
+                             +--> PrefixKey (prefix_names.py): the names of the blocks that an input overlaps
+
+An input belongs to its request from arrival to end: after a preemption, or on another engine, its positions are
+computed again. At its positions prompt_token_ids has PLACEHOLDER, which nothing looks up.
+
+What an input consists of is a kind, registered by name: `PromptEmbeds` here, and those of other packages, whose entry
+points are of the group `headrace.row_inputs` and name a class derived from `InputKind`. On the wire an input of any
+kind is the same struct of tensors. So client and engine may know different kinds, and an engine refuses one by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from headrace.ipc.codec import DTYPES, Tensor
+from headrace.ipc.failure import OptionError
+from headrace.ipc.plugins import load_plugin, row_input_entries
+from headrace.ipc.ranges import INT32, Longest, Range
+
+PLACEHOLDER = 0
+"""The token id at the positions of inputs, as in vLLM."""
+HASH_BYTES = 32
+PROMPT_EMBEDS = "prompt_embeds"
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+
+
+class RowInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What stands at the positions [start, start + len(hashes)) of a prompt."""
+
+    kind: Annotated[str, Longest(64)]
+    start: Annotated[int, Range(0, INT32)]
+    hashes: Tensor
+    """[num_positions, HASH_BYTES] uint8: equal hashes mean equal content at a position, in any request. The client
+    computes them (`hashes_of`)."""
+    tensors: Annotated[tuple[Tensor, ...], Longest(64)]
+    """The content, as its kind defines it."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.hashes.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.data.nbytes for each in self.tensors)
+
+
+def hashes_of(contents: Iterator[bytes | memoryview] | Sequence[bytes | memoryview], about: str) -> Tensor:
+    """`RowInput.hashes` from the content at each position. about: what else distinguishes it, such as its type."""
+    first = hashlib.sha256(f"{about}\0".encode())
+    joined = bytearray()
+    for content in contents:
+        state = first.copy()
+        state.update(content)
+        joined += state.digest()
+    return Tensor("uint8", (len(joined) // HASH_BYTES, HASH_BYTES), memoryview(bytes(joined)))
+
+
+class InputKind(ABC):
+    """How inputs of one kind are checked, and what a model reads in the place of its tokens' embeddings."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def most_bytes(self, num_positions: int, width: int) -> int:
+        """The largest size of an input with so many positions. width: of the model's token embeddings."""
+
+    @abstractmethod
+    def problem(self, given: RowInput, width: int) -> str:
+        """Why the input cannot be computed, in a sentence; "" if it can. Its size has been checked."""
+
+    @abstractmethod
+    def values(self, given: RowInput, first: int, last: int) -> Tensor:
+        """[last - first, width] of one of FLOATS: what takes the place of the token embeddings at these of the input's
+        positions, 0 being `given.start`. Must depend only on what `given.hashes` has of each position."""
+
+
+class PromptEmbeds(InputKind):
+    """Embeddings that the user computed: as a token's row in the model's own table, before any scale of the model's."""
+
+    name = PROMPT_EMBEDS
+
+    def most_bytes(self, num_positions: int, width: int) -> int:
+        return num_positions * width * 8
+
+    def problem(self, given: RowInput, width: int) -> str:
+        if len(given.tensors) != 1 or given.tensors[0].dtype not in FLOATS:
+            return f"its content is {list(given.tensors)}; it must be one tensor of {', '.join(FLOATS)}"
+        (values,) = given.tensors
+        if values.shape != (expected := (given.hashes.shape[0], width)):
+            return f"its shape is {list(values.shape)}, and {list(expected)} is needed"
+        if (row := first_not_finite(values)) is not None:
+            return f"row {row} has a value that is not finite"
+        return ""
+
+    def values(self, given: RowInput, first: int, last: int) -> Tensor:
+        return rows_of(given.tensors[0], first, last)
+
+
+def prompt_embeds_input(values: Tensor, start: int = 0) -> RowInput:
+    """The input of kind prompt_embeds. values: [num_positions, width] of one of FLOATS."""
+    num_bytes = values.shape[1] * DTYPES[values.dtype][1]
+    rows = (values.data[at * num_bytes : (at + 1) * num_bytes] for at in range(values.shape[0]))
+    return RowInput(kind=PROMPT_EMBEDS, start=start, hashes=hashes_of(rows, values.dtype), tensors=(values,))
+
+
+def rows_of(values: Tensor, first: int, last: int) -> Tensor:
+    """Rows [first, last) of a two-dimensional tensor, in its memory."""
+    num_bytes = values.shape[1] * DTYPES[values.dtype][1]
+    return Tensor(values.dtype, (last - first, values.shape[1]), values.data[first * num_bytes : last * num_bytes])
+
+
+def first_not_finite(values: Tensor) -> int | None:
+    """The first row of a two-dimensional tensor of FLOATS that has an infinite value or a NaN. None: there is none."""
+    import numpy as np
+
+    found = values.numpy()
+    bad = found & 0x7F80 == 0x7F80 if values.dtype == "bfloat16" else ~np.isfinite(found)
+    rows = np.flatnonzero(bad.any(axis=1))
+    return int(rows[0]) if len(rows) else None
+
+
+@functools.cache
+def input_kinds() -> Mapping[str, InputKind]:
+    """The kinds by name: ours and those of installed packages. Raises OptionError, naming entry and package."""
+    found: dict[str, InputKind] = {PROMPT_EMBEDS: PromptEmbeds()}
+    for entry in row_input_entries():
+        kind = load_plugin(entry)
+        if not (isinstance(kind, type) and issubclass(kind, InputKind)):
+            raise OptionError(
+                f"the row input {entry.name}, {entry.value}, is {kind!r}; it must be a class derived from "
+                "headrace.ipc.row_inputs.InputKind"
+            )
+        try:
+            made = kind()
+        except Exception as error:
+            raise OptionError(f"the row input {entry.name}, {entry.value}, cannot be made: {error!r}") from error
+        if found.setdefault(made.name, made) is not made:
+            raise OptionError(f"two kinds of row inputs are called {made.name}; uninstall one's package")
+    return types.MappingProxyType(found)
+
+
+def problem_of(given: Sequence[RowInput], num_positions: int, reads: Sequence[str], width: int) -> str:
+    """Why an engine that reads these kinds cannot take a prompt's inputs, in a sentence; "" if it can."""
+    end = 0
+    for at, each in enumerate(given):
+        where = f"inputs[{at}]"
+        if each.kind not in reads:
+            known = ", ".join(reads) or "none"
+            return f"{where} is of the kind {each.kind}, which this engine does not read; it reads: {known}"
+        if len(each.hashes.shape) != 2 or each.hashes.shape[1] != HASH_BYTES or each.hashes.dtype != "uint8":
+            return f"{where} has hashes {each.hashes!r}; they must be uint8[num_positions, {HASH_BYTES}]"
+        if each.start < end or each.end == each.start or each.end > num_positions:
+            return (
+                f"{where} is at the positions [{each.start}, {each.end}) of a prompt of {num_positions}; inputs must "
+                f"be in order, not empty, and not overlap"
+            )
+        end = each.end
+        kind = input_kinds()[each.kind]
+        most = kind.most_bytes(each.end - each.start, width)
+        if each.nbytes > most:
+            return f"{where}, {each.kind}, has {each.nbytes} bytes; for its positions at most {most} are taken"
+        if problem := kind.problem(each, width):
+            return f"{where}, {each.kind}: {problem}"
+    return ""

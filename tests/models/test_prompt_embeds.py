@@ -1,0 +1,209 @@
+"""Prompt embeddings with models: rows of the model's own table are answered as its tokens are, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from all_at_once import generate_all_at_once
+from rank_threads import RankThreads, pool_for_each_rank
+from safetensors.torch import load_file
+from tiny_families import FAMILIES
+from torch import Tensor
+
+from headrace import LLM, InvalidRequestError, SamplingParams
+from headrace.ipc.failure import OptionError
+
+__all__ = ["pool_for_each_rank"]
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "in_process": True,
+    "enable_prompt_embeds": True,
+    "block_size": 4,
+    "max_model_len": 96,
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 4,
+    "num_gpu_blocks_override": 60,
+}
+THREADS = {"distributed_executor_backend": f"{RankThreads.__module__}:{RankThreads.__name__}"}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+PROMPTS = [([5 + number, 6, 7, 8 + number] * 12)[: 1 + 6 * number] for number in range(8)]
+"""From one token to more than a step computes."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def checkpoint(folders: Path, name: str = "llama") -> str:
+    folder = folders / name
+    if not folder.exists():
+        tiny_models.save(name, folder)
+    return str(folder)
+
+
+def table_of(folder: str) -> Tensor:
+    weights = load_file(next(Path(folder).glob("*.safetensors")))
+    return next(weight for name, weight in weights.items() if "embed_tokens" in name)
+
+
+def heard(llm: LLM, prompts: list[Any], params: SamplingParams = GREEDY) -> list[Any]:
+    """Tokens and log-probabilities, which are compared exactly."""
+    outputs = generate_all_at_once(llm, prompts, [params] * len(prompts))
+    return [
+        [(each.token_ids, [{id: value.logprob for id, value in row.items()} for row in each.logprobs or ()])]
+        for output in outputs
+        for each in output.outputs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"dtype": "bfloat16"}),
+        ("llama", {"dtype": "float16", "async_scheduling": True}),
+        ("llama", {"num_gpu_blocks_override": 26}),  # requests are preempted, and computed again with their output
+        ("llama", {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 96}),
+        ("llama", {"model_impl": "transformers"}),
+        ("llama", {"speculative_config": NGRAM}),
+        ("llama", {"tensor_parallel_size": 2, **THREADS}),
+        ("llama", {"pipeline_parallel_size": 2, **THREADS}),
+        ("llama_gqa_tied", {}),
+        ("llama_dynamic", {}),  # op by op
+        ("mistral_window", {}),
+        ("mixtral_window", {}),
+        ("opt_projected_post_norm", {}),  # a projection after the table, and learned positions
+    ],
+)
+def test_rows_of_the_table_are_answered_as_tokens_bit_by_bit(folders: Path, name: str, options: Any) -> None:
+    folder = checkpoint(folders, name)
+    table = table_of(folder)
+    with LLM(folder, **ENGINE | options) as llm:
+        expected = heard(llm, [{"prompt_token_ids": prompt} for prompt in PROMPTS])
+        assert heard(llm, [{"prompt_embeds": table[prompt]} for prompt in PROMPTS]) == expected
+        mixed = [
+            {"prompt_embeds": table[ids] * (torch.arange(len(ids)) % 3 > 0)[:, None], "prompt_token_ids": ids}
+            | {"prompt_is_token_ids": [at % 3 == 0 for at in range(len(ids))]}
+            for ids in PROMPTS
+        ]
+        assert heard(llm, mixed) == expected
+        if options.get("num_gpu_blocks_override"):
+            assert llm.get_stats().num_preemptions > 0
+        if "speculative_config" in options:
+            assert llm.get_stats().num_accepted_tokens > 0
+
+
+def test_a_scale_in_the_embedding_layer_is_in_what_is_given_and_others_are_applied(folders: Path) -> None:
+    """As transformers' `get_input_embeddings()` gives them: Gemma's are scaled, Granite's are not."""
+    ids = PROMPTS[3]
+    models = {"gemma3": tiny_models.build("gemma3"), "granite": tiny_models.make(FAMILIES["granite"])}
+    for name, reference in models.items():
+        reference.save_pretrained(folder := folders / f"scaled {name}")
+        with LLM(str(folder), **ENGINE | {"num_gpu_blocks_override": 100}) as llm, torch.inference_mode():
+            embedded = reference.get_input_embeddings()(torch.tensor(ids))
+            assert heard(llm, [{"prompt_embeds": embedded}]) == heard(llm, [{"prompt_token_ids": ids}]), name
+
+
+def test_other_values_are_computed_as_transformers_does(folders: Path) -> None:
+    folder = checkpoint(folders)
+    reference = tiny_models.build("llama")
+    given = torch.randn(19, table_of(folder).shape[1], generator=torch.Generator().manual_seed(1)) * 0.1
+    with torch.inference_mode():
+        logits = reference(inputs_embeds=given[None]).logits[0, -1].log_softmax(-1)
+    with LLM(folder, **ENGINE) as llm:
+        (output,) = llm.generate({"prompt_embeds": given[None]}, GREEDY, use_tqdm=False)  # a batch of one
+        for token_id, value in output.outputs[0].logprobs[0].items():
+            assert value.logprob == pytest.approx(float(logits[token_id]), abs=2e-4)
+        assert output.prompt_token_ids == [0] * 19
+
+
+def test_prefixes_are_shared_among_equal_embeddings_alone(folders: Path) -> None:
+    folder = checkpoint(folders)
+    table = table_of(folder)
+    ids = [5, 6, 7, 8] * 6
+
+    def cached(llm: LLM, prompt: Any) -> int:
+        (output,) = llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
+        return int(output.num_cached_tokens)
+
+    changed = table[ids].clone()
+    changed[9] += 1
+    with LLM(folder, **ENGINE) as llm:
+        assert cached(llm, {"prompt_token_ids": ids}) == 0
+        assert cached(llm, {"prompt_embeds": table[ids]}) == 0
+        assert cached(llm, {"prompt_embeds": table[ids]}) == 20
+        assert cached(llm, {"prompt_embeds": changed}) == 8
+        assert cached(llm, {"prompt_embeds": table[ids], "cache_salt": "mine"}) == 0
+        assert cached(llm, {"prompt_token_ids": [0] * 24}) == 0
+        assert cached(llm, {"prompt_embeds": table[ids].numpy()[:13]}) == 12
+        assert cached(llm, {"prompt_token_ids": ids}) == 20
+
+
+def test_what_cannot_be_taken_fails_alone_and_says_why(folders: Path) -> None:
+    folder = checkpoint(folders)
+    table = table_of(folder)
+    rows = table[PROMPTS[2]]
+    ids = PROMPTS[2]
+    infinite = rows.clone()
+    infinite[3, 5] = float("inf")
+    cases: list[tuple[Any, str, dict[str, Any]]] = [
+        ({"prompt_embeds": infinite}, "row 3 has a value that is not finite", {}),
+        ({"prompt_embeds": rows[:, :9]}, "hidden_size 9 does not match the model's hidden_size 64", {}),
+        ({"prompt_embeds": rows[0]}, "must be a 2D tensor", {}),
+        ({"prompt_embeds": rows.long()}, "dtype int64 is not a floating-point type", {}),
+        ({"prompt_embeds": "rows"}, "must be a tensor", {}),
+        ({"prompt_embeds": rows[:0]}, "prompt cannot be empty", {}),
+        ({"prompt_embeds": table[[5] * 96]}, "max_model_len is 96", {}),
+        ({"prompt_embeds": rows, "prompt_token_ids": [1]}, "had different lengths prompt_token_ids=1", {}),
+        ({"prompt_embeds": rows, "prompt_is_token_ids": [True]}, "needs prompt_token_ids", {}),
+        ({"prompt_embeds": rows, "prompt_token_ids": ids, "prompt_is_token_ids": [True]}, "same length", {}),
+        ({"prompt_token_ids": ids, "prompt_is_token_ids": [True] * len(ids)}, "no 'prompt_embeds'", {}),
+        ({"prompt_embeds": rows}, "prompt_logprobs is not compatible", {"prompt_logprobs": 1}),
+    ]
+    with LLM(folder, **ENGINE) as llm:
+        for prompt, words, more in cases:
+            with pytest.raises(InvalidRequestError, match=words):
+                llm.generate(prompt, SamplingParams(max_tokens=2, **more), use_tqdm=False)
+        expected = heard(llm, [{"prompt_token_ids": ids}])
+        assert heard(llm, [{"prompt_embeds": rows.double()}]) == expected
+
+
+def test_several_outputs_beams_and_truncation_read_the_embeddings_too(folders: Path) -> None:
+    from headrace import BeamSearchParams
+
+    folder = checkpoint(folders)
+    table = table_of(folder)
+    ids = PROMPTS[3]
+    sampled = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=6, logprobs=0)
+    with LLM(folder, **ENGINE) as llm:
+        given, tokens = {"prompt_embeds": table[ids]}, {"prompt_token_ids": ids}
+        assert heard(llm, [given], sampled) == heard(llm, [tokens], sampled)
+        (last,) = llm.generate(given, SamplingParams(truncate_prompt_tokens=7, max_tokens=5), use_tqdm=False)
+        assert len(last.prompt_token_ids) == 7
+        short = SamplingParams(truncate_prompt_tokens=7, max_tokens=5, temperature=0.0, logprobs=1)
+        assert heard(llm, [given], short) == heard(llm, [tokens], short)
+        beams = BeamSearchParams(beam_width=2, max_tokens=4)
+        found, expected = (llm.beam_search([prompt], beams)[0].sequences for prompt in (given, tokens))
+        assert [each.tokens[len(ids) :] for each in found] == [each.tokens[len(ids) :] for each in expected]
+
+
+def test_without_the_option_they_are_refused_and_a_model_that_reads_token_ids_in_its_layers_refuses_it(
+    folders: Path,
+) -> None:
+    folder = checkpoint(folders)
+    words = "You must set `--enable-prompt-embeds` to input `prompt_embeds`"
+    with (
+        LLM(folder, **ENGINE | {"enable_prompt_embeds": False}) as llm,
+        pytest.raises(InvalidRequestError, match=words),
+    ):
+        llm.generate({"prompt_embeds": table_of(folder)[[5, 6]]}, GREEDY)
+    tiny_models.make(FAMILIES["gemma3n"]).save_pretrained(folders / "gemma3n")
+    with pytest.raises(OptionError, match=r"enable_prompt_embeds: .* reads the token ids"):
+        LLM(str(folders / "gemma3n"), **ENGINE)
