@@ -20,6 +20,7 @@ from tiny_gguf import convert, saved_state
 from tiny_mixtures import FAMILIES as MIXTURES
 from tiny_mixtures import PHIMOE_LONGROPE
 from tiny_models import TINY_MODELS
+from tiny_recurrent import FAMILIES as RECURRENT
 from torch import Tensor
 
 from headrace.executor.checkpoints.sources.gguf.mixtures import PHIMOE_ATTENTION_FACTOR
@@ -54,6 +55,7 @@ THREE_TO_ONE = {
     "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"],
 }
 FALCON = {"max_position_embeddings": 2048}  # which the converter writes of all
+MAMBA2 = {"max_position_embeddings": 2**20}  # likewise
 MSCALES = {"short_mscale": PHIMOE_ATTENTION_FACTOR, "long_mscale": PHIMOE_ATTENTION_FACTOR}
 
 
@@ -96,6 +98,10 @@ def plain(name: str, **changes: Any) -> Source:
 
 def mixture(name: str, **changes: Any) -> Source:
     return Source(MIXTURES[name].model_class, lambda: _of(tiny_models.make(MIXTURES[name], **changes)))
+
+
+def recurrent(name: str, **changes: Any) -> Source:
+    return Source(RECURRENT[name].model_class, lambda: _of(tiny_models.make(RECURRENT[name], **changes)))
 
 
 def published(name: str) -> Source:
@@ -169,6 +175,10 @@ CASES: dict[str, Source] = {
     "glm4moe": mixture("glm4_moe"),
     "gpt-oss": mixture("gpt_oss"),
     "granitemoe": mixture("granitemoe"),
+    "lfm2": recurrent("lfm2"),
+    "lfm2moe": recurrent("lfm2_moe", routed_scaling_factor=1.0),
+    "mamba2": recurrent("mamba2", **MAMBA2, time_step_limit=[0.0, float("inf")]),
+    "mamba2, one group, tied": recurrent("mamba2_one_group", **MAMBA2, use_bias=False, use_conv_bias=True),
     "llama4": mixture("llama4", attention_chunk_size=8192, floor_scale=8192, attn_scale=0.1),
     "minicpm3": mixture("minicpm3", scale_emb=12, dim_model_base=256),
     "minimax-m2": mixture("minimax_m2"),

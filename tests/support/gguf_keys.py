@@ -31,6 +31,10 @@ def first(config: Config, what: str) -> Any:
 
 def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
     """Writes the metadata and returns the number of layers."""
+    if arch == "mamba2":
+        _write_mamba2(writer, config)
+        _write_tokens(writer, config)
+        return int(config["num_hidden_layers"])
     layers, hidden, heads = first(config, "layers"), first(config, "hidden"), first(config, "heads")
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
@@ -46,6 +50,8 @@ def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
         writer.add_head_count_kv(1 if arch in ("deepseek2", "starcoder") else _groups(arch, config, heads))
     if arch == "qwen":
         writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    elif arch.startswith("lfm2"):
+        writer.add_layer_norm_rms_eps(config["norm_eps"])
     elif "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     else:
@@ -63,14 +69,43 @@ def write_config(writer: gguf.GGUFWriter, arch: str, config: Config) -> int:
     _write_scaling(writer, arch, rope)
     if arch in OWN:
         OWN[arch](writer, config)
+    _write_tokens(writer, config)
+    return int(layers)
+
+
+def _write_tokens(writer: gguf.GGUFWriter, config: Config) -> None:
     for name in ("bos", "eos"):
         token_id = config.get(f"{name}_token_id")
         if token_id is not None:
             writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
-    return int(layers)
+
+
+def _write_mamba2(writer: gguf.GGUFWriter, config: Config) -> None:
+    inner = config["expand"] * config["hidden_size"]
+    writer.add_context_length(2**20)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(config["state_size"])
+    writer.add_ssm_time_step_rank(inner // config["head_dim"])
+    writer.add_ssm_group_count(config["n_groups"])
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+
+
+def _lfm2_inner(config: Config) -> int:
+    inner = config["intermediate_size"]
+    if not config.get("block_auto_adjust_ff_dim", False):
+        return int(inner)
+    step = config["block_multiple_of"]
+    return int(-(-int(config["block_ffn_dim_multiplier"] * int(2 * inner / 3)) // step) * step)
 
 
 def _inner(arch: str, config: Config, hidden: int) -> int | list[int]:
+    if arch.startswith("lfm2"):
+        return _lfm2_inner(config)
     if arch == "gemma3n":
         return list(config["intermediate_size"])
     if arch in ("falcon", "bloom", "mpt", "gpt2", "starcoder"):
@@ -78,7 +113,9 @@ def _inner(arch: str, config: Config, hidden: int) -> int | list[int]:
     return int(config["intermediate_size_mlp" if arch == "llama4" else "intermediate_size"])
 
 
-def _groups(arch: str, config: Config, heads: int) -> int:
+def _groups(arch: str, config: Config, heads: int) -> int | list[int]:
+    if arch.startswith("lfm2"):
+        return [0 if kind == "conv" else config["num_key_value_heads"] for kind in config["layer_types"]]
     if arch == "falcon":
         return int(config.get("num_kv_heads") or 1) if config["new_decoder_architecture"] else 1
     return heads if arch in ("bloom", "phi2", "gptneox") else int(config.get("num_key_value_heads") or heads)
@@ -99,7 +136,7 @@ def _write_experts(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
     count = next(config[k] for k in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(k))
     writer.add_expert_count(count)
     writer.add_expert_used_count(config["num_experts_per_tok"])
-    if arch in ("qwen2moe", "qwen3moe", "glm4moe", "deepseek2", "dots1"):
+    if arch in ("qwen2moe", "qwen3moe", "glm4moe", "deepseek2", "dots1", "lfm2moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     elif arch in ("gpt-oss", "minimax-m2", "llama4"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -213,6 +250,16 @@ def _ernie(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_expert_shared_count(config["moe_num_shared_experts"])
 
 
+def _lfm2(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+
+
+def _lfm2_moe(writer: gguf.GGUFWriter, config: Config) -> None:
+    _lfm2(writer, config)
+    writer.add_leading_dense_block_count(config["num_dense_layers"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
 def _mpt(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_max_alibi_bias(config["attn_config"]["alibi_bias_max"])
 
@@ -231,6 +278,8 @@ OWN: dict[str, Callable[[gguf.GGUFWriter, Config], None]] = {
     "gptneox": lambda writer, config: writer.add_parallel_residual(config["use_parallel_residual"]),
     "granite": _granite,
     "granitemoe": _granite,
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2_moe,
     "llama4": lambda writer, config: writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"]),
     "minicpm": _minicpm,
     "minicpm3": _minicpm3,

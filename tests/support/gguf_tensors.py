@@ -66,12 +66,31 @@ def _parts(arch: str, name: str, tensor: Tensor, config: Config) -> Iterator[tup
         yield f"{blk}ffn_up_exps.weight", ups
     elif arch == "granitemoe" and name.endswith(".output_linear.weight"):
         yield f"{blk}ffn_down_exps.weight", tensor
+    elif arch == "mamba2" and ".mixer." in name:
+        yield from _mamba2(name, last, tensor, blk, config)
+    elif arch == "lfm2moe" and ".experts." in name:
+        yield name.removeprefix("model."), tensor
+    elif last == "expert_bias":
+        yield f"{name}.bias", tensor
     elif last == "e_score_correction_bias":
         yield f"{start}.e_score_correction.bias", tensor
     elif last.endswith("_scale"):
         yield f"{name}.weight", tensor
     else:
         yield name, tensor
+
+
+def _mamba2(name: str, last: str, tensor: Tensor, blk: str, config: Config) -> Iterator[tuple[str, Tensor]]:
+    if last == "A_log":
+        yield f"{blk}ssm_a", -tensor.exp()[:, None]
+    elif last == "D":
+        yield f"{blk}ssm_d", tensor[:, None]
+    elif last == "dt_bias":
+        yield f"{blk}ssm_dt.bias", tensor
+    elif name.endswith(".norm.weight"):
+        yield name, tensor.unflatten(0, (config["n_groups"], -1))
+    else:
+        yield name, tensor.squeeze(1) if tensor.ndim == 3 else tensor
 
 
 def _gpt_oss(start: str, last: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

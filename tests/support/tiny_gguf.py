@@ -46,8 +46,11 @@ ARCHITECTURES = {
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
     "InternLM2ForCausalLM": "internlm2",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2moe",
     "Llama4ForCausalLM": "llama4",
     "LlamaForCausalLM": "llama",
+    "Mamba2ForCausalLM": "mamba2",
     "MiniCPM3ForCausalLM": "minicpm3",
     "MiniCPMForCausalLM": "minicpm",
     "MiniMaxM2ForCausalLM": "minimax-m2",
@@ -74,8 +77,11 @@ ARCHITECTURES = {
 }
 NOT_QUANTISED = (
     *(".mlp.gate", ".shared_expert_gate", ".block_sparse_moe.gate", ".router.layer", ".router"),
+    ".feed_forward.gate",
     *(".altup.correction_coefs", ".altup.prediction_coefs", ".altup.modality_router"),
 )
+SMALL = ("shortconv.conv.weight", "ssm_conv1d.weight", "ssm_norm.weight", "ssm_a", "ssm_d")
+"""Matrices that stay in floats by their names in the file."""
 
 
 def save_gguf(model: Any, path: Path, kind: Kind = Kind.F32, tokenizer: Mapping[str, Any] | None = None) -> Path:
@@ -112,11 +118,12 @@ def convert(
     for name, tensor in converted.items():
         stem, suffix = name.rsplit(".", 1)
         values = tensor.float().numpy()
-        if values.ndim > 1:
+        if values.ndim > 1 and arch != "mamba2":  # whose vectors become columns
             values = values.squeeze()
-        wanted = Kind.F32 if stem.endswith(NOT_QUANTISED) or values.ndim == 1 else kind
         own = stem if stem.startswith("blk.") else names.get_name(stem)
         assert own is not None, f"the tables do not know {stem}"
+        is_small = stem.endswith(NOT_QUANTISED) or f"{own}.{suffix}".endswith(SMALL) or values.ndim == 1
+        wanted = Kind.F32 if is_small else kind
         writer.add_tensor(f"{own}.{suffix}", gguf.quants.quantize(values, wanted), raw_dtype=wanted)
     _write_rope_factors(writer, config)
     return finish(writer, path)

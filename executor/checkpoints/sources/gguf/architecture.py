@@ -38,6 +38,10 @@ class GGUFArchitecture:
     """What the family computes whatever a file says of `renormalised`; None: what the file says."""
     routes_in_groups: bool = False
     """Whether experts are chosen in groups, their sum is scaled, and dense layers come first, as DeepSeek's are."""
+    some_attend: bool = False
+    """Whether layers may have no attention; the number of their key/value heads is 0."""
+    whole: Callable[[Fields], dict[str, Any]] | None = None
+    """Gives the config of an architecture without attention, which has no common fields besides those of tokens."""
     gating: tuple[int, ...] = (0, 1)
     """Values of `expert_gating_func` that the family computes: 0 not said, 1 softmax, 2 sigmoid, 3 softmax of the
     chosen experts."""

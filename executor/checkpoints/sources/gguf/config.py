@@ -15,13 +15,14 @@ from headrace.executor.checkpoints.sources.gguf.architecture import Fields, GGUF
 from headrace.executor.checkpoints.sources.gguf.dense import DENSE
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
 from headrace.executor.checkpoints.sources.gguf.mixtures import MIXTRAL, MIXTURES, mixture
+from headrace.executor.checkpoints.sources.gguf.recurrent import RECURRENT
 from headrace.executor.checkpoints.sources.gguf.special_tokens import end_token_ids
 from headrace.executor.models.families._config import MOST
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.log import printable
 
 logger = logging.getLogger(__name__)
-ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType({**DENSE, **MIXTURES})
+ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType({**DENSE, **MIXTURES, **RECURRENT})
 SAMPLING_KEYS = MappingProxyType(
     {
         "temp": "temperature",
@@ -58,6 +59,16 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     tensors = header.tensors
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{header.path} has no tensor token_embd.weight; it is not a whole language model")
+    own: dict[str, Any] = {
+        "architectures": [architecture.architecture],
+        "model_type": architecture.model_type,
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
+    if architecture.whole is not None:
+        own |= architecture.whole(fields)
+        fields.check_unread()
+        return own | _token_ids(header)
     num_heads = fields.count("attention.head_count", most=MOST["num_attention_heads"])
     hidden_size = fields.count("embedding_length")
     num_layers = fields.count("block_count", most=MOST["num_hidden_layers"]) - fields.integer("nextn_predict_layers", 0)
@@ -71,19 +82,16 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
             f"attention.head_count {num_heads}); at least 1 is expected"
         )
     config: dict[str, Any] = {
-        "architectures": [architecture.architecture],
-        "model_type": architecture.model_type,
-        "vocab_size": tensors["token_embd.weight"].shape[0],
+        **own,
         "hidden_size": hidden_size,
         "intermediate_size": fields.integers("feed_forward_length", 0 if architecture.is_mixture else None),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": fields.count("attention.head_count_kv", num_heads),
+        "num_key_value_heads": _key_heads(fields, architecture, num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": fields.integer("context_length"),
         **_eps(fields),
         "rope_theta": _theta(fields),
-        "tie_word_embeddings": "output.weight" not in tensors,
     }
     if rotary_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim
@@ -96,6 +104,13 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     _expect_common(fields, config)
     fields.check_unread()
     return config | _token_ids(header)
+
+
+def _key_heads(fields: Fields, architecture: GGUFArchitecture, num_heads: int) -> int:
+    """Key/value heads of the layers that have attention. Raises ModelError if these differ."""
+    found = fields.integers("attention.head_count_kv", num_heads) if architecture.some_attend else num_heads
+    counts = set(found) - {0} if isinstance(found, list) else set()
+    return counts.pop() if len(counts) == 1 else fields.count("attention.head_count_kv", num_heads)
 
 
 def _theta(fields: Fields) -> float:

@@ -168,7 +168,7 @@ class GGUFWeights(WeightSource):
             vector = _decode(record, record.data).reshape(-1)
             vector = vector if order is None else vector[torch.from_numpy(order)]
             start, stop = bounds(rows, record.shape[0])
-            return self._without_offset(name, vector[start:stop])
+            return self._restored(name, vector[start:stop])
         start, stop = bounds(rows, record.data.shape[0])
         data = record.data[start:stop] if order is None else record.data[order[start:stop]]
         first, last = bounds(columns, record.shape[-1])
@@ -178,7 +178,7 @@ class GGUFWeights(WeightSource):
         part = part[:, first - skipped : last - skipped]
         if len(record.shape) > 2 and rows is None and columns is None:
             part = part.reshape(record.shape)
-        return self._without_offset(name, part)
+        return self._restored(name, part)
 
     def _packed(self, name: str) -> Packed:
         """The weight as stored, (type, [rows, bytes of a row] uint8), with rows in Hugging Face's order. If rows are
@@ -213,7 +213,9 @@ class GGUFWeights(WeightSource):
     def _is_offset(self, name: str) -> bool:
         return self._offset_norms and name.endswith("norm.weight")
 
-    def _without_offset(self, name: str, tensor: Tensor) -> Tensor:
+    def _restored(self, name: str, tensor: Tensor) -> Tensor:
+        if name.endswith(".A_log"):  # stored as -exp of it
+            return (-tensor.to(torch.float32)).log()
         return tensor.to(torch.float32) - 1.0 if self._is_offset(name) else tensor
 
 

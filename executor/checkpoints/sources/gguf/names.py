@@ -6,6 +6,7 @@ they are split here. Experts, which a file stacks, become one tensor each.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -43,7 +44,7 @@ def records_by_name(header: GGUFHeader, tensors: Mapping[str, TensorRecord], spe
         else:
             found |= places.plain(name, record)
     found |= places.of_metadata(next(iter(tensors.values())))
-    return {name: _with_row(record, places.shapes.get(name)) for name, record in found.items()}
+    return {name: _with_shape(record, places.shapes.get(name)) for name, record in found.items()}
 
 
 class _Places:
@@ -93,8 +94,11 @@ class _Places:
                 continue
             if kind not in ("weight", "bias"):  # a complete name, such as that of a parameter outside a module
                 stem, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
-            if own := self._own_name(stem):
-                yield f"{own}.{kind}", name
+            for each in (stem, name, f"{stem}_proj"):  # the tables have some biases by another name
+                if own := self._own_name(each):
+                    yield f"{own}.{kind}", name
+                    yield own, name
+                    break
 
     def is_beyond(self, name: str) -> bool:
         """Whether a tensor belongs to a layer beyond the last, which is for multi-token prediction."""
@@ -168,6 +172,12 @@ def _rows(record: TensorRecord, first: int, last: int) -> TensorRecord:
     return replace(record, shape=(last - first,), data=record.data[:, first * size : last * size])
 
 
-def _with_row(record: TensorRecord, declared: tuple[int, ...] | None) -> TensorRecord:
-    """The record as a matrix of one row if the model declares that; converters drop the dimension."""
-    return replace(record, shape=declared) if declared == (1, *record.shape) else record
+def _with_shape(record: TensorRecord, declared: tuple[int, ...] | None) -> TensorRecord:
+    """The record in the shape that the model declares: converters add and drop dimensions of size 1, and write vectors
+    of several groups with a row for each."""
+    if declared is None or declared == record.shape or math.prod(declared) != math.prod(record.shape):
+        return record
+    if len(declared) == 1 and record.block_size == 1:
+        return replace(record, shape=declared, data=record.data.reshape(1, -1))
+    same = [size for size in declared if size > 1] == [size for size in record.shape if size > 1]
+    return replace(record, shape=declared) if same and declared[-1] == record.shape[-1] else record
