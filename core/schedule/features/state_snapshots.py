@@ -32,6 +32,7 @@ from headrace.core.schedule.groups.group import PrefixHit
 from headrace.core.schedule.groups.state import StatePages
 from headrace.core.schedule.requests import Request
 from headrace.ipc.failure import InconsistentError
+from headrace.ipc.prefix_names import PrefixKey
 from headrace.ipc.step import Attachment, Drafts, NewRow, StateSnapshots, StepPlan, StepResult
 
 KV_BYTES_PER_BYTE = 10
@@ -44,6 +45,11 @@ _NONE_COMMITTED = -1
 def keeps_states(plan: Plan) -> bool:
     """Whether this model's steps need the feature."""
     return plan.enable_prefix_caching and any(group.kind == "state" for group in plan.model.cache_groups)
+
+
+def _may_share(key: PrefixKey, other: PrefixKey) -> bool:
+    """Whether equal tokens of two requests have equal states, as far as their keys tell at once."""
+    return key.root == other.root and not key.inputs and not other.inputs
 
 
 class KeepingStates(StepFeature):
@@ -73,7 +79,7 @@ class KeepingStates(StepFeature):
         computes_prompt = table.active & (table.num_computed_tokens < table.num_tokens - 1)
         for row in np.flatnonzero(computes_prompt).tolist():
             other = table.requests[row]
-            if other is None or other.cache_salt != request.cache_salt:
+            if other is None or not _may_share(other.prefix_key, request.prefix_key):
                 continue
             tokens = table.token_ids[row, : min(len(usable), int(table.num_tokens[row]))]
             differs = np.flatnonzero(tokens != usable[: len(tokens)])
