@@ -1,74 +1,98 @@
-// Short convolutions. Threads divide the channels, and each keeps the last inputs of kLanes channels in registers.
+// Short convolutions. Threads divide the channels; each keeps the last inputs of its own in its scratch, a row for each,
+// so that a token's inputs and result are read and written in order of memory.
 #include "linear/driver.h"
 #include "recurrent/states.h"
 
 namespace headrace {
 namespace {
 
-// The channels [at, at + count), count <= kLanes, of rows of values; lanes beyond are zeros.
-struct Channels {
-  int64_t at;
-  int count;
+// Lanes [0, count) of a vector, count <= kLanes; lanes beyond are zeros.
+inline Floats load_lanes(const void* from, int64_t at, int count, DType type) {
+  if (count == kLanes) return load_vector(from, at, type);
+  Floats values = {};
+  for (int i = 0; i < count; ++i) values[i] = load_one(from, at + i, type);
+  return values;
+}
+inline void store_lanes(void* to, int64_t at, int count, DType type, Floats values) {
+  if (count == kLanes) return store_vector(to, at, type, values);
+  for (int i = 0; i < count; ++i) store_one(to, at + i, type, values[i]);
+}
 
-  Floats load(const void* row, int64_t offset, DType type) const {
-    if (count == kLanes) return load_vector(row, offset + at, type);
-    Floats values = {};
-    for (int i = 0; i < count; ++i) values[i] = load_one(row, offset + at + i, type);
-    return values;
+// A thread's channels of one sequence.
+struct Channels {
+  const ConvolveArgs& args;
+  const StateSequence& sequence;
+  Range own;
+  int num_past;
+  float* past[kMostConvolveWidth];  // [num_past] rows of [channels]: the last inputs, the oldest first
+
+  void copy(const float* from, float* to) const { std::copy(from + own.begin, from + own.end, to + own.begin); }
+
+  // The oldest input has made room for the newest.
+  void taken(int64_t inputs) {
+    std::rotate(past, past + std::min(1, num_past), past + num_past);
+    passed(inputs);
   }
-  Floats load(const float* row) const { return load(row, 0, DType::kF32); }
-  void store(void* row, DType type, Floats values) const {
-    if (count == kLanes) return store_vector(row, at, type, values);
-    for (int i = 0; i < count; ++i) store_one(row, at + i, type, values[i]);
+
+  void passed(int64_t inputs) const {
+    sequence.stores(*args.states, inputs, [&](const int32_t* pages) {
+      for (int i = 0; i < num_past; ++i) copy(past[i], args.history.at(pages, i));
+    });
+  }
+
+  // The result of a token, whose input takes the place of the oldest.
+  void compute(int64_t token) const {
+    const DType type = args.x_type;
+    const void* x = row_at(args.x, token, args.x_stride, type);
+    void* out = row_at(args.out, token, args.out_stride, args.out_type);
+    for (int64_t at = own.begin; at < own.end; at += kLanes) {
+      const int count = static_cast<int>(std::min<int64_t>(kLanes, own.end - at));
+      Floats input = load_lanes(x, at + (args.gated != 0 ? 2 * args.channels : 0), count, type);
+      if (args.gated != 0) input *= load_lanes(x, at, count, type);
+      Floats sum = {};
+      for (int tap = 0; tap <= num_past; ++tap) {
+        const Floats tapped = tap < num_past ? load_lanes(past[tap], at, count, DType::kF32) : input;
+        sum = fused(load_lanes(args.weight + tap * args.channels, at, count, DType::kF32), tapped, sum);
+      }
+      if (args.bias != nullptr) sum += load_lanes(args.bias, at, count, DType::kF32);
+      sum = activate(args.activation, sum);
+      if (args.gated != 0) sum *= load_lanes(x, at + args.channels, count, type);
+      store_lanes(out, at, count, args.out_type, sum);
+      store_lanes(past[0], at, count, DType::kF32, input);
+    }
+  }
+
+  void run() {
+    for (int i = 0; i < num_past; ++i) {
+      if (sequence.source != nullptr)
+        copy(args.history.at(sequence.source, i), past[i]);
+      else
+        std::fill(past[i] + own.begin, past[i] + own.end, 0.0f);
+    }
+    passed(0);
+    for (int64_t i = 0; i < sequence.replayed; ++i) {
+      copy(args.drafted.at(sequence.row, i), past[0]);
+      taken(i + 1);
+    }
+    for (int64_t i = 0; i < sequence.count; ++i) {
+      compute(sequence.first + i);
+      const int64_t inputs = sequence.replayed + i + 1;
+      if (inputs > sequence.commit) copy(past[0], args.drafted.at(sequence.row, inputs - sequence.commit - 1));
+      taken(inputs);
+    }
   }
 };
-
-void convolve_channels(const ConvolveArgs& args, const Step& step, const StateSequence& sequence, Channels own) {
-  const StateStep& states = *args.states;
-  const int past = args.width - 1;
-  Floats weights[kMostConvolveWidth], history[kMostConvolveWidth] = {};
-  for (int tap = 0; tap <= past; ++tap) weights[tap] = own.load(args.weight + tap * args.channels);
-  const Floats bias = args.bias != nullptr ? own.load(args.bias) : Floats{};
-  if (sequence.source != nullptr)
-    for (int i = 0; i < past; ++i) history[i] = own.load(args.history.at(sequence.source, i));
-  const auto passed = [&](int64_t inputs) {
-    sequence.stores(states, inputs, [&](const int32_t* pages) {
-      for (int i = 0; i < past; ++i) own.store(args.history.at(pages, i), DType::kF32, history[i]);
-    });
-  };
-  const auto take = [&](Floats input, int64_t inputs) {
-    for (int i = 0; i + 1 < past; ++i) history[i] = history[i + 1];
-    if (past > 0) history[past - 1] = input;
-    passed(inputs);
-  };
-  passed(0);
-  for (int64_t i = 0; i < sequence.replayed; ++i) take(own.load(args.drafted.at(sequence.row, i)), i + 1);
-  for (int64_t i = 0; i < sequence.count; ++i) {
-    const void* x = row_at(args.x, sequence.first + i, args.x_stride, args.x_type);
-    Floats input = own.load(x, args.gated != 0 ? 2 * args.channels : 0, args.x_type);
-    if (args.gated != 0) input *= own.load(x, 0, args.x_type);
-    Floats sum = {};
-    for (int tap = 0; tap < past; ++tap) sum = fused(weights[tap], history[tap], sum);
-    sum = fused(weights[past], input, sum);
-    if (args.bias != nullptr) sum += bias;
-    sum = activate(args.activation, sum);
-    if (args.gated != 0) sum *= own.load(x, args.channels, args.x_type);
-    own.store(row_at(args.out, sequence.first + i, args.out_stride, args.out_type), args.out_type, sum);
-    const int64_t inputs = sequence.replayed + i + 1;
-    if (inputs > sequence.commit) own.store(args.drafted.at(sequence.row, inputs - sequence.commit - 1), DType::kF32, input);
-    take(input, inputs);
-  }
-}
 
 }  // namespace
 
 void convolve(const void* raw, const Step& step, int thread, int num_threads) {
   const ConvolveArgs& args = *static_cast<const ConvolveArgs*>(raw);
-  const Range mine = split(args.channels, thread, num_threads, kLanes);
+  float* scratch = reinterpret_cast<float*>(step.thread_scratch(thread));
   for (int64_t seq = 0; seq < step.num_seqs; ++seq) {
     const StateSequence sequence(*args.states, step, seq);
-    for (int64_t at = mine.begin; at < mine.end; at += kLanes)
-      convolve_channels(args, step, sequence, {at, static_cast<int>(std::min<int64_t>(kLanes, mine.end - at))});
+    Channels channels = {args, sequence, split(args.channels, thread, num_threads, kLanes), args.width - 1, {scratch}};
+    for (int i = 1; i < channels.num_past; ++i) channels.past[i] = scratch + i * args.channels;
+    channels.run();
   }
 }
 
@@ -76,6 +100,7 @@ void convolve(const void* raw, const Step& step, int thread, int num_threads) {
 
 using namespace headrace;
 
+// Needs width * channels floats of per-thread scratch.
 HR_EXPORT void hr_op_convolve(const void* args, const Step& step, int thread, int num_threads) {
   convolve(args, step, thread, num_threads);
 }

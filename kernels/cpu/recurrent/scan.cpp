@@ -89,13 +89,17 @@ struct Head {
   void part(int64_t row, int64_t at, int64_t count) const {
     const int64_t stride = padded(args.head_dim);
     Floats held[kCount][kWidth];
+#pragma GCC unroll 4
     for (int r = 0; r < kCount; ++r)
+#pragma GCC unroll 4
       for (int v = 0; v < kWidth; ++v) held[r][v] = load_floats(room.state + (row + r) * columns + at + v * kLanes);
     for (int64_t i = 0; i < count; ++i) {
       const float* x = room.x + i * stride + row;
       const float *b = room.b + i * columns + at, *c = room.c + i * columns + at;
+#pragma GCC unroll 4
       for (int r = 0; r < kCount; ++r) {
         Floats sum = room.sums[i * kCount + r];
+#pragma GCC unroll 4
         for (int v = 0; v < kWidth; ++v) {
           const Floats share = held[r][v] * shares[i];
           held[r][v] = fused(all_lanes(x[r]), load_floats(b + v * kLanes), share);
@@ -104,7 +108,9 @@ struct Head {
         room.sums[i * kCount + r] = sum;
       }
     }
+#pragma GCC unroll 4
     for (int r = 0; r < kCount; ++r)
+#pragma GCC unroll 4
       for (int v = 0; v < kWidth; ++v) store_floats(room.state + (row + r) * columns + at + v * kLanes, held[r][v]);
   }
 

@@ -35,6 +35,7 @@ def write_convolve(
     args.states = ctypes.addressof(states)
     args.x, args.x_stride, args.x_type = x.address, x.stride, x.type
     args.out, args.out_stride, args.out_type = out.address, out.stride, out.type
+    builder.need_scratch(params.weight.nbytes)
     builder.op("hr_op_convolve", args, (x,), (out,), keep=(kept, states, state))
 
 
@@ -83,6 +84,7 @@ class StateOps:
         x, out = x.contiguous(), torch.empty(len(x), params.weight.shape[0], dtype=x.dtype)
         args.x, args.x_stride, args.x_type = pointer(x), x.stride(0), DTYPES[x.dtype]
         args.out, args.out_stride, args.out_type = pointer(out), out.stride(0), DTYPES[out.dtype]
+        self.runtime.pool.reserve(0, params.weight.nbytes)
         self._run("hr_op_convolve", args, batch, len(x))
         del kept  # until here
         return out
