@@ -139,17 +139,10 @@ def _placed(weights: Weights, places: Mapping[str, Place], name: str) -> StoredT
         raise ModelError(
             f"weight {place.name} has shape {list(found.shape)}, but the config needs {place.num_stored} {axis}"
         )
-    read_packed = None if place.transposed else found.numbers.packed
-    return StoredTensor(
-        shape=(len(place.rows), *shape[1:]),
-        format=found.format,
-        group=found.group,
-        numbers=Numbers(
-            partial(_part_placed, found, place),
-            None if read_packed is None else partial(_packed_placed, read_packed, place),
-        ),
-        padding=found.padding,
-    )
+    read = None if place.transposed else found.numbers.packed
+    packed = None if read is None else partial(_packed_placed, read, place)
+    numbers = Numbers(partial(_part_placed, found, place), packed)
+    return StoredTensor.unpadded((len(place.rows), *shape[1:]), found.format, found.group, numbers)
 
 
 def _part_placed(found: StoredTensor, place: Place, rows: slice | None, columns: slice | None) -> Tensor:

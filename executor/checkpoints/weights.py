@@ -34,7 +34,6 @@ Packed = tuple[str, np.ndarray] | GroupedWeight
 ReadPart = Callable[[slice | None, slice | None], Tensor]
 """(rows, columns) -> the tensor's part of these, all of them for None. Slices have no step, and bounds within the
 shape."""
-UNPADDED: Mapping[int, GrownAxis] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,11 @@ class StoredTensor:
     @classmethod
     def plain(cls, shape: tuple[int, ...], format_: str, part: ReadPart) -> StoredTensor:
         """A tensor that is not quantised."""
-        return cls(shape=shape, format=format_, group=None, numbers=Numbers(part, None), padding=UNPADDED)
+        return cls.unpadded(shape, format_, None, Numbers(part, None))
+
+    @classmethod
+    def unpadded(cls, shape: tuple[int, ...], format_: str, group: int | None, numbers: Numbers) -> StoredTensor:
+        return cls(shape=shape, format=format_, group=group, numbers=numbers, padding=MappingProxyType({}))
 
     def reading(self, numbers: Numbers) -> StoredTensor:
         """The tensor, whose numbers are read in another way."""

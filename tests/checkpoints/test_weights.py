@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from headrace.executor.checkpoints.weights import UNPADDED, Numbers, StoredTensor, Weights, WeightSource
+from headrace.executor.checkpoints.weights import Numbers, StoredTensor, Weights, WeightSource
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.cpu.program import StepLimits
 from headrace.executor.models.families import spec_from_config
@@ -110,7 +110,7 @@ def test_a_packed_form_that_is_not_its_records_is_found(checkpoint: Checkpoint) 
     assert packed_part(stored, packed[1], (32, 34), None, None) is not None
     for shape in ((stored.shape[0] * 2, stored.shape[1]), (stored.shape[0], stored.shape[1] + 32)):
         with pytest.raises(InconsistentError, match="its record says"):
-            packed_part(replace(stored, shape=shape, padding=UNPADDED), packed[1], (32, 34), None, None)
+            packed_part(replace(stored, shape=shape), packed[1], (32, 34), None, None)
 
 
 def test_the_list_of_transformations_is_printed() -> None:

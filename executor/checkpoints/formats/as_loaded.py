@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.checkpoints.formats import AsLoaded
-from headrace.executor.checkpoints.weights import UNPADDED, Numbers, StoredTensor, Weights, bounds
+from headrace.executor.checkpoints.weights import Numbers, StoredTensor, Weights, bounds
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.sizes import model_weights
 from headrace.ipc.failure import ModelError, OptionError
@@ -35,13 +35,7 @@ def quantised_as_loaded(weights: Weights, as_loaded: AsLoaded, spec: ArchSpec) -
             values = read(rows).floats()
             return values[:, slice(*bounds(columns, values.shape[1]))].contiguous()
 
-        return StoredTensor(
-            shape=floats.shape,
-            format=as_loaded.name,
-            group=1 if as_loaded.group is None else as_loaded.group,
-            numbers=Numbers(part, read),
-            padding=UNPADDED,
-        )
+        return StoredTensor.unpadded(floats.shape, as_loaded.name, as_loaded.group or 1, Numbers(part, read))
 
     return replace(weights, as_loaded=None).then(f"quantised as they load ({as_loaded.name})", made, stored)
 

@@ -11,7 +11,6 @@ from headrace.executor.checkpoints.declared_weights import stored_weights
 from headrace.executor.checkpoints.formats import Format, Parts, expect, lacking
 from headrace.executor.checkpoints.formats.cache_scales import OF_CACHE
 from headrace.executor.checkpoints.weights import (
-    UNPADDED,
     Numbers,
     ReadPart,
     StoredTensor,
@@ -79,13 +78,9 @@ class _Matrices:
             return found.reading(Numbers(partial(self._floats, name, found.numbers.part), found.numbers.packed))
         shape = self._shape(name)
         size = self._format.group(_module(name), shape[1])
-        return StoredTensor(
-            shape=shape,
-            format=self._format.scheme(_module(name)),
-            group=size if size < shape[1] else 1,  # a scale of a whole row fits any part of it
-            numbers=Numbers(partial(self._part, name, shape), partial(self._read, name, shape)),
-            padding=UNPADDED,
-        )
+        group = size if size < shape[1] else 1  # a scale of a whole row fits any part of it
+        numbers = Numbers(partial(self._part, name, shape), partial(self._read, name, shape))
+        return StoredTensor.unpadded(shape, self._format.scheme(_module(name)), group, numbers)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         parts = self._parts[name]

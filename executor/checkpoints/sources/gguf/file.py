@@ -19,7 +19,6 @@ from headrace.executor.checkpoints.sources.gguf.names import records_by_name
 from headrace.executor.checkpoints.sources.gguf.regrouped import REGROUPED
 from headrace.executor.checkpoints.sources.gguf.split_latent import joined_latent
 from headrace.executor.checkpoints.weights import (
-    UNPADDED,
     Numbers,
     Packed,
     StoredTensor,
@@ -152,13 +151,9 @@ class GGUFWeights(WeightSource):
             return StoredTensor.plain(record.shape, UNQUANTISED[record.type_name], part)
         form = REGROUPED.get(record.type_name)
         stays = len(record.shape) == 2 and not self._is_offset(name)
-        return StoredTensor(
-            shape=record.shape,
-            format=record.type_name,
-            group=record.block_size if form is None else form.group,
-            numbers=Numbers(part, partial(self._packed, name) if stays else None),
-            padding=UNPADDED,
-        )
+        group = record.block_size if form is None else form.group
+        numbers = Numbers(part, partial(self._packed, name) if stays else None)
+        return StoredTensor.unpadded(record.shape, record.type_name, group, numbers)
 
     def _part(self, name: str, rows: slice | None, columns: slice | None) -> Tensor:
         """The tensor or a part of it; only the bytes of these rows and blocks are read."""
