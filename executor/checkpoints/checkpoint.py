@@ -413,9 +413,9 @@ def _with_quantisation(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     text = config.get("text_config")
     for key in ("quantization_config", "compression_config"):
         if config.get(key):
-            return config
+            return {**config, key: _with_method(config[key])}
         if isinstance(text, Mapping) and text.get(key):
-            return {**config, key: text[key]}
+            return {**config, key: _with_method(text[key])}
     for name in BESIDE:
         if (folder / name).is_file():
             own = read_json(folder / name)
@@ -424,11 +424,16 @@ def _with_quantisation(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return config
     beside = read_json(file)
-    stored, producer = beside.get("quantization"), beside.get("producer")
-    if not isinstance(stored, Mapping):
+    if not isinstance(beside.get("quantization"), Mapping):
         raise ModelError(f"{file} has no object named quantization")
-    name = producer.get("name", "modelopt") if isinstance(producer, Mapping) else "modelopt"
-    return {**config, "quantization_config": {"quant_method": name, **stored}}
+    producer = beside.get("producer") or {"name": "modelopt"}
+    return {**config, "quantization_config": _with_method({"producer": producer, **beside["quantization"]})}
+
+
+def _with_method(stored: Any) -> Any:
+    """A quantization_config, whose method is its producer where it names none, as in those of NVIDIA's ModelOpt."""
+    producer = stored.get("producer") if isinstance(stored, Mapping) else None
+    return {"quant_method": producer.get("name"), **stored} if isinstance(producer, Mapping) else stored
 
 
 def _quantisation_in(config: Mapping[str, Any]) -> Any:

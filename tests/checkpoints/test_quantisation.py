@@ -291,6 +291,22 @@ def test_modelopts_config_may_lie_beside_the_models(tmp_path: Path) -> None:
     assert error_of(opened(tmp_path, quantization="modelopt"), model) < EXACT_ERROR
 
 
+def test_modelopts_config_may_name_its_producer_alone(tmp_path: Path) -> None:
+    """As that of Qwen3-32B-FP8-Static-PerTensor."""
+    config = {
+        "config_groups": {
+            "group_0": {
+                "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+                "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+            }
+        },
+        **{"ignore": ["lm_head"], "quant_algo": "FP8", "kv_cache_scheme": "FP8"},
+        "producer": {"name": "modelopt", "version": "0.31.0"},
+    }
+    model = made.write(tmp_path, tiny_models.build("llama"), config, made.modelopt("FP8")[1])
+    assert error_of(opened(tmp_path), model) < EXACT_ERROR
+
+
 @pytest.mark.parametrize(
     ("layout", "writer"),
     [

@@ -104,6 +104,7 @@ PUBLISHED_KEYS: Mapping[str, dict[str, Any]] = {
     "lfm2_moe_plain": {"full_attn_idxs": [1, 4]},
     "mamba2": {"norm_before_gate": True, "rms_norm": True, "time_step_init_scheme": "random", "time_step_scale": 1.0},
     "minimax_m2": {
+        "attn_type_list": [1, 1], "partial_rotary_factor": 0.5,
         "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0,
         "mlp_intermediate_size": 64, "mtp_transformer_layers": 1, "num_mtp_modules": 3, "qk_norm_type": "per_layer",
         "scoring_func": "sigmoid", "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "use_mtp": True,
@@ -116,6 +117,8 @@ PUBLISHED_KEYS: Mapping[str, dict[str, Any]] = {
         "onnx_safe": None, "scale_attn_weights": True, "softmax_in_fp32": False, "use_cache_kernel": False,
         "use_cache_quantization": False, "use_flash_attn": "auto",
     },
+    "qwen3": {"use_qk_norm": True},
+    "qwen3_moe": {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0},
     "starcoder2": {
         "activation_function": "gelu", "attention_softmax_in_fp32": True, "layer_norm_epsilon": 1e-5,
         "mlp_type": "default", "norm_type": "layer_norm", "scale_attention_softmax_in_fp32": True,

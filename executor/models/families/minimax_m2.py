@@ -10,11 +10,18 @@ from headrace.executor.models.families._config import activation, head_dim_of, i
 from headrace.executor.models.families.mixtral import NAMES
 from headrace.ipc.failure import ModelError
 
+FULL_ATTENTION = 1
+"""Of `attn_type_list`, which its predecessor has for its linear layers."""
+
 
 def build(config: Config) -> ArchSpec:
+    if any(kind != FULL_ATTENTION for kind in config.get("attn_type_list") or ()):
+        raise ModelError("the config's attn_type_list has layers of linear attention, which are not supported")
     if config.get("rotary_dim") is not None:
-        rotated = integer(config, "rotary_dim")
+        rotated, share = integer(config, "rotary_dim"), config.get("partial_rotary_factor")
         config = config | {"partial_rotary_factor": rotated / head_dim_of(config)}
+        if share not in (None, config["partial_rotary_factor"]):
+            raise ModelError(f"the config's rotary_dim is {rotated}, and its partial_rotary_factor {share!r:.80}")
         if (found := rope(config, head_dim_of(config), 10000.0).rotary_dim) != rotated:
             raise ModelError(f"the config's rotary_dim is {rotated}, and its rope parameters rotate {found} dimensions")
     mixture = Experts(

@@ -17,4 +17,4 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("Qwen3ForCausalLM",), build)
+FAMILY = Family(("Qwen3ForCausalLM",), build, assumes={"use_qk_norm": (True,)})

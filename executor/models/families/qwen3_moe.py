@@ -34,4 +34,4 @@ def build(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("Qwen3MoeForCausalLM",), build)
+FAMILY = Family(("Qwen3MoeForCausalLM",), build, assumes={"use_qk_norm": (True,)})
