@@ -102,7 +102,7 @@ def cache_size(facts: Facts, plan: Plan) -> tuple[int, float]:
     """How many tokens the cache holds, and how many requests of max_model_len."""
     groups = plan.model.cache_groups
     requests = requests_at_once(facts.num_blocks, facts.max_model_len, plan)
-    if len(groups) > 1 or groups[0].window:
+    if [group.kind for group in groups] != ["full"]:
         return int(requests * facts.max_model_len), requests
     return (facts.num_blocks - NULL_BLOCKS) * plan.block_size, requests
 
@@ -133,27 +133,28 @@ def ledger(facts: Facts, plan: Plan) -> str:
 
 
 def _group_rows(facts: Facts, plan: Plan) -> list[tuple[str, int, str]]:
-    """Rows with the cache size that a request of max_model_len needs in each kind of layers; none without windows."""
-    kinds: dict[int, list[CacheGroup]] = {}
+    """Rows with the cache size that a request of max_model_len needs in each kind of layers; none if all are alike."""
+    kinds: dict[str, list[CacheGroup]] = {}
     for group in plan.model.cache_groups:
-        kinds.setdefault(group.window, []).append(group)
-    if not any(kinds):
+        what = "one state" if group.pages else f"a window of {group.window} tokens" if group.window else "all tokens"
+        kinds.setdefault(what, []).append(group)
+    if [*kinds] == ["all tokens"]:
         return []
     rows = []
-    for window, groups in kinds.items():
+    for what, groups in kinds.items():
         blocks = request_blocks(groups, facts.max_model_len, plan.block_size)
         layers = sum(len(group.layers) for group in groups)
-        what = f"a window of {window} tokens" if window else "all tokens"
         text = f"of it, a request's in {layers} layers of {what}: {blocks} blocks in {len(groups)} groups"
         rows.append(("  request", blocks * block_bytes(plan), text))
     return rows
 
 
 def _useful_blocks(plan: Plan, reading: MemoryReading) -> int:
-    """The most blocks that can be in use at once. On a CPU also at most CPU_CACHE_BYTES, but enough for one request of
-    max_model_len."""
+    """The most blocks that can be in use at once, with two kept states for each request. On a CPU also at most
+    CPU_CACHE_BYTES, but enough for one request of max_model_len."""
     one = blocks_for(plan.max_model_len, plan)
     useful = one + (plan.max_num_seqs - 1) * decode_blocks_for(plan.max_model_len, plan) + NULL_BLOCKS
+    useful += 2 * plan.max_num_seqs * sum(group.pages for group in plan.model.cache_groups)
     if reading.device == "cpu":
         return min(useful, max(CPU_CACHE_BYTES // block_bytes(plan), one + NULL_BLOCKS))
     return useful

@@ -296,12 +296,14 @@ def ring_layouts(plan: Plan, num_workers: int, steps_in_flight: int) -> tuple[Ri
     masks of many rows.
     """
     seqs, tokens, groups = plan.max_num_seqs, plan.max_num_batched_tokens, len(plan.model.cache_groups)
-    sizes = StepSizes(seqs, tokens, plan.max_logits, plan.model.vocab_size)
+    pages = sum(group.pages for group in plan.model.cache_groups)
+    most_snapshots = 2 * seqs + tokens // plan.block_size
+    sizes = StepSizes(seqs, tokens, plan.max_logits, plan.model.vocab_size, num_state_pages=pages * most_snapshots)
     attached_bytes = sum(min(size, ATTACHMENT_IN_SLOT) for size in attachment_bytes(sizes).values())
     step_bytes = (
         1024
         + attached_bytes
-        + seqs * (4 * 4 + 1 + 8 + 200)
+        + seqs * (4 * 4 + 1 + 8 + 200 + 8 * pages)
         + tokens * 4
         + (tokens // plan.block_size + seqs) * 8 * groups
     )

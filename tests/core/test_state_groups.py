@@ -9,16 +9,21 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from engine_parts import EOS, STATE, VOCAB_SIZE, SteppedClient, SteppedCore
+from engine_parts import EOS, STATE, VOCAB_SIZE, SteppedClient, SteppedCore, make_plan
 from test_steady import Noting
 
+from headrace.core.options.cache_groups import longest_request, request_blocks
+from headrace.core.options.memory import fit_cache, ledger
+from headrace.core.options.plan import MemoryReading
 from headrace.core.schedule.blocks import BlockPool
+from headrace.executor.placement.multiproc import ring_layouts
 from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.failure import InconsistentError
 from headrace.ipc.messages import Abort, ResetPrefixCache
-from headrace.ipc.step import StateSnapshots
+from headrace.ipc.step import StateSnapshots, StepSizes, attachment_bytes
 
 MODELS = ((None, STATE), (STATE,), (None, 9, STATE), (5, STATE))
 
@@ -181,6 +186,36 @@ def test_nothing_of_a_failed_request_and_of_a_reset_cache_is_found() -> None:
     assert pool.num_available == pool.num_blocks - 1
     assert answer(core, client, 2, [8, *text(1, 30)]) == 0
     assert answer(core, client, 3, [8, *text(1, 30)]) == 28
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+def test_memory_counts_the_pages_of_a_state_once_for_a_request_of_any_length() -> None:
+    plan, _ = make_plan(windows=(None, 64, STATE), state_pages=10, block_size=16, max_model_len=1600)
+    groups = plan.model.cache_groups
+    assert [group.kind for group in groups] == ["full", "sliding_window", "state"]
+    assert [request_blocks(groups, length, 16) for length in (1, 16, 17, 1600)] == [12, 12, 14, 115]
+    assert longest_request(groups, 115, 16, 1, 10_000) == 1600
+    assert longest_request(groups[2:], 10, 16, 1, 10_000) == 10_000
+    assert longest_request(groups[2:], 9, 16, 1, 10_000) == 0
+    reading = MemoryReading(total_bytes=1 << 40, available_bytes=1 << 40, weights_bytes=0, activation_bytes=0)
+    facts = fit_cache(plan, reading)
+    assert facts.num_blocks == 1 + 7 * 115 + request_blocks(groups, 1600, 16, 32) + 2 * 8 * 10
+    assert "a request's in 0 layers of one state: 10 blocks in 1 groups" in ledger(facts, plan)
+
+
+def test_the_rings_have_room_for_the_snapshots_of_a_step() -> None:
+    plain, _ = make_plan()
+    states, _ = make_plan(windows=(None, STATE), state_pages=5)
+    most = 2 * 8 + 32 // 4  # two for each row, and the ends of blocks in a step's tokens
+    pages = np.arange(5 * most, dtype=np.int32)
+    snapshots = StateSnapshots(rows=pages[:most], positions=pages[:most], pages=pages)
+    bytes_of = [ring_layouts(plan, 1, 1)[0].slot_bytes for plan in (plain, states)]
+    assert bytes_of[1] - bytes_of[0] >= len(msgspec.msgpack.encode([each.tolist() for each in (pages, pages[:most])]))
+    assert attachment_bytes(StepSizes(8, 32, 8, 100, 5 * most))["StateSnapshots"] >= sum(
+        each.nbytes for each in (snapshots.rows, snapshots.positions, snapshots.pages)
+    )
 
 
 # --- bundles ----------------------------------------------------------------------------------------------------
