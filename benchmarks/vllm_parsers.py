@@ -39,7 +39,7 @@ from report import write_report
 
 from headrace.frontend.text.formats.channels import ChannelParser
 from headrace.frontend.text.formats.declaration import OutputFormat, ReasoningFormat, load_format
-from headrace.frontend.text.formats.events import Event
+from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.formats.message import call_id
 from headrace.frontend.text.formats.parser import OutputParser
 
@@ -242,7 +242,7 @@ class Adapted:
         raise NotImplementedError
 
 
-def message_of(events: list[Event]) -> DeltaMessage | None:
+def message_of(events: list[AnswerPart]) -> DeltaMessage | None:
     """The events as one delta."""
     calls = dict[int, ToolCall]()
     for each in events:

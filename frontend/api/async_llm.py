@@ -20,7 +20,7 @@ from headrace.frontend.api.helpers import EngineSignature, TokenizerToAwait, get
 from headrace.frontend.api.inputs.chat_prompts import chat_options, chat_prompt
 from headrace.frontend.api.inputs.pooling_prompts import tokenize_to_pool
 from headrace.frontend.api.inputs.prompts import (
-    AS_THE_MODEL_HAS_IT,
+    DEFAULT_TOKENIZATION,
     Prompt,
     Tokenization,
     parse_single_prompt,
@@ -274,7 +274,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         request_id: str | None,
         priority: int,
         rank: int | None,
-        how: Tokenization = AS_THE_MODEL_HAS_IT,
+        how: Tokenization = DEFAULT_TOKENIZATION,
     ) -> tuple[CoreClient | FleetClient, RequestStream]:
         client = await self._ready()
         parsed = parse_single_prompt(prompt)
@@ -548,7 +548,7 @@ def _tokenizer_of(client: CoreClient | FleetClient) -> Any:
     return client.tokenizer
 
 
-async def _tokenize(prompt: Prompt, client: RequestClient, how: Tokenization = AS_THE_MODEL_HAS_IT) -> None:
+async def _tokenize(prompt: Prompt, client: RequestClient, how: Tokenization = DEFAULT_TOKENIZATION) -> None:
     if prompt.token_ids is None and len(prompt.text or "") > _TOKENIZE_INLINE_CHARACTERS:
         await asyncio.to_thread(tokenize, [prompt], client.tokenizer, how)
     else:

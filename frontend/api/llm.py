@@ -19,7 +19,7 @@ from headrace.frontend.api.helpers import EngineSignature, get_tokenizer
 from headrace.frontend.api.inputs.chat_prompts import chat_options, chat_prompts
 from headrace.frontend.api.inputs.lists import elements
 from headrace.frontend.api.inputs.prompts import (
-    AS_THE_MODEL_HAS_IT,
+    DEFAULT_TOKENIZATION,
     Prompt,
     Tokenization,
     parse_prompts,
@@ -357,7 +357,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         sampling_params: SamplingParams | None,
         priority: int,
         put: Put,
-        how: Tokenization = AS_THE_MODEL_HAS_IT,
+        how: Tokenization = DEFAULT_TOKENIZATION,
     ) -> Pump:
         """Submits one prompt; the client's thread calls `put` with each output (see sync_stream.py).
 
@@ -456,7 +456,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         prompt: Any,
         sampling_params: SamplingParams | None,
         kind: RequestOutputKind,
-        how: Tokenization = AS_THE_MODEL_HAS_IT,
+        how: Tokenization = DEFAULT_TOKENIZATION,
     ) -> tuple[Prompt, SamplingParams]:
         """One tokenised prompt, and a copy of its sampling parameters with this output kind."""
         self._check_usable()
@@ -464,7 +464,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         (params,) = params_for(sampling_params, self.get_default_sampling_params(), 1, kind)
         return parsed, params
 
-    def _tokenized(self, prompts: list[Prompt], how: Tokenization = AS_THE_MODEL_HAS_IT) -> list[Prompt]:
+    def _tokenized(self, prompts: list[Prompt], how: Tokenization = DEFAULT_TOKENIZATION) -> list[Prompt]:
         if isinstance(self._client, FleetClient) and not self._client.is_usable:
             self._background.run(self._client.until_usable())
         tokenize(prompts, self._client.tokenizer, how)

@@ -17,14 +17,14 @@ QUARANTINED = "Quarantined"
 """Type of the failure of a blamed request: it concerns this request only, and the engines continue."""
 
 
-def suspects_of(requests: Iterable[RoutedRequest]) -> list[RoutedRequest]:
+def crash_suspects(requests: Iterable[RoutedRequest]) -> list[RoutedRequest]:
     return [each for each in requests if each.is_suspect]
 
 
-def guilty_of(on_board: list[RoutedRequest]) -> set[RoutedRequest]:
+def crash_culprits(running: list[RoutedRequest]) -> set[RoutedRequest]:
     """The requests to blame when an engine died that ran these: the only one that two dead engines ran, or one that was
     then tried alone on a third. If several requests ran on both, each is tried alone before any is blamed."""
-    suspects = suspects_of(on_board)
+    suspects = crash_suspects(running)
     tried = {each for each in suspects if each.deaths_without_token > 2}
     return tried or set(suspects if len(suspects) == 1 else ())
 

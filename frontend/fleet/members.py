@@ -55,8 +55,7 @@ class Member:
         "_measured_s",
         "_rows_seconds",
         "_seconds",
-        "ailing_since_s",
-        "ailment_",
+        "_unhealthy_reason",
         "bit",
         "busy_since_s",
         "cost_per_token_s",
@@ -82,6 +81,7 @@ class Member:
         "speed",
         "stalled_share",
         "token_s",
+        "unhealthy_since_s",
         "wait_s",
         "worked_s",
     )  # fmt: skip
@@ -102,8 +102,8 @@ class Member:
         self.worked_s = -math.inf
         """When its process was last found at work, if it runs on this host."""
         self.is_draining = self.is_paused = self.is_gone = False
-        self.ailment_ = ""
-        self.ailing_since_s = 0.0
+        self._unhealthy_reason = ""
+        self.unhealthy_since_s = 0.0
         self.speed = Speed()
         self.stalled_share = 0.0
         """Share of time in which decoding waits for prefill."""
@@ -126,15 +126,15 @@ class Member:
         """The `num_active` that is included in the group's sum."""
 
     @property
-    def ailment(self) -> str:
+    def unhealthy_reason(self) -> str:
         """Why it should get no requests now: silent, stalled or slow; "" if it may."""
-        return self.ailment_
+        return self._unhealthy_reason
 
-    @ailment.setter
-    def ailment(self, reason: str) -> None:
-        if reason:
-            self.ailing_since_s = max(self.heard_s, self.busy_since_s) if reason != "slow" else self.ailing_since_s
-        self.ailment_ = reason
+    @unhealthy_reason.setter
+    def unhealthy_reason(self, reason: str) -> None:
+        if reason and reason != "slow":
+            self.unhealthy_since_s = max(self.heard_s, self.busy_since_s)
+        self._unhealthy_reason = reason
 
     @property
     def num_active(self) -> int:
@@ -163,7 +163,7 @@ class Member:
         return now_s < self.full_until_s or self.num_outputs >= self.facts.capacity + self.facts.max_waiting
 
     def is_usable(self, now_s: float) -> bool:
-        return not (self.is_gone or self.is_draining or self.ailment_) and not self.is_full(now_s)
+        return not (self.is_gone or self.is_draining or self._unhealthy_reason) and not self.is_full(now_s)
 
     def measure(self, now_s: float) -> bool:
         """Measures the progress of its requests since the last tick. Returns whether its speed was measured."""
@@ -338,7 +338,7 @@ class Group:
         ailing = (
             each
             for each in self.members
-            if each.ailment and not (each.is_draining or each.is_full(now_s) or each in refused_by)
+            if each.unhealthy_reason and not (each.is_draining or each.is_full(now_s) or each in refused_by)
         )
         return min(ailing, key=lambda each: each.cost_s, default=None)
 

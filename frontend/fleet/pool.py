@@ -448,7 +448,7 @@ class EnginePool:
         decisions = self.router.tick(now_s)
         for member in watched:
             engine = self._by_name[member.facts.name]
-            self._health.note(engine.name, engine.source.address, member.ailment)
+            self._health.note(engine.name, engine.source.address, member.unhealthy_reason)
         self._carry_out(decisions)
         if self._streams:
             self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)

@@ -23,14 +23,14 @@ class HealthLog:
     def __init__(self) -> None:
         self._ill: dict[str, str] = {}  # by name
 
-    def note(self, engine: str, address: str, ailment: str) -> None:
-        """ailment: the router's term for the problem (a key of _AILMENTS); "" for none."""
+    def note(self, engine: str, address: str, unhealthy_reason: str) -> None:
+        """unhealthy_reason: the router's term for the problem (a key of _AILMENTS); "" for none."""
         had = self._ill.get(engine, "")
-        if ailment == had:
+        if unhealthy_reason == had:
             return
-        if ailment:
-            self._ill[engine] = ailment
-            logger.info("%s at %s %s, and gets no requests meanwhile", engine, address, _AILMENTS[ailment])
+        if unhealthy_reason:
+            self._ill[engine] = unhealthy_reason
+            logger.info("%s at %s %s, and gets no requests meanwhile", engine, address, _AILMENTS[unhealthy_reason])
         else:
             del self._ill[engine]
             logger.info("%s at %s is well again: it was %s", engine, address, had)

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from headrace.frontend.fleet.allowance import MigrationAllowance
-from headrace.frontend.fleet.blame import guilty_of, quarantined, suspects_of, used_up
+from headrace.frontend.fleet.blame import crash_culprits, crash_suspects, quarantined, used_up
 from headrace.frontend.fleet.decisions import (
     AllFullError,
     Decision,
@@ -131,15 +131,15 @@ class Router:
             group.awaited.add(name)
         for bit in self.prefixes.retire(member.bit):
             self._bits.give_back(bit)
-        on_board = list(member.requests)
+        running = list(member.requests)
         guilty: set[RoutedRequest] = set()
         # Of engines that fail together only the first counts: requests of the others caused nothing.
         if failure.type != PEER_LOST:
-            for request in on_board:
+            for request in running:
                 request.note_death()
-            guilty = guilty_of(on_board)
+            guilty = crash_culprits(running)
         decisions: list[Decision] = []
-        for request in on_board:
+        for request in running:
             if request in guilty:
                 self.num_quarantined += 1
                 decisions.append(self._fail(request, member, quarantined(request, failure)))
@@ -310,15 +310,15 @@ class Router:
         self._forget(now_s)
         for member in list(self.watched):
             reason = self._what_ails(member, now_s)
-            if reason != member.ailment:
-                member.ailment = reason
+            if reason != member.unhealthy_reason:
+                member.unhealthy_reason = reason
                 self._update(member, now_s)
             if reason:
                 decisions += self._move_off(member, reason, now_s)
             elif member.full_until_s and member.full_until_s <= now_s:
                 member.full_until_s = 0.0
                 self._update(member, now_s)
-            if not (member.requests or member.requests_elsewhere or member.ailment or member.full_until_s):
+            if not (member.requests or member.requests_elsewhere or member.unhealthy_reason or member.full_until_s):
                 self.watched.pop(member, None)
         return decisions + self._place_held(now_s)
 
@@ -346,17 +346,17 @@ class Router:
                 return "silent"
             if not member.is_paused and now_s - max(member.progress_s, member.busy_since_s) > options.stalled_after_s:
                 return "stalled"
-        elif member.ailment in ("silent", "stalled"):
-            return member.ailment if member.heard_s <= member.ailing_since_s else ""
-        if member.ailment == "slow":
-            if now_s - member.ailing_since_s < options.slow_for_s:
+        elif member.unhealthy_reason in ("silent", "stalled"):
+            return member.unhealthy_reason if member.heard_s <= member.unhealthy_since_s else ""
+        if member.unhealthy_reason == "slow":
+            if now_s - member.unhealthy_since_s < options.slow_for_s:
                 return "slow"
             member.forget_times()
             return ""
         if not member.requests:
             return ""
         if self._groups[member.facts.version].is_slow(member, options.slow_factor):
-            member.ailing_since_s = now_s
+            member.unhealthy_since_s = now_s
             return "slow"
         return ""
 
@@ -411,7 +411,7 @@ class Router:
         usable = [
             each
             for each in group.members
-            if each.is_usable(now_s) and each not in request.refusals and not suspects_of(each.requests)
+            if each.is_usable(now_s) and each not in request.refusals and not crash_suspects(each.requests)
         ]
         if not usable:
             raise NoEngineError("each engine has a request on board that may be what killed others")
@@ -465,7 +465,8 @@ class Router:
 
     @staticmethod
     def _why_none(group: Group, now_s: float) -> Exception:
-        full = [each for each in group.members if each.is_full(now_s) and not each.ailment and not each.is_draining]
+        full = [each for each in group.members if each.is_full(now_s)]
+        full = [each for each in full if not each.unhealthy_reason and not each.is_draining]
         if full:
             return AllFullError(max(1.0, min(each.wait_s for each in full)))
         return NoEngineError("no engine takes requests now", group.failure)

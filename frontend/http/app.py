@@ -21,8 +21,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route, Router
 
 from headrace.frontend.api.unsupported import ONLY_GENERATION
-from headrace.frontend.http import messages_answer, ollama
+from headrace.frontend.http import ollama
 from headrace.frontend.http.access import Access, Gate
+from headrace.frontend.http.anthropic import answer as anthropic_answer
 from headrace.frontend.http.connection import EXTENSION
 from headrace.frontend.http.development import DEVELOPMENT_ROUTES, is_development
 from headrace.frontend.http.errors import ApiError, shortened
@@ -110,7 +111,7 @@ def _why(path: str, served: tuple[str, ...]) -> str:
     return f"; did you mean {close[0]}?" if close else "; GET /docs lists what there is"
 
 
-_ERRORS_OF = types.MappingProxyType({"/api/": ollama.error_body, "/v1/messages/": messages_answer.error_body})
+_ERRORS_OF = types.MappingProxyType({"/api/": ollama.error_body, "/v1/messages/": anthropic_answer.error_body})
 """Encoders of errors for paths under these prefixes that have no route."""
 logger = logging.getLogger(__name__)
 EXCHANGE = "headrace.exchange"

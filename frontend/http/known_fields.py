@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from headrace.frontend.api.parameters.sampling_params import FIELDS
-from headrace.frontend.http.messages import MESSAGES_NEUTRAL, CountTokensRequest, MessagesRequest
+from headrace.frontend.http.anthropic.messages import MESSAGES_NEUTRAL, CountTokensRequest, MessagesRequest
 from headrace.frontend.http.ollama_requests import OLLAMA_NEUTRAL, OllamaChatRequest, OllamaGenerateRequest
 from headrace.frontend.http.openai.decoder import Others
 from headrace.frontend.http.openai.embeddings import EMBEDDING_NEUTRAL, EmbeddingRequest

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 SLICE_BYTES = 128 << 10
-BREATH_S = 0.002
+VALUE_PAUSE_S = 0.002
 """Pause between two values that each hold the GIL for long. Another thread needs the GIL several times to read, decode
 and write one event, and without the pause would wait for a value each time."""
 _OF_NUMBERS = b"0123456789-+.eE[], \t\r\n"
@@ -36,7 +36,7 @@ def decode_json(text: bytes) -> Any:
 
 def _decode_value(raw: msgspec.Raw) -> Any:
     if len(raw) > SLICE_BYTES:
-        time.sleep(BREATH_S)
+        time.sleep(VALUE_PAUSE_S)
         text = bytes(raw).strip()
         if text.startswith(b"[") and not text.translate(None, _OF_NUMBERS):
             return _decode_numbers(text[1:-1])

@@ -20,9 +20,9 @@ from headrace.frontend.api.parameters.token_rules import check_num_logprobs
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.access import Access
+from headrace.frontend.http.anthropic.answer import call_input
 from headrace.frontend.http.errors import ApiError, bad_field, renamed
 from headrace.frontend.http.exchange import Exchange
-from headrace.frontend.http.messages_answer import call_input
 from headrace.frontend.http.ollama_requests import (
     OWN_NAMES,
     OWN_NAMES_OF_COMPLETION,
@@ -35,17 +35,17 @@ from headrace.frontend.http.ollama_requests import (
     as_completion,
     served_name,
 )
+from headrace.frontend.http.openai.bodies import Answer, TokenLogprob, chat_logprobs
 from headrace.frontend.http.openai.chat import prepare_chat
 from headrace.frontend.http.openai.completions import prepare_completion
 from headrace.frontend.http.openai.event_stream import StreamForm
 from headrace.frontend.http.openai.generation import PreparedRequest
 from headrace.frontend.http.openai.requests import ChatCompletionRequest, CompletionRequest
-from headrace.frontend.http.openai.responses import Answer, TokenLogprob, chat_logprobs
 from headrace.frontend.http.process.engines import engine_for, why_unavailable
 from headrace.frontend.http.route_spec import RouteSpec, get, post
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.choice import ToolChoice
-from headrace.frontend.text.formats.events import Event
+from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.formats.message import call_id
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.ipc.messages import Welcome
@@ -174,7 +174,7 @@ class OllamaAnswer:
         self._answer, self._is_chat, self._num_top = answer, is_chat, num_top_logprobs
         self._reader = OutputParser(None, None) if make_reader is None else make_reader()
         self._streams: Sequence[RequestStream] = ()
-        self._call: tuple[Event, list[str]] | None = None
+        self._call: tuple[AnswerPart, list[str]] | None = None
         """The tool call whose arguments are incomplete, and the parts of its arguments so far."""
         self._logprobs: list[TokenLogprob] = []
         """Log-probabilities of tokens that have not been written yet."""

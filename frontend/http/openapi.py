@@ -13,9 +13,9 @@ import msgspec
 import headrace
 from headrace.frontend.http.access import Access, Keys
 from headrace.frontend.http.errors import ErrorResponse
+from headrace.frontend.http.openai.bodies import ChatChunk
 from headrace.frontend.http.openai.foreign_fields import ANY
 from headrace.frontend.http.openai.requests import NEUTRAL_OF
-from headrace.frontend.http.openai.responses import ChatChunk
 
 if TYPE_CHECKING:
     from headrace.frontend.http.route_spec import RouteSpec

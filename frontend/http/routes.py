@@ -18,13 +18,8 @@ from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.fleet.scaling import Scaler
 from headrace.frontend.http import ollama
 from headrace.frontend.http.access import Access, Gate, Keys
-from headrace.frontend.http.errors import ApiError, bad_field, unavailable
-from headrace.frontend.http.exchange import Exchange, LargeBodies
-from headrace.frontend.http.files import handlers as files_api
-from headrace.frontend.http.files.batches import FilesState
-from headrace.frontend.http.known_fields import OTHERS
-from headrace.frontend.http.load_report import LOAD_FORMAT_HEADER, load_headers
-from headrace.frontend.http.messages import (
+from headrace.frontend.http.anthropic.answer import MessagesResponse, error_body
+from headrace.frontend.http.anthropic.messages import (
     ClaudeModel,
     ClaudeModels,
     CountTokensRequest,
@@ -33,8 +28,25 @@ from headrace.frontend.http.messages import (
     as_chat,
     prepare_messages,
 )
-from headrace.frontend.http.messages_answer import MessagesResponse, error_body
+from headrace.frontend.http.errors import ApiError, bad_field, unavailable
+from headrace.frontend.http.exchange import Exchange, LargeBodies
+from headrace.frontend.http.files import handlers as files_api
+from headrace.frontend.http.files.batches import FilesState
+from headrace.frontend.http.known_fields import OTHERS
+from headrace.frontend.http.load_report import LOAD_FORMAT_HEADER, load_headers
 from headrace.frontend.http.metrics import Exposition, Pages
+from headrace.frontend.http.openai.bodies import (
+    ChatResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    HealthResponse,
+    LoadResponse,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+    TokenizerInfoResponse,
+    VersionResponse,
+)
 from headrace.frontend.http.openai.chat import ChatParts, count_prompt, prepare_chat
 from headrace.frontend.http.openai.chat_batch import prepare_chat_batch
 from headrace.frontend.http.openai.completions import prepare_completion
@@ -56,18 +68,6 @@ from headrace.frontend.http.openai.requests import (
     ResponsesRequest,
     TokenizeRequest,
     take_rank,
-)
-from headrace.frontend.http.openai.responses import (
-    ChatResponse,
-    CompletionResponse,
-    DetokenizeResponse,
-    HealthResponse,
-    LoadResponse,
-    ModelCard,
-    ModelList,
-    TokenizeResponse,
-    TokenizerInfoResponse,
-    VersionResponse,
 )
 from headrace.frontend.http.openai.tool_choice import check_tools
 from headrace.frontend.http.process.engines import engine_for, why_unavailable

@@ -506,7 +506,7 @@ def test_new_requests_wait_at_a_silent_engine_where_there_is_no_other() -> None:
     place(router, asked := request())
     for tick in range(30):
         assert router.tick(0.25 * tick) == []
-    assert router.members["engine 0"].ailment == "silent"
+    assert router.members["engine 0"].unhealthy_reason == "silent"
     assert place(router, request(), now_s=7.5) == ["engine 0"]
     router.join(facts(1), 7.5)
     assert place(router, request(), now_s=7.5) == ["engine 1"]

@@ -16,8 +16,8 @@ from server_here import ServerHere, serving_here
 
 from headrace.frontend.http.connection import MAX_HEADER_BYTES
 from headrace.frontend.http.openai import prompts
+from headrace.frontend.http.openai.bodies import TextOffsets, TokenSpelling
 from headrace.frontend.http.openai.prompts import count_text
-from headrace.frontend.http.openai.responses import TextOffsets, TokenSpelling
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.messages import Abort
 

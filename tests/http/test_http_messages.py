@@ -19,7 +19,7 @@ from http_server import serving
 from null_with_tokenizer import PARROT
 from pydantic import TypeAdapter
 
-from headrace.frontend.http.messages import MESSAGES_NEUTRAL, MessagesRequest, as_chat
+from headrace.frontend.http.anthropic.messages import MESSAGES_NEUTRAL, MessagesRequest, as_chat
 
 END = "STOPHERE"
 TEMPLATE = (

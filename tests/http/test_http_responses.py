@@ -14,9 +14,9 @@ from null_with_tokenizer import PARROT
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from headrace.frontend.http.openai.bodies import TokenLogprob
 from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.frontend.http.openai.requests import ResponsesRequest
-from headrace.frontend.http.openai.responses import TokenLogprob
 from headrace.frontend.http.responses_api.conversation import as_chat
 from headrace.frontend.http.responses_api.run import _Turn
 

@@ -18,9 +18,9 @@ from openai.types.responses import response_create_params
 from server_here import MODEL, ServerHere, serving_here
 
 from headrace.frontend.api.parameters.structured_outputs import from_response_format
+from headrace.frontend.http.anthropic.messages import MessagesRequest
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.known_fields import GENERATING, OTHERS
-from headrace.frontend.http.messages import MessagesRequest
 from headrace.frontend.http.ollama_requests import OllamaChatRequest, OllamaGenerateRequest
 from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.frontend.http.openai.foreign_fields import ANY, Neutral

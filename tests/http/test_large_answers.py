@@ -18,10 +18,8 @@ import pytest
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.client.request import RequestStream, SequenceState
-from headrace.frontend.http.openai import event_stream, responses
-from headrace.frontend.http.openai.event_stream import EventStream, KeepAlive
-from headrace.frontend.http.openai.generation import INLINE_TOKENS, Generator, PreparedRequest, Running
-from headrace.frontend.http.openai.responses import (
+from headrace.frontend.http.openai import bodies, event_stream
+from headrace.frontend.http.openai.bodies import (
     _PIECE_BYTES,
     AssistantMessage,
     ChatChoice,
@@ -37,6 +35,8 @@ from headrace.frontend.http.openai.responses import (
     encoded,
     prompt_is_told,
 )
+from headrace.frontend.http.openai.event_stream import EventStream, KeepAlive
+from headrace.frontend.http.openai.generation import INLINE_TOKENS, Generator, PreparedRequest, Running
 from headrace.ipc.codec import Tensor
 from headrace.ipc.messages import LogprobRows
 
@@ -138,14 +138,14 @@ def test_a_response_in_pieces_is_what_it_is_in_one(
 def test_no_call_writes_more_than_a_few_hundred_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one call writes, nobody else can interrupt."""
     longest = []
-    encode = responses._encode
+    encode = bodies._encode
 
     def watched(value: Any) -> bytes:
         written = encode(value)
         longest.append(len(written))
         return written
 
-    monkeypatch.setattr(responses, "_encode", watched)
+    monkeypatch.setattr(bodies, "_encode", watched)
     for make in (completion, chat):
         for shape in ((1, 20_000), (700, 20)):
             encoded(make(*shape))

@@ -9,7 +9,7 @@ from example_tools import NOW, weather
 
 from headrace.frontend.text.formats.channels import ChannelParser
 from headrace.frontend.text.formats.declaration import load_format
-from headrace.frontend.text.formats.events import Event
+from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.formats.parser import OutputParser
 
 TOOLS = [weather(units={"type": ["string", "null"]}), NOW]
@@ -21,7 +21,7 @@ class Read(NamedTuple):
     calls: list[tuple[str, str]]
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> Read:
+    def of(cls, events: Iterable[AnswerPart]) -> Read:
         events = list(events)
         calls: list[tuple[str, str]] = []
         for each in events:

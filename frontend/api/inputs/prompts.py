@@ -232,13 +232,13 @@ class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             _keep(prompt, most, "left" if self.truncates_left(True) else "right")
 
 
-AS_THE_MODEL_HAS_IT = Tokenization()
+DEFAULT_TOKENIZATION = Tokenization()
 
 
 def tokenization_of(given: Mapping[str, Any] | None) -> Tokenization:
     """From a call's `tokenization_kwargs`. Raises InvalidRequestError for unknown fields and bad values."""
     if not given:
-        return AS_THE_MODEL_HAS_IT
+        return DEFAULT_TOKENIZATION
     try:
         return msgspec.convert({name: value for name, value in given.items() if value is not None}, Tokenization)
     except (msgspec.ValidationError, AttributeError) as error:
@@ -246,7 +246,7 @@ def tokenization_of(given: Mapping[str, Any] | None) -> Tokenization:
         raise InvalidRequestError(f"tokenization_kwargs: {error}; they may have {names}") from None
 
 
-def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, how: Tokenization = AS_THE_MODEL_HAS_IT) -> None:
+def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, how: Tokenization = DEFAULT_TOKENIZATION) -> None:
     """Sets the token ids of prompts that have only text. Raises InvalidRequestError without a tokenizer, and for text
     that is not valid Unicode."""
     texts = [prompt for prompt in prompts if prompt.token_ids is None]

@@ -292,7 +292,7 @@ class _Delta(msgspec.Struct):
     reasoning: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _ChunkChoice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
 
@@ -302,8 +302,8 @@ class _Usage(msgspec.Struct):
     completion_tokens: int | None = None
 
 
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
+class _Chunk(msgspec.Struct):
+    choices: list[_ChunkChoice] = []
     usage: _Usage | None = None
     error: msgspec.Raw = msgspec.Raw()
 
@@ -319,7 +319,7 @@ class CompletionStream:
         "first_s", "gaps_s", "num_output_tokens", "num_pieces", "num_prompt_tokens", "on_piece", "text",
     )  # fmt: skip
 
-    def __init__(self, decoder: msgspec.json.Decoder[_Event], *, keep_text: bool = False) -> None:
+    def __init__(self, decoder: msgspec.json.Decoder[_Chunk], *, keep_text: bool = False) -> None:
         self._decoder, self._keep_text = decoder, keep_text
         self._status = 0
         self._buffer = b""
@@ -410,8 +410,8 @@ class CompletionStream:
         self.num_pieces += 1
 
 
-def event_decoder() -> msgspec.json.Decoder[_Event]:
-    return msgspec.json.Decoder(_Event)
+def event_decoder() -> msgspec.json.Decoder[_Chunk]:
+    return msgspec.json.Decoder(_Chunk)
 
 
 def _sentence(body: bytes) -> str:

@@ -17,22 +17,7 @@ from headrace.frontend.api.parameters.token_rules import check_num_logprobs
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import bad_field
-from headrace.frontend.http.openai.choosing import Choosing, check_choosing, choosing_of
-from headrace.frontend.http.openai.generation import Job, PreparedRequest, ResponseText
-from headrace.frontend.http.openai.prompts import (
-    ChatPrompts,
-    cache_salt,
-    check_length,
-    check_outputs,
-    count_text,
-    most_prompt_tokens,
-    respelt,
-    sampling_params,
-    template_variables,
-    tokenize_texts,
-)
-from headrace.frontend.http.openai.requests import ChatCompletionRequest, affinity_of
-from headrace.frontend.http.openai.responses import (
+from headrace.frontend.http.openai.bodies import (
     Answer,
     AssistantMessage,
     ChatChoice,
@@ -56,11 +41,26 @@ from headrace.frontend.http.openai.responses import (
     usage_of,
     usage_so_far,
 )
+from headrace.frontend.http.openai.choices import OutputSelection, check_selection, selection_of
+from headrace.frontend.http.openai.generation import Job, PreparedRequest, ResponseText
+from headrace.frontend.http.openai.prompts import (
+    ChatPrompts,
+    cache_salt,
+    check_length,
+    check_outputs,
+    count_text,
+    most_prompt_tokens,
+    respelt,
+    sampling_params,
+    template_variables,
+    tokenize_texts,
+)
+from headrace.frontend.http.openai.requests import ChatCompletionRequest, affinity_of
 from headrace.frontend.http.openai.tool_choice import NO_STRICT_CALLS, check_arguments, tool_choice_of
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.text.chat_template import RenderedChat, text_parts
 from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
-from headrace.frontend.text.formats.events import Event
+from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.formats.message import call_id, message_of, num_reasoning_tokens
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
@@ -166,7 +166,7 @@ class ChatWork(NamedTuple):
     """Whether tool_choice names the tool to call."""
     form_field: str
     """The field of the body that asks for structured output."""
-    choosing: Choosing | None
+    selection: OutputSelection | None
 
 
 def prepare_chat(
@@ -188,7 +188,7 @@ def prepare_chat(
         answer=answer,
         streams=bool(request.stream),
         form_field=work.form_field,
-        choosing=work.choosing,
+        selection=work.selection,
     )
 
 
@@ -200,7 +200,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
         raise bad_field("top_logprobs", "top_logprobs needs logprobs: true")
     if request.top_logprobs is not None and request.top_logprobs < -1:
         raise bad_field("top_logprobs", f"top_logprobs is {request.top_logprobs}; it must be at least 0, or -1 for all")
-    check_choosing(request, parts.options.max_n)
+    check_selection(request, parts.options.max_n)
     # max_tokens is the retired name, which clients may send beside the new one.
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     try:
@@ -260,14 +260,14 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
     check_length(tokens, asked, client.welcome, "messages")
     # Errors name the field that is the cause: tools for a bad schema, tool_choice for a form with beams.
     form_field = "tools" if grammar is not None and choice.shown else field_of_body(request)
-    choosing = choosing_of(request, params, client.welcome, "tool_choice" if choice.forced else form_field)
+    selection = selection_of(request, params, client.welcome, "tool_choice" if choice.forced else form_field)
     name_told, tells_times = request.model or engine.names[0], parts.options.enable_per_request_metrics
     answer = Answer(request, id, name_told, client.tokenizer, tells_times=tells_times)
     job = Job(id, tokens, params, request.priority or 0, affinity_of(request))
-    return ChatWork(job, answer, reader, choice.is_named, form_field, choosing)
+    return ChatWork(job, answer, reader, choice.is_named, form_field, selection)
 
 
-class _Choice:
+class _ChatProgress:
     """The state of one output's stream: what has been sent, and encoded events to continue with."""
 
     __slots__ = (
@@ -311,7 +311,7 @@ class ChatAnswer(OpenAIEvents):
         self._names_tool = names_tool
         self._request, self._answer, self._role, self._make_reader = request, answer, role, make_reader
         self._echoed = _echoed(request, role)
-        self._choices: dict[SequenceState, _Choice] = {}
+        self._choices: dict[SequenceState, _ChatProgress] = {}
         self._streams: Sequence[RequestStream] = ()
         self._is_prompt_told = False
         self._thoughts: dict[int, list[str]] = {}
@@ -324,7 +324,7 @@ class ChatAnswer(OpenAIEvents):
         for stream in streams:
             for sequence in stream.sequences:
                 plain = ChatChunkChoice(index=sequence.index, delta=Delta(content=TextEvent.PLACE))
-                self._choices[sequence] = _Choice(TextEvent(self._chunk([plain])), self._reader())
+                self._choices[sequence] = _ChatProgress(TextEvent(self._chunk([plain])), self._reader())
 
     def whole(self) -> list[bytes]:
         """The whole response, once the stream has ended."""
@@ -398,7 +398,7 @@ class ChatAnswer(OpenAIEvents):
     def _reader(self) -> OutputParser | None:
         return None if self._make_reader is None else self._make_reader()
 
-    def _read(self, reader: OutputParser, output: CompletionOutput, *, ends: bool) -> list[Event]:
+    def _read(self, reader: OutputParser, output: CompletionOutput, *, ends: bool) -> list[AnswerPart]:
         """Parses the new part of an output; drops the reasoning and calls that the request excludes."""
         events = reader.feed(output.text) + (reader.finish() if ends else [])
         for each in events:
@@ -413,7 +413,7 @@ class ChatAnswer(OpenAIEvents):
     def _is_left_out(self, call: int) -> bool:
         return call > 0 and self._request.parallel_tool_calls is False
 
-    def _went_on(self, choice: _Choice, reader: OutputParser, said: str, index: int) -> bytes:
+    def _went_on(self, choice: _ChatProgress, reader: OutputParser, said: str, index: int) -> bytes:
         """The event for a piece that is all content, all reasoning or all arguments."""
         if self._is_left_out(reader.call):
             return b""
@@ -439,16 +439,16 @@ class ChatAnswer(OpenAIEvents):
         is_cut = reader.is_cut_by(output.stop_reason) and not self._is_left_out(reader.num_calls - 1)
         return reason if is_cut else "tool_calls"
 
-    def _event_of(self, choice: _Choice, told: Event, index: int) -> bytes:
+    def _event_of(self, choice: _ChatProgress, told: AnswerPart, index: int) -> bytes:
         if told.content:
             return choice.text_event.of(told.content)
         if told.call < 0 or told.name:
             return event(self._chunk([ChatChunkChoice(index=index, delta=_delta_of(told))]))
         return self._arguments_event(choice, told.call, index).of(told.arguments)
 
-    def _arguments_event(self, choice: _Choice, call: int, index: int) -> TextEvent:
+    def _arguments_event(self, choice: _ChatProgress, call: int, index: int) -> TextEvent:
         if choice.arguments_event is None or choice.call != call:
-            delta = _delta_of(Event(call=call, arguments=TextEvent.PLACE))
+            delta = _delta_of(AnswerPart(call=call, arguments=TextEvent.PLACE))
             choice.arguments_event = TextEvent(self._chunk([ChatChunkChoice(index=index, delta=delta)]))
             choice.call = call
         return choice.arguments_event
@@ -530,7 +530,7 @@ def _echoed(request: ChatCompletionRequest, role: str) -> str:
     return last.content if isinstance(last.content, str) else "\n".join(text_parts(last.content or (), "messages"))
 
 
-def _delta_of(told: Event) -> Delta:
+def _delta_of(told: AnswerPart) -> Delta:
     if told.reasoning:
         return Delta(reasoning=told.reasoning, reasoning_content=told.reasoning)
     if told.call < 0:
@@ -541,7 +541,7 @@ def _delta_of(told: Event) -> Delta:
     return Delta(tool_calls=[ToolCallDelta(told.call, function, id=call_id(told), type="function")])
 
 
-def _message_of(role: str, events: Sequence[Event]) -> AssistantMessage:
+def _message_of(role: str, events: Sequence[AnswerPart]) -> AssistantMessage:
     read = message_of(events)
     return AssistantMessage(
         role,

@@ -10,11 +10,7 @@ from msgspec import UNSET
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import ApiError, bad_field
-from headrace.frontend.http.openai.chat import ChatAnswer, ChatParts, chat_answer
-from headrace.frontend.http.openai.generation import Job, PreparedRequest
-from headrace.frontend.http.openai.prompts import check_outputs
-from headrace.frontend.http.openai.requests import ChatBatchRequest, ChatCompletionRequest
-from headrace.frontend.http.openai.responses import (
+from headrace.frontend.http.openai.bodies import (
     ChatResponse,
     CompletionTokensDetails,
     OpenAIEvents,
@@ -22,6 +18,10 @@ from headrace.frontend.http.openai.responses import (
     Usage,
     encoded,
 )
+from headrace.frontend.http.openai.chat import ChatAnswer, ChatParts, chat_answer
+from headrace.frontend.http.openai.generation import Job, PreparedRequest
+from headrace.frontend.http.openai.prompts import check_outputs
+from headrace.frontend.http.openai.requests import ChatBatchRequest, ChatCompletionRequest
 
 
 def prepare_chat_batch(

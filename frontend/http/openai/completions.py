@@ -13,25 +13,7 @@ from headrace.frontend.api.parameters.thinking import limit_reasoning
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import bad_field
-from headrace.frontend.http.openai.chat import ChatParts
-from headrace.frontend.http.openai.choosing import (
-    check_choosing,
-    choosing_of,
-    drop_needless_outputs,
-    outputs_of,
-    width_of,
-)
-from headrace.frontend.http.openai.generation import Job, PreparedRequest
-from headrace.frontend.http.openai.prompts import (
-    cache_salt,
-    check_length,
-    check_outputs,
-    most_prompt_tokens,
-    sampling_params,
-    tokenize_texts,
-)
-from headrace.frontend.http.openai.requests import NO_PROMPT, CompletionRequest, affinity_of
-from headrace.frontend.http.openai.responses import (
+from headrace.frontend.http.openai.bodies import (
     Answer,
     CompletionChoice,
     CompletionLogprobs,
@@ -48,6 +30,24 @@ from headrace.frontend.http.openai.responses import (
     usage_of,
     usage_so_far,
 )
+from headrace.frontend.http.openai.chat import ChatParts
+from headrace.frontend.http.openai.choices import (
+    check_selection,
+    drop_needless_outputs,
+    outputs_of,
+    selection_of,
+    width_of,
+)
+from headrace.frontend.http.openai.generation import Job, PreparedRequest
+from headrace.frontend.http.openai.prompts import (
+    cache_salt,
+    check_length,
+    check_outputs,
+    most_prompt_tokens,
+    sampling_params,
+    tokenize_texts,
+)
+from headrace.frontend.http.openai.requests import NO_PROMPT, CompletionRequest, affinity_of
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.text.tokenizer import Tokenizer
 
@@ -63,7 +63,7 @@ def prepare_completion(
     client, options = engine.client, parts.options
     welcome = client.welcome
     drop_needless_outputs(request, welcome)
-    check_choosing(request, options.max_n)
+    check_selection(request, options.max_n)
     only_prompt = bool(request.echo) and request.max_tokens == 0
     asked = None if only_prompt else request.max_tokens
     # If generation_config or override_generation_config sets it, sampling_params applies that default.
@@ -80,7 +80,7 @@ def prepare_completion(
     )
     prompts = _prompts(request, client.tokenizer, options, most_prompt_tokens(request, welcome))
     form_field = field_of_body(request)
-    choosing = choosing_of(request, params, welcome, form_field)
+    selection = selection_of(request, params, welcome, form_field)
     check_outputs(len(prompts), params)
     salt = cache_salt(request, tenant)
     for prompt in prompts:
@@ -107,7 +107,7 @@ def prepare_completion(
         answer=texts,
         streams=bool(request.stream),
         form_field=form_field,
-        choosing=choosing,
+        selection=selection,
     )
 
 
@@ -138,7 +138,7 @@ def _prompts(
     return [Prompt(token_ids=packed(items.pop())) for _ in range(len(items))]  # type: ignore[arg-type]
 
 
-class _Choice:
+class _TextProgress:
     """The state of one output's stream: what has been sent so far."""
 
     __slots__ = ("began", "index", "num_tokens", "offsets", "text_event")
@@ -157,7 +157,7 @@ class CompletionAnswer(OpenAIEvents):
     def __init__(self, request: CompletionRequest, answer: Answer, n: int, *, only_prompt: bool) -> None:
         self._request, self._answer, self._n, self._only_prompt = request, answer, n, only_prompt
         self._echo = bool(request.echo)
-        self._choices: dict[SequenceState, _Choice] = {}
+        self._choices: dict[SequenceState, _TextProgress] = {}
         self._echoed: dict[RequestStream, tuple[CompletionLogprobs, TextOffsets]] = {}
         self._streams: Sequence[RequestStream] = ()
         # Only text changes from one event to the next.
@@ -168,7 +168,7 @@ class CompletionAnswer(OpenAIEvents):
         self._streams = streams
         for position, stream in enumerate(streams):
             for sequence in stream.sequences:
-                self._choices[sequence] = _Choice(position * self._n + sequence.index)
+                self._choices[sequence] = _TextProgress(position * self._n + sequence.index)
 
     def whole(self) -> list[bytes]:
         """The whole response, once every stream has ended."""
@@ -229,7 +229,7 @@ class CompletionAnswer(OpenAIEvents):
             self._echoed[stream] = completion_logprobs(token_ids, positions, self._answer.spell, offsets), offsets
         return self._echoed[stream]
 
-    def _choice_of(self, stream: RequestStream, choice: _Choice, output: CompletionOutput) -> CompletionChoice:
+    def _choice_of(self, stream: RequestStream, choice: _TextProgress, output: CompletionOutput) -> CompletionChoice:
         """The choice of an output, or of its new part; the first one also has the prompt's fields."""
         is_first, choice.began = not choice.began, True
         prompt_ids = stream.prompt.token_ids or []

@@ -29,7 +29,7 @@ from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.http.connection import Connection
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.metrics import Pages
-from headrace.frontend.http.openai.choosing import Choosing, likeliest, search
+from headrace.frontend.http.openai.choices import OutputSelection, likeliest, search
 from headrace.frontend.http.openai.event_stream import EVENTS, TURN_S, Chunks, EventStream, KeepAlive, StreamForm
 from headrace.frontend.http.openai.prompts import SPELLINGS, as_api_error, respelt
 from headrace.frontend.http.request_log import note
@@ -100,7 +100,7 @@ class PreparedRequest(msgspec.Struct):
     streams: bool
     form_field: str = "structured_outputs"
     """The field in which the request asks for structured output: error messages name it."""
-    choosing: Choosing | None = None
+    selection: OutputSelection | None = None
     """How outputs are chosen among the computed ones (best_of, beams); None: all are returned."""
     form: StreamForm = EVENTS
     """The format of a streamed response."""
@@ -331,20 +331,20 @@ class Generator:
 
     async def complete(self, prepared: PreparedRequest) -> bytes:
         """Runs a request without a connection and returns its whole answer. Raises ApiError and HeadraceError."""
-        choosing = prepared.choosing
+        selection = prepared.selection
         async with self._jobs_of(prepared) as running:
             await running.ended
             if running.error is not None:
                 raise running.error
-            if choosing is not None and choosing.beams is None:
-                likeliest(running.streams, choosing.num_outputs)
+            if selection is not None and selection.beams is None:
+                likeliest(running.streams, selection.num_outputs)
             prepared.answer.attach(running.streams)
             return b"".join(await self._whole(prepared, running.streams))
 
     def _jobs_of(self, prepared: PreparedRequest) -> contextlib.AbstractAsyncContextManager[Running]:
-        choosing = prepared.choosing
-        if choosing is not None and choosing.beams is not None:
-            return self._counted(RunningSearch(prepared, choosing.beams, self._pool, self._pages))
+        selection = prepared.selection
+        if selection is not None and selection.beams is not None:
+            return self._counted(RunningSearch(prepared, selection.beams, self._pool, self._pages))
         return self.running(prepared.engine, prepared.jobs, prepared.form_field)
 
     def deadline_s(self) -> float | None:
@@ -354,15 +354,15 @@ class Generator:
     async def answer(self, prepared: PreparedRequest, connection: Connection, receive: Receive, send: Send) -> None:
         """Runs a request and sends its response. Raises ApiError and HeadraceError only while nothing has been sent."""
         deadline_s = self.deadline_s()
-        choosing = prepared.choosing
+        selection = prepared.selection
         async with self.reader(receive) as gone, self._jobs_of(prepared) as running:
-            if choosing is not None:
+            if selection is not None:
                 if not await first_of(running.ended, gone, deadline_s):
                     return
                 if running.error is not None:
                     raise running.error
-                if choosing.beams is None:
-                    likeliest(running.streams, choosing.num_outputs)
+                if selection.beams is None:
+                    likeliest(running.streams, selection.num_outputs)
             prepared.answer.attach(running.streams)
             if prepared.streams:
                 await self._stream(prepared, running, connection, gone, deadline_s, send)

@@ -123,7 +123,7 @@ class Signal(msgspec.Struct, frozen=True):
     number: int
 
 
-Event = (
+SupervisorEvent = (
     EngineReady
     | EngineEnded
     | EngineLost
@@ -136,7 +136,7 @@ Event = (
     | Stopped
     | Signal
 )
-Events = queue.SimpleQueue[Event]
+Events = queue.SimpleQueue[SupervisorEvent]
 
 
 def serve_with_processes(
@@ -467,7 +467,7 @@ class _Service:
             any(keeper.is_ready for keeper in self._keepers.values()) and any(each.is_ready for each in self._processes)
         )
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: SupervisorEvent) -> None:
         """Handles an event that never ends the service."""
         match event:
             case EngineStartDue() if not self._keepers[event.rank].is_leaving:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from headrace.frontend.text.formats.events import Event
+from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.formats.message import call_id
 
 Item = dict[str, Any]
@@ -84,7 +84,7 @@ class OutputItems:
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
 
-    def take(self, told: Event, logprobs: Sequence[Any] = ()) -> None:
+    def take(self, told: AnswerPart, logprobs: Sequence[Any] = ()) -> None:
         """Adds an event of the parser to the open item, or begins another. logprobs: of its tokens, if requested."""
         kind = "function_call" if told.call >= 0 else "reasoning" if told.reasoning else "message"
         if self._open is None or self._kind != kind or self._call != told.call:
@@ -139,10 +139,10 @@ class OutputItems:
             self._tell("output_item.done", output_index=index, item=item)
         self.calling.clear()
         if is_complete and (not self.done or self.done[-1]["type"] == "reasoning"):
-            self._begin("message", Event())
+            self._begin("message", AnswerPart())
             self.close()
 
-    def _begin(self, kind: str, told: Event) -> None:
+    def _begin(self, kind: str, told: AnswerPart) -> None:
         item: Item
         match kind:
             case "function_call" if told.name in self._asked_for:
@@ -207,7 +207,7 @@ class OutputItems:
         self.done.append(item)
         self._open = None
 
-    def _own_call(self, told: Event) -> Item:
+    def _own_call(self, told: AnswerPart) -> Item:
         """The item of a call of a client's tool, or of an unknown tool."""
         tool = self._tools.get(told.name)
         name = told.name if tool is None else tool.name

@@ -20,10 +20,10 @@ from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.connection import Connection
 from headrace.frontend.http.errors import ApiError
+from headrace.frontend.http.openai.bodies import TokenLogprob, chat_logprobs
 from headrace.frontend.http.openai.chat import ChatWork
 from headrace.frontend.http.openai.event_stream import KEEP_ALIVE
 from headrace.frontend.http.openai.generation import Generator, took_too_long
-from headrace.frontend.http.openai.responses import TokenLogprob, chat_logprobs
 from headrace.frontend.http.responses_api.items import NO_SERVERS, NO_TOOLS, ClientTool, Item, OutputItems
 from headrace.frontend.text.formats.message import num_reasoning_tokens
 from headrace.frontend.text.formats.parser import OutputParser

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from headrace.frontend.text.formats.declaration import CallFormat
-from headrace.frontend.text.formats.events import Event
+from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.formats.markers import make_markers
 from headrace.frontend.text.formats.pieces import LONGEST_NAME, SPACE, PieceReader, Reads, as_it_is
 from headrace.frontend.text.formats.values import (
@@ -44,7 +44,7 @@ class CallReader(PieceReader):
         """White space at the end of the content so far; dropped if a call follows."""
         self._has_said = False
         """Whether the content is more than white space."""
-        self._events: list[Event] = []
+        self._events: list[AnswerPart] = []
         self.call = -1
         """Index of the call that is being read, or was read last in the current section; -1 outside of calls. Only
         calls with known names count."""
@@ -95,9 +95,9 @@ class CallReader(PieceReader):
         if not name or (needs_tool and not self._may_name(name)):
             raise NoCallError
         if calls.space_is_content and self._has_said:
-            self._events.append(Event(content=self._space))
+            self._events.append(AnswerPart(content=self._space))
         self._space, self._raw, self.call, self.is_thinking = "", None, self.num_calls, False
-        self._events.append(Event(call=self.call, name=name, id=id, id_length=calls.id_length))
+        self._events.append(AnswerPart(call=self.call, name=name, id=id, id_length=calls.id_length))
         self.num_calls += 1
         self.has_open_call = True
         return self.call
@@ -109,7 +109,7 @@ class CallReader(PieceReader):
         return any(each["function"]["name"] == name for each in self._tools)
 
     def _arguments(self, call: int, text: str) -> None:
-        self._events.append(Event(call=call, arguments=text))
+        self._events.append(AnswerPart(call=call, arguments=text))
 
     def _more_text(self, call: int) -> Callable[[str], None]:
         """A function that emits text as a part of a JSON string."""

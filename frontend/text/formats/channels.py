@@ -14,7 +14,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from headrace.frontend.text.formats.declaration import ChannelFormat
-from headrace.frontend.text.formats.events import Event
+from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.formats.grammar import Rules, arguments_of, literal, regex
 from headrace.frontend.text.formats.markers import make_markers
 from headrace.frontend.text.formats.parser import OutputParser
@@ -60,7 +60,7 @@ class ChannelParser(OutputParser):
         name = recipient.removeprefix(form.functions)
         if recipient.startswith(form.functions) and name and self._reads_calls:
             call = self.num_calls
-            self._events.append(Event(call=call, name=name))
+            self._events.append(AnswerPart(call=call, name=name))
             self.num_calls += 1
             self.has_open_call = True
         self.call = call
@@ -75,9 +75,9 @@ class ChannelParser(OutputParser):
         def give(text: str) -> None:
             told(text)
             if call >= 0:
-                self._events.append(Event(call=call, arguments=text))
+                self._events.append(AnswerPart(call=call, arguments=text))
             elif self.is_thinking:
-                self._events.append(Event(reasoning=text))
+                self._events.append(AnswerPart(reasoning=text))
             else:
                 self._say(text)
 
@@ -89,7 +89,7 @@ class ChannelParser(OutputParser):
         if end == form.start:  # the next header has begun
             self._text = end + self._text
         if call >= 0 and not has_arguments:
-            self._events.append(Event(call=call, arguments="{}"))
+            self._events.append(AnswerPart(call=call, arguments="{}"))
 
     def _short_until_or_end(self, marker: str) -> Reads:
         """Reads a header up to its end `marker`; "" if it has none, or is longer than _LONGEST_HEADER characters."""
@@ -103,7 +103,7 @@ class ChannelParser(OutputParser):
         return header
 
     def _say(self, text: str) -> None:
-        self._events.append(Event(content=text))
+        self._events.append(AnswerPart(content=text))
 
 
 class ForcedChannelCalls(Rules):

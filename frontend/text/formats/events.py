@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Event(msgspec.Struct, frozen=True):
+class AnswerPart(msgspec.Struct, frozen=True):
     """A parsed piece: content, reasoning, the name of a call, or a part of its arguments."""
 
     content: str = ""
@@ -20,11 +20,11 @@ class Event(msgspec.Struct, frozen=True):
     arguments: str = ""
 
 
-def merged(events: list[Event]) -> list[Event]:
+def merged(events: list[AnswerPart]) -> list[AnswerPart]:
     """Joins neighbouring events of one kind, and drops empty ones."""
     if len(events) == 1 and events[0].arguments:
         return events
-    runs: list[list[Event]] = []
+    runs: list[list[AnswerPart]] = []
     for event in events:
         if not (event.content or event.reasoning or event.name or event.arguments):
             continue
@@ -35,13 +35,13 @@ def merged(events: list[Event]) -> list[Event]:
     return [run[0] if len(run) == 1 else _joined(run) for run in runs]
 
 
-def _goes_on(last: Event, event: Event) -> bool:
+def _goes_on(last: AnswerPart, event: AnswerPart) -> bool:
     if event.arguments:
         return last.call == event.call and not event.name
     return bool((last.content and event.content) or (last.reasoning and event.reasoning))
 
 
-def _joined(run: list[Event]) -> Event:
+def _joined(run: list[AnswerPart]) -> AnswerPart:
     return msgspec.structs.replace(
         run[0],
         content="".join(each.content for each in run),

@@ -6,11 +6,11 @@ import uuid
 from collections.abc import Iterable
 
 from headrace.frontend.api.outputs import AnswerMessage, FunctionCall, ToolCall
-from headrace.frontend.text.formats.events import Event
+from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.tokenizer import Tokenizer
 
 
-def message_of(events: Iterable[Event]) -> AnswerMessage:
+def message_of(events: Iterable[AnswerPart]) -> AnswerMessage:
     calls: list[ToolCall] = []
     content, reasoning = list[str](), list[str]()
     for each in events:
@@ -24,7 +24,7 @@ def message_of(events: Iterable[Event]) -> AnswerMessage:
     return AnswerMessage(said if said or not calls else None, "".join(reasoning), calls)
 
 
-def call_id(told: Event) -> str:
+def call_id(told: AnswerPart) -> str:
     """The call's id if the model wrote one, else a new random one."""
     made = uuid.uuid4().hex
     return told.id or (made[: told.id_length] if told.id_length else f"call_{made[:24]}")

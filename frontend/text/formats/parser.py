@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from headrace.frontend.text.formats.call_reader import MOST_SPACE, CallReader
 from headrace.frontend.text.formats.declaration import CallFormat, OutputFormat
-from headrace.frontend.text.formats.events import Event, merged
+from headrace.frontend.text.formats.events import AnswerPart, merged
 from headrace.frontend.text.formats.markers import Markers, make_markers
 from headrace.frontend.text.formats.pieces import READ_AT_ONCE, SPACE, Reads, as_it_is
 from headrace.frontend.text.formats.values import NoCallError
@@ -127,12 +127,12 @@ class OutputParser(CallReader):
         unchanged. None if `go_on` does not do that now. Valid until the next `feed`."""
         return self._stops if self._told is as_it_is else None
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str) -> list[AnswerPart]:
         """The events that are certain after this text."""
         if (said := self.go_on(text)) is not None:
             if self.call >= 0:
-                return [Event(call=self.call, arguments=said)]
-            return [Event(reasoning=said) if self.is_thinking else Event(content=said)]
+                return [AnswerPart(call=self.call, arguments=said)]
+            return [AnswerPart(reasoning=said) if self.is_thinking else AnswerPart(content=said)]
         for start in range(0, len(text), READ_AT_ONCE):
             self._text += text[start : start + READ_AT_ONCE]
             next(self._reader, None)
@@ -142,13 +142,13 @@ class OutputParser(CallReader):
         """Whether a stop string ended the answer within a call, whose arguments are then incomplete."""
         return self.has_open_call and isinstance(stop_reason, str)
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[AnswerPart]:
         """The remaining events, at the end of the answer."""
         self._ended = True
         next(self._reader, None)
         return self._news()
 
-    def _news(self) -> list[Event]:
+    def _news(self) -> list[AnswerPart]:
         events, self._events = self._events, []
         return merged(events)
 
@@ -175,7 +175,7 @@ class OutputParser(CallReader):
                 yield from self._reason()
                 yield from self._bare_calls()
         if not self.num_calls:
-            self._events.append(Event(content=self._space))
+            self._events.append(AnswerPart(content=self._space))
 
     def _first_reasoning(self, prompt: str) -> Reads:
         """Reads reasoning that the prompt or the format opens. Reasoning that the answer opens is found in `_read`."""
@@ -207,7 +207,7 @@ class OutputParser(CallReader):
         self.is_thinking = False
 
     def _think(self, text: str) -> None:
-        self._events.append(Event(reasoning=text))
+        self._events.append(AnswerPart(reasoning=text))
 
     @property
     def _is_past_calls(self) -> bool:
@@ -220,7 +220,7 @@ class OutputParser(CallReader):
         num_said = len(text) if self._calls is None else max(len(text.rstrip(SPACE)), len(text) - MOST_SPACE)
         self._space = text[num_said:]
         self._has_said = self._has_said or bool(text[:num_said].strip(SPACE))
-        self._events.append(Event(content=text[:num_said]))
+        self._events.append(AnswerPart(content=text[:num_said]))
 
     def _told_content(self, text: str) -> str:
         """`_content` on the fast path, for text that does not end in white space."""

@@ -1,6 +1,6 @@
 """POST /v1/messages: Anthropic's API, served by the code of chat completions.
 
-A request is converted to a chat completion (`as_chat`); messages_answer.py writes the answer.
+A request is converted to a chat completion (`as_chat`); answer.py writes the answer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from msgspec import Meta
 
 from headrace.frontend.api.parameters.structured_outputs import RETIRED
 from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.http.anthropic.answer import SIGNATURE, UNSUPPORTED_THREAD, MessagesAnswer
+from headrace.frontend.http.anthropic.tools import OfferedTools
 from headrace.frontend.http.errors import bad_field, renamed
-from headrace.frontend.http.messages_answer import SIGNATURE, UNSUPPORTED_THREAD, MessagesAnswer
-from headrace.frontend.http.messages_tools import OfferedTools
+from headrace.frontend.http.openai.bodies import ModelCard
 from headrace.frontend.http.openai.chat import ChatParts, prepare_chat
 from headrace.frontend.http.openai.foreign_fields import ANY, Neutral
 from headrace.frontend.http.openai.generation import PreparedRequest
@@ -37,7 +38,6 @@ from headrace.frontend.http.openai.requests import (
     TemplateVariables,
     one_of,
 )
-from headrace.frontend.http.openai.responses import ModelCard
 from headrace.frontend.http.responses_api.items import from_encrypted
 from headrace.frontend.text.instructions import ROLES as INSTRUCTING
 

@@ -14,12 +14,12 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.http.anthropic.tools import UNRESOLVED
 from headrace.frontend.http.errors import ApiError, ContextLengthError
-from headrace.frontend.http.messages_tools import UNRESOLVED
+from headrace.frontend.http.openai.bodies import Answer
 from headrace.frontend.http.openai.requests import ChatCompletionRequest
-from headrace.frontend.http.openai.responses import Answer
 from headrace.frontend.http.responses_api.items import as_encrypted
-from headrace.frontend.text.formats.events import Event
+from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.formats.message import call_id, num_reasoning_tokens
 from headrace.frontend.text.formats.parser import OutputParser
 
@@ -131,7 +131,7 @@ class MessagesAnswer:
     def failure(self, error: BaseException) -> bytes:
         return b"event: error\ndata: " + error_body(ApiError.of(error)) + b"\n\n"
 
-    def _read(self, text: str, *, ends: bool) -> list[Event]:
+    def _read(self, text: str, *, ends: bool) -> list[AnswerPart]:
         events = self._reader.feed(text) + (self._reader.finish() if ends else [])
         return [each for each in events if each.call <= 0 or self._request.parallel_tool_calls is not False]
 
@@ -139,10 +139,10 @@ class MessagesAnswer:
         message = MessagesResponse(self._answer.id, self._answer.model, [], None, None, self._usage(0))
         return _event("message_start", message=message)
 
-    def _block_of(self, told: Event) -> tuple[str, int]:
+    def _block_of(self, told: AnswerPart) -> tuple[str, int]:
         return ("tool_use", told.call) if told.call >= 0 else ("thinking" if told.reasoning else "text", -1)
 
-    def _events_of(self, told: Event) -> list[bytes]:
+    def _events_of(self, told: AnswerPart) -> list[bytes]:
         block, parts = self._block_of(told), []
         if block != self._open:
             parts = self._close()

@@ -50,7 +50,7 @@ BEAMS_READ = frozenset(
 """Fields that a beam search reads, or that cannot change its result. Others are refused."""
 
 
-class Choosing(msgspec.Struct, frozen=True):
+class OutputSelection(msgspec.Struct, frozen=True):
     """How a response's outputs are chosen."""
 
     num_outputs: int
@@ -85,7 +85,7 @@ def drop_needless_outputs(request: CompletionRequest, welcome: Welcome) -> None:
         request.best_of = None
 
 
-def check_choosing(request: GenerationRequest, most: int) -> None:
+def check_selection(request: GenerationRequest, most: int) -> None:
     """Checks n, best_of and beam search together. Raises ApiError. most: the server's limit per prompt (max_n)."""
     num_outputs, width = outputs_of(request), width_of(request)
     if num_outputs > width:
@@ -103,9 +103,9 @@ def check_choosing(request: GenerationRequest, most: int) -> None:
         raise bad_field("best_of", "best_of over n cannot be streamed: which outputs are the best is known at the end")
 
 
-def choosing_of(
+def selection_of(
     request: GenerationRequest, params: SamplingParams, welcome: Welcome, form_field: str
-) -> Choosing | None:
+) -> OutputSelection | None:
     """How outputs are chosen; None if all computed outputs are returned. Raises ApiError, which names the field.
 
     params: those of the request's jobs, in which logprobs (best_of) or n (beams) may be changed. form_field: the field
@@ -116,7 +116,7 @@ def choosing_of(
             return None
         if params.logprobs is None and not params.logprob_token_ids:
             params.logprobs = 0  # of the sampled tokens, by which outputs are ranked
-        return Choosing(num_outputs)
+        return OutputSelection(num_outputs)
     _refuse_unread(request, params, form_field)
     if (params.logprobs or 0) > 2 * width:
         raise bad_field(
@@ -137,7 +137,7 @@ def choosing_of(
         field = {"beam_width": "n" if width == num_outputs else "best_of"}.get(name, name)
         raise bad_field(field, str(error).replace(f"BeamSearchParams.{name}", field, 1)) from error
     params.n = num_outputs
-    return Choosing(num_outputs, beams)
+    return OutputSelection(num_outputs, beams)
 
 
 def _refuse_unread(request: GenerationRequest, params: SamplingParams, form_field: str) -> None:

@@ -1,0 +1,1 @@
+"""Anthropic's messages, served by the code of chat completions."""
