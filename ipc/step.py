@@ -54,7 +54,7 @@ class StepSizes(NamedTuple):
     """Most rows of a step."""
     num_tokens: int
     """Most tokens of a step."""
-    num_places: int
+    num_positions: int
     """Most positions that a step samples."""
     vocab_size: int
     num_state_pages: int = 0
@@ -120,7 +120,7 @@ class Drafts(Attachment, frozen=True):
         return Drafts(counts=self.counts[kept], token_ids=self.token_ids[np.repeat(kept, self.counts)])
 
 
-class LaterWords:
+class LazyArray:
     """An array computed on first access, so that the computation can overlap the model's forward pass on a device."""
 
     def __init__(self, make: Callable[[], np.ndarray]) -> None:
@@ -131,18 +131,18 @@ class LaterWords:
         return self._make()
 
 
-@attachment(most_bytes=lambda sizes: sizes.num_places * (4 + -(-sizes.vocab_size // 32) * 4) + 64)
+@attachment(most_bytes=lambda sizes: sizes.num_positions * (4 + -(-sizes.vocab_size // 32) * 4) + 64)
 class TokenMasks(Attachment, frozen=True):
     """Which tokens are allowed at some of the positions that the step samples.
 
-    A sampled row has one such place after its last known token, and one after each of its drafts. Places are numbered
+    A sampled row has one such position after its last known token, and one after each of its drafts. They are numbered
     in the plan's order; those of a row are adjacent.
     """
 
-    places: np.ndarray
-    """[num_masks] int32, ascending: the places that have a mask; at the others any token is allowed"""
+    positions: np.ndarray
+    """[num_masks] int32, ascending: the positions that have a mask; at the others any token is allowed"""
     words: np.ndarray
-    """The array of `bits`; in the process that computes the masks, a `LaterWords` instead."""
+    """The array of `bits`; in the process that computes the masks, a `LazyArray` instead."""
 
     @property
     def bits(self) -> np.ndarray:
@@ -150,18 +150,12 @@ class TokenMasks(Attachment, frozen=True):
 
         Read as late as possible in the step: the first access waits until the masks are computed.
         """
-        return self.words.value if isinstance(self.words, LaterWords) else self.words
+        return self.words.value if isinstance(self.words, LazyArray) else self.words
 
     def allowed(self, vocab_size: int) -> np.ndarray:
         """[num_masks, vocab_size] bool"""
-        words = self.bits.reshape(len(self.places), -1).view(np.uint8)
+        words = self.bits.reshape(len(self.positions), -1).view(np.uint8)
         return np.unpackbits(words, axis=1, count=vocab_size, bitorder="little").view(bool)
-
-    def select(self, kept: np.ndarray) -> TokenMasks:
-        """The masks of the places that are true in kept [num_places] bool, renumbered."""
-        chosen = kept[self.places]
-        places = (np.cumsum(kept, dtype=np.int32) - 1)[self.places[chosen]].astype(np.int32)
-        return TokenMasks(places=places, words=self.bits.reshape(len(self.places), -1)[chosen].reshape(-1))
 
 
 @attachment(most_bytes=lambda sizes: 12 * sizes.num_state_pages + 64 if sizes.num_state_pages else 0)

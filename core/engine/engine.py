@@ -19,7 +19,7 @@ from headrace.core.coordinator.announcer import Announcer, State, entry_of, reac
 from headrace.core.engine.control import profile_folder
 from headrace.core.engine.loop import Loop, scheduler_class
 from headrace.core.engine.memory_port import MemoryPort
-from headrace.core.engine.sessions import ExecutorFailed, Inbox, PeersStep, Sessions, StopOrder
+from headrace.core.engine.sessions import ExecutorFailed, Inbox, PeerStep, Sessions, StopRequest
 from headrace.core.engine.zmq_port import ZmqPort
 from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import cache_size, fit_cache, ledger
@@ -135,13 +135,13 @@ class EngineCore:
             logger.warning("%s", warning)
         self._loop = Loop(plan, facts, executor, self.port, self._inbox)
         is_backend_named = bool(self._options.structured_outputs_config.get("backend"))
-        self._loop.follow_grammars(backends, prepares=is_backend_named)
+        self._loop.use_grammars(backends, prepares=is_backend_named)
         executor.watch(lambda failure: self._inbox.put((0, ExecutorFailed(failure))))
         executor.watch_leaving(self._on_leaving)
-        executor.on_call(lambda: self._inbox.put((0, PeersStep())))
+        executor.on_call(lambda: self._inbox.put((0, PeerStep())))
         self.welcome = self._welcome(plan, facts, bundle)
         self._sessions = Sessions(self._inbox, self.welcome, bundle)
-        self._loop.follow_weights(self._on_weights, self.on_weights_path)
+        self._loop.on_weights_changed(self._on_weights, self.on_weights_path)
         if weights_path:
             self._loop.reload_weights(weights_path)
         self.port.serve(self._sessions)
@@ -166,7 +166,7 @@ class EngineCore:
 
     def stop(self, deadline_s: float = 0.0) -> None:
         """Lets running requests finish within `deadline_s`, then `run` returns. A second call may shorten it."""
-        self._inbox.put((0, StopOrder(deadline_s)))
+        self._inbox.put((0, StopRequest(deadline_s)))
 
     def _on_leaving(self, name: str) -> None:
         """Part of the executor was asked to end, which ends this engine: running requests get the time of a drain."""

@@ -38,8 +38,8 @@ from headrace.core.engine.sessions import (
     ExecutorFailed,
     Inbox,
     InboxMessage,
-    PeersStep,
-    StopOrder,
+    PeerStep,
+    StopRequest,
     Undecodable,
 )
 from headrace.core.engine.statistics import Statistics
@@ -198,7 +198,7 @@ class Loop:
         if plan.model.checks_sampling:
             self.gates.register(self._sampling_checks)
 
-    def follow_grammars(self, backend: Backends, *, prepares: bool) -> None:
+    def use_grammars(self, backend: Backends, *, prepares: bool) -> None:
         """Allows structured outputs. Call before the loop runs. prepares: prepare the library in the background now
         instead of at the first such request."""
         self._compiler = GrammarCompiler(backend, lambda news: self._inbox.put((0, news)))
@@ -210,7 +210,7 @@ class Loop:
             GrammarMasks(backend, self.scheduler.config.vocab_size, most_step_tokens=most_step_tokens)
         )
 
-    def follow_weights(self, heard: Callable[[str], None], heard_path: Callable[[str], None]) -> None:
+    def on_weights_changed(self, heard: Callable[[str], None], heard_path: Callable[[str], None]) -> None:
         """Registers callbacks for reloaded weights: with `WorkerAnswer.weights`, and with their path."""
 
         def changed(weights: str) -> None:
@@ -224,7 +224,7 @@ class Loop:
         self._controller.reload_weights(path)
 
     def run(self) -> None:
-        """Runs until a StopOrder is carried out. If the executor fails, sends the failure to every client and
+        """Runs until a StopRequest is carried out. If the executor fails, sends the failure to every client and
         re-raises the error."""
         try:
             with gc_watched(self._statistics.gc_pause):
@@ -237,7 +237,7 @@ class Loop:
         finally:
             if self._compiler is not None:
                 self._compiler.stop()
-        self._end_what_is_left()
+        self._fail_unfinished()
 
     def turn(self) -> None:
         """Handles the messages that have come (waits for one if there is no work), submits a step if fewer than the
@@ -368,11 +368,11 @@ class Loop:
             case GateFailed():
                 for request in self.gates.fail(message.gate):
                     self._end_gated(request, message.failure)
-            case PeersStep():
+            case PeerStep():
                 self._executor.take_part()
             case ExecutorFailed():
                 raise EngineDeadError(failure=message.failure)
-            case StopOrder():
+            case StopRequest():
                 self._begin_stop(message.deadline_s)
 
     def _open(self, opened: GateOpened) -> None:
@@ -479,7 +479,7 @@ class Loop:
             return True
         return not (self.has_work or self.gates) and self._executor.may_leave()
 
-    def _end_what_is_left(self) -> None:
+    def _fail_unfinished(self) -> None:
         """Fails all unfinished requests with the reason, so that no cut answer looks like a complete one."""
         said = "the engine was shut down before this request was finished"
         failure = Failure(message=said, type=SHUT_DOWN, process="engine-core", pid=os.getpid(), phase="serve")

@@ -6,14 +6,14 @@ import functools
 import threading
 from collections.abc import Callable
 
-from headrace.core.engine.sessions import Sessions, TellsAll
+from headrace.core.engine.sessions import Broadcaster, Sessions
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
 
 Deliver = Callable[[CoreMessage], None]
 """Receives a message for the client, on the core's thread. Must not block."""
 
 
-class MemoryPort(TellsAll):
+class MemoryPort(Broadcaster):
     """Any thread may `open` sessions; `send` is for the loop's thread."""
 
     address = "memory"

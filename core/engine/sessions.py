@@ -52,13 +52,13 @@ class Undecodable(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class StopOrder(msgspec.Struct, frozen=True):
+class StopRequest(msgspec.Struct, frozen=True):
     """Not a wire message: stop the engine within `deadline_s`; running requests may finish until then."""
 
     deadline_s: float
 
 
-class PeersStep(msgspec.Struct, frozen=True):
+class PeerStep(msgspec.Struct, frozen=True):
     """Not a wire message: other cores wait for this one's part of a step, or may no longer need it."""
 
 
@@ -69,7 +69,7 @@ class ExecutorFailed(msgspec.Struct, frozen=True):
 
 
 InboxMessage = (
-    ClientMessage | ClientGone | Undecodable | StopOrder | PeersStep | ExecutorFailed | GateOpened | GateFailed
+    ClientMessage | ClientGone | Undecodable | StopRequest | PeerStep | ExecutorFailed | GateOpened | GateFailed
 )
 InboxItem = tuple[int, InboxMessage]
 
@@ -252,7 +252,7 @@ class Sessions:
         return Failure(message=why, type="ProtocolError", process="engine-core", pid=self.welcome.pid, phase="serve")
 
 
-class TellsAll(ABC):
+class Broadcaster(ABC):
     """The part of a port that tells all clients something. Those are included that it is welcoming just then."""
 
     def __init__(self) -> None:

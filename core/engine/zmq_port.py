@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 import zmq
 
-from headrace.core.engine.sessions import Sessions, TellsAll
+from headrace.core.engine.sessions import Broadcaster, Sessions
 from headrace.ipc.codec import Codec, CodecError, Frame
 from headrace.ipc.failure import Failure, let_interrupts_pass
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
@@ -51,7 +51,7 @@ PROBE_BUSY_S = 1.0
 """Interval at which clients with requests get the load; sending it also shows whether a client is still alive."""
 PROBE_IDLE_S = 30.0
 REFUSAL_LOG_EVERY_S = 1.0
-MESSAGES_A_BREATH, BREATH_S = 8, 0.001
+MAX_BURST_MESSAGES, BURST_PERIOD_S = 8, 0.001
 """Messages received at once, and the pause after them, while requests run and the loop is behind.
 
 The I/O thread then uses a fifth of the interpreter's time. Without a pause, thousands of messages used two thirds of it
@@ -103,7 +103,7 @@ class _Unread:
                 self._bytes -= self._sent.popleft()[0]
 
 
-class ZmqPort(TellsAll):
+class ZmqPort(Broadcaster):
     """The loop's thread calls `send`, `set_load` and `close`; everything else runs on the port's I/O thread.
 
     ZeroMQ's file descriptor signals a message only once, and any use of the socket may consume the signal. So after
@@ -214,10 +214,10 @@ class ZmqPort(TellsAll):
         next_busy_probe = next_idle_probe = time.monotonic()
         while not self._closing:
             has_all = self._receive_some()  # before the wait: the descriptor's signal may already be consumed
-            if has_all and not self._gives_way:
+            if has_all and not self._should_yield:
                 poll.poll(self._wait_ms())
             else:
-                time.sleep(BREATH_S)
+                time.sleep(BURST_PERIOD_S)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
             now = time.monotonic()
@@ -236,7 +236,7 @@ class ZmqPort(TellsAll):
         return PROBE_IDLE_S * 1e3 if self._identity_of else None
 
     @property
-    def _gives_way(self) -> bool:
+    def _should_yield(self) -> bool:
         """Requests run and the loop is behind with its messages, so this thread leaves the interpreter to the loop."""
         return bool(self._busy_clients) and self._sessions.is_behind
 
@@ -244,7 +244,7 @@ class ZmqPort(TellsAll):
         """Receives the messages that have come. False if there may be more."""
         with contextlib.suppress(zmq.Again):
             for count in itertools.count():
-                if count >= MESSAGES_A_BREATH and self._gives_way:
+                if count >= MAX_BURST_MESSAGES and self._should_yield:
                     return False
                 with self._socket_lock:
                     identity, *frames = receive_frames(self._socket)
@@ -259,7 +259,7 @@ class ZmqPort(TellsAll):
                 except BaseException as error:  # no message of one client may end the engine of the others
                     let_interrupts_pass(error)
                     logger.exception("a message could not be taken")
-                    self._let_go(sender, f"a message of this client could not be taken: {type(error).__name__}")
+                    self._dismiss(sender, f"a message of this client could not be taken: {type(error).__name__}")
         return True
 
     def _drop_frames(self) -> None:
@@ -298,7 +298,7 @@ class ZmqPort(TellsAll):
         if draining is not None:
             self._send(client, self._codec.encode(draining))
 
-    def _let_go(self, identity: bytes, why: str) -> None:
+    def _dismiss(self, identity: bytes, why: str) -> None:
         """Dismisses a client of which a message was lost, since it would wait for the answer."""
         client = self._client_of.get(identity)
         if client is None:

@@ -101,10 +101,10 @@ class Backend(Protocol):
     def stop(self) -> None:
         """Ends threads and processes that it has started."""
 
-    def fill(self, places: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
+    def fill(self, positions: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
         """Writes the masks of the tokens allowed next into `masks`, [num_masks, num_words] int32, as in TokenMasks.
 
-        Each place is a matcher, the index of its mask, and draft tokens that its grammar allows. The masks after each
-        draft token follow at the next indices.
+        A position is given as a matcher, the index of its mask, and draft tokens that its grammar allows. The masks
+        after each draft token follow at the next indices.
         """
         ...

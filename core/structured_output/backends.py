@@ -89,11 +89,11 @@ class Backends:
             with contextlib.suppress(HeadraceError):  # the first request gets the error
                 self._backend(self._options.backends[0])
 
-    def fill(self, places: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
-        places, openers = split(places, masks)
+    def fill(self, positions: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
+        positions, openers = split(positions, masks)
         made = list(self._made.values())
         for backend in made:
-            own = places if len(made) == 1 else [each for each in places if each[0].backend is backend]
+            own = positions if len(made) == 1 else [each for each in positions if each[0].backend is backend]
             if own:
                 backend.fill(own, masks)
         for at, token_id in openers:

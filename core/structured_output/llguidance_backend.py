@@ -165,24 +165,24 @@ class LLGuidanceBackend:
     def stop(self) -> None:
         """Does nothing: it has started no process."""
 
-    def fill(self, places: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray) -> None:
+    def fill(self, positions: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray) -> None:
         plain, drafted = list[tuple[LLGuidanceMatcher, int]](), list[tuple[LLMatcher, int, list[int]]]()
-        for place, index, drafts in places:
+        for position, index, drafts in positions:
             if self._is_slow:
-                place.fill(index, drafts, masks)
+                position.fill(index, drafts, masks)
             elif drafts:
-                drafted.append((place.matcher, index, drafts))
-            elif place.mask is not None:
-                masks[index] = place.mask
+                drafted.append((position.matcher, index, drafts))
+            elif position.mask is not None:
+                masks[index] = position.mask
             else:
-                plain.append((place, index))
+                plain.append((position, index))
         self._is_slow = False
         if len(plain) <= MASKS_ON_ONE_THREAD:
-            for place, index in plain:
-                place.fill(index, (), masks)
+            for position, index in plain:
+                position.fill(index, (), masks)
             plain = []
         if plain or drafted:
-            self._fill_in_parallel([(place.matcher, index) for place, index in plain], drafted, masks)
+            self._fill_in_parallel([(position.matcher, index) for position, index in plain], drafted, masks)
 
     def _fill_in_parallel(
         self,

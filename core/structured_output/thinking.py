@@ -33,7 +33,7 @@ class Stage(enum.Enum):
     AFTER = enum.auto()
 
 
-class Place(NamedTuple):
+class ReasoningPosition(NamedTuple):
     stage: Stage
     num_tokens: int = 0
     """Tokens of the reasoning so far; in OPENING and CLOSING, of the marker so far."""
@@ -92,7 +92,7 @@ class ThinkingMatcher:
         self,
         thinking: Thinking,
         form: Matcher | None,
-        place: Place | None = None,
+        position: ReasoningPosition | None = None,
         markers: tuple[Marker, Marker] | None = None,
     ) -> None:
         """form: matcher of the answer's form, at its start. None: any answer may follow the reasoning."""
@@ -103,74 +103,75 @@ class ThinkingMatcher:
             Marker(thinking.end, thinking.end_text, near),
         )
         self._closing = thinking.forced or thinking.end
-        self._place = place or self._entered(Place(Stage.THINKING if thinking.is_open else Stage.BEFORE))
+        start = Stage.THINKING if thinking.is_open else Stage.BEFORE
+        self._position = position or self._entered(ReasoningPosition(start))
 
     # --- as a matcher ---------------------------------------------------------------------------------------------
 
     @property
     def backend(self) -> Backend:
-        raise AssertionError("`split` has given its places to the backends")
+        raise AssertionError("`split` has given its positions to the backends")
 
     def accept(self, token_id: int) -> bool:
-        if self._place.stage is Stage.BEFORE and self._form is not None and not self._opens(token_id):
-            self._place = Place(Stage.AFTER)
-        if self._place.stage is Stage.AFTER:
+        if self._position.stage is Stage.BEFORE and self._form is not None and not self._opens(token_id):
+            self._position = ReasoningPosition(Stage.AFTER)
+        if self._position.stage is Stage.AFTER:
             return self._form is None or self._form.accept(token_id)
-        is_allowed = self._allows(self._place, token_id)
-        self._place = self._next(self._place, token_id)
+        is_allowed = self._allows(self._position, token_id)
+        self._position = self._next(self._position, token_id)
         return is_allowed
 
     @property
     def is_complete(self) -> bool:
-        return self._place.stage is Stage.AFTER and self._form is not None and self._form.is_complete
+        return self._position.stage is Stage.AFTER and self._form is not None and self._form.is_complete
 
     @property
     def problem(self) -> str:
         return self._form.problem if self._form is not None else ""
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        place = self._place
+        position = self._position
         for nth, token_id in enumerate(token_ids):
-            if self._form is not None and place.stage in (Stage.BEFORE, Stage.AFTER):
+            if self._form is not None and position.stage in (Stage.BEFORE, Stage.AFTER):
                 return nth + self._form.num_valid(token_ids[nth:])
-            if not self._allows(place, token_id):
+            if not self._allows(position, token_id):
                 return nth
-            place = self._next(place, token_id)
+            position = self._next(position, token_id)
         return len(token_ids)
 
     def forced_tokens(self) -> list[int]:
-        if self._place.stage is Stage.AFTER:
+        if self._position.stage is Stage.AFTER:
             return [] if self._form is None else self._form.forced_tokens()
-        return self._forced(self._place)
+        return self._forced(self._position)
 
     def copy(self) -> ThinkingMatcher:
         form = None if self._form is None else self._form.copy()
-        return ThinkingMatcher(self._thinking, form, self._place, self._markers)
+        return ThinkingMatcher(self._thinking, form, self._position, self._markers)
 
     # --- masks ----------------------------------------------------------------------------------------------------
 
     def fill_own(self, at: int, drafts: list[int], masks: np.ndarray) -> tuple[Matcher, int, list[int]] | None:
-        """Writes those masks, from masks[at] on, that the form's matcher does not make. Returns the place of the others
-        in the form of `Backend.fill`, or None."""
-        place = self._place
+        """Writes those masks, from masks[at] on, that the form's matcher does not make. Returns the position of the
+        others in the form of `Backend.fill`, or None."""
+        position = self._position
         for nth in range(len(drafts) + 1):
-            if self._form is not None and place.stage in (Stage.BEFORE, Stage.AFTER):
+            if self._form is not None and position.stage in (Stage.BEFORE, Stage.AFTER):
                 return self._form, at + nth, drafts[nth:]
-            if forced := self._forced(place):
+            if forced := self._forced(position):
                 masks[at + nth] = 0
                 allow(masks[at + nth], forced[0])
             else:
                 masks[at + nth] = -1
-                for token_id in self._merged(place):
+                for token_id in self._merged(position):
                     forbid(masks[at + nth], token_id)
             if nth < len(drafts):
-                place = self._next(place, drafts[nth])
+                position = self._next(position, drafts[nth])
         return None
 
     @property
     def opener(self) -> int | None:
         """The first token of the begin marker if it is allowed in addition to the form's tokens, else None."""
-        is_before = self._place.stage is Stage.BEFORE and self._form is not None
+        is_before = self._position.stage is Stage.BEFORE and self._form is not None
         return self._thinking.begin[0] if is_before and self._thinking.begin else None
 
     # --- transitions ----------------------------------------------------------------------------------------------
@@ -180,57 +181,59 @@ class ThinkingMatcher:
         assert self._form is not None, "only a form has to be told from its marker"
         return token_id == self.opener and not self._form.num_valid([token_id])
 
-    def _allows(self, place: Place, token_id: int) -> bool:
+    def _allows(self, position: ReasoningPosition, token_id: int) -> bool:
         """Whether the token may come next, where the form's matcher does not say it."""
-        forced = self._forced(place)
-        return forced[0] == token_id if forced else token_id not in self._merged(place)
+        forced = self._forced(position)
+        return forced[0] == token_id if forced else token_id not in self._merged(position)
 
-    def _merged(self, place: Place) -> list[int]:
+    def _merged(self, position: ReasoningPosition) -> list[int]:
         """Tokens with the end of the reasoning and the beginning of an answer that must have a form."""
-        is_thinking = self._form is not None and place.stage is Stage.THINKING
-        return self._markers[1].merged(place.recent) if is_thinking else []
+        is_thinking = self._form is not None and position.stage is Stage.THINKING
+        return self._markers[1].merged(position.recent) if is_thinking else []
 
-    def _forced(self, place: Place) -> list[int]:
-        if place.stage is Stage.OPENING:
-            return list(self._thinking.begin[place.num_tokens :])
-        return list(self._closing[place.num_tokens :]) if place.stage is Stage.CLOSING else []
+    def _forced(self, position: ReasoningPosition) -> list[int]:
+        if position.stage is Stage.OPENING:
+            return list(self._thinking.begin[position.num_tokens :])
+        return list(self._closing[position.num_tokens :]) if position.stage is Stage.CLOSING else []
 
-    def _next(self, place: Place, token_id: int) -> Place:
-        """The place after a token; it must be the forced token, if one is forced."""
-        match place.stage:
+    def _next(self, position: ReasoningPosition, token_id: int) -> ReasoningPosition:
+        """The position after a token; it must be the forced token, if one is forced."""
+        match position.stage:
             case Stage.BEFORE if self._form is not None:
-                return self._entered(Place(Stage.OPENING, 1))
+                return self._entered(ReasoningPosition(Stage.OPENING, 1))
             case Stage.BEFORE:
-                recent, is_begun = self._markers[0].next(place.recent, token_id)
-                return self._entered(Place(Stage.THINKING)) if is_begun else Place(Stage.BEFORE, 0, recent)
+                recent, is_begun = self._markers[0].next(position.recent, token_id)
+                if not is_begun:
+                    return ReasoningPosition(Stage.BEFORE, 0, recent)
+                return self._entered(ReasoningPosition(Stage.THINKING))
             case Stage.THINKING:
-                recent, is_ended = self._markers[1].next(place.recent, token_id)
+                recent, is_ended = self._markers[1].next(position.recent, token_id)
                 if is_ended:
-                    return Place(Stage.AFTER)
-                return self._entered(Place(Stage.THINKING, place.num_tokens + 1, recent))
+                    return ReasoningPosition(Stage.AFTER)
+                return self._entered(ReasoningPosition(Stage.THINKING, position.num_tokens + 1, recent))
             case Stage.OPENING | Stage.CLOSING:
-                return self._entered(Place(place.stage, place.num_tokens + 1))
-        return place
+                return self._entered(ReasoningPosition(position.stage, position.num_tokens + 1))
+        return position
 
-    def _entered(self, place: Place) -> Place:
-        """The place reached from `place` without a further token: a marker is complete, or the budget is spent."""
+    def _entered(self, position: ReasoningPosition) -> ReasoningPosition:
+        """Where `position` leads without a further token: a marker is complete, or the budget is spent."""
         thinking = self._thinking
-        if place.stage is Stage.OPENING and place.num_tokens == len(thinking.begin):
-            place = Place(Stage.THINKING)
-        if place.stage is Stage.CLOSING and place.num_tokens == len(self._closing):
-            return Place(Stage.AFTER)
-        if place.stage is Stage.THINKING and thinking.budget is not None and place.num_tokens >= thinking.budget:
-            return Place(Stage.CLOSING, self._markers[1].begun(place.recent, self._closing))
-        return place
+        if position.stage is Stage.OPENING and position.num_tokens == len(thinking.begin):
+            position = ReasoningPosition(Stage.THINKING)
+        if position.stage is Stage.CLOSING and position.num_tokens == len(self._closing):
+            return ReasoningPosition(Stage.AFTER)
+        if position.stage is Stage.THINKING and thinking.budget is not None and position.num_tokens >= thinking.budget:
+            return ReasoningPosition(Stage.CLOSING, self._markers[1].begun(position.recent, self._closing))
+        return position
 
 
 def split(
-    places: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray
+    positions: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray
 ) -> tuple[list[tuple[Matcher, int, list[int]]], list[tuple[int, int]]]:
-    """Fills the masks that thinking matchers make themselves. Returns the places that backends fill, and pairs of mask
-    index and token to allow in addition."""
+    """Fills the masks that thinking matchers make themselves. Returns the positions that backends fill, and pairs of
+    mask index and token to allow in addition."""
     left, openers = [], []
-    for matcher, at, drafts in places:
+    for matcher, at, drafts in positions:
         if not isinstance(matcher, ThinkingMatcher):
             left.append((matcher, at, drafts))
             continue

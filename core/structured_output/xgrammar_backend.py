@@ -255,29 +255,29 @@ class XGrammarBackend:
     def stop(self) -> None:
         """Does nothing: it has started no process."""
 
-    def fill(self, places: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray) -> None:
+    def fill(self, positions: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray) -> None:
         plain = []
-        for place, index, drafts in places:
-            if place.matcher.is_terminated():
+        for position, index, drafts in positions:
+            if position.matcher.is_terminated():
                 masks[index : index + len(drafts) + 1] = self.vocabulary.ends
             elif not drafts:
-                plain.append((place, index))
+                plain.append((position, index))
         if len(plain) > MASKS_ON_ONE_THREAD and not self._is_slow:
             began_s = time.monotonic()
-            matchers, indices = [place.matcher for place, _ in plain], [index for _, index in plain]
+            matchers, indices = [position.matcher for position, _ in plain], [index for _, index in plain]
             self._batch.batch_fill_next_token_bitmask(matchers, masks, indices, False)
             self._is_slow = time.monotonic() - began_s > MOST_STEP_S
         else:
             self._is_slow = False
-            for place, index in plain:
+            for position, index in plain:
                 began_s = time.thread_time()
-                place.matcher.fill_next_token_bitmask(masks, index, False)
-                place.took(began_s)
-        for place, index, drafts in places:
-            if drafts and not place.matcher.is_terminated():
-                _fill_drafted(place, index, drafts, masks)
+                position.matcher.fill_next_token_bitmask(masks, index, False)
+                position.took(began_s)
+        for position, index, drafts in positions:
+            if drafts and not position.matcher.is_terminated():
+                _fill_drafted(position, index, drafts, masks)
             else:
-                masks[index] &= place.forbidden.others
+                masks[index] &= position.forbidden.others
 
     def _compiled(self, wanted: StructuredOutput) -> Any:
         """Compiles a request's form. Raises ValueError and others if the library cannot read it."""
@@ -331,18 +331,18 @@ def _forced_text(matcher: Any) -> bytes:
         return error.object
 
 
-def _fill_drafted(place: XGrammarMatcher, index: int, drafts: list[int], masks: np.ndarray) -> None:
-    matcher, began_s = place.matcher, time.thread_time()
-    with place.tried() as tried:
+def _fill_drafted(position: XGrammarMatcher, index: int, drafts: list[int], masks: np.ndarray) -> None:
+    matcher, began_s = position.matcher, time.thread_time()
+    with position.tried() as tried:
         for nth in range(len(drafts) + 1):
             if nth > tried.count or matcher.is_terminated():
                 masks[index + nth] = -1  # tokens after the end, or after a draft that is not allowed, are dropped
                 continue
             matcher.fill_next_token_bitmask(masks, index + nth, False)
-            masks[index + nth] &= place.forbidden.others
+            masks[index + nth] &= position.forbidden.others
             if nth < len(drafts):
                 tried.take(drafts[nth])
-    place.took(began_s)
+    position.took(began_s)
 
 
 def _tokens(tokenizer: Any, vocab_size: int) -> list[str]:

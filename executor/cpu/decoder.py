@@ -137,7 +137,7 @@ class CpuDecoder:
         if begun is not None:
             first_slots = begun.block_ids * np.int64(self._written.kv_cache.block_size)
             buffers.slot_mapping[:, begun.sequences] = first_slots
-            buffers.block_tables[:, begun.sequences, begun.places] = begun.block_ids
+            buffers.block_tables[:, begun.sequences, begun.block_indices] = begun.block_ids
         if self._states is not None:
             buffers.take_states(vars(self._states.continued()))
             self._states = None
@@ -196,8 +196,8 @@ class CpuDecoder:
     @staticmethod
     def _mask(sampling: SampleBuffers, masks: TokenMasks | None) -> None:
         if masks is not None:
-            sampling.is_masked[masks.places] = 1
-            sampling.masks[masks.places] = masks.bits.reshape(len(masks.places), -1)
+            sampling.is_masked[masks.positions] = 1
+            sampling.masks[masks.positions] = masks.bits.reshape(len(masks.positions), -1)
 
     def _logits_at(self, first: int, last: int) -> Tensor:
         written, most = self._written, self._limits.max_logits

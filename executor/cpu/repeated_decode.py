@@ -51,8 +51,8 @@ class RepeatedDecode:
             return None
         self._steps_to_block = self._until_block(plan)
         begun = np.flatnonzero(plan.num_computed_tokens % self._block_size == 0)
-        places = plan.num_computed_tokens[begun] // self._block_size
-        return BegunBlocks(begun.tolist(), places, block_tables[:, plan.rows[begun], places])
+        block_indices = plan.num_computed_tokens[begun] // self._block_size
+        return BegunBlocks(begun.tolist(), block_indices, block_tables[:, plan.rows[begun], block_indices])
 
     def _until_block(self, plan: StepPlan) -> int:
         """The number of steps after the plan until a row begins a block."""

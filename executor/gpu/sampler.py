@@ -165,9 +165,9 @@ class TokenStates:
         self._adjust(logits, LogitChanges(rows, self.allowed_bits, penalties if changes.penalised else None))
 
     def mask(self, logits: Tensor, masks: TokenMasks, staging: Staging) -> None:
-        """Forbids, in place, tokens that masks do not allow; places are rows of logits [num_rows, vocab_size]."""
+        """Forbids, in place, what masks do not allow; their positions are rows of logits [num_rows, vocab_size]."""
         mask_of = np.zeros(len(logits), np.int64)  # mask 0, which is sent before the others, allows everything
-        mask_of[masks.places] = np.arange(1, 1 + len(masks.places))
+        mask_of[masks.positions] = np.arange(1, 1 + len(masks.positions))
         rows, bits = staging.send(mask_of, np.concatenate((np.full(self._num_words, -1, np.int32), masks.bits)))
         self._adjust(logits, LogitChanges(rows.view(torch.int64), bits.view(-1, self._num_words)))
 

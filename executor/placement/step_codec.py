@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from headrace.ipc.codec import CodecError, Tensor
-from headrace.ipc.step import KINDS, LaterWords, StepPlan, StepResult, attachments_type
+from headrace.ipc.step import KINDS, LazyArray, StepPlan, StepResult, attachments_type
 
 T = TypeVar("T", StepPlan, StepResult)
 _DTYPES = {kind.char.encode(): kind for kind in map(np.dtype, ("bool", "int8", "int32", "int64", "uint64", "float32"))}
@@ -78,7 +78,7 @@ class StepCodec(Generic[T]):
 
 
 def _encode_array(value: Any) -> Any:
-    if isinstance(value, LaterWords):
+    if isinstance(value, LazyArray):
         value = value.value
     if isinstance(value, Tensor):
         return (value.dtype, value.shape, value.data)

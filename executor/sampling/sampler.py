@@ -75,7 +75,7 @@ def sample(
 
     logits: [num_rows, vocab_size] float32, one row for each of `rows` [num_rows]; may be overwritten. num_tokens:
     [num_rows], the number of the row's tokens before the one to choose, where a row with drafts occurs once for each
-    position; None: all known tokens. masks: the tokens that may be chosen; places are rows of logits.
+    position; None: all known tokens. masks: the tokens that may be chosen; their positions are rows of logits.
     """
     needs = batch.sampling.needs[rows]
     used = batch.sampling.all_needs(rows) if len(rows) else 0
@@ -174,7 +174,7 @@ def choose_tokens(logits: Tensor, draws: Draws) -> Chosen:
 def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
     """Forbids, in place, the tokens that masks do not allow."""
     allowed = torch.from_numpy(masks.allowed(logits.shape[1])).to(logits.device)
-    for place, mask in zip(masks.places.tolist(), allowed, strict=True):
+    for place, mask in zip(masks.positions.tolist(), allowed, strict=True):
         logits[place].masked_fill_(~mask, -torch.inf)
 
 

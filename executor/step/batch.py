@@ -137,9 +137,9 @@ class BatchState:
         self._repeated.append(token_ids)
 
     def arrays(
-        self, plan: StepPlan, places: SampledPositions | None = None, *, reads_logits: bool = True
+        self, plan: StepPlan, sampled: SampledPositions | None = None, *, reads_logits: bool = True
     ) -> StepArrays:
-        """The step's inputs. Requires `apply(plan)` first. places: the sampled positions of a plan with drafts."""
+        """The step's inputs. Requires `apply(plan)` first. sampled: the positions of a plan with drafts."""
         rows, num_tokens, start = plan.rows, plan.num_tokens, plan.num_computed_tokens
         num_seqs = len(rows)
         if plan.total_tokens == num_seqs:  # one token of each, as in most steps
@@ -152,10 +152,10 @@ class BatchState:
             positions = np.arange(int(query_start[-1]), dtype=np.int32) + np.repeat(
                 start - query_start[:-1], num_tokens
             )
-        if places is None:
+        if sampled is None:
             logits_indices = query_start[1:][plan.sampled] - np.int32(1)
         else:
-            logits_indices = places.logits_indices(query_start, plan.sampled)
+            logits_indices = sampled.logits_indices(query_start, plan.sampled)
         block_indices, offsets = np.divmod(positions, self.block_size)
         slot_mapping = self.block_tables[:, token_rows, block_indices] * np.int64(self.block_size) + offsets
         width = -(-int(np.maximum.reduce(seq_lens, initial=0)) // self.block_size)

@@ -129,7 +129,7 @@ class BegunBlocks(NamedTuple):
 
     sequences: list[int]
     """Their indices in the step."""
-    places: np.ndarray  # [num_sequences] int32: index of the block in its sequence's block tables
+    block_indices: np.ndarray  # [num_sequences] int32: of the block in its sequence's block tables
     block_ids: np.ndarray  # [num_groups, num_sequences] int32
 
 

@@ -292,7 +292,7 @@ class _Rows:
     def _masked(self, plan: StepPlan, token_ids: np.ndarray) -> np.ndarray:
         """Replaces tokens that the plan's masks forbid by allowed ones."""
         if (masks := plan.get(TokenMasks)) is not None:
-            for place, allowed in zip(masks.places, masks.allowed(self._model.vocab_size), strict=True):
+            for place, allowed in zip(masks.positions, masks.allowed(self._model.vocab_size), strict=True):
                 if not allowed[token_ids[place]] and allowed.any():
                     choices = np.flatnonzero(allowed)
                     token_ids[place] = choices[token_ids[place] % len(choices)]

@@ -154,11 +154,11 @@ def test_gated_requests_count_as_waiting_by_reason() -> None:
 
 
 def test_an_engine_that_stops_waits_for_gated_requests_until_the_deadline_and_no_longer() -> None:
-    from headrace.core.engine.sessions import StopOrder
+    from headrace.core.engine.sessions import StopRequest
 
     core, client = gated_core()
     client.add(0, [5, 6], cache_salt="fr")
-    core.inbox.put((0, StopOrder(0.05)))
+    core.inbox.put((0, StopRequest(0.05)))
     core.loop.run()
     (finish,) = client.finishes()
     assert finish.reason is FinishReason.FAILED

@@ -203,7 +203,7 @@ def test_tokens_count_as_far_as_drafts_are_right_and_something_could_be_sampled(
     for bad in range(len(sampled)):
         unusable = np.arange(len(sampled)) == bad
         found = places.counts(np.array(sampled), unusable).tolist()
-        owner = int(np.searchsorted(np.cumsum(places.num_places), bad, "right"))
+        owner = int(np.searchsorted(np.cumsum(places.num_positions), bad, "right"))
         wanted = list(expected)
         wanted[owner] = min(wanted[owner], bad - int(places.starts[owner]))
         assert found == wanted

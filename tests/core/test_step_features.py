@@ -151,7 +151,7 @@ def test_a_step_feature_that_is_none_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_kind_has_a_size_and_a_name_of_its_own_and_travels_as_it_is() -> None:
-    sizes = StepSizes(num_rows=8, num_tokens=100, num_places=8, vocab_size=1000)
+    sizes = StepSizes(num_rows=8, num_tokens=100, num_positions=8, vocab_size=1000)
     assert attachment_bytes(sizes)["Marks"] == 8 * 8 + 64
     with pytest.raises(TypeError, match="two kinds of step attachments are called Marks"):
 

@@ -111,14 +111,14 @@ class Twins:
 
 def with_masks(plan: StepPlan, dice: np.random.Generator) -> StepPlan:
     """Allows about half of the tokens at about half of the places."""
-    num_places = np.ones(int(plan.sampled.sum()), int)
+    num_positions = np.ones(int(plan.sampled.sum()), int)
     if (drafts := plan.get(Drafts)) is not None:
-        num_places += drafts.counts[plan.sampled]
-    places = np.flatnonzero(dice.random(num_places.sum()) < 0.5).astype(np.int32)
+        num_positions += drafts.counts[plan.sampled]
+    places = np.flatnonzero(dice.random(num_positions.sum()) < 0.5).astype(np.int32)
     if not len(places):
         return plan
     words = dice.integers(-(2**31), 2**31, (len(places), -(-VOCAB_SIZE // 32)), np.int32)
-    masks = TokenMasks(places=places, words=(words | 1).reshape(-1))
+    masks = TokenMasks(positions=places, words=(words | 1).reshape(-1))
     return msgspec.structs.replace(plan, attachments=(*plan.attachments, masks))
 
 

@@ -20,7 +20,7 @@ from wire_client import WireClient
 from headrace.core.engine import zmq_port
 from headrace.core.engine.memory_port import MemoryPort
 from headrace.core.engine.sessions import FAR_BEHIND, ClientGone, Inbox, Sessions
-from headrace.core.engine.zmq_port import MESSAGES_A_BREATH, ZmqPort
+from headrace.core.engine.zmq_port import MAX_BURST_MESSAGES, ZmqPort
 from headrace.core.options.engine_options import Options
 from headrace.core.process.daemon import new_port
 from headrace.frontend.client.client import CoreClient
@@ -129,7 +129,7 @@ def test_messages_that_the_loop_cannot_take_yet_come_slowly_beside_requests_that
     """The interpreter is the loop's first: it gets no more of them for it."""
     pauses: list[float] = []
     monkeypatch.setattr(zmq_port, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
-    sent = FAR_BEHIND + 20 * MESSAGES_A_BREATH
+    sent = FAR_BEHIND + 20 * MAX_BURST_MESSAGES
     with WireClient(port.port.address) as client:
 
         def flood() -> int:

@@ -3,11 +3,11 @@
 A request's matcher has accepted exactly its known output tokens, whatever row the request is in, so that a preempted
 request resumes where it was. The next mask depends on the last token, so a row with a matcher is in no plan before that
 token is known. Tokens that a grammar forces (the names of a schema's properties, the rest of a choice) become drafts,
-several per step. Other drafts are cut where the grammar does not allow them. Each sampled place, one more than the
+several per step. Other drafts are cut where the grammar does not allow them. Each sampled position, one more than the
 drafts, has its own mask:
 
     tokens        {"na   me":   3      (two drafts)
-    places              0    1    2
+    positions           0    1    2
     masks               m0   m1   m2   m1 assumes that the first draft is accepted, m2 that both are
 """
 
@@ -23,7 +23,7 @@ from headrace.core.schedule.features.feature import Context, Followed, Repeated,
 from headrace.core.schedule.requests import RowTable
 from headrace.core.structured_output.backend import Backend, Matcher
 from headrace.ipc.failure import InconsistentError
-from headrace.ipc.step import Attachment, Drafts, LaterWords, StepPlan, TokenMasks
+from headrace.ipc.step import Attachment, Drafts, LazyArray, StepPlan, TokenMasks
 
 
 class ForcedTokens(Drafter):
@@ -71,36 +71,36 @@ class GrammarMasks(StepFeature):
         return plan if masks is None else msgspec.structs.replace(plan, attachments=(*plan.attachments, masks))
 
     def _masks(self, plan: StepPlan) -> TokenMasks | None:
-        """The masks of a plan's sampled places. None if no sampled row has a grammar."""
+        """The masks of a plan's sampled positions. None if no sampled row has a grammar."""
         table, sampled = self.context.rows, plan.rows[plan.sampled]
         masked = np.flatnonzero(table.has_matcher[sampled])
         if not masked.size:
             return None
-        num_places = np.ones(len(sampled), np.int32)
+        num_positions = np.ones(len(sampled), np.int32)
         drafts = plan.get(Drafts)
         if drafts is not None:
-            num_places += drafts.counts[plan.sampled]
-        places = np.flatnonzero(np.repeat(table.has_matcher[sampled], num_places)).astype(np.int32)
-        bits = np.zeros((len(places), self._num_words), np.int32)
+            num_positions += drafts.counts[plan.sampled]
+        positions = np.flatnonzero(np.repeat(table.has_matcher[sampled], num_positions)).astype(np.int32)
+        bits = np.zeros((len(positions), self._num_words), np.int32)
         by_row, work, at = {} if drafts is None else _by_row(plan, drafts), [], 0
         for index in masked.tolist():
-            row, end = int(sampled[index]), at + int(num_places[index])
+            row, end = int(sampled[index]), at + int(num_positions[index])
             matcher = _matcher(table, row)
             if matcher.problem:
                 bits[at:end] = -1  # allows all tokens, since the next one ends the request
             else:
                 work.append((matcher, at, by_row.get(row, [])))
             at = end
-        return _later_masks(self._backend, work, places, bits)
+        return _later_masks(self._backend, work, positions, bits)
 
     def repeated(self, plan: StepPlan) -> Repeated | None:
         table, rows = self.context.rows, plan.rows
-        places = np.flatnonzero(table.has_matcher[rows]).astype(np.int32)
-        if not places.size:
+        positions = np.flatnonzero(table.has_matcher[rows]).astype(np.int32)
+        if not positions.size:
             return None
-        matchers = [_matcher(table, row) for row in rows[places].tolist()]
+        matchers = [_matcher(table, row) for row in rows[positions].tolist()]
         may_force = len(rows) < self._most_step_tokens
-        return RepeatedMasks(self._backend, places, matchers, self._num_words, may_force=may_force)
+        return RepeatedMasks(self._backend, positions, matchers, self._num_words, may_force=may_force)
 
     # --- results ------------------------------------------------------------------------------------------------
 
@@ -129,12 +129,12 @@ class RepeatedMasks(Repeated):
     """Masks of a batch that only decodes: each step has the same rows, and none is in flight while one is planned."""
 
     def __init__(
-        self, backend: Backend, places: np.ndarray, matchers: list[Matcher], num_words: int, *, may_force: bool
+        self, backend: Backend, positions: np.ndarray, matchers: list[Matcher], num_words: int, *, may_force: bool
     ) -> None:
-        """places: [num_masks] int32, the sampled places of the matchers' rows."""
-        self._backend, self._places, self._matchers, self._may_force = backend, places, matchers, may_force
+        """positions: [num_masks] int32, the sampled positions of the matchers' rows."""
+        self._backend, self._positions, self._matchers, self._may_force = backend, positions, matchers, may_force
         self._work: list[tuple[Matcher, int, list[int]]] = [(each, nth, []) for nth, each in enumerate(matchers)]
-        self._indices = places.tolist()
+        self._indices = positions.tolist()
         self._bits = np.zeros((len(matchers), num_words), np.int32)
 
     def attachment(self, num_in_flight: int) -> Attachment | None:
@@ -142,7 +142,7 @@ class RepeatedMasks(Repeated):
         drafts."""
         if num_in_flight or (self._may_force and any(each.forced_tokens() for each in self._matchers)):
             return None
-        return _later_masks(self._backend, self._work, self._places, self._bits)
+        return _later_masks(self._backend, self._work, self._positions, self._bits)
 
     def take(self, token_ids: np.ndarray) -> Followed | None:
         """Passes the tokens to the matchers."""
@@ -158,7 +158,7 @@ class RepeatedMasks(Repeated):
 
 
 def _later_masks(
-    backend: Backend, work: list[tuple[Matcher, int, list[int]]], places: np.ndarray, bits: np.ndarray
+    backend: Backend, work: list[tuple[Matcher, int, list[int]]], positions: np.ndarray, bits: np.ndarray
 ) -> TokenMasks:
     """Masks that are computed when the rank reads them. Until then no matcher advances: its row waits for the step."""
 
@@ -166,7 +166,7 @@ def _later_masks(
         backend.fill(work, bits)
         return bits.reshape(-1)
 
-    return TokenMasks(places=places, words=cast(np.ndarray, LaterWords(make)))
+    return TokenMasks(positions=positions, words=cast(np.ndarray, LazyArray(make)))
 
 
 def _problem_after(matcher: Matcher, token_id: int) -> str:
