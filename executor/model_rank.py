@@ -26,7 +26,7 @@ from headrace.executor.models.sizes import prompt_logprobs_cost
 from headrace.executor.models.state_pages import FLOAT_BYTES, state_layout
 from headrace.executor.parallel.divisibility import check_experts, check_shares
 from headrace.executor.parallel.expert_exchange import ExpertExchange
-from headrace.executor.parallel.rank_place import Collectives, RankPlace
+from headrace.executor.parallel.rank_place import Collectives, RankCoordinates
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.pooling.pooler import Pooler
 from headrace.executor.rank import Rank, Report, reader_of
@@ -67,7 +67,7 @@ class ModelRank(Rank):
     to sleep.
     """
 
-    def __init__(self, options: Options, place: RankPlace, device: torch.device) -> None:
+    def __init__(self, options: Options, place: RankCoordinates, device: torch.device) -> None:
         self._options, self._place, self._device = options, place, device
         self._found: FoundModel | None = None
         self._cache_scales: tuple[kv_cache.LayerScales, ...] = ()
@@ -81,7 +81,7 @@ class ModelRank(Rank):
         self._path = self._path_read_again = ""  # of their checkpoints; empty: the model's own
 
     @property
-    def place(self) -> RankPlace:
+    def place(self) -> RankCoordinates:
         return self._place
 
     @property
@@ -177,11 +177,11 @@ class ModelRank(Rank):
 
         return load_bundle(self.found.checkpoint, self._options)
 
-    def join(self, meeting: Rendezvous) -> None:
-        self._place = self._place.with_collectives(self._link(meeting))
+    def join(self, rendezvous: Rendezvous) -> None:
+        self._place = self._place.with_collectives(self._link(rendezvous))
 
-    def _link(self, meeting: Rendezvous) -> Collectives:
-        return meeting.link()
+    def _link(self, rendezvous: Rendezvous) -> Collectives:
+        return rendezvous.link()
 
     def share_experts(self, exchange: ExpertExchange) -> None:
         """Called before `load` if engine cores share the experts. Raises OptionError where that is not supported."""
@@ -420,7 +420,7 @@ class WorkerProfile:
         return str(path)
 
 
-def own_share(spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> dict[str, Any]:
+def own_share(spec: ArchSpec, place: RankCoordinates, groups: Sequence[CacheGroup]) -> dict[str, Any]:
     """What this rank's part of the cache keeps: fields of a `ModelDescription`.
 
     Summed over the ranks this may exceed what one rank alone would keep: if there are fewer key/value heads than ranks,

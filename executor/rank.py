@@ -120,7 +120,7 @@ class ModelHost(ABC):
 class Rank(ModelHost):
     """Used from one thread, except for `tokenizer`. All ranks of a world get every plan, in the core's order."""
 
-    def join(self, meeting: Rendezvous) -> None:
+    def join(self, rendezvous: Rendezvous) -> None:
         """Connects to the other ranks, if there are any."""
 
     @abstractmethod

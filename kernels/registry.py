@@ -41,7 +41,7 @@ class Version:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenVersion:
     """The chosen version of an op, and why the versions preferred to it do not apply."""
 
     name: str
@@ -57,7 +57,7 @@ class Op:
     versions: tuple[Version, ...] = ()
     """In order of preference, best first."""
 
-    def choose(self, **facts: Any) -> Choice:
+    def choose(self, **facts: Any) -> ChosenVersion:
         """Chooses the first version without a reason against it, or else the reference.
 
         Facts describe the layer that is being built: always `device` (a torch.device) and `dtype` (a torch.dtype), and
@@ -68,12 +68,12 @@ class Op:
         for version in self.versions:
             reason = version.why_not(**facts)
             if not reason:
-                return Choice(version.name, version.function, tuple(refused))
+                return ChosenVersion(version.name, version.function, tuple(refused))
             refused.append((version.name, reason))
             device = facts.get("device")
             if device is None or version.device_type in ("", device.type):
                 _log_refusal(version, reason)
-        return Choice("reference", self.reference, tuple(refused))
+        return ChosenVersion("reference", self.reference, tuple(refused))
 
 
 @functools.cache

@@ -39,13 +39,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 EXECUTORS = {
     "uni": "headrace.executor.placement.in_process:InProcessExecutor",
-    "uni with shared experts": "headrace.executor.placement.shared_experts:SharedExpertsExecutor",
     "mp": "headrace.executor.placement.multiproc:MultiprocExecutor",
-    "mp with shared experts": "headrace.executor.placement.shared_experts:of_several_ranks",
     "external_launcher": "headrace.executor.placement.torchrun:ExternalExecutor",
     "ray": "headrace.executor.placement.ray_cluster:RayExecutor",
-    "mp on several nodes": "headrace.executor.placement.multinode:MultiNodeExecutor",
 }
+SHARING_EXPERTS = {
+    "uni": "headrace.executor.placement.shared_experts:SharedExpertsExecutor",
+    "mp": "headrace.executor.placement.shared_experts:of_several_ranks",
+}
+"""The executors of engines that share experts with others."""
+ON_SEVERAL_NODES = "headrace.executor.placement.multinode:MultiNodeExecutor"
 
 OnPhase = Callable[[str, float], None]
 """Called with the name of the phase that begins and the seconds that the previous one took."""
@@ -250,16 +253,18 @@ def load_executor(options: Options) -> Executor:
     check_node_rank(options)
     if options.nnodes > 1:
         _check_nodes(options, backend)
-        backend = "mp on several nodes"
     if backend == "uni":
         _check_uni(options, world_size)
     if options.data_parallel_backend == "ray":
         raise OptionError(
             "data_parallel_backend=ray is for what starts engines: LLM, AsyncLLM and serve, not one engine"
         )
-    if backend in ("uni", "mp") and options.shares_experts:
-        backend = f"{backend} with shared experts"
-    module, colon, name = EXECUTORS.get(backend, backend).partition(":")
+    path = EXECUTORS.get(backend, backend)
+    if options.nnodes > 1:
+        path = ON_SEVERAL_NODES
+    elif options.shares_experts:
+        path = SHARING_EXPERTS.get(backend, path)
+    module, colon, name = path.partition(":")
     if not colon:
         entry = plugins().get(backend)
         if entry is None:

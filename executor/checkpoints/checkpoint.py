@@ -16,7 +16,7 @@ from headrace.executor.checkpoints import demo_model
 from headrace.executor.checkpoints.generation_keys import warn_of_what_is_not_applied
 from headrace.executor.checkpoints.hub import HubChoice, cached_config, locate
 from headrace.executor.checkpoints.load_formats import BITSANDBYTES, agreeing_formats, library_of
-from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import Sampling
 from headrace.ipc.process.regular_files import read_text
@@ -132,7 +132,7 @@ class Checkpoint:
     on_read: OnRead | None = field(default=None, repr=False)
     """Callback for the progress of reading weights."""
 
-    def weights(self, shapes: Mapping[str, tuple[int, ...]] | None = None, place: RankPlace = SINGLE) -> Weights:
+    def weights(self, shapes: Mapping[str, tuple[int, ...]] | None = None, place: RankCoordinates = SINGLE) -> Weights:
         """The weights as stored. `shapes`: of dummy weights; by default those of the config's model. `place`: the
         rank that reads them; of a sharded state it gets its own file only.
 
@@ -149,7 +149,7 @@ class Checkpoint:
         layers = place.layers(spec_from_config(self.config).num_layers)
         return watched(weights, self.on_read, layers, self.stored_bytes)
 
-    def _source(self, shapes: Mapping[str, tuple[int, ...]] | None, place: RankPlace) -> WeightSource:
+    def _source(self, shapes: Mapping[str, tuple[int, ...]] | None, place: RankCoordinates) -> WeightSource:
         if self.format == "dummy":
             return _dummy(self.config, shapes)
         if self.gguf is not None:
@@ -587,7 +587,7 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def _folder_weights(
-    folder: Path, found: Format, strategy: Strategy = "lazy", place: RankPlace = SINGLE
+    folder: Path, found: Format, strategy: Strategy = "lazy", place: RankCoordinates = SINGLE
 ) -> WeightSource:
     from headrace.executor.checkpoints.sources.safetensors_weights import SafetensorsWeights
     from headrace.executor.checkpoints.sources.torch_files import TorchWeights

@@ -22,7 +22,7 @@ from headrace.executor.checkpoints.weights import Numbers, Packed, StoredTensor,
 from headrace.executor.models.arch import ArchSpec, Fused
 from headrace.executor.models.blocks import Weight, size_of
 from headrace.executor.models.sizes import model_weights
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
 
@@ -44,7 +44,7 @@ def as_declared(spec: ArchSpec, source: WeightSource) -> Weights:
     return weights if weights.as_loaded is None else quantised_as_loaded(weights, weights.as_loaded, spec)
 
 
-def with_own_head(spec: ArchSpec, source: WeightSource, place: RankPlace) -> ArchSpec:
+def with_own_head(spec: ArchSpec, source: WeightSource, place: RankCoordinates) -> ArchSpec:
     """The spec as its checkpoint has it: where it ties the head to the embedding, and the checkpoint has a head that is
     no copy of it, the head is used, which is logged. A copy may be rounded to its type. Only the last stage compares
     them, since the others have no head."""
@@ -98,7 +98,7 @@ def stored_weights(spec: ArchSpec, held: frozenset[str]) -> Iterator[Weight]:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class StoredRows:
     """Where the rows of a declared tensor are stored."""
 
     name: str
@@ -128,7 +128,7 @@ def _of_length_1(found: StoredTensor, rows: slice | None, columns: slice | None)
     return normalised if columns is None else normalised[:, columns]
 
 
-def _placed(weights: Weights, places: Mapping[str, Place], name: str) -> StoredTensor:
+def _placed(weights: Weights, places: Mapping[str, StoredRows], name: str) -> StoredTensor:
     """A declared tensor; it is packed where the stored one is and is not transposed. Raises ModelError if the stored
     one has another number of rows than its parts together."""
     place = places[name]
@@ -145,7 +145,7 @@ def _placed(weights: Weights, places: Mapping[str, Place], name: str) -> StoredT
     return StoredTensor.unpadded((len(place.rows), *shape[1:]), found.format, found.group, numbers)
 
 
-def _part_placed(found: StoredTensor, place: Place, rows: slice | None, columns: slice | None) -> Tensor:
+def _part_placed(found: StoredTensor, place: StoredRows, rows: slice | None, columns: slice | None) -> Tensor:
     wanted, read = place.rows[slice(*bounds(rows, len(place.rows)))], found.numbers.part
     if not len(wanted):
         return read(None, None)[:0]
@@ -156,16 +156,16 @@ def _part_placed(found: StoredTensor, place: Place, rows: slice | None, columns:
     return part[torch.from_numpy(wanted - span.start)]
 
 
-def _packed_placed(read: Callable[[], Packed], place: Place) -> Packed:
+def _packed_placed(read: Callable[[], Packed], place: StoredRows) -> Packed:
     stored = read()
     if isinstance(stored, GroupedWeight):
         return stored.take(torch.from_numpy(place.rows))
     return stored[0], stored[1][place.rows]
 
 
-def _places(spec: ArchSpec, held: frozenset[str]) -> dict[str, Place]:
+def _places(spec: ArchSpec, held: frozenset[str]) -> dict[str, StoredRows]:
     """From each declared tensor that is stored differently to its place."""
-    names, found = spec.names, dict[str, Place]()
+    names, found = spec.names, dict[str, StoredRows]()
     prefix = names.prefix_in(held)
     for index, layer in enumerate(spec.layers):
         start = names.layer(prefix, index)
@@ -184,15 +184,15 @@ def _places(spec: ArchSpec, held: frozenset[str]) -> dict[str, Place]:
             for full in (f"{start}{name}.weight", f"{start}{name}.bias"):
                 if full in found:
                     place = found[full]
-                    found[full] = Place(place.name, place.num_stored, place.rows[rows], place.transposed)
+                    found[full] = StoredRows(place.name, place.num_stored, place.rows[rows], place.transposed)
                 elif full in held:
-                    found[full] = Place(full, len(rows), rows)
+                    found[full] = StoredRows(full, len(rows), rows)
     return found
 
 
-def _parts_of(fused: Fused, start: str, held: frozenset[str]) -> dict[str, Place]:
+def _parts_of(fused: Fused, start: str, held: frozenset[str]) -> dict[str, StoredRows]:
     """Places of the parts of a fused matrix and its bias in one layer, whose names begin with `start`."""
-    found: dict[str, Place] = {}
+    found: dict[str, StoredRows] = {}
     stride = sum(count for _, count in fused.parts)
     for kind in ("weight", "bias"):
         stored = f"{start}{fused.name}.{kind}"
@@ -201,7 +201,7 @@ def _parts_of(fused: Fused, start: str, held: frozenset[str]) -> dict[str, Place
         offset = 0
         for part, count in fused.parts:
             rows = (np.arange(fused.groups)[:, None] * stride + offset + np.arange(count)).reshape(-1)
-            found[f"{start}{part}.{kind}"] = Place(stored, fused.groups * stride, rows, fused.transposed)
+            found[f"{start}{part}.{kind}"] = StoredRows(stored, fused.groups * stride, rows, fused.transposed)
             offset += count
     return found
 

@@ -15,7 +15,7 @@ def each_expert(spec: ArchSpec, weights: Weights) -> Weights:
     """The weights with a tensor per expert, under the names that blocks declare; unchanged if they stack none."""
     if spec.stacked is None:
         return weights
-    held, found = weights.names(), dict[str, _Place]()
+    held, found = weights.names(), dict[str, _StoredExpert]()
     prefix = spec.names.prefix_in(held)
     for index in range(spec.num_layers):
         start = spec.names.layer(prefix, index)
@@ -27,7 +27,7 @@ def each_expert(spec: ArchSpec, weights: Weights) -> Weights:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _StoredExpert:
     """Where an expert's matrix or bias is stored."""
 
     stored: str
@@ -37,7 +37,7 @@ class _Place:
     transposed: bool
 
 
-def _expert(weights: Weights, place: _Place) -> StoredTensor:
+def _expert(weights: Weights, place: _StoredExpert) -> StoredTensor:
     """An expert's tensor, in floats."""
     stack = weights.stored(place.stored)
     whole = stack.shape[:0:-1] if place.transposed else stack.shape[1:]
@@ -52,9 +52,9 @@ def _expert(weights: Weights, place: _Place) -> StoredTensor:
 
 def _places(
     spec: ArchSpec, stacked: StackedExperts, start: str, weights: Weights, held: frozenset[str]
-) -> dict[str, _Place]:
+) -> dict[str, _StoredExpert]:
     """Places of the experts of one layer, whose names begin with `start`. Raises ModelError."""
-    names, found = spec.names, dict[str, _Place]()
+    names, found = spec.names, dict[str, _StoredExpert]()
     kinds = ((".weight", stacked.gate_up, stacked.down), (".bias", stacked.gate_up_bias, stacked.down_bias))
     for kind, gate_up, down in kinds:
         if start + gate_up not in held:
@@ -75,5 +75,5 @@ def _places(
         for expert in range(shape[0]):
             for part, stored, rows in parts:
                 own = f"{start}{names.experts}.{expert}.{part}{kind}"
-                found[own] = _Place(start + stored, expert, rows, is_transposed)
+                found[own] = _StoredExpert(start + stored, expert, rows, is_transposed)
     return found

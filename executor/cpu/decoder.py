@@ -16,7 +16,7 @@ from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.vocabulary import given_scale, put_given
 from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.padding import padded_for
-from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.executor.sampling.draws import Chosen, Draws
 from headrace.executor.step.batch import StepArrays
 from headrace.executor.step.inputs import BegunBlocks, GivenRows, StepLogits, no_logits
@@ -36,7 +36,7 @@ from headrace.kernels.cpu.facade import (
 )
 
 
-def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankPlace = SINGLE) -> str:
+def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankCoordinates = SINGLE) -> str:
     """Why this model cannot run as a program, in a sentence; "" if it can."""
     if place.tp_size > 1 and not isinstance(place.collectives, SharedCollectives):
         return f"the program adds up over its ranks in memory that they share, and these {place.tp_size} share none."
@@ -82,7 +82,7 @@ class CpuDecoder:
         keep_packed: bool = False,
         blocks: Blocks | None = None,
         used: Runtime | None = None,
-        place: RankPlace = SINGLE,
+        place: RankCoordinates = SINGLE,
     ) -> None:
         if reason := why_not(spec, dtype, place):
             raise ValueError(f"The CPU program cannot be used: {reason}")

@@ -20,7 +20,7 @@ from headrace.executor.models.blocks import Routing, emit_layer
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.vocabulary import stream_scale
 from headrace.executor.parallel.collectives import SharedCollectives
-from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.kernels.cpu.facade import (
     Buffer,
     Builder,
@@ -114,7 +114,7 @@ class ProgramOps:
         self,
         builder: Builder,
         model: CpuModel,
-        place: RankPlace,
+        place: RankCoordinates,
         limits: StepLimits,
         num_positions: int,
         states: StateStepC,
@@ -290,7 +290,7 @@ class ProgramWriter:
     """Writes one rank's program. Raises ValueError for what the kernels do not support."""
 
     def __init__(
-        self, model: CpuModel, kv_cache: KVCache, limits: StepLimits, runtime: Runtime, place: RankPlace = SINGLE
+        self, model: CpuModel, kv_cache: KVCache, limits: StepLimits, runtime: Runtime, place: RankCoordinates = SINGLE
     ) -> None:
         self._model, self._spec, self._kv_cache, self._limits = model, model.spec, kv_cache, limits
         self._place, self._runtime = place, runtime
@@ -407,7 +407,7 @@ class ProgramWriter:
 class RankBuffers:
     """Where the ranks of a stage exchange values: the shared memory of `SharedCollectives`."""
 
-    def __init__(self, place: RankPlace, max_tokens: int) -> None:
+    def __init__(self, place: RankCoordinates, max_tokens: int) -> None:
         assert isinstance(place.link, SharedCollectives), "why_not has said that the ranks share no memory"
         self._shared, self._max_tokens, self._turn = place.link, max_tokens, 0
         self.group: GroupC = place.link.group

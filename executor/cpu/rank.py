@@ -31,7 +31,7 @@ from headrace.executor.models.implementations import load_foreign
 from headrace.executor.models.sizes import activation_bytes, redundant_elements, repeated_elements, weight_elements
 from headrace.executor.parallel.expert_exchange import ExpertExchange
 from headrace.executor.parallel.load_balancing import ExpertBalancer, costs
-from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.executor.rank import Report
 from headrace.executor.step.batch import BatchState
 from headrace.executor.step.pipeline import StageRunner
@@ -56,7 +56,7 @@ class CpuRank(ModelRank):
     max_steps_in_flight = 2
     reads = ModelRank.reads | {StateSnapshots}
 
-    def __init__(self, options: Options, place: RankPlace = SINGLE) -> None:
+    def __init__(self, options: Options, place: RankCoordinates = SINGLE) -> None:
         super().__init__(options, place, torch.device("cpu"))
         self._model: Decoder | CpuDecoder | None = None
         self._prepared: Decoder | CpuDecoder | None = None  # weights that will replace the current ones
@@ -184,7 +184,7 @@ class CpuRank(ModelRank):
         """Releases the cache's pages. Weights are in host memory already, so that only level 2 drops them."""
         self._cache.release()
         if level == 2:
-            self.runner.use(SleepingModel())
+            self.runner.use(UnloadedModel())
             self._model = self._balancer = None
             gc.collect()
 
@@ -272,19 +272,19 @@ class StepThread:
                 return
 
 
-class SleepingModel:
+class UnloadedModel:
     """Replaces a model whose weights have been dropped. The core submits no step before it has woken them."""
 
     def step(self, *_: Any) -> NoReturn:
         raise RuntimeError("a step came while the weights sleep")
 
 
-def op_by_op(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankPlace) -> Decoder:
+def op_by_op(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankCoordinates) -> Decoder:
     use_all_cores()
     return Decoder(spec, weights, DTYPES[plan.dtype], "cpu", place)
 
 
-def as_program(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankPlace) -> CpuDecoder:
+def as_program(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankCoordinates) -> CpuDecoder:
     limits = StepLimits(
         plan.max_num_batched_tokens,
         plan.max_num_seqs,
@@ -302,7 +302,7 @@ def as_program(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankPla
     return model
 
 
-def _why_no_program(*, spec: ArchSpec, dtype: torch.dtype, place: RankPlace, **_: Any) -> str:
+def _why_no_program(*, spec: ArchSpec, dtype: torch.dtype, place: RankCoordinates, **_: Any) -> str:
     return why_not(spec, dtype, place)
 
 

@@ -24,7 +24,7 @@ class RepeatingModel(Protocol):
         has masks exactly where that step had."""
 
 
-class RepeatedDecode:
+class ContinuedDecode:
     """A decode that continues: every step has the same rows, each one token further."""
 
     def __init__(self, model: RepeatingModel, plan: StepPlan, block_size: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.cpu.repeated_decode import RepeatedDecode, RepeatingModel
+from headrace.executor.cpu.repeated_decode import ContinuedDecode, RepeatingModel
 from headrace.executor.parallel.rank_place import Collectives
 from headrace.executor.pooling.pooler import Pooler
 from headrace.executor.sampling.columns import Needs
@@ -54,7 +54,7 @@ class ModelRunner:
         """Replaces the model from the next step on. The rows stay as they are."""
         self._model = model
         self._repeats = model if isinstance(model, RepeatingModel) and self._may_repeat else None
-        self._repeating: RepeatedDecode | None = None  # set after a decode whose tokens the model chose
+        self._repeating: ContinuedDecode | None = None  # set after a decode whose tokens the model chose
 
     def step(self, plan: StepPlan) -> StepResult:
         """Runs one step. Plans must come in the core's order, as each step builds on the state of the previous ones.
@@ -75,7 +75,7 @@ class ModelRunner:
             return self._drafted(plan, needs, positions)
         return self._plain(plan, needs)
 
-    def _repeat(self, plan: StepPlan, repeating: RepeatedDecode) -> StepResult:
+    def _repeat(self, plan: StepPlan, repeating: ContinuedDecode) -> StepResult:
         batch = self._batch
         if plan.block_tables.size:
             batch.append_blocks(plan.block_tables, plan.block_ids)
@@ -97,7 +97,7 @@ class ModelRunner:
         if computed.chosen is None:
             return self._finish(plan, AddedTokens.one_each(rows, self._sample(computed.sampled, rows, plan)), times_s)
         if self._repeats is not None and plan.total_tokens == len(rows) == len(plan.rows):
-            self._repeating = RepeatedDecode(self._repeats, plan, batch.block_size)
+            self._repeating = ContinuedDecode(self._repeats, plan, batch.block_size)
         return self._finish(plan, AddedTokens.one_each(rows, _sampled(computed.chosen)), times_s)
 
     def _drafted(self, plan: StepPlan, needs: int, positions: SampledPositions) -> StepResult:

@@ -20,7 +20,7 @@ from headrace.executor.models.blocks import Axis, Linear, Role, size_of
 from headrace.executor.models.reading import CheckedWeights, Part, own_part
 from headrace.executor.models.sizes import model_weights
 from headrace.executor.parallel.padding import grouped_part, packed_part
-from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.kernels.cpu.facade import (
     FLOAT_TYPES,
     GROUPED_TYPES,
@@ -109,7 +109,7 @@ class CpuWeights(CheckedWeights):
         dtype: torch.dtype,
         runtime: Runtime,
         *,
-        place: RankPlace = SINGLE,
+        place: RankCoordinates = SINGLE,
         keep_packed: bool = False,
         blocks: Blocks | None = None,
     ) -> None:

@@ -85,14 +85,14 @@ class GpuCollectives(GlooCollectives):
 
     def __init__(
         self,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         store: dist.Store,
         device: torch.device,
         groups: DeviceGroups,
         *,
         in_order: bool = False,
     ) -> None:
-        super().__init__(meeting.world, meeting.rank, store, meeting.host or LOOPBACK, meeting.deadline_s)
+        super().__init__(rendezvous.world, rendezvous.rank, store, rendezvous.host or LOOPBACK, rendezvous.deadline_s)
         self.device, self._groups, self._in_order = device, groups, in_order
         self._sum, self._gather = dist.AllreduceOptions(), AllgatherOptions()
         # NCCL's own stream is not used: the work belongs to the current stream, and to a graph that is captured on it.
@@ -250,15 +250,15 @@ class SymmetricSums:
 
 
 def open_small_sums(
-    link: GpuCollectives, meeting: Rendezvous, *, why_not: str, join: Callable[[], SymmetricSums]
+    link: GpuCollectives, rendezvous: Rendezvous, *, why_not: str, join: Callable[[], SymmetricSums]
 ) -> SmallSums | None:
     """Opens the small sums where all ranks can; logs the reason where they cannot. All ranks of the world must call it.
 
     why_not: why this rank cannot, or ""; join: joins the stage's ranks, and waits for them.
     """
-    reason = why_not or why_no_symmetric_memory(meeting)
+    reason = why_not or why_no_symmetric_memory(rendezvous)
     if not link.agree(not reason):
-        _say(meeting, reason or "another rank cannot")
+        _say(rendezvous, reason or "another rank cannot")
         return None
     sums: SymmetricSums | None = None
     try:
@@ -266,58 +266,65 @@ def open_small_sums(
     except (RuntimeError, ImportError, AttributeError) as error:  # of builds of torch and drivers without it
         reason = str(error).strip().partition("\n")[0]
     if not link.agree(sums is not None):
-        _say(meeting, reason or "another rank could not join")
+        _say(rendezvous, reason or "another rank could not join")
         return None
     return sums
 
 
-def why_no_symmetric_memory(meeting: Rendezvous) -> str:
+def why_no_symmetric_memory(rendezvous: Rendezvous) -> str:
     """Why the places of the stage's ranks rule out sharing their GPUs' memory, in a phrase; "" if they do not."""
-    size = meeting.world.tp_size
-    stage = meeting.rank // size * size
+    size = rendezvous.world.tp_size
+    stage = rendezvous.rank // size * size
     if size not in SIZES:
         return f"there are kernels for {', '.join(map(str, SIZES))} ranks, not for {size}"
-    if stage < meeting.host_ranks.start or stage + size > meeting.host_ranks.stop:
+    if stage < rendezvous.host_ranks.start or stage + size > rendezvous.host_ranks.stop:
         return "the ranks of a stage are on several hosts, or were placed one by one"
     return ""
 
 
-def _say(meeting: Rendezvous, reason: str) -> None:
-    if meeting.rank == 0:
+def _say(rendezvous: Rendezvous, reason: str) -> None:
+    if rendezvous.rank == 0:
         logger.warning("sums over the tensor-parallel ranks go through NCCL alone, whatever their size: %s", reason)
 
 
-def open_nccl(meeting: Rendezvous, device: torch.device, *, custom_all_reduce: bool, in_order: bool) -> GpuCollectives:
+def open_nccl(
+    rendezvous: Rendezvous, device: torch.device, *, custom_all_reduce: bool, in_order: bool
+) -> GpuCollectives:
     """Joins the other ranks, each of which must call this with its own GPU.
 
     in_order: see `GpuCollectives`. Raises PeerError when not all joined in time.
     """
     # By default a watchdog aborts a process that lost its peer, which would then look like the cause. 0 only logs.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    if meeting.address is None:  # by default NCCL's ranks meet on an interface that other hosts reach
+    if rendezvous.address is None:  # by default NCCL's ranks meet on an interface that other hosts reach
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     torch.cuda.set_device(device)
-    store = meeting.store()
+    store = rendezvous.store()
     try:
-        groups = _groups(meeting, store, device)
+        groups = _groups(rendezvous, store, device)
     except RuntimeError as error:
         first_line, _, _ = str(error).strip().partition("\n")
-        raise PeerError(f"rank {meeting.rank} of {meeting.world.size} cannot join the others: {first_line}") from error
-    link = GpuCollectives(meeting, dist.PrefixStore("headrace/hosts", store), device, groups, in_order=in_order)
-    if meeting.world.tp_size > 1 and custom_all_reduce and not in_order:
-        why_not = _why_no_access(meeting, device)
+        raise PeerError(
+            f"rank {rendezvous.rank} of {rendezvous.world.size} cannot join the others: {first_line}"
+        ) from error
+    link = GpuCollectives(rendezvous, dist.PrefixStore("headrace/hosts", store), device, groups, in_order=in_order)
+    if rendezvous.world.tp_size > 1 and custom_all_reduce and not in_order:
+        why_not = _why_no_access(rendezvous, device)
         link.small_sums = open_small_sums(
-            link, meeting, why_not=why_not, join=lambda: _symmetric_sums(groups.stage, meeting.world.tp_size, device)
+            link,
+            rendezvous,
+            why_not=why_not,
+            join=lambda: _symmetric_sums(groups.stage, rendezvous.world.tp_size, device),
         )
     return link
 
 
-def _groups(meeting: Rendezvous, store: dist.Store, device: torch.device) -> DeviceGroups:
-    world, timeout = meeting.world, timedelta(seconds=meeting.deadline_s + WATCHDOG_GRACE_S)
+def _groups(rendezvous: Rendezvous, store: dist.Store, device: torch.device) -> DeviceGroups:
+    world, timeout = rendezvous.world, timedelta(seconds=rendezvous.deadline_s + WATCHDOG_GRACE_S)
     dist.init_process_group(
         "nccl",
         store=dist.PrefixStore("headrace/nccl", store),
-        rank=meeting.rank,
+        rank=rendezvous.rank,
         world_size=world.size,
         timeout=timeout,
         device_id=device,  # makes communicators now: the first use of one cannot be captured
@@ -328,13 +335,13 @@ def _groups(meeting: Rendezvous, store: dist.Store, device: torch.device) -> Dev
     for stage in range(world.pp_size):  # every rank must take part in making every group
         ranks = list(range(stage * world.tp_size, (stage + 1) * world.tp_size))
         stages.append(dist.new_group(ranks, timeout=timeout, device_id=device))
-    return DeviceGroups(world=dist.group.WORLD, stage=stages[meeting.rank // world.tp_size])
+    return DeviceGroups(world=dist.group.WORLD, stage=stages[rendezvous.rank // world.tp_size])
 
 
-def _why_no_access(meeting: Rendezvous, device: torch.device) -> str:
+def _why_no_access(rendezvous: Rendezvous, device: torch.device) -> str:
     """Why this GPU cannot read the stage's other GPUs' memory, or "". A host's ranks have its GPUs in order."""
-    tp_size = meeting.world.tp_size
-    first = meeting.rank // tp_size * tp_size - meeting.host_ranks.start
+    tp_size = rendezvous.world.tp_size
+    first = rendezvous.rank // tp_size * tp_size - rendezvous.host_ranks.start
     others = [index for index in range(first, first + tp_size) if index != device.index]
     blocked = [
         f"cuda:{index}"

@@ -35,7 +35,7 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.eager import ChooseKernel
 from headrace.executor.models.sizes import layer_elements, weight_elements, weight_shapes
-from headrace.executor.parallel.rank_place import SINGLE, Collectives, RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, Collectives, RankCoordinates
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.rank import Report
 from headrace.ipc.failure import OptionError
@@ -56,7 +56,7 @@ class Backend(Protocol):
     def capturer(self) -> Capturer | None: ...
     def side_stream(self) -> SideStream: ...
     def meter(self) -> Meter: ...
-    def link(self, meeting: Rendezvous, options: Options) -> GpuCollectives: ...
+    def link(self, rendezvous: Rendezvous, options: Options) -> GpuCollectives: ...
     def memory(self) -> tuple[int, int]: ...
 
 
@@ -74,7 +74,7 @@ class GpuRank(ModelRank):
         options: Options,
         device: torch.device,
         backend: Backend | None = None,
-        place: RankPlace = SINGLE,
+        place: RankCoordinates = SINGLE,
     ) -> None:
         super().__init__(options, place, device)
         self._backend = backend or CudaBackend(device)
@@ -87,9 +87,9 @@ class GpuRank(ModelRank):
         self._gpu = self._backend.facts()  # checked before anything is fetched for a GPU that cannot be used
         return msgspec.structs.replace(super().describe(report), device_bytes=self._gpu.total_bytes)
 
-    def _link(self, meeting: Rendezvous) -> Collectives:
+    def _link(self, rendezvous: Rendezvous) -> Collectives:
         with self._backend.here():
-            return self._backend.link(meeting, self._options)
+            return self._backend.link(rendezvous, self._options)
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         assert self._gpu is not None, "describe comes first"
@@ -277,7 +277,7 @@ class GpuRank(ModelRank):
         return AgreedCapturer(capturer, link.agree) if isinstance(link, GpuCollectives) else capturer
 
 
-def offload_of(plan: Plan, spec: ArchSpec, place: RankPlace, backend: Backend) -> Offload | None:
+def offload_of(plan: Plan, spec: ArchSpec, place: RankCoordinates, backend: Backend) -> Offload | None:
     """What keeps layers in the host's memory; None without cpu_offload_gb."""
     offload_bytes = int(plan.options.cpu_offload_gb * (1 << 30))
     if not offload_bytes:

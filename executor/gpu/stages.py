@@ -18,7 +18,7 @@ from headrace.executor.gpu.graphs import Capturer
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
 from headrace.executor.gpu.sampler import StepEnding
 from headrace.executor.gpu.steps import DeviceSteps, StepInFlight
-from headrace.executor.parallel.rank_place import Collectives, RankPlace
+from headrace.executor.parallel.rank_place import Collectives, RankCoordinates
 from headrace.executor.step.inputs import HiddenStateModel, StepInputs
 from headrace.executor.step.pipeline import AwaitedTokens, publish
 from headrace.executor.step.result import empty_result
@@ -105,7 +105,7 @@ class LastGpuRunner(GpuRunner):
         return result
 
 
-def runner_kind(place: RankPlace) -> type[GpuRunner]:
+def runner_kind(place: RankCoordinates) -> type[GpuRunner]:
     """The class of the runner for this place."""
     if not place.is_last_stage:
         return GpuStageRunner
@@ -113,7 +113,7 @@ def runner_kind(place: RankPlace) -> type[GpuRunner]:
 
 
 def make_runner(
-    place: RankPlace,
+    place: RankCoordinates,
     model: HiddenStateModel,
     kv_cache: Any,
     device: Device,

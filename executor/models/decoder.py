@@ -31,7 +31,7 @@ from headrace.executor.models.vocabulary import (
     stream_scale,
 )
 from headrace.executor.parallel.padding import padded_for
-from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.executor.sampling.draws import Draws
 from headrace.executor.step.batch import StepArrays
 from headrace.executor.step.inputs import StepInputs, StepLogits, no_logits, step_in_two
@@ -56,7 +56,7 @@ class Decoder:
         weights: WeightSource,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        place: RankPlace = SINGLE,
+        place: RankCoordinates = SINGLE,
         choose: ChooseKernel = kernels.choose,
         keep: KeepLayer | None = None,
     ) -> None:

@@ -21,7 +21,7 @@ from headrace.executor.models.blocks import Attend, Linear, Role, Routing, emit_
 from headrace.executor.models.chunks import in_chunks, query_growth
 from headrace.executor.models.reading import CheckedWeights, Part, own_part, own_slopes
 from headrace.executor.parallel.padding import grouped_part
-from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.kernels.grouped import GroupedWeight, joined
 from headrace.kernels.reference.attention import AttentionParams
 from headrace.kernels.reference.latent import LatentUp
@@ -122,7 +122,7 @@ class EagerWeights(CheckedWeights):
         source: WeightSource,
         dtype: torch.dtype,
         device: torch.device,
-        place: RankPlace = SINGLE,
+        place: RankCoordinates = SINGLE,
         choose: ChooseKernel = kernels.choose,
         ropes: Sequence[RopeSpec] = (),
     ) -> None:
@@ -392,7 +392,7 @@ def _names(stack: blocks.ExpertStack) -> tuple[tuple[str, ...], ...]:
 class EagerOps:
     """`blocks.Ops`."""
 
-    def __init__(self, place: RankPlace, replica_keys: Tensor | None = None) -> None:
+    def __init__(self, place: RankCoordinates, replica_keys: Tensor | None = None) -> None:
         """replica_keys: of `Step`."""
         self._place, self._replica_keys = place, replica_keys
 
@@ -437,7 +437,7 @@ class EagerLayerOps(EagerOps):
     norm, whose kernel also adds."""
 
     def __init__(
-        self, place: RankPlace, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache | LayerState
+        self, place: RankCoordinates, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache | LayerState
     ) -> None:
         """hidden, delta: [num_tokens, hidden]"""
         super().__init__(place, step.replica_keys)

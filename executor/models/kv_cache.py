@@ -18,7 +18,7 @@ from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup, group_laye
 from headrace.executor.models.arch import ArchSpec, TokenCache
 from headrace.executor.models.blocks import Axis
 from headrace.executor.models.state_pages import FLOAT_BYTES, state_layout, state_pages
-from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.ipc.failure import ModelError
 from headrace.kernels.reference.attention import CacheScales
 from headrace.kernels.reference.rotary_cache import LayerCache
@@ -131,7 +131,7 @@ def with_tables(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
     return tuple(group for group in groups if group.kind != "state")
 
 
-def group_of_layers(spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> tuple[int, ...]:
+def group_of_layers(spec: ArchSpec, place: RankCoordinates, groups: Sequence[CacheGroup]) -> tuple[int, ...]:
     """For each of a rank's layers the number of its cache group; a layer that reads another's cache has its group."""
     if len(groups) == 1:
         return (0,) * len(place.layers(spec.num_layers))
@@ -176,7 +176,7 @@ class Layout:
     """Numbers of the rank's layers in the model."""
 
     @classmethod
-    def of(cls, spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> Layout:
+    def of(cls, spec: ArchSpec, place: RankCoordinates, groups: Sequence[CacheGroup]) -> Layout:
         caches, counts, found = spec.own_caches(place.tp_size), Counter[int](), dict[int, LayerPlace]()
         own = zip(place.layers(spec.num_layers), group_of_layers(spec, place, groups), strict=True)
         for layer, group in own:
@@ -217,7 +217,7 @@ def block_bytes(
     spec: ArchSpec,
     block_size: int,
     dtype: torch.dtype,
-    place: RankPlace = SINGLE,
+    place: RankCoordinates = SINGLE,
     groups: Sequence[CacheGroup] = ONE_GROUP,
 ) -> int:
     """Bytes of one block on one rank: keys, values and scales of all layers, or a page of a sequence's state."""
@@ -229,7 +229,7 @@ def block_bytes(
 
 
 def _own_scale(
-    scale: tuple[float, ...], num_heads: int, place: RankPlace, device: torch.device | str
+    scale: tuple[float, ...], num_heads: int, place: RankCoordinates, device: torch.device | str
 ) -> float | Tensor:
     """This rank's part of a layer's scale: one number for all heads, or [own heads] float32. num_heads: including heads
     of padding, whose scale is 1."""
@@ -278,7 +278,7 @@ def allocate(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    place: RankPlace = SINGLE,
+    place: RankCoordinates = SINGLE,
     groups: Sequence[CacheGroup] = ONE_GROUP,
     layer_scales: Sequence[LayerScales] = (),
 ) -> KVCache:
@@ -373,7 +373,7 @@ def _in_pages(layout: Layout, pages: Tensor, block_size: int, dtype: torch.dtype
 
 
 def _states(
-    spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup], pages: Tensor
+    spec: ArchSpec, place: RankCoordinates, groups: Sequence[CacheGroup], pages: Tensor
 ) -> tuple[LayerState | None, ...]:
     """pages: [num_blocks, elements of a page] float32"""
     caches = spec.own_caches(place.tp_size)
@@ -387,7 +387,7 @@ def _states(
     return tuple(found)
 
 
-def with_drafts(cache: KVCache, spec: ArchSpec, place: RankPlace, num_rows: int, most_drafts: int) -> KVCache:
+def with_drafts(cache: KVCache, spec: ArchSpec, place: RankCoordinates, num_rows: int, most_drafts: int) -> KVCache:
     """The cache with room for the inputs of most_drafts drafts of each row, in the layers that keep a state."""
     if not cache.states:
         return cache
@@ -403,7 +403,7 @@ def with_drafts(cache: KVCache, spec: ArchSpec, place: RankPlace, num_rows: int,
 
 def _layer_scales(
     spec: ArchSpec,
-    place: RankPlace,
+    place: RankCoordinates,
     layer_scales: Sequence[LayerScales],
     device: torch.device | str,
     *,

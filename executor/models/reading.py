@@ -30,7 +30,7 @@ from headrace.executor.models.blocks import (
 )
 from headrace.executor.models.blocks.short_convolution import Convolve
 from headrace.executor.parallel.load_balancing import BalancedExperts
-from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.ipc.failure import ModelError
 from headrace.kernels.expert_places import ExpertPlaces
 from headrace.kernels.reference.moe import MovableExperts
@@ -54,14 +54,14 @@ class Part:
         return self.num_rows if self.rows is None else self.rows.stop - self.rows.start
 
 
-def own_slopes(declared: Attend, place: RankPlace, device: torch.device | str = "cpu") -> Tensor | None:
+def own_slopes(declared: Attend, place: RankCoordinates, device: torch.device | str = "cpu") -> Tensor | None:
     """ALiBi slopes of this rank's heads, [num_heads of the rank] float32, for `AttentionParams`; None without ALiBi."""
     own = Axis(declared.num_heads, groups=declared.num_kv_heads).own(place)
     slopes = declared.alibi if own is None else declared.alibi[own]
     return torch.tensor(slopes, dtype=torch.float32, device=device) if slopes else None
 
 
-def own_part(dimension: Dimension, place: RankPlace) -> slice | None:
+def own_part(dimension: Dimension, place: RankCoordinates) -> slice | None:
     """A rank's slice of a dimension; None: all of it."""
     return dimension.own(place) if isinstance(dimension, Axis) else None
 
@@ -84,7 +84,7 @@ class CheckedWeights:
     """The field of `Declared` that names the reader for these ops."""
 
     def __init__(
-        self, source: WeightSource, dtype: torch.dtype, device: torch.device, place: RankPlace = SINGLE
+        self, source: WeightSource, dtype: torch.dtype, device: torch.device, place: RankCoordinates = SINGLE
     ) -> None:
         self.dtype, self.device, self.place = dtype, device, place
         self.nbytes = 0
@@ -225,7 +225,7 @@ class CheckedWeights:
         return stored
 
 
-def _not_read(spec: ArchSpec, place: RankPlace, prefix: str) -> list[str]:
+def _not_read(spec: ArchSpec, place: RankCoordinates, prefix: str) -> list[str]:
     """Patterns of tensors that a checkpoint may hold and this rank does not read."""
     names, own = spec.names, place.layers(spec.num_layers)
     excused = names.lm_heads if not (place.is_last_stage and spec.has_head) else ()

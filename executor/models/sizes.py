@@ -10,7 +10,7 @@ from headrace.core.options.plan import Plan
 from headrace.executor.models.arch import ArchSpec, LayerSpec
 from headrace.executor.models.blocks import AttendLatent, LayerDeclaration, Linear, Norm, Weight
 from headrace.executor.models.blocks.experts import Experts
-from headrace.executor.parallel.rank_place import SINGLE, RankPlace, World, collectives_bytes
+from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates, World, collectives_bytes
 from headrace.kernels.reference.attention import MAX_GATHER_ROWS
 
 LOGITS_COPIES = 4
@@ -121,7 +121,7 @@ def _elements_of_token(spec: ArchSpec, layer: LayerSpec) -> float:
     return sum(math.prod(each.shape) * (layer.ffn.chosen_share if each.role == "expert" else 1.0) for each in weights)
 
 
-def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int, place: RankPlace = SINGLE) -> int:
+def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int, place: RankCoordinates = SINGLE) -> int:
     """Upper bound, in bytes, of the memory that a step of max_num_batched_tokens needs on one rank besides weights and
     cache.
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from headrace.core.options.cache_groups import CacheGroup
 from headrace.executor.models.arch import ArchSpec, Kept
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 
 ALIGNED_ELEMENTS = 16
 """float32 values to a multiple of which a unit is rounded up: a cache line."""
@@ -47,7 +47,7 @@ def state_pages(spec: ArchSpec, token_elements: int, block_size: int) -> int:
     return -(-elements * FLOAT_BYTES // (token_elements * block_size * USUAL_ELEMENT_BYTES))
 
 
-def state_layout(spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> StateLayout:
+def state_layout(spec: ArchSpec, place: RankCoordinates, groups: Sequence[CacheGroup]) -> StateLayout:
     """The layout of a rank's states; without a state group it is empty."""
     pages = groups[-1].pages
     states = spec.own_states(place.tp_size)

@@ -45,7 +45,7 @@ class TransformersModel:
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self._model = _load(checkpoint, config, dtype, trust_remote_code).eval().to(self.device)
         modules = dict(self._model.named_modules())
-        self._step = _Step()
+        self._step = _AttentionInputs()
         for index, layer in enumerate(spec.layers):
             assert isinstance(layer.mixer, ForeignAttention)
             setattr(modules[layer.mixer.module], BINDING, PagedAttention(self, self._step, index, layer.mixer))
@@ -87,7 +87,7 @@ class TransformersModel:
         return logits if self._keeps_rows else logits[rows]
 
 
-class _Step:
+class _AttentionInputs:
     """The inputs that the attention of all layers reads while a step runs."""
 
     batches: tuple[PagedBatch, ...] = ()
@@ -97,7 +97,7 @@ class _Step:
 class PagedAttention:
     """The function that one attention module calls: it writes keys and values to the cache, then attends over it."""
 
-    def __init__(self, model: TransformersModel, step: _Step, index: int, layer: ForeignAttention) -> None:
+    def __init__(self, model: TransformersModel, step: _AttentionInputs, index: int, layer: ForeignAttention) -> None:
         self._step, self._index, self._layer = step, index, layer
         facts: dict[str, Any] = {"device": model.device, "dtype": model.dtype, "head_dim": layer.head_dim}
         self._write = kernels.choose("write_cache", **facts)

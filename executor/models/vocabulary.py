@@ -13,7 +13,7 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Stream
 from headrace.executor.models.eager import EagerOps, EagerWeights
 from headrace.executor.models.reading import Part
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.executor.step.inputs import GivenRows
 from headrace.kernels.reference.rows import DenseLinear, LinearWeight
 
@@ -41,7 +41,7 @@ class VocabParallelEmbedding:
     """Token embeddings with the vocabulary divided among the ranks."""
 
     def __init__(
-        self, weights: EagerWeights, name: str, vocab_size: int, width: int, scale: float, place: RankPlace
+        self, weights: EagerWeights, name: str, vocab_size: int, width: int, scale: float, place: RankCoordinates
     ) -> None:
         self._place = place
         self._rows = place.vocabulary(vocab_size)
@@ -77,7 +77,7 @@ class VocabParallelHead:
         embedding: VocabParallelEmbedding | None,
         shape: tuple[int, int],
         bias: bool,
-        place: RankPlace,
+        place: RankCoordinates,
     ) -> None:
         self._place = place
         if embedding is not None:

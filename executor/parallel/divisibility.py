@@ -14,7 +14,7 @@ from headrace.executor.checkpoints.checkpoint import config_at_hand
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.families import NotNativeError, UnknownArchitectureError, spec_from_config
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.failure import OptionError
 
 
@@ -35,7 +35,7 @@ def check_world(options: Options) -> None:
         return  # each rank asks transformers for this model
     check_experts(spec, options)
     for rank in range(options.tensor_parallel_size * options.pipeline_parallel_size):
-        check_shares(spec, RankPlace.of_options(rank, options))
+        check_shares(spec, RankCoordinates.of_options(rank, options))
 
 
 def check_experts(spec: ArchSpec, options: Options) -> None:
@@ -82,7 +82,7 @@ def _check_copies(spec: ArchSpec, count: int, num_redundant: int, num_ranks: int
         )
 
 
-def check_shares(spec: ArchSpec, place: RankPlace) -> None:
+def check_shares(spec: ArchSpec, place: RankCoordinates) -> None:
     """Raises ModelError or OptionError, with the numbers, where the rank of this place cannot have its own part."""
     spec.own_caches(place.tp_size)
     place.vocabulary(spec.vocab_size)

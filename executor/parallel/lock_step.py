@@ -498,7 +498,7 @@ class Hub:
     def _join(self, connection: socket.socket, join: Join) -> None:
         refusal = ""
         if not 0 <= join.rank < self._size:
-            refusal = f"data_parallel_rank {join.rank} came to a meeting of {self._size} engines"
+            refusal = f"data_parallel_rank {join.rank} came to a rendezvous of {self._size} engines"
         elif join.model != self._model:
             refusal = (
                 f"engines that share experts must be alike: rank {join.rank} has {join.model}, rank 0 {self._model}"

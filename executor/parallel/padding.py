@@ -24,7 +24,7 @@ from headrace.executor.checkpoints.weights import Numbers, ReadPart, StoredTenso
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Axis
 from headrace.executor.models.sizes import model_weights
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.failure import InconsistentError, ModelError
 from headrace.kernels.grouped import GroupedWeight
 
@@ -117,7 +117,7 @@ def _padded_vector(part: ReadPart, grown: GrownAxis, first: int, last: int) -> T
 
 
 def padded_for(
-    spec: ArchSpec, source: WeightSource, place: RankPlace, inner_block: int = 1
+    spec: ArchSpec, source: WeightSource, place: RankCoordinates, inner_block: int = 1
 ) -> tuple[ArchSpec, WeightSource]:
     """The model as the ranks of a stage share it, and its weights; both are unchanged where everything divides evenly.
 

@@ -8,7 +8,7 @@ How a parent of several ranks on one host uses this:
     world = World.of(plan, tp_size, pp_size)                     # once the plan is known
     fd = os.memfd_create("headrace"); os.ftruncate(fd, collectives_bytes(world))
     # in each worker, to which fd was passed:
-    rank = make_rank(options, RankPlace.of(number, tp_size, pp_size))
+    rank = make_rank(options, RankCoordinates.of(number, tp_size, pp_size))
     rank.describe(...)
     rank.join(Rendezvous(world, number, ..., memory_fd=fd, ...))  # between describe and load
     rank.load(plan, ...); rank.allocate(...); rank.submit(plan); rank.collect()
@@ -135,7 +135,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankCoordinates:
     """One rank's part of the model. With more than one rank `collectives` is needed, but only to compute."""
 
     tp_rank: int = 0
@@ -171,13 +171,13 @@ class RankPlace:
             )
 
     @classmethod
-    def of(cls, rank: int, tp_size: int, pp_size: int, layer_partition: tuple[int, ...] = ()) -> RankPlace:
+    def of(cls, rank: int, tp_size: int, pp_size: int, layer_partition: tuple[int, ...] = ()) -> RankCoordinates:
         """The place of a rank of the world."""
         pp_rank, tp_rank = divmod(rank, tp_size)
         return cls(tp_rank, tp_size, pp_rank, pp_size, None, layer_partition)
 
     @classmethod
-    def of_options(cls, rank: int, options: Options) -> RankPlace:
+    def of_options(cls, rank: int, options: Options) -> RankCoordinates:
         """The place of a rank in the world that the options describe. Raises OptionError for a wrong partition."""
         sizes = options.tensor_parallel_size, options.pipeline_parallel_size
         place = cls.of(rank, *sizes, options.pipeline_layer_partition)
@@ -190,10 +190,10 @@ class RankPlace:
             redundant_experts=0 if eplb is None else eplb.num_redundant_experts,
         )
 
-    def with_collectives(self, collectives: Collectives) -> RankPlace:
+    def with_collectives(self, collectives: Collectives) -> RankCoordinates:
         return replace(self, collectives=collectives)
 
-    def sharing_experts(self, exchange: ExpertExchange) -> RankPlace:
+    def sharing_experts(self, exchange: ExpertExchange) -> RankCoordinates:
         return replace(self, exchange=exchange, dp_rank=exchange.dp_rank, dp_size=exchange.dp_size)
 
     @property
@@ -297,7 +297,7 @@ class RankPlace:
         return range(first, first + counts[self.pp_rank])
 
 
-SINGLE = RankPlace()
+SINGLE = RankCoordinates()
 
 
 def open_collectives(fd: int, world: World, rank: int, *, deadline_s: float = DEADLINE_S) -> Collectives:

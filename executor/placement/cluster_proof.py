@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from headrace import __version__
 from headrace.core.options.engine_options import Options
-from headrace.executor.placement.messages import WORKER_SCHEMA_HASH
+from headrace.executor.placement.worker_messages import WORKER_SCHEMA_HASH
 from headrace.ipc.failure import EngineStartError, HeadraceError, OptionError
 from headrace.ipc.process.own_secret import own_secret
 from headrace.ipc.transport.channel import Seal

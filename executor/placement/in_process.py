@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.executor.placement.base import Executor
 from headrace.executor.placement.make_rank import make_rank
 from headrace.executor.rank import Rank, Report
@@ -18,7 +18,7 @@ class InProcessExecutor(Executor):
 
     def __init__(self, options: Options, rank: Rank | None = None) -> None:
         """Raises OptionError when the device cannot be used."""
-        self.rank = rank or make_rank(options, RankPlace.of_options(0, options))
+        self.rank = rank or make_rank(options, RankCoordinates.of_options(0, options))
         self.max_steps_in_flight = self.rank.max_steps_in_flight
         self.has_own_memory = self.rank.has_own_memory
         self.async_by_default = self.rank.async_by_default

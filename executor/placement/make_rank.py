@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.library_caches import trust_library_caches
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.executor.rank import Rank
 from headrace.ipc.plugins import load_class
 
 
-def make_rank(options: Options, place: RankPlace) -> Rank:
+def make_rank(options: Options, place: RankCoordinates) -> Rank:
     """The rank of this place: for the device assigned to it, or of the class that `worker_cls` names.
 
     Raises OptionError if the device cannot be used, or if there is no such class.

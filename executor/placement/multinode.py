@@ -28,7 +28,11 @@ from headrace.core.options.values import with_secrets
 from headrace.executor.placement.base import Executor
 from headrace.executor.placement.cluster_proof import Hello, check_same_version, cluster_key
 from headrace.executor.placement.join_port import JoinPort
-from headrace.executor.placement.messages import (
+from headrace.executor.placement.multiproc import check_equal, merged
+from headrace.executor.placement.node_agent import NodeAgent, keep_alive
+from headrace.executor.placement.step_codec import StepCodec
+from headrace.executor.placement.worker_group import Replies, command_limit_s
+from headrace.executor.placement.worker_messages import (
     AllocateCache,
     Allocated,
     FromNode,
@@ -46,10 +50,6 @@ from headrace.executor.placement.messages import (
     RunNode,
     TokenizerMade,
 )
-from headrace.executor.placement.multiproc import check_equal, merged
-from headrace.executor.placement.node_agent import NodeAgent, keep_alive
-from headrace.executor.placement.step_codec import StepCodec
-from headrace.executor.placement.worker_group import Replies, command_limit_s
 from headrace.executor.rank import Report
 from headrace.ipc.codec import CodecError
 from headrace.ipc.control import WorkerAnswer, WorkerCommand

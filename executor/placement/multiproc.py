@@ -23,9 +23,11 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.gpu.hardware.visible_gpus import check_gpus, visible_gpus
-from headrace.executor.parallel.rank_place import RankPlace, World, collectives_bytes, mark_failed
+from headrace.executor.parallel.rank_place import RankCoordinates, World, collectives_bytes, mark_failed
 from headrace.executor.placement.base import Executor
-from headrace.executor.placement.messages import (
+from headrace.executor.placement.step_codec import StepCodec
+from headrace.executor.placement.worker_group import WorkerGroup
+from headrace.executor.placement.worker_messages import (
     COMMAND,
     STEP,
     WORKER_SCHEMA_HASH,
@@ -42,8 +44,6 @@ from headrace.executor.placement.messages import (
     StartWorker,
     TokenizerMade,
 )
-from headrace.executor.placement.step_codec import StepCodec
-from headrace.executor.placement.worker_group import WorkerGroup
 from headrace.executor.rank import Report
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError, ModelError
@@ -56,7 +56,7 @@ from headrace.ipc.wait import Deadline, WaitTimeoutError
 logger = logging.getLogger(__name__)
 STOP_S = 2.0
 """How long a worker may take to finish its current step and exit."""
-SHARES = ("kv_elements_per_token", "kv_rows_per_token", "kv_entry_elements", "state_page_bytes")
+OWN_FIELDS = ("kv_elements_per_token", "kv_rows_per_token", "kv_entry_elements", "state_page_bytes")
 """The fields of a ModelDescription that describe a rank's own part."""
 LOGPROBS_IN_SLOT = 21
 """Logprobs per token for which a result's slot has room; results with more are sent over the socket."""
@@ -94,7 +94,7 @@ class MultiprocExecutor(Executor):
         self._under_way: deque[int] = deque()
         self._on_failure: Callable[[Failure], None] = lambda failure: None
         self._plans, self._answers = StepCodec(StepPlan), StepCodec(StepResult)
-        replying = [rank for rank in self._ranks if RankPlace.of(rank, tp_size, pp_size).replies]
+        replying = [rank for rank in self._ranks if RankCoordinates.of(rank, tp_size, pp_size).replies]
         self.replies = bool(replying)
         """Whether `collect` returns results: one of these workers is the rank that replies."""
         self._replying_worker = replying[0] - self._ranks.start if replying else 0
@@ -316,8 +316,8 @@ def ring_layouts(plan: Plan, num_workers: int, steps_in_flight: int) -> tuple[Ri
 
 
 def merged(found: list[ModelDescription], count: Callable[[Iterable[int]], int]) -> ModelDescription:
-    """The description of the whole model. count: combines the ranks' own parts of a token (`SHARES`)."""
-    shares = {name: count(getattr(each, name) for each in found) for name in SHARES}
+    """The description of the whole model. count: combines the ranks' own parts of a token (`OWN_FIELDS`)."""
+    shares = {name: count(getattr(each, name) for each in found) for name in OWN_FIELDS}
     return msgspec.structs.replace(found[0], **shares, device_bytes=min(each.device_bytes for each in found))
 
 
@@ -326,7 +326,7 @@ def check_equal(found: list[ModelDescription], who: str, first_number: int = 0) 
     for number, description in enumerate(found, first_number):
         for name in description.__struct_fields__:
             first, other = getattr(found[0], name), getattr(description, name)
-            if first != other and name not in (*SHARES, "device_bytes"):
+            if first != other and name not in (*OWN_FIELDS, "device_bytes"):
                 raise ModelError(
                     f"{who} {first_number} read {name} {first!r} from the model, and {who} {number} read {other!r}"
                 )

@@ -19,7 +19,9 @@ from types import FrameType
 from headrace.core.options.engine_options import Options
 from headrace.core.options.values import with_secrets
 from headrace.executor.placement.cluster_proof import NoProofError, cluster_key, prove_to_core
-from headrace.executor.placement.messages import (
+from headrace.executor.placement.multiproc import MultiprocExecutor
+from headrace.executor.placement.step_codec import StepCodec
+from headrace.executor.placement.worker_messages import (
     AllocateCache,
     Allocated,
     JoinNode,
@@ -37,8 +39,6 @@ from headrace.executor.placement.messages import (
     TokenizerMade,
     ToNode,
 )
-from headrace.executor.placement.multiproc import MultiprocExecutor
-from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.rank import Reporter
 from headrace.ipc.failure import (
     EngineDeadError,

@@ -27,8 +27,8 @@ from headrace.executor.parallel.lock_step import STOP, LockStep, meet
 from headrace.executor.parallel.rank_place import DEADLINE_S, World, collectives_bytes
 from headrace.executor.placement.base import Executor
 from headrace.executor.placement.in_process import InProcessExecutor
-from headrace.executor.placement.messages import COUNTS, SharedExperts
 from headrace.executor.placement.multiproc import MultiprocExecutor
+from headrace.executor.placement.worker_messages import COUNTS, SharedExperts
 from headrace.executor.rank import Report
 from headrace.ipc.control import Sleep, UseWeights, WakeUp, WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # they import torch, which a core with workers does without
 logger = logging.getLogger(__name__)
 
 
-class OneRank(InProcessExecutor):
+class LocalRankExecutor(InProcessExecutor):
     """Runs a single rank in the core's own process."""
 
     rank: ModelRank
@@ -82,7 +82,7 @@ class OneRank(InProcessExecutor):
 
 
 class SharingWorkers(MultiprocExecutor):
-    """Runs a worker process per rank, with the methods of `OneRank`."""
+    """Runs a worker process per rank, with the methods of `LocalRankExecutor`."""
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -128,7 +128,9 @@ class SharedExpertsExecutor(Executor):
             )
         self._options = options
         self._num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
-        self._ranks: OneRank | SharingWorkers = OneRank(options) if self._num_ranks == 1 else SharingWorkers(options)
+        self._ranks: LocalRankExecutor | SharingWorkers = (
+            LocalRankExecutor(options) if self._num_ranks == 1 else SharingWorkers(options)
+        )
         self.num_stages, self.has_own_memory = self._ranks.num_stages, self._ranks.has_own_memory
         self._lock_step: LockStep | None = None
         self._is_asleep = False

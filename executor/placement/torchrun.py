@@ -18,7 +18,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.model_rank import ModelRank, own_share
 from headrace.executor.parallel.gloo import GlooCollectives
-from headrace.executor.parallel.rank_place import DEADLINE_S, RankPlace, World
+from headrace.executor.parallel.rank_place import DEADLINE_S, RankCoordinates, World
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.in_process import InProcessExecutor
 from headrace.executor.placement.make_rank import make_rank
@@ -50,7 +50,7 @@ class ExternalExecutor(InProcessExecutor):
             if pp_size > 1:
                 asked += f" times pipeline_parallel_size={pp_size} is {tp_size * pp_size}"
             raise OptionError(f"{asked}, and the launcher started {os.environ['WORLD_SIZE']} ranks; they must be equal")
-        super().__init__(options, make_rank(options, RankPlace.of_options(int(os.environ["RANK"]), options)))
+        super().__init__(options, make_rank(options, RankCoordinates.of_options(int(os.environ["RANK"]), options)))
         self.num_stages = pp_size
         if not self.has_own_memory:  # a rank with its own memory has room for only so many steps
             self.max_steps_in_flight = pp_size + 1
@@ -65,7 +65,9 @@ class ExternalExecutor(InProcessExecutor):
         spec, own = self.rank.found.spec, self.rank.place
         # Every rank reports the largest share, or the cores would make caches of different sizes and plan different
         # steps.
-        stages = [RankPlace.of(rank, own.tp_size, own.pp_size, own.layer_partition) for rank in range(own.world_size)]
+        stages = [
+            RankCoordinates.of(rank, own.tp_size, own.pp_size, own.layer_partition) for rank in range(own.world_size)
+        ]
         shares = [own_share(spec, place, described.cache_groups) for place in stages]
         largest = {name: max(share[name] for share in shares) for name in shares[0]}
         return msgspec.structs.replace(described, **largest)

@@ -24,11 +24,12 @@ from typing import NoReturn
 
 import msgspec
 
-from headrace.executor.parallel.rank_place import PeerError, RankPlace, World
+from headrace.executor.parallel.rank_place import PeerError, RankCoordinates, World
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.load_turn import turn_to_load
 from headrace.executor.placement.make_rank import make_rank
-from headrace.executor.placement.messages import (
+from headrace.executor.placement.step_codec import StepCodec
+from headrace.executor.placement.worker_messages import (
     COMMAND,
     COUNTS,
     WAIT_FOR_CORE,
@@ -46,7 +47,6 @@ from headrace.executor.placement.messages import (
     TokenizerMade,
     ToWorker,
 )
-from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.rank import Rank, Reporter
 from headrace.ipc.control import PrepareWeights, WorkerCommand
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, InconsistentError
@@ -73,7 +73,7 @@ class Worker:
     def __init__(self, channel: Channel, start: StartWorker) -> None:
         options = start.options
         self._channel, self._start, self._options = channel, start, options
-        self._place = RankPlace.of_options(start.rank, options)
+        self._place = RankCoordinates.of_options(start.rank, options)
         self._orders: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: stop
         self._mailbox = Mailbox()
         self._rank: Rank | None = None

@@ -10,7 +10,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.core.process.supervisor import Child, ChildOptions, ask_for_stacks
-from headrace.executor.placement.messages import WAIT_FOR_CORE, WAIT_FOR_TURN, FromWorker, LargeMessage, StartWorker
+from headrace.executor.placement.worker_messages import (
+    WAIT_FOR_CORE,
+    WAIT_FOR_TURN,
+    FromWorker,
+    LargeMessage,
+    StartWorker,
+)
 from headrace.executor.rank import Report, reader_of
 from headrace.ipc.failure import PEER_LOST, EngineDeadError, EngineStartError, Failure, HeadraceError
 from headrace.ipc.messages import Message, Progress

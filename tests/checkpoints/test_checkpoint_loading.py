@@ -37,7 +37,7 @@ from headrace.executor.checkpoints.sources.safetensors_weights import (
     prefetch,
 )
 from headrace.executor.checkpoints.sources.sharded_state import ShardedWeights, save
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.failure import ModelError, OptionError
 
 STRATEGIES: tuple[Strategy, ...] = ("lazy", "eager", "prefetch")
@@ -111,7 +111,7 @@ def test_each_way_gives_a_ranks_part_of_a_sharded_state(strategy: Strategy, tmp_
     model = tiny_models.save("llama", tmp_path / "model")
     asked = Options(model=str(model), tensor_parallel_size=2)
     save(asked, tmp_path / "sharded")
-    place, num_layers = RankPlace.of_options(1, asked), tiny_models.build("llama").config.num_hidden_layers
+    place, num_layers = RankCoordinates.of_options(1, asked), tiny_models.build("llama").config.num_hidden_layers
     weights = ShardedWeights(tmp_path / "sharded", place, num_layers, strategy)
     whole = open_checkpoint(asked).weights()
     rows = place.share(weights.shape("model.layers.0.mlp.up_proj.weight")[0], "an MLP's inner size")
@@ -186,13 +186,13 @@ def test_what_is_left_of_a_block_is_read_though_some_of_its_pages_are_in_memory(
             os.pread(file.fileno(), 1, end - 1)
             os.pread(file.fileno(), 1, end - BLOCK_BYTES)
     assert num_resident(large) < 100
-    read, owner = Read(), RankPlace()
+    read, owner = Read(), RankCoordinates()
     prefetch(owner, [large], 0, 1).join(60)
     assert read.size >= large.stat().st_size
 
 
 def test_a_rank_passes_over_what_another_has_read_ahead(large: Path) -> None:
-    read, owner = Read(), RankPlace()
+    read, owner = Read(), RankCoordinates()
     prefetch(owner, [large], 0, 2).join(60)
     assert read.size >= 2 * TENSOR_BYTES
     read = Read()

@@ -18,7 +18,7 @@ from headrace.core.process.child_output import ChildLog, LoadBar
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.checkpoints.progress import watched
 from headrace.executor.checkpoints.sources.dummy_weights import DummyWeights
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 
 SHAPES = {"embed.weight": (8, 4), "layers.0.up.weight": (4, 4), "layers.1.up.weight": (4, 4), "scale": ()}
 
@@ -54,7 +54,7 @@ def test_each_weight_counts_once_and_other_stages_layers_do_not(layers: range, t
 def test_packed_weights_count_as_they_are_stored(tmp_path: Path) -> None:
     file = save_gguf(tiny_models.build("llama"), tmp_path / "model.gguf")
     heard: list[tuple[int, int]] = []
-    source = open_checkpoint(Options(model=str(file))).weights(place=RankPlace())
+    source = open_checkpoint(Options(model=str(file))).weights(place=RankCoordinates())
     weights = watched(source, lambda done, of: heard.append((done, of)), range(9), 10_000)
     for name in weights.names():
         if weights.packed(name) is None:

@@ -28,7 +28,7 @@ from headrace import LLM, SamplingParams
 from headrace.executor.checkpoints import identity
 from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
-from headrace.executor.checkpoints.sources.held_weights import HeldWeights
+from headrace.executor.checkpoints.sources.held_weights import TensorWeights
 from headrace.ipc.failure import HeadraceError, ModelError
 from headrace.ipc.process.regular_files import NoFileError, read_file
 from headrace.kernels.cpu.linear import linear
@@ -344,11 +344,11 @@ def test_a_tensor_without_its_numbers_is_taken_by_no_kernel() -> None:
         with pytest.raises(ValueError, match=r"the CPU kernels take dense tensors"):
             linear.pack(tensor)
     with pytest.raises(ModelError, match="the weight w has lost its numbers"):
-        HeldWeights({"w": freed})
+        TensorWeights({"w": freed})
     negative = torch.complex(torch.zeros(2), torch.ones(2)).conj().imag
     assert negative.is_neg()
-    assert HeldWeights({"w": negative}).get("w").tolist() == [-1, -1]
-    assert not HeldWeights({"w": negative}).get("w").is_neg()
+    assert TensorWeights({"w": negative}).get("w").tolist() == [-1, -1]
+    assert not TensorWeights({"w": negative}).get("w").is_neg()
 
 
 def pipe(path: Path) -> None:

@@ -18,7 +18,7 @@ from headrace import LLM, SamplingParams
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.checkpoints.sources.sharded_state import save
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.frontend.cli.main import main
 from headrace.ipc.failure import ModelError, OptionError
 
@@ -86,13 +86,15 @@ def test_a_file_holds_its_ranks_part_and_no_more(model: Path, tmp_path: Path) ->
     ("place", "message"),
     [
         (
-            RankPlace(),
+            RankCoordinates(),
             "saved for tensor_parallel_size=2 and pipeline_parallel_size=1 .* not for tensor_parallel_",
         ),
-        (RankPlace.of(2, 4, 1), "rank-2-part-0.safetensors is not what rank 2 of a sharded state should be"),
+        (RankCoordinates.of(2, 4, 1), "rank-2-part-0.safetensors is not what rank 2 of a sharded state should be"),
     ],
 )
-def test_another_world_is_refused_with_both_sizes(model: Path, tmp_path: Path, place: RankPlace, message: str) -> None:
+def test_another_world_is_refused_with_both_sizes(
+    model: Path, tmp_path: Path, place: RankCoordinates, message: str
+) -> None:
     folder = sharded(model, tmp_path / "sharded", tensor_parallel_size=2)
     checkpoint = open_checkpoint(Options(model=str(folder), load_format="sharded_state"))
     with pytest.raises(ModelError, match=message):

@@ -16,7 +16,7 @@ from headrace.core.schedule.drafters.drafter import Drafter
 from headrace.core.schedule.features.feature import Followed, Repeated, StepFeature
 from headrace.core.schedule.features.installed import attached_kinds, installed_features
 from headrace.executor.cpu.rank import CpuRank
-from headrace.executor.cpu.repeated_decode import RepeatedDecode
+from headrace.executor.cpu.repeated_decode import ContinuedDecode
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.testing.null import NullExecutor
 from headrace.ipc.codec import CodecError
@@ -178,10 +178,10 @@ def test_a_process_that_does_not_know_a_kind_says_so(monkeypatch: pytest.MonkeyP
 
 def test_a_repeated_decode_does_not_go_on_with_a_kind_that_it_would_ignore() -> None:
     plan = plan_of_two()
-    assert RepeatedDecode(cast(Any, None), plan, 16).goes_on(plan)
+    assert ContinuedDecode(cast(Any, None), plan, 16).goes_on(plan)
     marked = msgspec.structs.replace(plan, attachments=(Marks(numbers=np.arange(2)),))
-    assert not RepeatedDecode(cast(Any, None), plan, 16).goes_on(marked)
-    assert not RepeatedDecode(cast(Any, None), marked, 16).goes_on(marked)
+    assert not ContinuedDecode(cast(Any, None), plan, 16).goes_on(marked)
+    assert not ContinuedDecode(cast(Any, None), marked, 16).goes_on(marked)
 
 
 def plan_of_two() -> StepPlan:

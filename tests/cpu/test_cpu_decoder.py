@@ -42,7 +42,7 @@ from headrace.executor.cpu.program import StepLimits
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.failure import ModelError
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.attention.latent import NEVER
@@ -369,9 +369,9 @@ def test_ranks_and_dtypes_that_the_program_does_not_have_are_reasons() -> None:
     spec = spec_from_config(config_of("llama"))
     assert why_not(spec, torch.float32) == ""
     apart = "the program adds up over its ranks in memory that they share, and these 2 share none."
-    assert why_not(spec, torch.float32, RankPlace(tp_size=2)) == apart
+    assert why_not(spec, torch.float32, RankCoordinates(tp_size=2)) == apart
     assert "not in torch.float64" in why_not(spec, torch.float64)
-    assert why_not(spec, torch.float32, RankPlace(pp_size=2)) == ""
+    assert why_not(spec, torch.float32, RankCoordinates(pp_size=2)) == ""
 
 
 SERVE = """

@@ -241,8 +241,8 @@ def test_small_sums_are_for_all_ranks_or_for_none_and_one_line_says_why(
         return SymmetricSums(torch.zeros(64, dtype=torch.uint8), 2, "stage", None)
 
     def body(link: GpuCollectives) -> Any:
-        meeting = Rendezvous(world_of(2), link._rank, ranks, -1, 30.0)
-        return open_small_sums(link, meeting, why_not=reasons[link._rank], join=join)
+        rendezvous = Rendezvous(world_of(2), link._rank, ranks, -1, 30.0)
+        return open_small_sums(link, rendezvous, why_not=reasons[link._rank], join=join)
 
     with caplog.at_level(logging.WARNING):
         assert run(world_of(2), body) == [None, None]
@@ -254,8 +254,8 @@ def test_small_sums_are_used_where_all_ranks_can(run: Run) -> None:
     def body(link: GpuCollectives) -> tuple[str, list[str], list[float]]:
         ops = TwoEqualRanks()
         sums = SymmetricSums(torch.zeros(64, dtype=torch.uint8), 2, "stage", ops)
-        meeting = Rendezvous(world_of(2), link._rank, range(2), -1, 30.0)
-        link.small_sums = open_small_sums(link, meeting, why_not="", join=lambda: sums)
+        rendezvous = Rendezvous(world_of(2), link._rank, range(2), -1, 30.0)
+        link.small_sums = open_small_sums(link, rendezvous, why_not="", join=lambda: sums)
         found = link.all_reduce(torch.full((8,), 3.0)).tolist()
         return link.sums, ops.calls, found
 

@@ -18,8 +18,8 @@ from headrace import LLM, SamplingParams
 from headrace.core.options.engine_options import Options
 from headrace.executor.parallel.rank_place import PeerError
 from headrace.executor.placement.base import Executor
-from headrace.executor.placement.messages import STEP, SharedMemory, StartWorker
 from headrace.executor.placement.worker import Worker
+from headrace.executor.placement.worker_messages import STEP, SharedMemory, StartWorker
 from headrace.ipc.failure import EngineDeadError
 from headrace.ipc.transport.ring import RingLayout, RingReader, RingWriter, lay_out_ring
 from headrace.ipc.wait import Deadline

@@ -25,7 +25,7 @@ from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import families, spec_from_config
 from headrace.executor.models.sizes import weight_shapes
 from headrace.executor.parallel.divisibility import check_shares
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.failure import HeadraceError
 from headrace.kernels.registry import choose_reference
 from headrace.kernels.triton import versions as triton_versions
@@ -105,7 +105,7 @@ def on_gpu(spec: ArchSpec) -> str:
 def divided(spec: Any) -> str:
     """Which of both kinds of ranks can divide it."""
     found = []
-    for kind, place in (("tensor", RankPlace.of(0, 2, 1)), ("pipeline", RankPlace.of(0, 1, 2))):
+    for kind, place in (("tensor", RankCoordinates.of(0, 2, 1)), ("pipeline", RankCoordinates.of(0, 1, 2))):
         try:
             check_shares(spec, place)
         except HeadraceError:

@@ -24,7 +24,7 @@ from headrace.executor.cpu import rank as cpu_rank
 from headrace.executor.models import kv_cache, registry
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.kv_cache import Layout, cache_groups
-from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 
 FAMILY = '''
 from dataclasses import replace
@@ -129,7 +129,7 @@ def test_a_pool_without_groups_and_a_quantised_one_hold_layers_of_two_sizes(size
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-@pytest.mark.parametrize("place", [SINGLE, RankPlace.of(1, 1, 2), RankPlace.of(0, 2, 1)])
+@pytest.mark.parametrize("place", [SINGLE, RankCoordinates.of(1, 1, 2), RankCoordinates.of(0, 2, 1)])
 def test_a_blocks_bytes_are_its_own_in_every_layer_and_what_the_plan_says(size, dtype, place, saved) -> None:
     """Each layer's part of a block is written with the block's number; nothing of another block changes."""
     folder, _ = saved

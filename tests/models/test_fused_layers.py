@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.kernels.reference.rows import DenseLinear, activate_and_multiply, rms_norm
 from headrace.kernels.registry import choose_reference
 
@@ -46,10 +46,10 @@ class Fusing(DenseLinear):
         return x if residual is None else x + residual
 
 
-def decoder_of(name: str, choose: Callable[..., Any], place: RankPlace | None = None) -> Decoder:
+def decoder_of(name: str, choose: Callable[..., Any], place: RankCoordinates | None = None) -> Decoder:
     model = tiny_models.build(name)
     spec = spec_from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
-    return Decoder(spec, DictSource(model.state_dict()), torch.float32, choose=choose, place=place or RankPlace())
+    return Decoder(spec, DictSource(model.state_dict()), torch.float32, choose=choose, place=place or RankCoordinates())
 
 
 def fusing(calls: list[tuple[int, bool, str | None, bool]]) -> Callable[..., Any]:
@@ -90,7 +90,7 @@ def most_fused_rows(decoder: Any) -> int:
 
 def test_a_rank_among_several_adds_its_parts_after_each_matrix() -> None:
     assert most_fused_rows(decoder_of("llama", fusing([]))) == 2
-    rank = RankPlace(tp_size=2)
+    rank = RankCoordinates(tp_size=2)
     assert most_fused_rows(decoder_of("llama", fusing([]), rank)) == 0
-    stage = RankPlace(pp_size=2)
+    stage = RankCoordinates(pp_size=2)
     assert most_fused_rows(decoder_of("llama", fusing([]), stage)) == 0

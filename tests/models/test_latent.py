@@ -22,7 +22,7 @@ from headrace.core.options.plan import MemoryReading
 from headrace.executor.model_rank import own_share
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.kv_cache import block_bytes, cache_groups
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.kernels.reference.attention import AttentionParams, PagedBatch
 from headrace.kernels.reference.latent import LatentUp, latent_attention
 
@@ -98,7 +98,7 @@ def test_deepseek_v2_lites_cache_holds_nine_times_the_requests_of_32k_that_its_h
         total_bytes=80 << 30, available_bytes=80 << 30, weights_bytes=0, activation_bytes=0, device="a GPU"
     )
     groups = cache_groups(spec, 1 << 15)
-    share = own_share(spec, RankPlace.of(0, 1, 1), groups)
+    share = own_share(spec, RankCoordinates.of(0, 1, 1), groups)
     rows, elements = share["kv_rows_per_token"], share["kv_elements_per_token"]
     capacity, bytes_per_token = {}, {}
     for kind, of_token in (("latent", elements), ("heads", 27 * 16 * (192 + 128))):

@@ -23,7 +23,7 @@ from headrace.core.options.parsing import parse_options
 from headrace.executor.cpu.rank import CpuRank
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import EngineStats
 
@@ -156,7 +156,7 @@ def test_a_stage_balances_its_own_experts(folder: Path) -> None:
 
 def test_experts_are_balanced_on_cpus_alone(folder: Path) -> None:
     options = parse_options(model=str(saved(folder, "glm4_moe")), **BALANCED)
-    rank = CpuRank(options, RankPlace.of_options(0, options))
+    rank = CpuRank(options, RankCoordinates.of_options(0, options))
     rank._device = torch.device("cuda")
     with pytest.raises(OptionError, match="enable_eplb moves experts between ranks on CPUs, not on cuda"):
         rank.describe(lambda _: None)
@@ -176,7 +176,7 @@ def test_a_rank_reads_its_own_experts_alone(folder: Path, in_turn: bool, experts
     spec, state = spec_from_config(config_of("mixtral")), state_of(reference("mixtral"))
     read = []
     for rank in range(2):
-        place = RankPlace(rank, 2, expert_parallel=True, experts_in_turn=in_turn)
+        place = RankCoordinates(rank, 2, expert_parallel=True, experts_in_turn=in_turn)
         source = Counting(state)
         Decoder(spec, source, torch.float32, place=place)
         numbers = {int(each.split(".experts.")[1].split(".")[0]) for each in source.read if ".experts." in each}

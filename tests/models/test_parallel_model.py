@@ -23,7 +23,7 @@ from headrace.executor.cpu import rank as cpu_rank
 from headrace.executor.cpu.program import StepLimits
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.parallel.rank_place import RankPlace, World
+from headrace.executor.parallel.rank_place import RankCoordinates, World
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.step import StepPlan
 from headrace.kernels import registry
@@ -263,7 +263,7 @@ def test_each_rank_reads_its_share_and_together_all(name: str, kind: str) -> Non
     spec = spec_from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
     world = World(2, 2, 8, 8, spec.hidden_size, spec.vocab_size)
 
-    def count(place: RankPlace) -> int:
+    def count(place: RankCoordinates) -> int:
         source = DictSource(state)
         if kind == "program":
             cpu_decoder.CpuDecoderPart(spec, source, torch.float32, StepLimits(8, 8, 8), place=place)

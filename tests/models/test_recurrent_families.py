@@ -19,7 +19,7 @@ from torch import Tensor
 from headrace import LLM, HeadraceError, SamplingParams
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.kv_cache import block_bytes, cache_groups
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 
 __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 
@@ -123,5 +123,5 @@ def test_a_page_has_room_for_its_part_of_a_state_on_every_rank(folder: Path, nam
         assert state.kind == "state"
         floats = sum(kept.elements for layer in spec.own_states(ranks) for kept in layer)
         for rank in range(ranks):
-            page = block_bytes(spec, 16, dtype, RankPlace.of(rank, ranks, 1), groups)
+            page = block_bytes(spec, 16, dtype, RankCoordinates.of(rank, ranks, 1), groups)
             assert page * state.pages >= 4 * floats

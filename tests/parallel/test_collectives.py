@@ -20,7 +20,7 @@ from headrace.executor.parallel import collectives as collectives_module
 from headrace.executor.parallel.rank_place import (
     Collectives,
     PeerError,
-    RankPlace,
+    RankCoordinates,
     World,
     collectives_bytes,
     mark_failed,
@@ -218,7 +218,7 @@ def test_the_mirrors_have_the_structures_sizes(shared: None) -> None:
 
 def test_layers_are_divided_with_the_rest_before_the_last_stage() -> None:
     def counts(layers: int, stages: int, partition: tuple[int, ...] = ()) -> list[int]:
-        ranges = [RankPlace.of(rank, 1, stages, partition).layers(layers) for rank in range(stages)]
+        ranges = [RankCoordinates.of(rank, 1, stages, partition).layers(layers) for rank in range(stages)]
         assert [i for part in ranges for i in part] == list(range(layers))
         return [len(part) for part in ranges]
 
@@ -230,13 +230,13 @@ def test_layers_are_divided_with_the_rest_before_the_last_stage() -> None:
 
 def test_what_cannot_be_divided_is_refused_with_the_numbers() -> None:
     with pytest.raises(OptionError, match="4 pipeline stages cannot share a model of 3 layers"):
-        RankPlace.of(0, 1, 4).layers(3)
+        RankCoordinates.of(0, 1, 4).layers(3)
     with pytest.raises(OptionError, match="2,2 gives out 4 layers; the model has 5"):
-        RankPlace.of(0, 1, 2, (2, 2)).layers(5)
+        RankCoordinates.of(0, 1, 2, (2, 2)).layers(5)
     with pytest.raises(OptionError, match="1,2,3 names 3 stages, but pipeline_parallel_size is 2"):
-        RankPlace.of(0, 1, 2, (1, 2, 3))
+        RankCoordinates.of(0, 1, 2, (1, 2, 3))
     with pytest.raises(ModelError, match="an MLP of 10 cannot be divided among 4 tensor-parallel ranks"):
-        RankPlace.of(1, 4, 1).share(10, "an MLP")
+        RankCoordinates.of(1, 4, 1).share(10, "an MLP")
 
 
 def test_the_place_is_known_without_torch() -> None:

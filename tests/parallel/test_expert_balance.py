@@ -27,7 +27,7 @@ from headrace.executor.parallel import collectives
 from headrace.executor.parallel.divisibility import check_experts
 from headrace.executor.parallel.load_balancing.balancer import BalancedExperts, ExpertBalancer, costs, rounds
 from headrace.executor.parallel.load_balancing.placement import Placement, copies_of, packed, rank_loads, rebalanced
-from headrace.executor.parallel.rank_place import RankPlace, World
+from headrace.executor.parallel.rank_place import RankCoordinates, World
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.frontend.client.engine_metrics import Gauge
 from headrace.frontend.fleet.client import _summed
@@ -42,7 +42,7 @@ Layer = tuple[Placement, list[float]]
 
 
 def first_placement(num_experts: int, num_redundant: int, num_ranks: int) -> Placement:
-    place = RankPlace(0, num_ranks, expert_parallel=True, balances_experts=True, redundant_experts=num_redundant)
+    place = RankCoordinates(0, num_ranks, expert_parallel=True, balances_experts=True, redundant_experts=num_redundant)
     return place.expert_placement(num_experts)
 
 
@@ -150,7 +150,7 @@ WORLD = World(tp_size=3, pp_size=1, max_tokens=8, max_seqs=4, hidden_size=48, vo
 LOADS = [[90, 80, 70, 0, 0, 0, 0], [0, 0, 0, 60, 60, 60, 0], [10, 10, 10, 10, 10, 10, 300]]
 
 
-def balance_on(place: RankPlace, dtype: torch.dtype = torch.float32) -> list[Placement]:
+def balance_on(place: RankCoordinates, dtype: torch.dtype = torch.float32) -> list[Placement]:
     """Where a layer's experts are after each step of LOADS, on one rank. An expert's weights are its number."""
     placed, first = [], first_placement(7, 2, 3)
     own = torch.tensor(first[place.tp_rank], dtype=dtype)

@@ -107,9 +107,9 @@ def test_nccl_of_one_host_is_told_to_stay_on_it(named: str | None, used: str, mo
     memory = os.memfd_create("headrace-test")
     try:
         os.ftruncate(memory, 4096)
-        meeting = Rendezvous(WORLD, 0, range(2), memory, 10.0)
+        rendezvous = Rendezvous(WORLD, 0, range(2), memory, 10.0)
         with pytest.raises(PeerError, match="no GPU"):
-            collectives.open_nccl(meeting, torch.device("cpu"), custom_all_reduce=False, in_order=False)
+            collectives.open_nccl(rendezvous, torch.device("cpu"), custom_all_reduce=False, in_order=False)
     finally:
         os.close(memory)
     assert seen == [used]

@@ -33,8 +33,8 @@ from headrace.executor.placement.cluster_proof import (
     prove_to_core,
 )
 from headrace.executor.placement.join_port import MOST_STRANGERS, JoinPort
-from headrace.executor.placement.messages import JoinNode, RunNode
 from headrace.executor.placement.multinode import MultiNodeExecutor
+from headrace.executor.placement.worker_messages import JoinNode, RunNode
 from headrace.ipc.codec import Codec, CodecError
 from headrace.ipc.failure import EngineStartError, OptionError
 from headrace.ipc.messages import Message

@@ -17,7 +17,7 @@ from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec
 from headrace.executor.models.blocks.attention import Attention
 from headrace.executor.models.blocks.dense import Dense
 from headrace.executor.parallel.padding import packed_part, padded_for
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.failure import ModelError
 
 HEAD_DIM, HIDDEN = 4, 6
@@ -127,7 +127,7 @@ def test_any_part_is_that_of_the_whole_padded_tensor(data: Any) -> None:
     heads, kv_heads, tp_size = data.draw(st.sampled_from([(9, 3, 2), (9, 3, 4), (9, 3, 8), (6, 2, 4), (5, 1, 2)]))
     spec = spec_of(heads, kv_heads, inner=7)
     tensors = checkpoint(spec)
-    padded, source = padded_for(spec, DictSource(tensors), RankPlace.of(1, tp_size, 1))
+    padded, source = padded_for(spec, DictSource(tensors), RankCoordinates.of(1, tp_size, 1))
     name = data.draw(st.sampled_from(sorted(tensors)))
     expected = padded_by_hand(name, tensors[name], spec, padded)
     assert source.shape(name) == tuple(expected.shape)
@@ -148,7 +148,7 @@ def test_blocks_are_cut_where_they_end_and_nowhere_else() -> None:
     """Blocks of 4 elements in 2 bytes: 3 groups of 1 head of 4 columns, a fourth of padding."""
     spec = spec_of(3, 3)
     name = "model.layers.0.self_attn.o_proj.weight"
-    padded, source = padded_for(spec, DictSource(checkpoint(spec)), RankPlace.of(1, 2, 1))
+    padded, source = padded_for(spec, DictSource(checkpoint(spec)), RankCoordinates.of(1, 2, 1))
     stored = source.stored(name)
     data = np.arange(1, 1 + HIDDEN * 6, dtype=np.uint8).reshape(HIDDEN, 6)
     last_half = packed_part(stored, data, (4, 2), slice(2, 4), slice(8, 16))
@@ -164,7 +164,7 @@ def test_blocks_are_cut_where_they_end_and_nowhere_else() -> None:
 def test_a_tensor_of_another_shape_is_named_with_the_models_own_numbers() -> None:
     spec = spec_of(9, 3)
     tensors = checkpoint(spec) | {"model.layers.0.self_attn.k_proj.weight": torch.zeros(8, HIDDEN)}
-    _, source = padded_for(spec, DictSource(tensors), RankPlace.of(0, 2, 1))
+    _, source = padded_for(spec, DictSource(tensors), RankCoordinates.of(0, 2, 1))
     with pytest.raises(ModelError, match=r"k_proj\.weight has shape \[8, 6\], but the config needs \[12, 6\]"):
         source.shape("model.layers.0.self_attn.k_proj.weight")
 
@@ -172,5 +172,5 @@ def test_a_tensor_of_another_shape_is_named_with_the_models_own_numbers() -> Non
 def test_what_divides_is_left_as_it_is() -> None:
     spec = spec_of(8, 4)
     source = DictSource(checkpoint(spec))
-    assert padded_for(spec, source, RankPlace.of(3, 4, 1)) == (spec, source)
+    assert padded_for(spec, source, RankCoordinates.of(3, 4, 1)) == (spec, source)
     assert dataclasses.replace(spec.for_ranks(4)) == spec

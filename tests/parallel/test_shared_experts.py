@@ -24,7 +24,7 @@ from headrace.core.engine.engine import load_executor
 from headrace.core.options.parsing import parse_options
 from headrace.executor.parallel import lock_step
 from headrace.executor.parallel.lock_step import STOP, LockStep, meet
-from headrace.executor.parallel.rank_place import PeerError, RankPlace
+from headrace.executor.parallel.rank_place import PeerError, RankCoordinates
 from headrace.ipc.failure import PEER_LOST, EngineDeadError, EngineStartError, Failure, HeadraceError, OptionError
 
 LIMIT_S = 20.0
@@ -179,7 +179,7 @@ def test_those_that_do_not_fit_or_do_not_come_are_named() -> None:
 
 def test_experts_are_divided_among_the_ranks_of_all_engines() -> None:
     places = [
-        replace(RankPlace(tp_rank=tp_rank, tp_size=2, expert_parallel=True), dp_rank=dp_rank, dp_size=3)
+        replace(RankCoordinates(tp_rank=tp_rank, tp_size=2, expert_parallel=True), dp_rank=dp_rank, dp_size=3)
         for dp_rank in range(3)
         for tp_rank in range(2)
     ]

@@ -57,12 +57,12 @@ class RecordableGroup:
         torch.ops.headrace_tests.collective(number, tensors)
 
 
-def open_gloo_for_nccl(meeting: Rendezvous, *, in_order: bool = False) -> GpuCollectives:
+def open_gloo_for_nccl(rendezvous: Rendezvous, *, in_order: bool = False) -> GpuCollectives:
     """As `gpu_collectives_nccl.open_nccl`."""
-    world, store, timeout = meeting.world, meeting.store(), timedelta(seconds=meeting.deadline_s)
-    stage, rank_in_stage = divmod(meeting.rank, world.tp_size)
+    world, store, timeout = rendezvous.world, rendezvous.store(), timedelta(seconds=rendezvous.deadline_s)
+    stage, rank_in_stage = divmod(rendezvous.rank, world.tp_size)
     groups = DeviceGroups(
-        world=RecordableGroup(dist.PrefixStore("devices", store), meeting.rank, world.size, timeout),
+        world=RecordableGroup(dist.PrefixStore("devices", store), rendezvous.rank, world.size, timeout),
         stage=RecordableGroup(dist.PrefixStore(f"stage {stage}", store), rank_in_stage, world.tp_size, timeout),
     )
-    return GpuCollectives(meeting, dist.PrefixStore("hosts", store), torch.device("cpu"), groups, in_order=in_order)
+    return GpuCollectives(rendezvous, dist.PrefixStore("hosts", store), torch.device("cpu"), groups, in_order=in_order)

@@ -192,7 +192,7 @@ class LaunchNotes:
             launch = LaunchRecord(function, tuple(grid), {**arguments, **keywords}, options)
             self.launches.setdefault(form_of(launch), (self._phase, launch))
 
-        def for_a_gpu(op: registry.Op, **facts: Any) -> registry.Choice:
+        def for_a_gpu(op: registry.Op, **facts: Any) -> registry.ChosenVersion:
             return choose(op, **{**facts, "device": GPU})
 
         capability = divmod(self._architecture, 10)

@@ -18,7 +18,7 @@ from headrace.executor.gpu.collectives import GpuCollectives
 from headrace.executor.gpu.device_state import HostDevice
 from headrace.executor.gpu.hardware.device import GpuFacts
 from headrace.executor.gpu.rank import GpuRank
-from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.in_process import InProcessExecutor
 from headrace.executor.step.inputs import StepInputs
@@ -171,8 +171,8 @@ class HostBackend:
         self.num_measured += 1
         return 1000 * self.num_measured
 
-    def link(self, meeting: Rendezvous, options: Options) -> GpuCollectives:
-        return open_gloo_for_nccl(meeting, in_order=options.batch_invariant)
+    def link(self, rendezvous: Rendezvous, options: Options) -> GpuCollectives:
+        return open_gloo_for_nccl(rendezvous, in_order=options.batch_invariant)
 
     def memory(self) -> tuple[int, int]:
         return self._gpu.free_bytes, self._gpu.total_bytes
@@ -242,7 +242,7 @@ class GpuOnCpu(GpuRank):
 
     choose = staticmethod(choose_capturable)
 
-    def __init__(self, options: Options, place: RankPlace = SINGLE) -> None:
+    def __init__(self, options: Options, place: RankCoordinates = SINGLE) -> None:
         gpu = GpuFacts("GPU on CPU", (9, 0), 4 << 30, 3 << 30)
         self.recorder = RecordingCapturer()
         super().__init__(options, torch.device("cpu"), HostBackend(gpu, self.recorder), place)

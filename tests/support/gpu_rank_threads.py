@@ -8,14 +8,14 @@ from gpu_parts import GpuOnCpu
 from rank_threads import RankThreads
 
 from headrace.core.options.engine_options import Options
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.step import StepPlan, StepResult
 
 
 class Ahead(GpuOnCpu):
     """A rank that accepts any number of steps, with at most `max_steps_in_flight` of them on the device."""
 
-    def __init__(self, options: Options, place: RankPlace) -> None:
+    def __init__(self, options: Options, place: RankCoordinates) -> None:
         super().__init__(options, place)
         self._collected: deque[StepResult] = deque()
         self._started = 0

@@ -14,7 +14,7 @@ from headrace.executor.checkpoints.weights import StoredTensor, WeightSource, dt
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.kv_cache import allocate
-from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.executor.step.batch import StepArrays
 
 
@@ -53,7 +53,7 @@ class Driver:
         decoder: Decoder | CpuDecoder,
         block_size: int = 8,
         num_blocks: int = 200,
-        place: RankPlace = SINGLE,
+        place: RankCoordinates = SINGLE,
         cache_dtype: torch.dtype | None = None,
         layer_scales: Sequence[tuple[float, float]] = (),
     ) -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
-from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.executor.rank import Rank, Report
 from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.control import DescribeEngine, WorkerAnswer, WorkerCommand
@@ -73,7 +73,7 @@ def misbehave(how: str, who: str, where: str) -> None:
 class NullRank(Rank):
     max_steps_in_flight = 2
 
-    def __init__(self, options: Options, place: RankPlace = SINGLE) -> None:
+    def __init__(self, options: Options, place: RankCoordinates = SINGLE) -> None:
         given: dict[str, Any] = dict(options.hf_overrides)
         own = {name: given.pop(name) for name in Misbehaviour.__struct_fields__ if name in given}
         self._bad = Misbehaviour(**own)

@@ -14,7 +14,13 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.cpu import decoder as cpu_decoder
 from headrace.executor.cpu.rank import CpuRank
-from headrace.executor.parallel.rank_place import RankPlace, World, collectives_bytes, mark_failed, open_collectives
+from headrace.executor.parallel.rank_place import (
+    RankCoordinates,
+    World,
+    collectives_bytes,
+    mark_failed,
+    open_collectives,
+)
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.base import Executor
 from headrace.executor.rank import Report
@@ -34,7 +40,7 @@ def pool_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
 
-def run_ranks(world: World, body: Callable[[RankPlace], Any], layer_partition: tuple[int, ...] = ()) -> list[Any]:
+def run_ranks(world: World, body: Callable[[RankCoordinates], Any], layer_partition: tuple[int, ...] = ()) -> list[Any]:
     """Runs `body` on every rank and returns the results. If one raises, the others stop waiting for it, and its error
     is raised."""
     fd = os.memfd_create("test")
@@ -44,7 +50,9 @@ def run_ranks(world: World, body: Callable[[RankPlace], Any], layer_partition: t
         try:
             link = open_collectives(fd, world, rank, deadline_s=DEADLINE_S)
             try:
-                return body(RankPlace.of(rank, world.tp_size, world.pp_size, layer_partition).with_collectives(link))
+                return body(
+                    RankCoordinates.of(rank, world.tp_size, world.pp_size, layer_partition).with_collectives(link)
+                )
             finally:
                 link.close()
         except BaseException as error:
@@ -72,7 +80,7 @@ class RankThreads(Executor):
     def __init__(self, options: Options) -> None:
         self._tp_size, self._pp_size = options.tensor_parallel_size, options.pipeline_parallel_size
         self.num_stages, self.max_steps_in_flight = self._pp_size, self._pp_size + 1
-        places = [RankPlace.of_options(rank, options) for rank in range(self._tp_size * self._pp_size)]
+        places = [RankCoordinates.of_options(rank, options) for rank in range(self._tp_size * self._pp_size)]
         self._ranks = [self.rank_class(options, place=place) for place in places]
         self._replying = next(place.rank for place in places if place.replies)
         self._threads = [ThreadPoolExecutor(1, f"rank {place.rank}") for place in places]

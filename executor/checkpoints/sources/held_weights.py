@@ -28,7 +28,7 @@ def dense(tensor: Tensor, name: str) -> Tensor:
     raise ModelError(f"the weight {name} {reason}; dense tensors of real numbers are expected")
 
 
-class HeldWeights(WeightSource):
+class TensorWeights(WeightSource):
     """Tensors in memory, by name. Raises ModelError for a tensor that is not dense."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from headrace.executor.checkpoints.sources.held_weights import HeldWeights
+from headrace.executor.checkpoints.sources.held_weights import TensorWeights
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.ipc.failure import ModelError, OptionError
 
@@ -73,7 +73,7 @@ def require(package: str, load_format: str) -> None:
         )
 
 
-class LibraryWeights(HeldWeights):
+class LibraryWeights(TensorWeights):
     """The tensors of `stored`, read by a library. Raises ModelError if the library fails, or if names or shapes differ
     from those of `stored`."""
 

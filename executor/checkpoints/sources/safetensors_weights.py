@@ -27,7 +27,7 @@ from torch import Tensor
 from headrace.executor.checkpoints.sources.mapped_pages import MappedPages
 from headrace.executor.checkpoints.sources.unreadable_files import unreadable
 from headrace.executor.checkpoints.weights import StoredTensor, WeightSource, bounds, take_part
-from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.regular_files import open_file
 
@@ -52,7 +52,7 @@ class SafetensorsWeights(WeightSource):
         files: Sequence[Path],
         weight_map: Mapping[str, str] | None = None,
         strategy: Strategy = "lazy",
-        place: RankPlace = SINGLE,
+        place: RankCoordinates = SINGLE,
     ) -> None:
         """weight_map: from a tensor's name to its file's, as in an index. No two files may have a tensor of one name
         that it does not have."""

@@ -26,7 +26,7 @@ from headrace.executor.checkpoints.sources.safetensors_weights import Strategy, 
 from headrace.executor.checkpoints.weights import Numbers, StoredTensor, Weights, WeightSource, bounds
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.failure import HeadraceError, ModelError, OptionError
 from headrace.kernels.registry import choose_reference
 
@@ -44,7 +44,7 @@ class SavedWorld(msgspec.Struct, frozen=True):
     """The rank's first layer, and its last + 1."""
 
     @classmethod
-    def of(cls, place: RankPlace, num_layers: int) -> SavedWorld:
+    def of(cls, place: RankCoordinates, num_layers: int) -> SavedWorld:
         own = place.layers(num_layers)
         return cls(place.tp_size, place.pp_size, (own.start, own.stop))
 
@@ -63,7 +63,7 @@ class ShardedWeights(WeightSource):
     Raises ModelError if the rank's file is missing, of another format, or for other parallel sizes.
     """
 
-    def __init__(self, folder: Path, place: RankPlace, num_layers: int, strategy: Strategy = "lazy") -> None:
+    def __init__(self, folder: Path, place: RankCoordinates, num_layers: int, strategy: Strategy = "lazy") -> None:
         from safetensors import SafetensorError
 
         self._path = folder / FILE_NAME.format(rank=place.rank)
@@ -159,7 +159,7 @@ def save(options: Options, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for rank in range(options.tensor_parallel_size * options.pipeline_parallel_size):
-        place = RankPlace.of_options(rank, options)
+        place = RankCoordinates.of_options(rank, options)
         noted = dict[str, Tensor]()
         # On the meta device, so that only the recorded parts take memory.
         Decoder(spec, _noted(source, noted), torch.float32, "meta", place, choose=choose_reference)

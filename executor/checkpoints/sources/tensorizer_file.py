@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from headrace.executor.checkpoints.hub.sources import first_line
-from headrace.executor.checkpoints.sources.held_weights import HeldWeights
+from headrace.executor.checkpoints.sources.held_weights import TensorWeights
 from headrace.executor.checkpoints.sources.library_readers import require
 from headrace.ipc.failure import ModelError, OptionError
 
@@ -62,7 +62,7 @@ class TensorizerFile:
         """The local path; None for a remote URI."""
         return None if _SCHEME.match(self.uri) else Path(self.uri).expanduser()
 
-    def weights(self) -> HeldWeights:
+    def weights(self) -> TensorWeights:
         """Reads all tensors. Raises ModelError, naming the file, if it is truncated, of another format, does not match
         its hash (verify_hash), or was written from vLLM's own modules."""
         tensors = self._read()
@@ -71,7 +71,7 @@ class TensorizerFile:
                 f"{self.uri} was written of vLLM's own modules, which hold matrices as other models do not",
                 hint="TensorSerializer(file).write_module(model) of the Hugging Face model writes what is read here",
             )
-        return HeldWeights({name: tensor for name, tensor in tensors.items() if not _COMPUTED.search(name)})
+        return TensorWeights({name: tensor for name, tensor in tensors.items() if not _COMPUTED.search(name)})
 
     def _read(self) -> dict[str, Any]:
         from tensorizer import DecryptionParams, TensorDeserializer

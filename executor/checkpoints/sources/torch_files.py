@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.sources.held_weights import HeldWeights
+from headrace.executor.checkpoints.sources.held_weights import TensorWeights
 from headrace.executor.checkpoints.sources.unreadable_files import unreadable
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.regular_files import require_file
 
 
-class TorchWeights(HeldWeights):
+class TorchWeights(TensorWeights):
     """Tensors of one or more files that torch.save wrote, memory-mapped where their format allows it.
 
     A pickle can call any function, so only plain tensors are loaded (torch's weights_only). Raises ModelError for a

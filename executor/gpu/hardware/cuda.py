@@ -210,11 +210,11 @@ class CudaBackend:
     def meter(self) -> Meter:
         return CudaMeter(self.device)
 
-    def link(self, meeting: Rendezvous, options: Options) -> GpuCollectives:
+    def link(self, rendezvous: Rendezvous, options: Options) -> GpuCollectives:
         from headrace.executor.gpu.collectives import open_nccl  # imported only with several ranks
 
         return open_nccl(
-            meeting,
+            rendezvous,
             self.device,
             custom_all_reduce=not options.disable_custom_all_reduce,
             in_order=options.batch_invariant,

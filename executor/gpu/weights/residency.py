@@ -24,7 +24,7 @@ from headrace.executor.gpu.hardware.device import gib
 from headrace.executor.gpu.runner import GpuRunner
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.kv_cache import KVCache
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.control import ASLEEP
 from headrace.ipc.failure import HeadraceError, ModelError
 from headrace.ipc.process.host import host_memory
@@ -138,14 +138,14 @@ class WeightResidency:
 def tensors_of(root: object) -> list[Tensor]:
     """All tensors that one of Headrace's objects holds in attributes, containers and the objects in them, each once.
 
-    Communication between ranks (`RankPlace`) belongs to no weights and is left out.
+    Communication between ranks (`RankCoordinates`) belongs to no weights and is left out.
     """
     seen: set[int] = set()
     return list(_tensors(root, seen))
 
 
 def _tensors(found: object, seen: set[int]) -> Iterator[Tensor]:
-    if id(found) in seen or isinstance(found, RankPlace):
+    if id(found) in seen or isinstance(found, RankCoordinates):
         return
     seen.add(id(found))
     if isinstance(found, Tensor):

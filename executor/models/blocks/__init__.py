@@ -21,7 +21,7 @@ from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
 
 if TYPE_CHECKING:
     from headrace.executor.models.arch import Kept, RopeSpec, TokenCache
-    from headrace.executor.parallel.rank_place import RankPlace
+    from headrace.executor.parallel.rank_place import RankCoordinates
 
 Role = Literal["matrix", "bias", "norm", "embedding", "head", "router", "expert"]
 """What a weight is for, which decides its quantisation: matrices and experts are quantised as the option asks, the
@@ -38,7 +38,7 @@ class Axis:
     groups: int = 1
     """Parts of equal size, each of which padding extends at its end: the query heads of each key/value head."""
 
-    def own(self, place: RankPlace) -> slice | None:
+    def own(self, place: RankCoordinates) -> slice | None:
         """A rank's slice; None: the whole dimension. With fewer units than ranks, several ranks have the same unit."""
         if place.tp_size == 1:
             return None

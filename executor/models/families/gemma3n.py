@@ -64,7 +64,7 @@ NAMES = WeightNames(
 
 
 @dataclass(frozen=True)
-class NormedValues(Attention):
+class ValueNormAttention(Attention):
     """Attention that norms each head's values, without weights. With reads_only it has queries only, and attends to
     another layer's cache."""
 
@@ -186,7 +186,7 @@ def build(config: Config) -> ArchSpec:
     for layer, ffn, share, source in zip(spec.layers, ffns, sparse, sources, strict=True):
         plain = layer.mixer
         assert isinstance(plain, Attention)
-        mixer = NormedValues(**vars(plain), eps=spec.norm.eps, reads_only=source is not None)
+        mixer = ValueNormAttention(**vars(plain), eps=spec.norm.eps, reads_only=source is not None)
         layers.append(LayerSpec(mixer, _sparse(ffn, share), source))
     return replace(spec, layers=tuple(layers), names=_names(spec, layers))
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headrace.core.options.eplb import Eplb
 from headrace.executor.parallel.load_balancing.placement import Placement, rank_loads, rebalanced
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import RankCoordinates
 from headrace.ipc.messages import ExpertBalance
 from headrace.kernels.expert_places import ExpertPlaces
 from headrace.kernels.reference.moe import MovableExperts
@@ -53,7 +53,7 @@ class BalancedExperts:
 class ExpertBalancer:
     """One rank's balancer, for its stage's layers with experts, at least one. Used from the thread that runs steps."""
 
-    def __init__(self, layers: Sequence[BalancedExperts], eplb: Eplb, place: RankPlace) -> None:
+    def __init__(self, layers: Sequence[BalancedExperts], eplb: Eplb, place: RankCoordinates) -> None:
         self._layers, self._eplb, self._place = tuple(layers), eplb, place
         self._first = [layer.placement for layer in layers]
         self._counts = [layer.loads.numpy() for layer in layers]
