@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_parts import EOS, VOCAB_SIZE, SteppedCore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.codec import Tensor
 from headrace.ipc.messages import Abort, FinishReason, StepOutputs
-from tests.support.engine_parts import EOS, VOCAB_SIZE, SteppedCore
 
 WIDTH = 6
 
