@@ -26,6 +26,7 @@ from headrace.core.options.values import OptionKind, OptionSpec, nearest, option
 from headrace.core.options.vllm_environment import options_from_variables
 from headrace.core.options.vllm_options import is_vllm_option, renamed_options, successor, unsupported_options
 from headrace.ipc.failure import OptionError
+from headrace.ipc.process.private_files import warn_of_open_secret
 from headrace.ipc.process.regular_files import read_text
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -445,6 +446,9 @@ def read_config(path: Path, struct: type[T], structs: Sequence[type[msgspec.Stru
         is_of_engine = struct is not Options and Options in structs and name not in names and is_vllm_option(name)
         if name not in others and not is_of_engine:
             own[key] = value
+    specs = option_specs(struct)
+    if any(value and (spec := specs.get(key.replace("-", "_"))) and spec.is_secret for key, value in own.items()):
+        warn_of_open_secret("config", str(path))
     try:
         return read_options(struct, own, also_known=others)
     except OptionError as error:

@@ -64,7 +64,8 @@ def warn_of_open_folder(name: str, folder: Path) -> None:
 
 def warn_of_open_secret(name: str, path: str | None) -> None:
     """Warns of a file with secrets that others may read, or that a group may unless it is root's, as Debian's group
-    ssl-cert reads keys. name: of the option that named it. A file that cannot be read is reported by who reads it."""
+    ssl-cert reads keys; and of one that is another user's. name: of the option that named it. A file that cannot be
+    read is reported by who reads it."""
     try:
         status = None if path is None else os.stat(path)
     except OSError:
@@ -73,6 +74,8 @@ def warn_of_open_secret(name: str, path: str | None) -> None:
         return
     if status.st_mode & _OTHERS or (status.st_mode & _GROUP and status.st_uid != 0) or status.st_mode & 0o020:
         logger.warning("%s=%s: others may read this secret (mode %o): chmod 600 it", name, path, _mode(status))
+    elif status.st_uid not in (0, os.geteuid()):
+        logger.warning("%s=%s: this secret belongs to user %d, who may read and change it", name, path, status.st_uid)
 
 
 def _mode(status: os.stat_result) -> int:

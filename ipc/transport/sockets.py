@@ -29,6 +29,9 @@ from headrace.ipc.transport.keys import is_insecure, key_file, read_engine_keys,
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_MS = 1_000
+HANDSHAKE_MS = 10_000
+"""Time that whoever connects has to say that it speaks ZeroMQ, and to prove its key: an idle stranger takes a file
+descriptor for no longer."""
 PEER_TIMEOUT_S = 60.0
 """How long a connected peer may be silent, unless an option or HEADRACE_PEER_TIMEOUT sets another time.
 
@@ -189,6 +192,7 @@ def configure(socket: zmq.Socket[bytes], address: str, timeout_s: float | None, 
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int((timeout_s or peer_timeout_s()) * 1e3))
     socket.setsockopt(zmq.IPV6, is_ipv6(address) if ipv6 is None else ipv6)
 
@@ -227,10 +231,13 @@ def bind_router(
         if unread_messages is not None:
             socket.setsockopt(zmq.SNDHWM, unread_messages)
         socket.setsockopt(zmq.ROUTER_MANDATORY, True)
+        mask = os.umask(0o077)  # nobody else may connect before `chmod`; folders made meanwhile stay usable
         try:
             socket.bind(wanted)
         except zmq.ZMQError as error:
             raise AddressError(f"cannot listen at {wanted}: {zmq.strerror(error.errno or 0).lower()}") from error
+        finally:
+            os.umask(mask)
     bound = socket.getsockopt(zmq.LAST_ENDPOINT)
     if path is not None:
         path.chmod(0o600)

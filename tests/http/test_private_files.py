@@ -14,7 +14,9 @@ import pytest
 from http_server import Server, ask, serving, wait_until
 
 from headrace.core.engine.timeline import Timeline
+from headrace.core.options.parsing import read_config
 from headrace.frontend.http.files.store import FileStore
+from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.responses_api.store import ResponseStore
 from headrace.ipc.process import private_files
 from headrace.ipc.process.private_files import private_opener, warn_of_open_secret
@@ -127,6 +129,37 @@ def test_secrets_that_others_may_read_are_warned_of(
         warn_of_open_secret("api_key_file", str(tmp_path / "none"))
     assert (f"api_key_file={path}: others may read this secret (mode {mode:o}): chmod 600 it" in caplog.text) is is_open
     assert ("others may" in caplog.text) is is_open
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to others")
+def test_a_secret_of_another_user_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "keys"
+    path.write_text("secret")
+    path.chmod(0o600)
+    os.chown(path, 1234, 1234)
+    warn_of_open_secret("api_key_file", str(path))
+    assert f"api_key_file={path}: this secret belongs to user 1234" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "mode", "is_warned_of"),
+    [
+        ("api-key: [secret]", 0o644, True),
+        ("admin_api_key: [secret]", 0o604, True),
+        ("api-key: [secret]", 0o600, False),
+        ("port: 1", 0o644, False),
+        ("api-key: []", 0o644, False),
+    ],
+)
+def test_a_config_file_with_keys_is_a_secret(
+    line: str, mode: int, is_warned_of: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(line + "\n")
+    path.chmod(mode)
+    read_config(path, ServeOptions)
+    assert ("others may read this secret" in caplog.text) is is_warned_of
+    assert "[secret]" not in caplog.text
 
 
 def test_a_server_leaves_nothing_that_others_may_read(tmp_path: Path) -> None:

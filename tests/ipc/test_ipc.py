@@ -7,10 +7,12 @@ import socket
 import stat
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,8 +34,9 @@ from headrace.ipc.messages import (
 )
 from headrace.ipc.process.runtime_directory import AddressError, runtime_directory
 from headrace.ipc.step import NewRow, StepPlan
+from headrace.ipc.transport import sockets
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
-from headrace.ipc.transport.sockets import check_address, new_ipc_address
+from headrace.ipc.transport.sockets import bind_router, check_address, new_ipc_address
 from headrace.ipc.wait import Deadline, WaitTimeoutError
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -316,3 +319,30 @@ def test_an_error_of_ours_is_a_sentence_without_a_traceback():
     with pytest.raises(HeadraceError) as caught:
         raise InvalidRequestError("temperature is -1; it must be 0 or more")
     assert Failure.of(caught.value, process="engine-core", phase="admission").traceback == ""
+
+
+def test_a_socket_is_its_users_alone_from_its_beginning(tmp_path, monkeypatch):
+    """Not only once its mode is changed: in between, others could connect."""
+    monkeypatch.setattr(Path, "chmod", lambda *_: None)
+    before = os.umask(0)
+    context = zmq.Context()
+    try:
+        bind_router(context, f"ipc://{tmp_path}/engine.sock")
+        assert stat.S_IMODE((tmp_path / "engine.sock").stat().st_mode) & 0o077 == 0
+        assert os.umask(0) == 0
+    finally:
+        os.umask(before)
+        context.destroy(linger=0)
+
+
+def test_a_stranger_that_says_nothing_is_let_go(monkeypatch):
+    monkeypatch.setattr(sockets, "HANDSHAKE_MS", 200)
+    context = zmq.Context()
+    try:
+        _, address = bind_router(context, "tcp://127.0.0.1:*")
+        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as stranger:
+            stranger.settimeout(15)
+            while stranger.recv(1024):  # its greeting, then the end
+                pass
+    finally:
+        context.destroy(linger=0)
