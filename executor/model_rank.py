@@ -156,6 +156,7 @@ class ModelRank(Rank):
             checks_sampling=looks_at_params(self._processor_classes),
             generates=found.tasks.generates,
             pooling=found.tasks.pooling,
+            whole_prompts=not spec.is_causal,
             why_no_prefix_caching=_why_no_prefix_caching(spec),
             row_inputs=() if _why_no_row_inputs(spec) else tuple(sorted(input_kinds())),
             why_no_row_inputs=_why_no_row_inputs(spec),
@@ -445,6 +446,8 @@ def cache_dtype(plan: Plan, *, is_program: bool) -> torch.dtype:
 def _why_no_prefix_caching(spec: ArchSpec) -> str:
     if spec.uses_prompt_lens:
         return "the model's dynamic rotary scaling makes keys depend on the length of their prompt"
+    if not spec.is_causal:
+        return "the model's tokens attend to the tokens after them"
     return ""
 
 

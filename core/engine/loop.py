@@ -153,7 +153,7 @@ class Loop:
                 vocab_size=plan.model.vocab_size,
                 prompt_logprobs_cost=plan.model.prompt_logprobs_cost,
                 policy=options.scheduling_policy,
-                chunked_prefill=options.enable_chunked_prefill,
+                chunked_prefill=options.enable_chunked_prefill and not plan.model.whole_prompts,
                 prefix_caching=plan.enable_prefix_caching,
                 hash_algorithm=options.prefix_caching_hash_algo,
                 max_steps_in_flight=in_flight.depth,

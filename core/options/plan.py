@@ -79,6 +79,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Whether requests may generate tokens. If not, the model has no head in memory."""
     pooling: Pooling | None = None
     """How requests for vectors are carried out; None: there can be none."""
+    whole_prompts: bool = False
+    """A prompt is computed in one step, since its tokens attend to the tokens after them."""
     why_no_prefix_caching: str = ""
     """Why a token's key may depend on more than the tokens before it, so that blocks cannot be shared; else empty."""
 

@@ -231,7 +231,7 @@ def _max_model_len(options: Options, model: ModelDescription) -> tuple[int, str]
 def _max_num_batched_tokens(options: Options, model: ModelDescription, max_model_len: int) -> tuple[int, str]:
     """The token budget of a step, and the reason. Without chunked prefill it must hold the longest prompt."""
     asked, seqs = options.max_num_batched_tokens, options.max_num_seqs
-    whole = not options.enable_chunked_prefill
+    whole = model.whole_prompts or not options.enable_chunked_prefill
     if asked is None:
         default, reason = _default(model, DEFAULT_MAX_NUM_BATCHED_TOKENS, LARGE_GPU_MAX_NUM_BATCHED_TOKENS)
         tokens = max(default, seqs or 0, max_model_len if whole else 0)
@@ -244,10 +244,12 @@ def _max_num_batched_tokens(options: Options, model: ModelDescription, max_model
             f"token of every step; raise the one to {seqs} or lower the other to {asked}"
         )
     if whole and asked < max_model_len:
+        why, or_else = "with enable_chunked_prefill off", "raise the one, lower the other, or leave chunked prefill on"
+        if model.whole_prompts:
+            why, or_else = f"as tokens of {model.name} attend to those after them", "raise the one or lower the other"
         raise OptionError(
-            f"with enable_chunked_prefill off a prompt is computed in one step, so max_num_batched_tokens={asked} "
-            f"must be at least max_model_len, {max_model_len}; raise the one, lower the other, or leave chunked "
-            "prefill on"
+            f"{why} a prompt is computed in one step, so max_num_batched_tokens={asked} must be at least "
+            f"max_model_len, {max_model_len}; {or_else}"
         )
     return asked, "asked for"
 

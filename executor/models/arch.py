@@ -369,6 +369,11 @@ class ArchSpec:
         return tuple(dict.fromkeys(mixer.rope for mixer in self.mixers if mixer.rope is not None))
 
     @property
+    def is_causal(self) -> bool:
+        """Whether no token depends on the tokens after it."""
+        return all(getattr(mixer, "causal", True) for mixer in self.mixers)
+
+    @property
     def uses_prompt_lens(self) -> bool:
         """Whether the rotation beyond the trained context depends on the prompt's length (dynamic NTK)."""
         return any(rope.kind == "dynamic" for rope in self.ropes)

@@ -253,7 +253,12 @@ class EagerAttend:
         sinks = None if declared.sinks is None else weights.read(declared.sinks, prefix)
         alibi = own_slopes(declared, weights.place, weights.device)
         self._params = AttentionParams(
-            declared.scale, declared.sliding_window, declared.soft_cap, sinks=sinks, alibi=alibi
+            declared.scale,
+            declared.sliding_window,
+            declared.soft_cap,
+            sinks=sinks,
+            alibi=alibi,
+            causal=declared.causal,
         )
         self._chunk_size, self._query_growth = declared.chunk_size, declared.query_growth
         self._reads_only = declared.reads_only
@@ -266,6 +271,7 @@ class EagerAttend:
             "paged_attention",
             **{"head_dim": head_dim, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads},
             has_alibi=alibi is not None,
+            is_causal=declared.causal,
         )
 
     def __call__(self, qkv: Tensor, step: Step, cache: LayerCache) -> Tensor:

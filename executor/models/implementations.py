@@ -45,6 +45,11 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
         try:
             spec = spec_from_config(checkpoint.config).for_context(options.max_model_len)
             tasks = tasks_of(checkpoint, options, spec.embedding_width)
+            if tasks.generates and not spec.is_causal:
+                raise ModelError(
+                    f"the tokens of {checkpoint.name} attend to the tokens after them, so that it cannot generate: use "
+                    "runner=pooling"
+                )
             if not tasks.generates:
                 spec = replace(spec, has_head=False, tied_head=False, unit_head=False, head_bias=False)
             return FoundModel(checkpoint, spec, tasks=tasks)

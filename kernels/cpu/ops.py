@@ -322,7 +322,9 @@ def _why_no_norm(
     return why_no_op(device, dtype)
 
 
-def _why_no_paged_attention(**facts: Any) -> str:
+def _why_no_paged_attention(is_causal: bool = True, **facts: Any) -> str:
+    if not is_causal:
+        return "the CPU kernels' attention is causal."
     return why_no_op(**facts) or why_no_attention(**facts)
 
 

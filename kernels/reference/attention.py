@@ -1,4 +1,4 @@
-"""Causal attention over a paged key/value cache, in torch.
+"""Attention over a paged key/value cache, in torch: causal, or to all tokens of a sequence.
 
 Sequences that compute one token are batched by similar length. The others run one by one in tiles of queries, which
 bounds the size of a mask. Blocks are gathered as rows of the cache viewed as [num_blocks * num_kv_heads,
@@ -56,7 +56,7 @@ class PagedBatch:
 class AttentionParams:
     scale: float
     sliding_window: int | None = None
-    """A token attends to itself and the sliding_window - 1 tokens before it."""
+    """A token attends to itself and the sliding_window - 1 tokens before it and, if not causal, after it."""
     soft_cap: float | None = None
     """Scores become soft_cap * tanh(score / soft_cap)."""
     batch_invariant: bool = False
@@ -65,6 +65,8 @@ class AttentionParams:
     """[num_heads] float32: attention sinks, the score of an extra token whose value is 0."""
     alibi: Tensor | None = None
     """[num_heads] float32: ALiBi slopes (Press et al. 2022): a score loses slope * distance of key and query."""
+    causal: bool = True
+    """False: a token attends to the tokens after it too, as far as they are in the cache after this step."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ def paged_attention(
     params: AttentionParams,
     scales: CacheScales | None = None,
 ) -> Tensor:
-    """Each token attends to its sequence's cached keys up to its own position, which are already written.
+    """Each token attends to its sequence's cached keys up to its own position or, if not causal, to all of them. The
+    step's own are already written.
 
     query [num_tokens, num_heads, head_dim]; caches [num_blocks, num_kv_heads, block_size, head_dim], in query's dtype
     or, with `scales`, in int8, float8_e4m3fn or float8_e5m2. Query head h reads key/value head
@@ -280,7 +283,7 @@ def _attend_prompt(
     is_plain = params.soft_cap is None and sinks is None and alibi is None
     if prompt.start == 0 and params.sliding_window is None and is_plain:
         keys, values = keys.expand(-1, q.shape[1], -1, -1), values.expand(-1, q.shape[1], -1, -1)
-        into.copy_(F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=params.scale))
+        into.copy_(F.scaled_dot_product_attention(q, keys, values, is_causal=params.causal, scale=params.scale))
         return
     for tile in range(0, prompt.num_tokens, QUERY_TILE_TOKENS):
         tile_end = min(tile + QUERY_TILE_TOKENS, prompt.num_tokens)
@@ -288,12 +291,13 @@ def _attend_prompt(
         if params.sliding_window is not None:
             low = max(low, prompt.start + tile - params.sliding_window + 1)
         at = torch.arange(prompt.start + tile, prompt.start + tile_end, device=query.device)[:, None]
-        positions = torch.arange(low, prompt.start + tile_end, device=query.device)
-        visible = positions <= at
+        high = prompt.start + tile_end if params.causal else end
+        positions = torch.arange(low, high, device=query.device)
+        visible = positions <= at if params.causal else torch.ones_like(positions - at, dtype=torch.bool)
         if params.sliding_window is not None:
-            visible &= positions > at - params.sliding_window
-        columns = slice(low - prompt.first_position, prompt.start + tile_end - prompt.first_position)
-        bias = None if alibi is None else alibi * (positions - at)
+            visible &= (positions - at).abs() < params.sliding_window
+        columns = slice(low - prompt.first_position, high - prompt.first_position)
+        bias = None if alibi is None else -alibi * (positions - at).abs()
         tiles = q[:, :, tile:tile_end], keys[:, :, columns], values[:, :, columns]
         attended = _attend(*tiles, visible, params, sinks, bias)
         into[:, :, tile:tile_end] = attended

@@ -80,10 +80,16 @@ def _why_no_heads(head_dim: int | None = None, **facts: Any) -> str:
 
 
 def _why_no_attention(
-    num_heads: int | None = None, num_kv_heads: int | None = None, has_alibi: bool = False, **facts: Any
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    has_alibi: bool = False,
+    is_causal: bool = True,
+    **facts: Any,
 ) -> str:
     if has_alibi:
         return "Triton attention has no ALiBi."
+    if not is_causal:
+        return "Triton attention is causal."
     if not num_heads or not num_kv_heads or num_heads > MOST_GROUP * num_kv_heads:
         return (
             f"Triton attention packs up to {MOST_GROUP} query heads of each key/value head, "

@@ -50,9 +50,9 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, params: Attention
         scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
     at = torch.arange(len(key) - len(query), len(key))[:, None]
     columns = torch.arange(len(key))
-    hidden = columns > at
+    hidden = (columns > at) & params.causal
     if params.sliding_window is not None:
-        hidden |= columns <= at - params.sliding_window
+        hidden |= (columns - at).abs() >= params.sliding_window
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), value)
 
 
@@ -74,6 +74,25 @@ def test_paged_attention_equals_dense_attention(
         span = slice(batch.query_starts[i], batch.query_starts[i + 1])
         expected = plain_attention(query[span], key, value, params)
         assert (out[span].double() - expected).abs().max() < BOUND[dtype] * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, 19, 300])
+def test_attention_to_later_tokens_too(soft_cap: float | None, window: int | None) -> None:
+    torch.manual_seed(0)
+    lengths = [(1, 1), (5, 5), (600, 600), (16, 16), (17, 17), (17, 300)]
+    batch, keys, values, dense = make_batch(lengths, 16, 2, 20, torch.float32)
+    query = torch.randn(sum(new for new, _ in lengths), 6, 20)
+    params = AttentionParams(20**-0.5, window, soft_cap, causal=False)
+    out = paged_attention(query, keys, values, batch, params)
+    for i, (key, value) in enumerate(dense):
+        span = slice(batch.query_starts[i], batch.query_starts[i + 1])
+        expected = plain_attention(query[span], key, value, params)
+        assert (out[span].double() - expected).abs().max() < BOUND[torch.float32] * max(
+            1.0, float(expected.abs().max())
+        )
+    for version in ops()["paged_attention"].versions:
+        assert "causal" in version.why_not(head_dim=24, num_heads=6, num_kv_heads=2, is_causal=False)
 
 
 @pytest.mark.parametrize("dtype", list(BOUND), ids=str)

@@ -238,7 +238,7 @@ LLAMA = {
             "attn_logit_softcapping is 50.0; sliding_window is 128",
         ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 16}}, "rope_scaling.beta_fast is 16"),
-        ({"is_causal": False}, "is_causal is False where True is computed"),
+        ({"causal": False}, "causal is False where True is computed"),
         ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}, "rope_theta is 500000.0, and 10000.0"),
         (
             {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},

@@ -389,6 +389,25 @@ def test_other_decoders(name: str, tmp_path: Path) -> None:
         assert_close(vectors(llm, prompts), expected(folder, prompts))
 
 
+@pytest.mark.parametrize("name", ["qwen3", "llama_biases"])
+def test_a_model_whose_tokens_attend_to_those_after_them(name: str, tmp_path: Path) -> None:
+    """As gte-Qwen2's do: `is_causal` is false in the config."""
+    folder = tiny_models.save(name, tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | {"is_causal": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    prompts = [[token % 100 for token in prompt] for prompt in prompts_of()[:6]]
+    options = ENGINE | {"max_model_len": 300, "skip_tokenizer_init": True, "runner": "pooling"}
+    with LLM(str(folder), in_process=True, **options) as llm:
+        found = vectors(llm, prompts)
+        assert torch.equal(found[:3], torch.cat([vectors(llm, [prompt]) for prompt in prompts[:3]]))
+        assert not llm.engine.enable_prefix_caching
+    assert_close(found, expected(folder, prompts))  # transformers reads the same key
+    with pytest.raises(ModelError, match="runner=pooling"):
+        LLM(str(folder), in_process=True, **(options | {"runner": "generate"}))
+    with pytest.raises(OptionError, match="attend to those after them"):
+        LLM(str(folder), in_process=True, max_num_batched_tokens=64, **options)
+
+
 def test_a_row_whose_states_are_not_finite_fails_alone(plain: Path, tmp_path: Path) -> None:
     folder = tiny_models.save("qwen3", tmp_path, **QWEN3)
     weights = load_file(folder / "model.safetensors")

@@ -177,6 +177,8 @@ class Attend(Declared):
     """Tokens per chunk if a token attends only within its chunk (`executor.models.chunks`); None: no chunks."""
     query_growth: tuple[int, float] | None = None
     """positions_per_step and share of `executor.models.chunks.query_growth`; None: queries are not scaled."""
+    causal: bool = True
+    """False: a token attends to the tokens after it too. The whole prompt must be in one step."""
     reads_only: bool = False
     """Whether the layer has queries only and attends to keys and values that another layer writes."""
 

@@ -46,6 +46,8 @@ class Attention(Mixer):
     """Largest magnitude of queries, keys and values, to which they are clipped after their projection and norm."""
     alibi: tuple[float, ...] = ()
     """ALiBi slope of each head, by which a score falls per token of distance; empty: no ALiBi."""
+    causal: bool = True
+    """False: a token attends to the tokens after it too."""
 
     @property
     def cache(self) -> TokenCache:
@@ -74,6 +76,7 @@ class Attention(Mixer):
             soft_cap=self.soft_cap,
             sinks=Vector(names.sinks, Axis(self.num_heads, groups=self.num_kv_heads)) if self.sinks else None,
             alibi=self.alibi,
+            causal=self.causal,
             query_norm=head_norms.get("query_norm"),
             key_norm=head_norms.get("key_norm"),
         )
@@ -140,6 +143,8 @@ class Attention(Mixer):
             return "the program norms queries and keys by RMS norms with weights alone."
         if self.clip_qkv is not None:
             return "the program clips no queries, keys and values."
+        if not self.causal:
+            return "the program's attention is causal."
         if self.qk_norm == "whole" and tp_size > 1:
             return "the program norms the queries of all heads as one row, and ranks have a part of it each."
         return ""

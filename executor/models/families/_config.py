@@ -472,6 +472,7 @@ def llama_like(
         "num_kv_heads": integer(config, "num_key_value_heads", integer(config, "num_attention_heads")),
         "head_dim": head_dim,
         "scale": head_dim**-0.5,
+        "causal": flag(config, "is_causal", True),
     }
     mixers = {each: Attention(**(heads | each._asdict() | dict(attention or {}))) for each in dict.fromkeys(positions)}
     fields: dict[str, Any] = {
