@@ -382,7 +382,7 @@ class Pooling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     kinds: tuple[str, ...]
     """The kinds of `Pool` that it computes."""
     tokens: str
-    """Of which of a prompt's tokens a vector is made: last."""
+    """Of which of a prompt's tokens a vector is made, under vLLM's names of pooling types: LAST, CLS, MEAN."""
     width: int
     """Number of values in a whole vector."""
     dimensions: tuple[int, ...] | None = None
@@ -392,6 +392,8 @@ class Pooling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """To how many it is cut if a request does not say; None: it is not."""
     activate: bool = True
     """Whether the kind's activation is applied if a request does not say."""
+    reads_all: bool = False
+    """It needs the states of all tokens, so that none may come from the prefix cache."""
     lower_case: bool = False
     """Whether texts are put in lower case before they are tokenised."""
 

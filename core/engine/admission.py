@@ -190,6 +190,8 @@ class Admission:
         if isinstance(task, Generate):
             task = Generate(sampling=self._fitted(task.sampling, num_prompt_tokens))
             seed = self._next_seed() if task.sampling.seed is None else task.sampling.seed
+        elif self._pooling is not None and self._pooling.reads_all:
+            task = msgspec.structs.replace(task, skip_reading_prefix_cache=True)
         request = Request(
             client=client,
             slot=message.slot,

@@ -111,8 +111,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         dict[str, Any],
         Option(
             MODEL,
-            "How hidden states are pooled, under vLLM's keys: pooling_type (LAST), use_activation (whether vectors are "
-            "scaled to length 1), dimensions (to how many values they are cut)",
+            "How hidden states are pooled, under vLLM's keys: pooling_type (LAST, CLS, MEAN), use_activation (whether "
+            "vectors are scaled to length 1), dimensions (to how many values they are cut)",
         ),
     ] = {}
     max_model_len: Annotated[

@@ -285,12 +285,15 @@ def op_by_op(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankCoord
 
 
 def as_program(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankCoordinates) -> CpuDecoder:
+    pooling = plan.model.pooling
     limits = StepLimits(
         plan.max_num_batched_tokens,
         plan.max_num_seqs,
         plan.max_model_len,
-        plan.max_logits - plan.max_num_seqs,
-        pools=plan.model.pooling is not None,
+        plan.max_num_batched_tokens
+        if pooling is not None and pooling.reads_all
+        else plan.max_logits - plan.max_num_seqs,
+        pools=pooling is not None,
     )
     blocks = Blocks(plan.weight_bits, plan.options.quantization_group_size) if plan.weight_bits else None
     kind = CpuDecoder if place.world_size == 1 else CpuDecoderPart

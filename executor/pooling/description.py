@@ -53,18 +53,26 @@ def tasks_of(checkpoint: Checkpoint, options: Options, width: int) -> Tasks:
         )
     return Tasks(
         generates=not pools,
-        pooling=_pooling(checkpoint, config, folder, width),
+        pooling=_pooling(checkpoint, config, folder, width, pools=pools),
         max_tokens=None if folder is None else folder.max_tokens,
     )
 
 
-def _pooling(checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceFolder | None, width: int) -> Pooling:
+def _pooling(
+    checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceFolder | None, width: int, *, pools: bool
+) -> Pooling:
+    """pools: nothing is generated beside it."""
     tokens = config.tokens or (folder.tokens if folder is not None else "LAST")
     if tokens not in TOKEN_POOLINGS:
         where = "pooler_config" if config.tokens else "the model's folder"
         raise ModelError(
             f"{where} asks for pooling type {tokens}, which is not computed here yet; known are "
             f"{', '.join(TOKEN_POOLINGS)}"
+        )
+    reads_all = TOKEN_POOLINGS[tokens].reads_all
+    if reads_all and not pools:
+        raise OptionError(
+            f"pooling type {tokens} reads all tokens of a prompt, beside which nothing is generated: add runner=pooling"
         )
     if config.task not in (None, "embed"):
         raise OptionError(f"pooler_config.task is {config.task}, which is not supported yet; embed is")
@@ -81,6 +89,7 @@ def _pooling(checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceFolde
         dimensions=dimensions,
         default_dimensions=config.dimensions,
         activate=activate,
+        reads_all=reads_all,
         lower_case=folder is not None and folder.lower_case,
     )
 

@@ -9,13 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.executor.pooling.first_token import FirstToken
 from headrace.executor.pooling.last_token import LastToken
+from headrace.executor.pooling.mean import Mean
 from headrace.executor.pooling.token_pooling import TokenPooling
 from headrace.executor.sampling.sampler import row_failure
 from headrace.ipc.messages import Pool, Pooling
 from headrace.ipc.step import NewRow, PooledRows, RowFailure, StepPlan, StepResult
 
-TOKEN_POOLINGS: dict[str, type[TokenPooling]] = {"LAST": LastToken}
+TOKEN_POOLINGS: dict[str, type[TokenPooling]] = {"LAST": LastToken, "CLS": FirstToken, "MEAN": Mean}
 """By vLLM's names of pooling types."""
 
 

@@ -389,6 +389,24 @@ def test_other_decoders(name: str, tmp_path: Path) -> None:
         assert_close(vectors(llm, prompts), expected(folder, prompts))
 
 
+@pytest.mark.parametrize("kind", ["MEAN", "CLS"])
+def test_other_kinds_of_pooling(plain: Path, kind: str) -> None:
+    prompts = prompts_of()
+    with torch.inference_mode():
+        states = [_model(plain)(torch.tensor([prompt])).last_hidden_state[0] for prompt in prompts]
+    wanted = torch.stack([each.mean(0) if kind == "MEAN" else each[0] for each in states])
+    options = ENGINE | {"runner": "pooling", "pooler_config": {"pooling_type": kind}}
+    with LLM(str(plain), in_process=True, **options) as llm:
+        found = vectors(llm, prompts)
+        assert_close(found, torch.nn.functional.normalize(wanted, dim=1))
+        (again,) = llm.embed([prompts[-1]], use_tqdm=False)
+        assert (again.num_cached_tokens, torch.tensor(again.outputs.embedding).equal(found[-1])) == (0, True)
+    with LLM(str(plain), in_process=True, **(options | {"max_num_batched_tokens": 24})) as chunked:
+        assert torch.equal(vectors(chunked, prompts), found)
+    with pytest.raises(OptionError, match="add runner=pooling"):
+        LLM(str(plain), in_process=True, **(options | {"runner": "generate", "convert": "embed"}))
+
+
 @pytest.mark.parametrize("name", ["qwen3", "llama_biases"])
 def test_a_model_whose_tokens_attend_to_those_after_them(name: str, tmp_path: Path) -> None:
     """As gte-Qwen2's do: `is_causal` is false in the config."""

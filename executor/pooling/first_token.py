@@ -1,0 +1,25 @@
+"""CLS: the hidden state of the prompt's first token."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+
+class FirstToken:
+    reads_all: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._first: dict[int, Tensor] = {}
+
+    def wanted(self, begin: int, end: int, num_tokens: int) -> slice:
+        """Its own first one in each step, though only that of the first step counts: a row's end must be seen."""
+        return slice(begin, begin + 1)
+
+    def add(self, row: int, hidden: Tensor, *, is_end: bool) -> Tensor | None:
+        self._first.setdefault(row, hidden.clone())
+        return self._first.pop(row) if is_end else None
+
+    def leave(self, row: int) -> None:
+        self._first.pop(row, None)
