@@ -166,10 +166,22 @@ def problem_of(given: Sequence[RowInput], num_positions: int, reads: Sequence[st
                 f"be in order, not empty, and not overlap"
             )
         end = each.end
-        kind = input_kinds()[each.kind]
-        most = kind.most_bytes(each.end - each.start, width)
-        if each.nbytes > most:
-            return f"{where}, {each.kind}, has {each.nbytes} bytes; for its positions at most {most} are taken"
-        if problem := kind.problem(each, width):
+        try:
+            problem = _problem_of_kind(each, input_kinds()[each.kind], width)
+        except Exception as error:  # of another package's kind: this request's alone
+            problem = f"its kind failed: {error!r:.200}"
+        if problem:
             return f"{where}, {each.kind}: {problem}"
+    return ""
+
+
+def _problem_of_kind(given: RowInput, kind: InputKind, width: int) -> str:
+    most = kind.most_bytes(given.end - given.start, width)
+    if given.nbytes > most:
+        return f"it has {given.nbytes} bytes; for its positions at most {most} are taken"
+    if problem := kind.problem(given, width):
+        return problem
+    first = kind.values(given, 0, 1)
+    if first.shape != (1, width) or first.dtype not in FLOATS:
+        return f"its kind makes {first!r} of its first position, and a row of {width} floats is needed"
     return ""

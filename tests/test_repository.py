@@ -201,7 +201,7 @@ def test_pages_name_code_that_exists() -> None:
 def test_the_architecture_page_is_a_map() -> None:
     lines = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").splitlines()
     path = lines[lines.index("## The path of a request") :]
-    hops = [line for line in path[: path.index("## The five seams")] if line.startswith("|") and HOP.search(line)]
+    hops = [line for line in path[: path.index("## The six seams")] if line.startswith("|") and HOP.search(line)]
     assert hops
 
 

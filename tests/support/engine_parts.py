@@ -13,7 +13,7 @@ from headrace.core.options.cache_groups import CacheGroup, group_layers, request
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, MemoryReading, ModelDescription, Plan
 from headrace.core.options.speculation import speculation_of
-from headrace.executor.testing.null import NullExecutor, NullModel
+from headrace.executor.testing.null import INPUT_WIDTH, NullExecutor, NullModel
 from headrace.ipc.codec import Tensor
 from headrace.ipc.messages import (
     SCHEMA_HASH,
@@ -29,6 +29,7 @@ from headrace.ipc.messages import (
     StepOutputs,
     Welcome,
 )
+from headrace.ipc.row_inputs import RowInput, input_kinds
 
 VOCAB_SIZE = 100
 WINDOWS = ((None,), (None, 6), (5,), (None, 9, 9, 9), (3, 8), (1,), (None, None, None, 13, 4))
@@ -71,6 +72,8 @@ def make_plan(**changes: Any) -> tuple[Plan, Facts]:
         eos_token_ids=(EOS,),
         generation_defaults={},
         prompt_logprobs_cost=prompt_logprobs_cost,
+        row_inputs=tuple(input_kinds()),
+        input_width=INPUT_WIDTH,
     )
     plan = Plan(
         options=options,
@@ -139,6 +142,7 @@ class SteppedClient:
         cache_salt: str = "",
         output_interval: int = 1,
         num_resumed_tokens: int = 0,
+        inputs: tuple[RowInput, ...] = (),
         **sampling: Any,
     ) -> None:
         message: ClientMessage = AddRequest(
@@ -150,6 +154,7 @@ class SteppedClient:
             cache_salt=cache_salt,
             output_interval=output_interval,
             num_resumed_tokens=num_resumed_tokens,
+            inputs=inputs,
         )
         self.send(message)
 

@@ -41,12 +41,18 @@ class ServerHere(NamedTuple):
 
 @contextmanager
 def serving_here(
-    options: ServeOptions | None = None, null_model: dict[str, Any] | None = None, *, logs_stats: bool = False
+    options: ServeOptions | None = None,
+    null_model: dict[str, Any] | None = None,
+    *,
+    logs_stats: bool = False,
+    **engine_options: Any,
 ) -> Iterator[ServerHere]:
     """Runs a server with a null engine. null_model: fields of NullModel; logs_stats: whether it logs the engine's load,
     as one of several processes does."""
     overrides = {"vocab_size": VOCAB_SIZE, **(null_model or {})}
-    engine = EngineThread(parse_options(model=MODEL, distributed_executor_backend=BACKEND, hf_overrides=overrides))
+    engine = EngineThread(
+        parse_options(model=MODEL, distributed_executor_backend=BACKEND, hf_overrides=overrides, **engine_options)
+    )
     options = options or ServeOptions(port=0)
     session, ready = _Watched(engine), threading.Event()
     sock = listen(options)

@@ -59,12 +59,15 @@ from headrace.frontend.http.openai.requests import ChatCompletionRequest, affini
 from headrace.frontend.http.openai.tool_choice import NO_STRICT_CALLS, check_arguments, tool_choice_of
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.text.chat_template import RenderedChat, text_parts
+from headrace.frontend.text.embedded_parts import check_text, has_parts, splice, take_parts
 from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.formats.message import call_id, message_of, num_reasoning_tokens
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import Welcome
 
 _SPELLINGS: Mapping[str, str] = types.MappingProxyType({"logprobs": "top_logprobs"})
 _WHOLE, _CHUNK = "chat.completion", "chat.completion.chunk"
@@ -101,22 +104,45 @@ class ChatParts(NamedTuple):
 MakeAnswer = Callable[[ChatCompletionRequest, Answer, str, Callable[[], OutputParser] | None], ResponseText]
 
 
-def render(
-    request: ChatCompletionRequest, engine: Engine, parts: ChatParts
-) -> tuple[RenderedChat, Sequence[int], ToolChoice]:
-    """Returns the prompt, its token ids, and the request's tools. Raises ApiError and InvalidRequestError."""
+def render(request: ChatCompletionRequest, engine: Engine, parts: ChatParts) -> tuple[RenderedChat, Prompt, ToolChoice]:
+    """Returns the rendered conversation, its tokens, and the request's tools. Raises ApiError and
+    InvalidRequestError."""
     assert engine.client is not None
     client = engine.client
+    embeds = _embedded(request, client.welcome)
     prompt, choice = _rendered(request, client.tokenizer, parts)
-    # The template writes the special tokens itself.
-    (token_ids,) = tokenize_texts(
-        [prompt.text],
-        client.tokenizer,
-        special=bool(request.add_special_tokens),
-        max_tokens=most_prompt_tokens(request, client.welcome),
-        param="messages",
-    )
-    return prompt, token_ids, choice
+
+    def encode(text: str) -> Sequence[int]:
+        # The template writes the special tokens itself.
+        (token_ids,) = tokenize_texts(
+            [text],
+            client.tokenizer,
+            special=bool(request.add_special_tokens),
+            max_tokens=most_prompt_tokens(request, client.welcome),
+            param="messages",
+        )
+        return token_ids
+
+    if not embeds:
+        return prompt, Prompt(text=prompt.text, token_ids=encode(prompt.text)), choice
+    assert client.tokenizer is not None, "a conversation is rendered only with one"
+    token_ids, inputs = splice(prompt.text, embeds, client.tokenizer, encode)
+    return prompt, Prompt(text=prompt.text, token_ids=token_ids, inputs=inputs), choice
+
+
+def _embedded(request: ChatCompletionRequest, welcome: Welcome) -> list[Tensor]:
+    """Takes the parts that are embeddings out of the messages. Raises ApiError."""
+    found: list[Tensor] = []
+    if not any(has_parts(message.content) for message in request.messages):
+        return found
+    for index, message in enumerate(request.messages):
+        try:
+            check_text(message.content)
+            if has_parts(message.content):
+                message.content = take_parts(message.content or (), welcome, found)
+        except InvalidRequestError as error:
+            raise bad_field(f"messages[{index}].content", str(error)) from None
+    return found
 
 
 def count_prompt(request: ChatCompletionRequest, engine: Engine, parts: ChatParts) -> int:
@@ -220,7 +246,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
     except InvalidRequestError as error:
         raise respelt(error, _SPELLINGS) from error
     check_outputs(1, params)
-    prompt, token_ids, choice = render(request, engine, parts)
+    prompt, tokens, choice = render(request, engine, parts)
     reader = reasoning = grammar = None
     if client.tokenizer is not None:
         several = request.parallel_tool_calls is not False
@@ -246,13 +272,8 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
         if reader is not None:
             # Markers may be special tokens; the parser drops all other special tokens.
             params.skip_special_tokens = False
-    tokens = Prompt(
-        text=prompt.text,
-        token_ids=token_ids,
-        cache_salt=cache_salt(request, tenant),
-        reasoning=reasoning,
-        reasoning_has_form=grammar is not None and bool(choice.forced),
-    )
+    tokens.cache_salt, tokens.reasoning = cache_salt(request, tenant), reasoning
+    tokens.reasoning_has_form = grammar is not None and bool(choice.forced)
     limit_reasoning(request.thinking_budget, tokens, params, client.welcome)
     truncate(tokens, params, client.welcome)
     if not tokens.token_ids:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import UNSET
 
+from headrace.frontend.api.inputs.embeds import decoded, placed
 from headrace.frontend.api.inputs.prompts import Prompt, packed, truncate
 from headrace.frontend.api.outputs import CompletionOutput, LogprobsOfPosition
 from headrace.frontend.api.parameters.structured_outputs import field_of_body
@@ -50,6 +51,8 @@ from headrace.frontend.http.openai.prompts import (
 from headrace.frontend.http.openai.requests import NO_PROMPT, CompletionRequest, affinity_of
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import Welcome
 
 DEFAULT_MAX_TOKENS = 16
 _OBJECT = "text_completion"
@@ -78,7 +81,11 @@ def prepare_completion(
         n=1 if request.use_beam_search else width_of(request),
         prompt_logprobs=echoed if request.prompt_logprobs is None else request.prompt_logprobs,
     )
-    prompts = _prompts(request, client.tokenizer, options, most_prompt_tokens(request, welcome))
+    prompts = _embedded(request, welcome)
+    if not prompts or request.prompt:  # clients that must give a prompt give an empty one
+        prompts += _prompts(request, client.tokenizer, options, most_prompt_tokens(request, welcome))
+    if len(prompts) > options.max_prompts:
+        raise bad_field("prompt", f"{len(prompts)} prompts; this server takes at most {options.max_prompts} at once")
     form_field = field_of_body(request)
     selection = selection_of(request, params, welcome, form_field)
     check_outputs(len(prompts), params)
@@ -111,10 +118,31 @@ def prepare_completion(
     )
 
 
+def _embedded(request: CompletionRequest, welcome: Welcome) -> list[Prompt]:
+    """The prompts of prompt_embeds, which come before those of `prompt`. Raises ApiError and InvalidRequestError."""
+    given, request.prompt_embeds = request.prompt_embeds, None  # frees it
+    if not given:
+        return []
+    if request.echo:
+        raise bad_field("echo", "Echo is unsupported with prompt embeds.")
+    if request.prompt_logprobs is not None:
+        raise bad_field("prompt_logprobs", "prompt_logprobs is not compatible with prompt embeds.")
+    files = [given] if isinstance(given, str) else given
+    prompts = []
+    for index, file in enumerate(files):
+        try:
+            token_ids, inputs = placed(decoded(file, welcome), None, None)
+        except InvalidRequestError as error:
+            raise bad_field("prompt_embeds" if len(files) == 1 else f"prompt_embeds[{index}]", str(error)) from None
+        prompts.append(Prompt(token_ids=token_ids, inputs=inputs))
+    return prompts
+
+
 def _prompts(
     request: CompletionRequest, tokenizer: Tokenizer | None, options: ServeOptions, max_model_len: int
 ) -> list[Prompt]:
-    given, request.prompt = request.prompt, ""  # frees it: it may be large, and is not read again
+    given = "" if request.prompt is None else request.prompt
+    request.prompt = ""  # frees it: it may be large, and is not read again
     if isinstance(given, str):
         items: list[str | list[int]] = [given]
     elif not given:

@@ -139,7 +139,7 @@ else:
     """GenerationFields, and the fields of SamplingParams (`Field.in_body`)."""
 
 
-NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty. (Embeddings are not supported yet.)"
+NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty."
 """vLLM's words, which clients written for it look for."""
 
 
@@ -147,9 +147,13 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
     prompt: Annotated[
-        str | list[str | int | list[int]],
+        str | list[str | int | list[int]] | None,
         Meta(description="A text, a list of token ids, or a list of either"),
-    ]
+    ] = None
+    prompt_embeds: Annotated[
+        str | list[str] | None,
+        Meta(description="One or several prompts as embeddings: files of torch.save or safetensors in base64"),
+    ] = None
     echo: Annotated[bool | None, Meta(description="Begin the output with the prompt")] = None
     best_of: Annotated[
         int | None, Meta(description="Compute so many outputs, or beams, and give the n best of them")
@@ -366,7 +370,7 @@ NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
         "access_programs": Neutral("there are none", ({}, []), is_harmless=True),
         "early_stopping": Neutral("as in vLLM, a search goes on until max_tokens or the last beam's end", (False,)),
         "logits_processors": Neutral("code in requests is not supported", ([],)),
-        "prompt_embeds": Neutral("not supported yet; give text or token ids", ([],)),
+        "prompt_embeds": Neutral("of completions; a message has parts of type prompt_embeds", ([],)),
         "mm_processor_kwargs": Neutral(_TEXT_ONLY),
         "media_io_kwargs": Neutral(_TEXT_ONLY, ({},)),
         "mm_payload": Neutral(_TEXT_ONLY, ("none",)),
