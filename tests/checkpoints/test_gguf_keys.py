@@ -270,6 +270,19 @@ def test_defaults_of_sampling_that_nothing_reads_are_named(tmp_path: Path, caplo
     assert "not used: mirostat" in caplog.text
 
 
+@pytest.mark.parametrize("value", ["0.5", True, np.array([0.5, 0.6])], ids=["text", "flag", "array"])
+def test_a_default_of_sampling_that_is_no_number_is_refused_or_named(
+    value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = GGUFFile(altered(tmp_path / "model.gguf", {}))
+    file.header.metadata["general.sampling.mirostat_tau"] = value
+    assert file.generation_config == {}
+    assert "not used: mirostat_tau" in caplog.text
+    file.header.metadata["general.sampling.temp"] = value
+    with pytest.raises(ModelError, match=r"general\.sampling\.temp is .*; a number is expected"):
+        assert file.generation_config
+
+
 def test_a_period_of_sliding_layers_is_read_as_a_list_of_them_is(tmp_path: Path) -> None:
     header = GGUFHeader(save_gguf(tiny_models.build("gemma3"), tmp_path / "model.gguf"))
     header.metadata["gemma3.attention.sliding_window_pattern"] = 2

@@ -276,7 +276,11 @@ def sampling_from_gguf(header: GGUFHeader) -> dict[str, Any]:
     """The content of the equivalent generation_config.json: sampling defaults in the metadata."""
     start = "general.sampling."
     given = {key.removeprefix(start): value for key, value in header.metadata.items() if key.startswith(start)}
-    if others := [key for key, value in given.items() if key not in SAMPLING_KEYS and value not in (0, -1, "")]:
+    of_effect = {key for key, value in given.items() if isinstance(value, np.ndarray) or value not in (0, -1, "")}
+    if others := sorted(of_effect - SAMPLING_KEYS.keys()):
         logger.warning("%s: defaults of sampling that are not used: %s", header.path, printable(", ".join(others)))
-    values = {name: given.get(key) for key, name in SAMPLING_KEYS.items()}
-    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+    for key in given.keys() & SAMPLING_KEYS.keys():
+        if isinstance(given[key], bool) or not isinstance(given[key], int | float):
+            said = f"the metadata key {start}{key} is {given[key]!r:.80}; a number is expected"
+            raise ModelError(f"{header.path}: {said}")
+    return {name: given[key] for key, name in SAMPLING_KEYS.items() if key in given}
