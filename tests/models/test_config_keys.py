@@ -69,7 +69,8 @@ DEEPSEEK = {
     "topk_method": "noaux_tc", "pretraining_tp": 1,
 }  # fmt: skip
 GPT2 = {
-    "n_ctx": 128, "gradient_checkpointing": False, "summary_type": "cls_index", "scale_attn_weights": True,
+    "n_ctx": 128, "n_special": 0, "predict_special_tokens": True,
+    "gradient_checkpointing": False, "summary_type": "cls_index", "scale_attn_weights": True,
     "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "tokenizer_class": "G",
 }  # fmt: skip
 LFM2 = {
@@ -93,7 +94,7 @@ PUBLISHED_KEYS: Mapping[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "gpt_bigcode": GPT2 | {
         "inference_runner": 0, "max_batch_size": None, "max_sequence_length": None, "pad_key_length": True,
-        "pre_allocate_kv_cache": False, "validate_runner_input": True,
+        "pre_allocate_kv_cache": False, "runner_max_sequence_length": 128, "validate_runner_input": True,
     },
     "gpt_oss": {"experts_per_token": 3, "initial_context_length": 4096},
     "gptj": GPT2 | {"rotary": True},

@@ -41,8 +41,8 @@ _REASONS: Mapping[str, str] = {
         unsloth_fixed unsloth_version""",
     "tokens: read with the tokenizer and where generation ends": """
         begin_suppress_tokens bos_token_id bos_token decoder_start_token_id eos_token eos_token_id end_token_id
-        _pad_token_id forced_bos_token_id forced_eos_token_id mask_token_id pad_token pad_token_id prefix
-        sep_token_id suppress_tokens unk_token_id bad_words_ids""",
+        n_special _pad_token_id forced_bos_token_id forced_eos_token_id mask_token_id pad_token pad_token_id
+        predict_special_tokens prefix sep_token_id suppress_tokens unk_token_id bad_words_ids""",
     "defaults of generation, which generation_config.json gives": """
         diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
         length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups num_beams
@@ -52,9 +52,9 @@ _REASONS: Mapping[str, str] = {
         _attn_implementation _attn_implementation_autoset _experts_implementation _flash_attn_2_enabled
         _from_model_config attn_implementation cache_implementation chunk_size_feed_forward
         cross_attention_hidden_size for_llm_compressor inference_runner is_decoder max_batch_size onnx_safe
-        output_attentions output_hidden_states pad_key_length pre_allocate_kv_cache return_dict tf_legacy_loss
-        tie_encoder_decoder torchscript use_bfloat16 use_cache_kernel use_cache_quantization use_flash_attn
-        use_return_dict validate_runner_input verbose""",
+        output_attentions output_hidden_states pad_key_length pre_allocate_kv_cache return_dict
+        runner_max_sequence_length tf_legacy_loss tie_encoder_decoder torchscript use_bfloat16 use_cache_kernel
+        use_cache_quantization use_flash_attn use_return_dict validate_runner_input verbose""",
     "precision and kernels of the original code": """
         attention_softmax_in_fp32 attn_impl bf16 bias_dropout_fusion fp16 fp32 masked_softmax_fusion
         reorder_and_upcast_attn scale_attention_softmax_in_fp32 slow_but_exact softmax_in_fp32""",
