@@ -156,16 +156,24 @@ class ProgramOps:
         return out
 
     def norm(self, norm: CpuNorm, x: Buffer, first: int = 0, last: int | None = None) -> Buffer:
-        last = x.columns if last is None else last
+        x, last = self.shared(x), x.columns if last is None else last
         part = x.part(first, last - first)
         self.builder.norm(part, part, norm.constants)
         return x
 
     def compute(self, op: Any, *values: Buffer) -> Buffer:
-        written: Buffer = op.write(self, *values)
+        written: Buffer = op.write(self, *map(self.shared, values))
         return written
 
     mix = compute
+
+    def shared(self, x: Buffer) -> Buffer:
+        """x in memory that all threads share: the input of a block, for one, is not."""
+        if x.copies is None:
+            return x
+        out = self.room(x.columns, x.tensor.dtype)
+        self.builder.copy(x, out)
+        return out
 
     def repeats_from_here(self) -> bool:
         """Called by an op that may be computed again, from inputs that later ops leave as they are, before it computes.
@@ -423,6 +431,9 @@ class RankBuffers:
 
 
 def inner_dtype(model: CpuModel) -> torch.dtype:
-    """The dtype of linear layers' inputs: bfloat16 if the last linear of the first mixer has it, else float32."""
-    output = [held for held in model.layers[0].mixer.values() if isinstance(held, CpuLinear)][-1]
-    return torch.bfloat16 if output.weights[0].dtype == torch.bfloat16 else torch.float32
+    """The dtype of linear layers' inputs: bfloat16 if the last linear of the first mixer that has any has it, else
+    float32."""
+    for layer in model.layers:
+        if linears := [held for held in layer.mixer.values() if isinstance(held, CpuLinear)]:
+            return torch.bfloat16 if linears[-1].weights[0].dtype == torch.bfloat16 else torch.float32
+    return torch.float32

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from headrace.core.options.plan import Plan
 from headrace.executor.models.arch import ArchSpec, LayerSpec
-from headrace.executor.models.blocks import AttendLatent, LayerDeclaration, Linear, Norm, Weight
+from headrace.executor.models.blocks import LayerDeclaration, Linear, Norm, Weight
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates, World, collectives_bytes
 from headrace.kernels.reference.attention import MAX_GATHER_ROWS
@@ -81,11 +81,11 @@ def layer_elements(spec: ArchSpec, layer: LayerSpec) -> int:
 
 
 def repeated_elements(spec: ArchSpec) -> int:
-    """Number of parameters that a CPU holds in two layouts: latent attention's up-projection, by heads and whole."""
+    """Number of parameters that a CPU holds in two layouts."""
     found = 0
     for layer in () if spec.foreign else spec.layers:
         for declared in LayerDeclaration.of(spec, layer).mixer.values():
-            if isinstance(declared, AttendLatent):
+            if declared.held_twice:
                 found += sum(math.prod(weight.shape) for weight in declared.weights())
     return found
 

@@ -6,16 +6,26 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
+from model_driver import DictSource, Driver
 from test_models import reference_logits
 
+from headrace.executor.cpu.decoder import CpuDecoder
+from headrace.executor.cpu.program import StepLimits
 from headrace.executor.models import blocks
+from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, RopeSpec, WeightNames
+from headrace.executor.models.blocks.attention import Attention
+from headrace.executor.models.blocks.dense import Dense
+from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.reading import _reader
+from headrace.executor.models.sizes import weight_shapes
 
 PROJECT = """
 [build-system]
@@ -210,6 +220,72 @@ def test_a_block_with_an_op_of_its_own_is_computed(architecture: str, model: tup
     else:
         assert "written tokens" not in lines
         assert "the program has no op for EagerScaledSquare." in done.stderr
+
+
+@dataclass(frozen=True)
+class Tripled(blocks.Declared):
+    """3 * x"""
+
+    eager_reader = program_reader = "test_own_ops:Triple"
+
+    def weights(self) -> Iterator[blocks.Weight]:
+        return iter(())
+
+
+class Triple:
+    def __init__(self, weights: Any, declared: Tripled, prefix: str) -> None:
+        pass
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * x
+
+    def write(self, ops: Any, x: Any) -> Any:
+        out = ops.room(x.columns, x.tensor.dtype)
+        ops.builder.copy(x, out)
+        ops.builder.add(x, out, 2.0)
+        return out
+
+
+@dataclass(frozen=True)
+class TripledAttention(Attention):
+    """Attention whose input and result are tripled."""
+
+    def declare(self, spec: ArchSpec) -> Mapping[str, blocks.Declared]:
+        return {**super().declare(spec), "triple": Tripled()}
+
+    def emit(self, ops: blocks.LayerOps, held: blocks.Held, x: Any) -> Sequence[Any]:
+        qkv = ops.linear(held["qkv"], ops.compute(held["triple"], x))
+        attended = ops.mix(held["attend"], qkv)
+        return [ops.product(held["output"], ops.compute(held["triple"], attended))]
+
+
+@dataclass(frozen=True)
+class TripledDense(Dense):
+    """An FFN whose input is tripled."""
+
+    def declare(self, spec: ArchSpec) -> Mapping[str, blocks.Declared]:
+        return {**super().declare(spec), "triple": Tripled()}
+
+    def emit(self, ops: blocks.Ops, held: blocks.Held, x: Any) -> Sequence[Any]:
+        return super().emit(ops, held, ops.compute(held["triple"], x))
+
+
+@pytest.mark.parametrize("placement", ["pre", "sandwich", "parallel", "post"])
+def test_an_op_may_read_the_input_of_a_block_and_the_result_of_attention(placement: Any) -> None:
+    """Which in steps of few tokens each thread has for itself."""
+    layer = LayerSpec(TripledAttention(4, 2, 16, 0.25, RopeSpec(10_000.0, 16)), TripledDense(96, "silu"))
+    names = replace(WeightNames(), attention_post_norm="a.post", mlp_post_norm="m.post", mlp_norm="m.pre")
+    spec = ArchSpec("Tripled", 64, 320, 512, (layer, layer), NormSpec("rms", 1e-6), placement, names=names)
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in weight_shapes(spec).items()}
+    prompts = [list(range(5, 45)), [7, 8, 9]]
+    decoders = (
+        Decoder(spec, DictSource(weights), torch.float32),
+        CpuDecoder(spec, DictSource(weights), torch.float32, StepLimits(64, 2, 128)),
+    )
+    (tokens, wanted), (ours, logits) = (Driver(each).greedy(prompts, 4, chunk=20) for each in decoders)
+    assert ours == tokens
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
 
 
 def _subclasses(of: type[blocks.Declared]) -> list[type[blocks.Declared]]:

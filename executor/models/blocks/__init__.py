@@ -78,6 +78,8 @@ class Declared:
     """weights: a `models.eager.EagerWeights`."""
     program_reader: ClassVar[str] = ""
     """weights: a `cpu.weights.CpuWeights`. "" if a CPU program cannot have the op: its model then runs op by op."""
+    held_twice: ClassVar[bool] = False
+    """Whether a CPU program holds its weights in two layouts."""
 
     def weights(self) -> Iterator[Weight]:
         """Its tensors in the checkpoint. Names are relative to the prefix of the layer, or of the model."""
@@ -224,6 +226,7 @@ class AttendLatent(Declared):
 
     eager_reader = "headrace.executor.models.eager:EagerLatent"
     program_reader = "headrace.executor.cpu.attention:CpuLatent.read"
+    held_twice = True  # by heads and whole
 
     num_heads: int
     """Heads of all ranks together."""

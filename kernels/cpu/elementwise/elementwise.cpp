@@ -175,6 +175,15 @@ void gather(const void* raw, const Step& step, int thread, int num_threads) {
                 static_cast<size_t>(args.row_bytes));
 }
 
+void copy(const void* raw, const Step& step, int thread, int num_threads) {
+  const CopyArgs& args = *static_cast<const CopyArgs*>(raw);
+  const Range rows = rows_of(args.rows, 0, step, thread, num_threads);
+  const char* input = static_cast<const char*>(args.input) + thread * args.input_thread_stride;
+  for (int64_t row = rows.begin; row < rows.end; ++row)
+    std::memcpy(static_cast<char*>(args.output) + row * args.output_stride, input + row * args.input_stride,
+                static_cast<size_t>(args.row_bytes));
+}
+
 void soft_cap(const void* raw, const Step& step, int thread, int num_threads) {
   const SoftCapArgs& args = *static_cast<const SoftCapArgs*>(raw);
   const int64_t rows = step.rows(args.rows, args.num_rows);
@@ -211,6 +220,10 @@ HR_EXPORT void hr_op_add(const void* args, const Step& step, int thread, int num
 
 HR_EXPORT void hr_op_gather(const void* args, const Step& step, int thread, int num_threads) {
   gather(args, step, thread, num_threads);
+}
+
+HR_EXPORT void hr_op_copy(const void* args, const Step& step, int thread, int num_threads) {
+  copy(args, step, thread, num_threads);
 }
 
 HR_EXPORT void hr_op_soft_cap(const void* args, const Step& step, int thread, int num_threads) {

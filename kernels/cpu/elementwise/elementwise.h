@@ -97,6 +97,17 @@ struct GatherArgs {
   int64_t row_bytes;
 };
 
+// output = input, of which each thread may have its own copy
+struct CopyArgs {
+  const void* input;  // [rows, input_stride]
+  void* output;       // [rows, output_stride]
+  int64_t input_stride;  // bytes, as are the fields below
+  int64_t output_stride;
+  int64_t input_thread_stride;  // between the threads' own copies of the input; 0: one shared input
+  int64_t row_bytes;
+  Rows rows;
+};
+
 // values = cap * tanh(values / cap), in place
 struct SoftCapArgs {
   float* values;  // [rows, stride]
@@ -112,6 +123,7 @@ void activation_multiply(const void* args, const Step& step, int thread, int num
 void embedding(const void* args, const Step& step, int thread, int num_threads);
 void add(const void* args, const Step& step, int thread, int num_threads);
 void gather(const void* args, const Step& step, int thread, int num_threads);
+void copy(const void* args, const Step& step, int thread, int num_threads);
 void soft_cap(const void* args, const Step& step, int thread, int num_threads);
 
 }  // namespace headrace

@@ -221,6 +221,20 @@ class GatherArgs(ctypes.Structure):
     )
 
 
+class CopyArgs(ctypes.Structure):
+    """Mirror of `CopyArgs` in elementwise.h: the arguments of `hr_op_copy`."""
+
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("input_stride", ctypes.c_int64),
+        ("output_stride", ctypes.c_int64),
+        ("input_thread_stride", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+        ("rows", ctypes.c_int32),
+    )
+
+
 class SoftCapArgs(ctypes.Structure):
     """Mirror of `SoftCapArgs` in elementwise.h: the arguments of `hr_op_soft_cap`."""
 

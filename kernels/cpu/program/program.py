@@ -32,6 +32,7 @@ from headrace.kernels.cpu.program.args import (
     ActivationArgs,
     AddArgs,
     AttentionArgs,
+    CopyArgs,
     EmbeddingArgs,
     GatherArgs,
     NormArgs,
@@ -171,6 +172,20 @@ class Builder:
             row_bytes=out.columns * out.tensor.itemsize,
         )
         self._add("gather", "hr_op_gather", args, (source,), (out,), few=with_own_copies(args, "output", out))
+
+    def copy(self, source: Buffer, out: Buffer) -> None:
+        """out = source, which may be a buffer of which each thread has its own copy."""
+        found, wanted = ((each.columns, each.type, each.rows) for each in (source, out))
+        require_same(found, wanted, "the columns, type and rows copied from", "its output's")
+        args = CopyArgs(
+            input=source.address,
+            output=out.address,
+            input_stride=source.row_bytes,
+            output_stride=out.row_bytes,
+            row_bytes=out.columns * out.tensor.itemsize,
+            rows=ROW_COUNTS[out.rows],
+        )
+        self._add("copy", "hr_op_copy", args, (source,), (out,), few=with_own_copies(args, "input", source))
 
     def norm(self, source: Buffer, out: Buffer, norm: Norm, *, add: bool = False) -> None:
         """out = norm(source), or (add) out += norm(source)."""
@@ -429,7 +444,11 @@ class Builder:
         keep: Iterable[object],
     ) -> None:
         """Appends an op whose arguments another module made. function: hr_op_NAME, or a function of another library
-        with the interface of `op.h`; keep: objects to keep alive."""
+        with the interface of `op.h`; keep: objects to keep alive. Raises ValueError for a buffer of which each thread
+        has its own copy: `copy` makes it shared."""
+        reads, writes = tuple(reads), tuple(writes)
+        if any(buffer.copies is not None for buffer in (*reads, *writes)):
+            raise ValueError("an op of another module takes shared buffers.")
         name = function if isinstance(function, str) else function.__name__
         self._add(name.removeprefix("hr_op_"), function, args, reads, writes, keep=keep)
 
