@@ -319,7 +319,7 @@ def test_single_tokens_are_in_the_cache_also_where_nobody_wants_their_logits(wan
     ("change", "message"),
     [
         ({"token_ids": np.array([203], np.int32)}, "token id 203 is outside the vocabulary of 203"),
-        ({"token_ids": np.array([-1], np.int32)}, "token id -1 is outside"),
+        ({"token_ids": np.array([-2], np.int32)}, "token id -2 is outside"),
         ({"positions": np.array([512], np.int32)}, "position 512 is outside the tables, which hold 512"),
         ({"positions": np.array([0], np.int64)}, "positions is int64"),
         ({"slot_mapping": np.zeros(2, np.int64)}, r"slot_mapping is int64 \[2\]"),
