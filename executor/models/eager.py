@@ -54,7 +54,7 @@ class FusableLinear(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class SharedInputs:
     """Inputs that all layers of one forward pass share."""
 
     batch: Any
@@ -126,7 +126,7 @@ class EagerWeights(CheckedWeights):
         choose: ChooseKernel = kernels.choose,
         ropes: Sequence[RopeSpec] = (),
     ) -> None:
-        """ropes: the model's rotary specs, in the order of `Step.cos_sin`."""
+        """ropes: the model's rotary specs, in the order of `SharedInputs.cos_sin`."""
         super().__init__(source, dtype, device, place)
         self._choose, self.ropes = choose, tuple(ropes)
 
@@ -274,7 +274,7 @@ class EagerAttend:
             is_causal=declared.causal,
         )
 
-    def __call__(self, qkv: Tensor, step: Step, cache: LayerCache) -> Tensor:
+    def __call__(self, qkv: Tensor, step: SharedInputs, cache: LayerCache) -> Tensor:
         """qkv [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], or [num_tokens, num_heads * head_dim] if the layer
         only reads the cache -> [num_tokens, num_heads * head_dim]"""
         num_kv_heads = 0 if self._reads_only else self.num_kv_heads
@@ -299,7 +299,7 @@ class EagerAttend:
         attended = self._attend(query, cache.keys, cache.values, batch, self._params, cache.scales)
         return attended.view(len(query), -1)
 
-    def _rotation(self, step: Step) -> Rotation:
+    def _rotation(self, step: SharedInputs) -> Rotation:
         cos, sin = (None, None) if self._rope_index is None else step.cos_sin[self._rope_index]
         if self.query_norm is None or self.key_norm is None:
             return Rotation(cos, sin)
@@ -328,7 +328,7 @@ class EagerLatent:
             rope_dim=declared.rope_dim,
         )
 
-    def __call__(self, query: Tensor, latent: Tensor, step: Step, cache: LayerCache) -> Tensor:
+    def __call__(self, query: Tensor, latent: Tensor, step: SharedInputs, cache: LayerCache) -> Tensor:
         """query [num_tokens, heads * (nope_dim + rope_dim)], latent [num_tokens, latent_dim + rope_dim] ->
         [num_tokens, heads * value_dim]"""
         declared = self._declared
@@ -382,7 +382,7 @@ class EagerExperts:
         self, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None, keys: Tensor | None = None
     ) -> Tensor:
         """x [num_tokens, hidden], logits [num_tokens, num_experts], correction [num_experts] float32 ->
-        [num_tokens, hidden]. keys: `Step.replica_keys`."""
+        [num_tokens, hidden]. keys: `SharedInputs.replica_keys`."""
         expert_ids, shares = self._route(logits, top_k=routing.num_chosen, bias=correction, **routing.options)
         if self._places is not None:
             expert_ids = self._places.own(expert_ids, keys)
@@ -399,7 +399,7 @@ class EagerOps:
     """`blocks.Ops`."""
 
     def __init__(self, place: RankCoordinates, replica_keys: Tensor | None = None) -> None:
-        """replica_keys: of `Step`."""
+        """replica_keys: of `SharedInputs`."""
         self._place, self._replica_keys = place, replica_keys
 
     def linear(self, weight: EagerLinear, x: Tensor) -> Tensor:
@@ -443,7 +443,12 @@ class EagerLayerOps(EagerOps):
     norm, whose kernel also adds."""
 
     def __init__(
-        self, place: RankCoordinates, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache | LayerState
+        self,
+        place: RankCoordinates,
+        hidden: Tensor,
+        delta: Tensor | None,
+        step: SharedInputs,
+        cache: LayerCache | LayerState,
     ) -> None:
         """hidden, delta: [num_tokens, hidden]"""
         super().__init__(place, step.replica_keys)
@@ -528,7 +533,7 @@ class Layer:
         self._most_fused_rows = self._rows_to_fuse()
 
     def __call__(
-        self, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache | LayerState
+        self, hidden: Tensor, delta: Tensor | None, step: SharedInputs, cache: LayerCache | LayerState
     ) -> tuple[Tensor, Tensor | None]:
         """hidden, delta: [num_tokens, hidden] -> the same after this layer"""
         kind = FusedOps if len(hidden) <= self._most_fused_rows else EagerLayerOps

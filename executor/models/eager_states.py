@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headrace.executor.models.blocks.recurrent import GroupNorm, Scan
 from headrace.executor.models.blocks.short_convolution import Convolve
-from headrace.executor.models.eager import EagerWeights, Step
+from headrace.executor.models.eager import EagerWeights, SharedInputs
 from headrace.executor.models.reading import CheckedWeights
 from headrace.kernels.reference.states import ConvolveParams, LayerState, ScanParams
 
@@ -54,7 +54,7 @@ class EagerConvolve:
         self._params = convolve_params(weights, declared, prefix)
         self._convolve = weights.kernel("convolve")
 
-    def __call__(self, x: Tensor, step: Step, state: LayerState) -> Tensor:
+    def __call__(self, x: Tensor, step: SharedInputs, state: LayerState) -> Tensor:
         result: Tensor = self._convolve(x, self._params, step.batch, state)
         return result
 
@@ -66,6 +66,6 @@ class EagerScan:
         self._params = scan_params(weights, declared, prefix)
         self._scan = weights.kernel("scan")
 
-    def __call__(self, mixed: Tensor, steps: Tensor, gate: Tensor, step: Step, state: LayerState) -> Tensor:
+    def __call__(self, mixed: Tensor, steps: Tensor, gate: Tensor, step: SharedInputs, state: LayerState) -> Tensor:
         result: Tensor = self._scan(mixed, steps, gate, self._params, step.batch, state)
         return result
