@@ -1,0 +1,174 @@
+"""A request's logits have the same bits however its steps are planned: in chunks of any size, with the prefix cache or
+without, preempted at any step, with right and wrong drafts, alone or in a batch, on one thread or two."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import tiny_models
+from all_at_once import generate_all_at_once
+from odd_scheduling import KnowingDrafter, PreemptingScheduler
+from tiny_mixtures import FAMILIES as MIXTURES
+from tiny_models import TINY_MODELS
+from tiny_recurrent import FAMILIES as RECURRENT
+
+from headrace import LLM, SamplingParams
+from headrace.core.engine import loop
+from headrace.kernels.cpu.attention.latent import LatentLayer
+
+MODELS = {
+    "dense": TINY_MODELS["llama"],
+    "windowed": TINY_MODELS["mistral_window"],
+    "latent": MIXTURES["minicpm3"],
+    "short convolutions": RECURRENT["lfm2"],
+    "short convolutions and experts": RECURRENT["lfm2_moe"],
+    "recurrent": RECURRENT["mamba2"],
+}
+LENGTHS = (40, 1, 17, 33, 16, 50, 44)
+NEW_TOKENS = 10
+ENGINE: dict[str, Any] = {
+    "dtype": "float32", "block_size": 8, "max_num_seqs": 7, "max_model_len": 64, "skip_tokenizer_init": True,
+    "in_process": True, "logprobs_mode": "raw_logits", "max_logprobs": -1, "num_gpu_blocks_override": 120,
+    "scheduler_cls": f"{PreemptingScheduler.__module__}:{PreemptingScheduler.__name__}",
+}  # fmt: skip
+PARAMS = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, logprobs=-1)
+DRAFTS = {
+    "right": lambda tokens, position: tokens,
+    "wrong": lambda tokens, position: (tokens + 1) % 100,
+    "some right": lambda tokens, position: np.where(np.arange(len(tokens)) < position % 4, tokens, (tokens + 1) % 100),
+}
+
+
+class Plan(NamedTuple):
+    """How the steps of a run differ from those of the plain one."""
+
+    chunk: int = 1024
+    caches: bool = False
+    preempts_at: frozenset[int] = frozenset()
+    drafts: str = ""
+    together: bool = False
+    threads: int = 1
+
+
+def _preempted(seed: int) -> frozenset[int]:
+    return frozenset([3, *random.Random(seed).sample(range(4, 40), 12)])
+
+
+EVERY = [
+    Plan(*each)
+    for each in itertools.product(
+        (1, 3, 16, 17, 1024),
+        (False, True),
+        (frozenset(), _preempted(1), _preempted(2)),
+        ("", *DRAFTS),
+        (False, True),
+        (1, 2),
+    )
+]
+SAMPLE = [
+    Plan(chunk=3, caches=True, preempts_at=_preempted(1), drafts="some right"),
+    Plan(chunk=17, caches=True, drafts="right", together=True, threads=2),
+    Plan(chunk=1, preempts_at=_preempted(2), drafts="wrong"),
+]
+MANY = random.Random(5).sample(EVERY, 60)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@cache
+def saved(folder: Path, name: str) -> Path:
+    model = tiny_models.make(MODELS[name], vocab_size=128)
+    model.save_pretrained(folder / name)
+    return folder / name
+
+
+def prompts() -> list[list[int]]:
+    """The last begins with the first's 32 tokens."""
+    numbers = random.Random(3)
+    found = [[numbers.randrange(2, 128) for _ in range(length)] for length in LENGTHS]
+    found[-1][:32] = found[0][:32]
+    return found
+
+
+Heard = list[tuple[list[int], np.ndarray]]
+"""Of each request its tokens, and their logits [tokens, vocab_size]."""
+
+
+def heard(outputs: list[Any]) -> Heard:
+    found = []
+    for output in outputs:
+        (answer,) = output.outputs
+        rows = [[each[token].logprob for token in sorted(each)] for each in answer.logprobs]
+        found.append((list(answer.token_ids), np.array(rows)))
+    return found
+
+
+def run(path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]) -> list[Heard]:
+    """What the requests get; with the cache, of two passes."""
+    monkeypatch.setenv("OMP_NUM_THREADS", str(plan.threads))
+    monkeypatch.setattr(PreemptingScheduler, "preempts_at", plan.preempts_at)
+    options: dict[str, Any] = {}
+    if plan.drafts:
+        monkeypatch.setattr(loop, "drafter_of", lambda _: KnowingDrafter(texts, DRAFTS[plan.drafts]))
+        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 4}
+    if not plan.together:
+        options["max_num_seqs"] = 1
+    most = max(plan.chunk, 7 if plan.together else 1)
+    engine = ENGINE | {"max_num_batched_tokens": most, "enable_prefix_caching": plan.caches} | options
+    with LLM(str(path), **engine) as llm:
+        passes = [heard(generate_all_at_once(llm, prompts(), PARAMS)) for _ in range(1 + plan.caches)]
+        stats = llm.get_stats()
+    assert bool(plan.preempts_at) == bool(stats.num_preemptions)
+    has_room = most > 1  # a step of one token has none for drafts
+    assert (stats.num_accepted_tokens > 0) == (has_room and plan.drafts in ("right", "some right"))
+    return passes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def absorbed_form() -> Iterator[None]:
+    """Latent attention is compared in the form that decodes and short chunks take: the expanded one, which long chunks
+    take for its speed, sums in another order, which depends on the chunk."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(LatentLayer, "least_expanded", lambda *_: 1 << 31)
+        yield
+
+
+@cache
+def plain(path: Path) -> Heard:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        (found,) = run(path, Plan(), monkeypatch, [])
+    return found
+
+
+def expect_the_same_bits(path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = plain(path)
+    texts = [prompt + answer for prompt, (answer, _) in zip(prompts(), expected, strict=True)]
+    for found in run(path, plan, monkeypatch, texts):
+        for (tokens, logits), (own_tokens, own_logits) in zip(found, expected, strict=True):
+            assert tokens == own_tokens
+            assert np.array_equal(logits, own_logits)
+
+
+@pytest.mark.parametrize("plan", SAMPLE, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_do_not_depend_on_how_steps_are_planned(
+    folder: Path, name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect_the_same_bits(saved(folder, name), plan, monkeypatch)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("plan", MANY, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_do_not_depend_on_any_plan(folder: Path, name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    expect_the_same_bits(saved(folder, name), plan, monkeypatch)
