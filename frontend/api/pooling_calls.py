@@ -13,11 +13,11 @@ from headrace.frontend.api.parameters.pooling_params import PoolingParams
 from headrace.frontend.api.pooling_outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
 from headrace.frontend.api.unsupported import check_arguments
 from headrace.frontend.client.background import BackgroundLoop
+from headrace.frontend.fleet.client import FleetClient
 from headrace.ipc.failure import InvalidRequestError
 
 if TYPE_CHECKING:
     from headrace.frontend.client.client import CoreClient
-    from headrace.frontend.fleet.client import FleetClient
 
 
 class PoolingCalls:
@@ -73,7 +73,10 @@ class PoolingCalls:
         is as in `embed`."""
         self._check_usable()
         check_arguments("encode", {"lora_request": lora_request})
-        client, welcome = self._client, self._client.welcome
+        client = self._client
+        if isinstance(client, FleetClient) and not client.is_usable:
+            self._background.run(client.until_usable())
+        welcome = client.welcome
         if welcome.pooling is None:
             raise InvalidRequestError(f"LLM.encode() and LLM.embed() want a model that pools: {NOT_POOLING}")
         parsed = parse_prompts(prompts)

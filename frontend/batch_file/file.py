@@ -29,7 +29,8 @@ from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.ipc.process.regular_files import open_file
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
+EMBEDDINGS = "/v1/embeddings"
+ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS)
 ANY_ENDPOINT = ", ".join(ENDPOINTS[:-1]) + f" or {ENDPOINTS[-1]}"
 
 MOST_ERRORS = 50

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from headrace.frontend.batch_file.file import (
     CHAT,
+    EMBEDDINGS,
     RESPONSES,
     BatchRequest,
     BatchResult,
@@ -29,6 +30,7 @@ from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.openai.chat import prepare_chat
 from headrace.frontend.http.openai.completions import prepare_completion
 from headrace.frontend.http.openai.decoder import RequestDecoder
+from headrace.frontend.http.openai.embeddings import EmbeddingRequest, prepare_embedding
 from headrace.frontend.http.openai.generation import PreparedRequest
 from headrace.frontend.http.openai.requests import (
     ChatCompletionRequest,
@@ -157,6 +159,10 @@ class LineAnswers:
         return request
 
     def _prepared(self, url: str, body: bytes, request_id: str) -> PreparedRequest:
+        if url == EMBEDDINGS:
+            embedding = self._decoder.decode(body, EmbeddingRequest)
+            name, engine = embedding.request_id or request_id, self._engine_for(embedding.model)
+            return prepare_embedding(embedding, engine, self._parts.chat.options, name, self._tenant)
         decoded: GenerationRequest
         if url == CHAT:
             decoded = chat = self._decoder.decode(body, ChatCompletionRequest)

@@ -136,7 +136,7 @@ BAD_LINES: list[tuple[dict[str, Any] | bytes, str | None, str]] = [
     ({**line("x"), "extra": 1}, "extra", "unknown field 'extra'"),
     ({**line("x"), "body": [1]}, "body", "body: expected object, got array"),
     ({**line("x"), "method": "GET"}, "method", "method is 'GET'; it must be POST"),
-    (line("x", "/v1/embeddings"), "url", "url is '/v1/embeddings'; it must be /v1/chat/completions, /v1/compl"),
+    (line("x", "/v1/moderations"), "url", "url is '/v1/moderations'; it must be /v1/chat/completions, /v1/compl"),
     (line("x", prompt="a", temprature=1), "temprature", "unknown field 'temprature'; did you mean temperature?"),
     (line("x", prompt="a", temperature="hot"), "temperature", "temperature: expected float"),
     (line("x", prompt="a", top_p=7), "top_p", "top_p = 7.0: must be over 0 and at most 1"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import array
 import base64
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from http_server import wait_until
 from server_here import ServerHere, serving_here
 
 from headrace.frontend.http.process.options import ServeOptions
@@ -108,6 +110,16 @@ def test_bad_input_is_named(client: httpx.Client, body: dict[str, Any], param: s
     found, message = refusal(client, 400, **body)
     assert param is None or found == param
     assert said in message
+
+
+def test_a_batch_of_embeddings(server: ServerHere, client: httpx.Client) -> None:
+    body = '{"custom_id": "1", "method": "POST", "url": "/v1/embeddings", "body": {"input": [5, 6, 7]}}'
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+        file = sdk.files.create(file=("in.jsonl", body.encode()), purpose="batch")
+        batch = sdk.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+        wait_until(lambda: sdk.batches.retrieve(batch.id).status == "completed", 30, "the batch")
+        output = sdk.files.content(sdk.batches.retrieve(batch.id).output_file_id or "").text
+    assert json.loads(output)["response"]["body"]["data"][0]["embedding"] == embed(client, [5, 6, 7])[0]
 
 
 def test_a_model_that_does_not_pool_says_how_it_could() -> None:

@@ -282,7 +282,7 @@ def test_other_bodies_are_refused_and_leave_nothing(server, client, body, header
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint is '/v1/embeddings'"),
+        ({"endpoint": "/v1/moderations"}, "endpoint is '/v1/moderations'"),
         ({"completion_window": "1h"}, "completion_window must be 24h"),
         ({"input_file_id": "file-../../etc/passwd"}, "is not here"),
         ({"metadata": {"a": 1}}, "metadata"),
