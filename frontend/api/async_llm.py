@@ -306,7 +306,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         parsers = take_parsers(template_options)
         options = chat_options(template_options)
         tokenizer = await self.get_tokenizer()
-        render = functools.partial(chat_prompt, tokenizer, messages, options)
+        render = functools.partial(chat_prompt, tokenizer, messages, options, await self.engine())
         is_long = sum(len(str(message)) for message in messages) > _TOKENIZE_INLINE_CHARACTERS
         prompt = await (asyncio.to_thread(render) if is_long else without_blocking(render))
         reader = AnswerReader(tokenizer, prompt.text or "", options, parsers)

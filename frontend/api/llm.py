@@ -264,7 +264,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         parsers = take_parsers(template_options)
         options = chat_options(template_options)
         tokenizer = self.get_tokenizer()
-        prompts = chat_prompts(tokenizer, conversations, options)
+        prompts = chat_prompts(tokenizer, conversations, options, self._client.welcome)
         readers = [AnswerReader(tokenizer, prompt.text or "", options, parsers) for prompt in prompts]
         return self._tokenized(prompts, how), readers
 

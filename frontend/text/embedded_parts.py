@@ -55,6 +55,23 @@ def check_text(content: Any) -> None:
             )
 
 
+def without_parts(
+    conversation: Sequence[Mapping[str, Any]], welcome: Welcome
+) -> tuple[Sequence[Mapping[str, Any]], list[Tensor]]:
+    """A conversation with PLACE in the place of embeddings, and the embeddings. Raises InvalidRequestError."""
+    found: list[Tensor] = []
+    if not any(isinstance(message, Mapping) and has_parts(message.get("content")) for message in conversation):
+        return conversation, found
+    taken = []
+    for message in conversation:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        check_text(content)
+        if has_parts(content):
+            message = {**message, "content": take_parts(content or (), welcome, found)}
+        taken.append(message)
+    return taken, found
+
+
 def splice(
     text: str, parts: Sequence[Tensor], tokenizer: Tokenizer, encode: Callable[[str], Sequence[int]]
 ) -> tuple[list[int], tuple[RowInput, ...]]:

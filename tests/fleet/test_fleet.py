@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
 from fleet_parts import Session
 
 from headrace import SamplingParams, StructuredOutputsParams
 from headrace.core.engine.engine import EngineThread
 from headrace.core.options.parsing import parse_options
+from headrace.frontend.api.inputs.embeds import tensor_of
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.client.request import RequestStream
@@ -26,6 +28,7 @@ from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, QueueFullError
 from headrace.ipc.messages import Finish, FinishReason, Load
 from headrace.ipc.prefix_names import PrefixKey, prefix_names
+from headrace.ipc.row_inputs import RowInput, prompt_embeds_input
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 30}}, "required": ["name"]}
 LONG = {"max_tokens": 60, "ignore_eos": True}
@@ -56,7 +59,7 @@ SIZES: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def thread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineThread]:
     folder = tiny_models.save("llama", tmp_path_factory.mktemp("model"), tokenizer=True)
-    thread = EngineThread(parse_options(model=str(folder), dtype="float32", **SIZES))
+    thread = EngineThread(parse_options(model=str(folder), dtype="float32", enable_prompt_embeds=True, **SIZES))
     # Starts what tries grammars, which ends with the engine.
     run(thread, [SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(regex="a"))])
     yield thread
@@ -71,6 +74,7 @@ def run(
     num_engines: int = 2,
     options: RouterOptions | None = None,
     threads: Sequence[EngineThread] = (),
+    inputs: tuple[RowInput, ...] = (),
 ) -> tuple[list[RequestOutput | HeadraceError], EnginePool, list[RequestStream]]:
     """The final outputs (or errors) of as many requests as there are params, begun on engine 0.
 
@@ -95,7 +99,9 @@ def run(
         if disturb is not None:
             sessions[0].on_step = look
         streams = [
-            pool.submit(str(index), Prompt(token_ids=PROMPT), each, model=model, affinity=Affinity(rank=0))
+            pool.submit(
+                str(index), Prompt(token_ids=PROMPT, inputs=inputs), each, model=model, affinity=Affinity(rank=0)
+            )
             for index, each in enumerate(params)
         ]
         try:
@@ -157,6 +163,18 @@ def test_requests_of_every_kind_go_on_with_the_same_tokens(thread: EngineThread)
     assert pool.router.migrations == {"died": len(KINDS)}
     assert not pool.router.held
     assert all(not member.requests for member in pool.router.members.values())
+
+
+def test_embeddings_go_on_with_their_request(thread: EngineThread) -> None:
+    values = torch.randn(12, 64, generator=torch.Generator().manual_seed(3))
+    given = (prompt_embeds_input(tensor_of(values), 20),)
+    params = [SamplingParams(seed=1, **LONG), SamplingParams(seed=2, logprobs=1, **LONG)]
+    expected, _, _ = run(thread, params, num_engines=1, inputs=given)
+    outputs, pool, _ = run(thread, params, kill_first, inputs=given)
+    assert close([told(each) for each in outputs], [told(each) for each in expected])
+    assert pool.router.migrations == {"died": 2}
+    others, _, _ = run(thread, params, num_engines=1)
+    assert told(others[0]) != told(expected[0])
 
 
 def test_an_engine_tells_how_long_it_took_to_compute_a_request_again(thread: EngineThread) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +209,26 @@ def test_without_the_option_they_are_refused_and_a_model_that_reads_token_ids_in
     tiny_models.make(FAMILIES["gemma3n"]).save_pretrained(folders / "gemma3n")
     with pytest.raises(OptionError, match=r"enable_prompt_embeds: .* reads the token ids"):
         LLM(str(folders / "gemma3n"), **ENGINE)
+
+
+def test_a_part_of_a_conversation_stands_where_the_template_writes_it(tmp_path: Path) -> None:
+    folder = str(tiny_models.save("llama", tmp_path / "llama", tokenizer=True))
+    table, ids = table_of(folder), [30, 31, 32, 33, 34]
+    file = io.BytesIO()
+    torch.save(table[ids], file)
+    part = {"type": "prompt_embeds", "data": base64.b64encode(file.getvalue()).decode()}
+    content = [{"type": "text", "text": "say "}, part, {"type": "text", "text": " now"}]
+    conversation = [{"role": "user", "content": content}]
+    joined = "{% for m in messages %}[{% for p in m.content %}{{ p.text }}{% endfor %}]{% endfor %}"
+    dropping = "{% for m in messages %}[{% for p in m.content[:1] %}{{ p.text }}{% endfor %}]{% endfor %}"
+    with LLM(folder, **ENGINE | {"skip_tokenizer_init": False}) as llm:
+        (answer,) = llm.chat(conversation, GREEDY, chat_template=joined, use_tqdm=False)
+        tokens = list(answer.prompt_token_ids)
+        start = next(at for at in range(len(tokens)) if tokens[at : at + 5] == [0] * 5)
+        assert 0 < start < len(tokens) - 5
+        tokens[start : start + 5] = ids
+        (expected,) = llm.generate({"prompt_token_ids": tokens}, GREEDY, use_tqdm=False)
+        assert answer.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert answer.outputs[0].cumulative_logprob == expected.outputs[0].cumulative_logprob
+        with pytest.raises(InvalidRequestError, match="Expected 1 prompt_embeds placeholder spans"):
+            llm.chat(conversation, GREEDY, chat_template=dropping, use_tqdm=False)

@@ -9,6 +9,7 @@ from headrace.frontend.api.inputs.lists import elements
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.unsupported import ARGUMENTS, check_arguments
 from headrace.frontend.text.chat_template import complete_message
+from headrace.frontend.text.embedded_parts import splice, without_parts
 from headrace.frontend.text.instructions import place_instructions
 from headrace.frontend.text.template_renderer import one_limit
 from headrace.ipc.failure import InvalidRequestError
@@ -16,27 +17,37 @@ from headrace.ipc.failure import InvalidRequestError
 if TYPE_CHECKING:
     from headrace.frontend.text.chat_template import Message
     from headrace.frontend.text.tokenizer import Tokenizer
+    from headrace.ipc.messages import Welcome
 
 
-def chat_prompt(tokenizer: Tokenizer, conversation: Sequence[Message], options: dict[str, Any]) -> Prompt:
+def chat_prompt(
+    tokenizer: Tokenizer, conversation: Sequence[Message], options: dict[str, Any], welcome: Welcome
+) -> Prompt:
     """The rendered and tokenised conversation. options: from `chat_options`. Raises InvalidRequestError."""
-    (prompt,) = chat_prompts(tokenizer, [conversation], options)
+    (prompt,) = chat_prompts(tokenizer, [conversation], options, welcome)
     return prompt
 
 
 def chat_prompts(
-    tokenizer: Tokenizer, conversations: Sequence[Sequence[Message]], options: dict[str, Any]
+    tokenizer: Tokenizer, conversations: Sequence[Sequence[Message]], options: dict[str, Any], welcome: Welcome
 ) -> list[Prompt]:
     """`chat_prompt` for several conversations."""
-    placed = []
+    placed, embeds = [], []
     for conversation in conversations:
+        listed = elements(conversation) or conversation
+        taken, parts = without_parts(listed, welcome) if isinstance(listed, Sequence) else (listed, [])
+        embeds.append(parts)
         with one_limit():
-            placed.append(_placed(tokenizer, conversation, options))
-    # The template writes the special tokens itself.
-    return [
-        Prompt(text=text, token_ids=tokenizer.encode(text, add_special_tokens=False))
-        for text in tokenizer.render_chats(placed, **options)
-    ]
+            placed.append(_placed(tokenizer, taken, options))
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)  # the template writes the special tokens itself
+
+    prompts = []
+    for text, parts in zip(tokenizer.render_chats(placed, **options), embeds, strict=True):
+        token_ids, inputs = splice(text, parts, tokenizer, encode) if parts else (encode(text), ())
+        prompts.append(Prompt(text=text, token_ids=token_ids, inputs=inputs))
+    return prompts
 
 
 def _placed(tokenizer: Tokenizer, conversation: Sequence[Message], options: dict[str, Any]) -> Sequence[Message]:
