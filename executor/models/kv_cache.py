@@ -353,7 +353,10 @@ def _in_pages(layout: Layout, pages: Tensor, block_size: int, dtype: torch.dtype
     """Views of pages [num_blocks, bytes of a page] uint8. Raises ModelError for caches of which a page cannot be a
     whole number of entries, or which need scales per row."""
     if dtype in SCALED:
-        raise ModelError(f"a cache of {dtype} is not supported beside layers that keep a state per sequence")
+        raise ModelError(
+            f"kv_cache_dtype: a cache of {str(dtype).removeprefix('torch.')} is not supported beside layers that keep "
+            "a state per sequence; float32, float16 and bfloat16 are"
+        )
     flat = pages.view(-1).view(dtype)
     page_elements, factors = pages.shape[1] // dtype.itemsize, [1] * num_groups
     found = dict[int, tuple[Tensor, Tensor]]()

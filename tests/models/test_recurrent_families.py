@@ -17,6 +17,8 @@ from tiny_recurrent import FAMILIES
 from torch import Tensor
 
 from headrace import LLM, HeadraceError, SamplingParams
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.sources.sharded_state import save
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.kv_cache import block_bytes, cache_groups
 from headrace.executor.parallel.rank_place import RankCoordinates
@@ -125,3 +127,33 @@ def test_a_page_has_room_for_its_part_of_a_state_on_every_rank(folder: Path, nam
         for rank in range(ranks):
             page = block_bytes(spec, 16, dtype, RankCoordinates.of(rank, ranks, 1), groups)
             assert page * state.pages >= 4 * floats
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+def test_weights_that_are_dropped_or_read_again_answer_as_before(folder: Path, name: str) -> None:
+    path, prompts = saved(folder, name), shared_prefix(128)
+    with LLM(str(path), **TIGHT, enable_sleep_mode=True) as llm:
+        expect_answers(name, prompts, llm.generate(prompts, PARAMS, use_tqdm=False))
+        llm.sleep(2)
+        llm.wake_up()
+        expect_answers(name, prompts, llm.generate(prompts, PARAMS, use_tqdm=False))
+        llm.reload_weights()
+        expect_answers(name, prompts, llm.generate(prompts, PARAMS, use_tqdm=False))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+def test_random_weights_and_other_caches(folder: Path, name: str) -> None:
+    path = str(saved(folder, name))
+    with LLM(path, **TIGHT, load_format="dummy") as llm:
+        assert len(llm.generate([[5, 6, 7]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids) == NEW_TOKENS
+    with pytest.raises(HeadraceError, match="kv_cache_dtype: a cache of float8_e4m3fn is not supported beside layers"):
+        LLM(path, **TIGHT, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize("name", ["lfm2_biases", "lfm2_moe", "mamba2"])
+def test_ranks_answer_from_files_of_their_own_parts(folder: Path, name: str, tmp_path: Path) -> None:
+    ranks = {"tensor_parallel_size": 2}
+    save(Options(model=str(saved(folder, name)), **ranks), tmp_path / "sharded")
+    prompts = shared_prefix(128)
+    with LLM(str(tmp_path / "sharded"), **TIGHT, **ranks, distributed_executor_backend=THREADS) as llm:
+        expect_answers(name, prompts, llm.generate(prompts, PARAMS, use_tqdm=False))
