@@ -63,7 +63,7 @@ class TokenCache:
     @property
     def elements(self) -> int:
         """Cached elements per token."""
-        return self.num_heads * (self.key_size + self.value_size)
+        return sum(each.elements for each in self.kept)
 
     @property
     def kept(self) -> tuple[Kept, ...]:
