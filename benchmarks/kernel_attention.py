@@ -21,11 +21,12 @@ from torch import Tensor
 
 from headrace.executor.models.kv_cache import SCALED
 from headrace.kernels.cpu import build
+from headrace.kernels.cpu.attention.cache import best_layout
 from headrace.kernels.cpu.linear.limits import limits
 from headrace.kernels.cpu.linear.linear import Runtime
-from headrace.kernels.cpu.ops import CacheScales, CpuOps, best_layout
+from headrace.kernels.cpu.ops import CpuOps
 from headrace.kernels.cpu.runtime.threads import Pool
-from headrace.kernels.reference.attention import AttentionParams, PagedBatch
+from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 
 BLOCK_SIZE = 16
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64

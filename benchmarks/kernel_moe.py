@@ -20,10 +20,10 @@ from kernel_linear import FLOATS, arithmetic_of, random_rows
 from report import write_report
 from torch import Tensor
 
+from headrace.kernels.cpu.experts.args import RouteArgs
 from headrace.kernels.cpu.experts.moe import PackedExperts, route_args, route_scratch_bytes
 from headrace.kernels.cpu.linear.limits import limits
 from headrace.kernels.cpu.linear.linear import DTYPES, Arena, PackedLinear, Runtime, pack, runtime
-from headrace.kernels.cpu.program.args import RouteArgs
 
 NUM_EXPERTS, TOP_K, HIDDEN, INNER = 64, 8, 2048, 1024
 TYPES = ("BF16", "Q8_0", "Q4_K")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.kernels.cpu import build, units
+from headrace.kernels.cpu.attention.cache import CACHE_TYPES, why_no_attention, why_no_latent_attention
 from headrace.kernels.cpu.attention.latent import NEVER, LatentLayer
 from headrace.kernels.cpu.experts.moe import PackedExperts, why_no_experts
 from headrace.kernels.cpu.linear.args import DTYPES
@@ -20,7 +21,7 @@ from headrace.kernels.cpu.linear.linear import (
     runtime,
     why_not_group,
 )
-from headrace.kernels.cpu.ops import CACHE_TYPES, MOST_ROW_VALUES, why_no_attention, why_no_latent_attention
+from headrace.kernels.cpu.ops import MOST_ROW_VALUES
 from headrace.kernels.cpu.program.parts import AttentionLayer, Buffer, LayerCache, Norm, Rotary
 from headrace.kernels.cpu.program.program import ROW_COUNTS, Builder
 from headrace.kernels.cpu.program.ranks import rank_gather, rank_meet, rank_sum

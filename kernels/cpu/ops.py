@@ -16,74 +16,19 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.cpu import build
+from headrace.kernels.cpu.attention.args import AttentionArgs, KvCacheC, RotaryArgs
+from headrace.kernels.cpu.attention.cache import LAYOUT_ROWS, describe_cache, why_no_attention
+from headrace.kernels.cpu.elementwise.args import ActivationArgs, NormArgs
 from headrace.kernels.cpu.linear.linear import ACTIVATIONS, DTYPES, ROWS_FIXED, Runtime, runtime
-from headrace.kernels.cpu.program.args import ActivationArgs, AttentionArgs, KvCacheC, NormArgs, RotaryArgs
 from headrace.kernels.cpu.runtime.pointers import pointer
 from headrace.kernels.cpu.runtime.threads import Step
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.registry import Version
 
-CACHE_TYPES = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-    torch.int8: 3,
-    torch.float8_e4m3fn: 4,
-    torch.float8_e5m2: 5,
-}
-LAYOUT_ROWS, LAYOUT_GROUPS = 0, 1
-"""`CacheLayout` in attention/cache.h, which draws both."""
-GROUP_KEYS = 16
-"""`kGroupKeys` in attention/cache.h."""
-MOST_HEAD_DIM = 256
-MOST_LATENT_DIM = 1024
-"""`kMostLatentDim` in latent.h."""
 MOST_ROW_VALUES = 32768
 WORKSPACE_BYTES = 8 << 20
 """Memory for partial results of sequences whose context is divided among threads. A sequence whose partial results do
 not fit is not divided."""
-
-
-def best_layout(block_size: int, head_dim: int) -> int:
-    """The faster layout of a cache that only the kernels read: in groups, if block and head sizes allow it."""
-    return LAYOUT_GROUPS if block_size % GROUP_KEYS == 0 and head_dim % GROUP_KEYS == 0 else LAYOUT_ROWS
-
-
-def describe_cache(
-    key_cache: Tensor, value_cache: Tensor, scales: CacheScales | None = None, layout: int = LAYOUT_ROWS
-) -> KvCacheC:
-    """The C description of one layer's caches, [num_blocks, num_kv_heads, block_size, head_dim] each.
-
-    Raises ValueError if the kernels do not support them.
-    """
-    _, num_kv_heads, block_size, head_dim = key_cache.shape
-    for name, cache in (("key", key_cache), ("value", value_cache)):
-        if cache.dtype not in CACHE_TYPES or not cache.is_contiguous():
-            raise ValueError(f"the {name} cache is {cache.dtype} and must be contiguous in one of {list(CACHE_TYPES)}.")
-    if value_cache.shape != key_cache.shape or value_cache.dtype != key_cache.dtype:
-        raise ValueError("the key and value caches differ in shape or type; they must be alike.")
-    is_latent = pointer(key_cache) == pointer(value_cache)
-    if reason := why_no_latent_attention(head_dim) if is_latent else why_no_attention(head_dim=head_dim):
-        raise ValueError(reason)
-    if layout == LAYOUT_GROUPS and best_layout(block_size, head_dim) != LAYOUT_GROUPS:
-        sizes = f"not blocks of {block_size} and heads of {head_dim}"
-        raise ValueError(f"a cache in groups has blocks and heads in whole multiples of {GROUP_KEYS}, {sizes}.")
-    scales = scales or CacheScales()
-    return KvCacheC(
-        keys=pointer(key_cache),
-        values=pointer(value_cache),
-        key_scales=None if scales.keys is None else pointer(scales.keys),
-        value_scales=None if scales.values is None else pointer(scales.values),
-        key_heads=pointer(scales.key) if isinstance(scales.key, Tensor) else None,
-        value_heads=pointer(scales.value) if isinstance(scales.value, Tensor) else None,
-        key_scale=1.0 if isinstance(scales.key, Tensor) else scales.key,
-        value_scale=1.0 if isinstance(scales.value, Tensor) else scales.value,
-        type=CACHE_TYPES[key_cache.dtype],
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        layout=layout,
-    )
 
 
 def step_of(batch: PagedBatch) -> Step:
@@ -291,20 +236,6 @@ def why_no_op(device: torch.device | None = None, dtype: torch.dtype | None = No
     if dtype not in DTYPES:
         return f"the CPU kernels compute in float32, bfloat16 and float16, not in {dtype}."
     return build.why_not() or ""
-
-
-def why_no_attention(head_dim: int | None = None, **_: Any) -> str:
-    """The reason why the CPU attention does not support a head size, in a sentence; "" if it does."""
-    if head_dim is None or head_dim % 8 != 0 or not 0 < head_dim <= MOST_HEAD_DIM:
-        return f"the CPU attention takes heads of 8 to {MOST_HEAD_DIM} values in steps of 8, not {head_dim}."
-    return ""
-
-
-def why_no_latent_attention(latent_size: int) -> str:
-    """The reason why latent attention does not support a size of cached vectors, in a sentence; "" if it does."""
-    if latent_size % 8 != 0 or not 0 < latent_size <= MOST_LATENT_DIM:
-        return f"latent attention keeps up to {MOST_LATENT_DIM} values in steps of 8 on the CPU, not {latent_size}."
-    return ""
 
 
 def _offer(op: str, why_not: Callable[..., str] = why_no_op) -> Version:

@@ -11,8 +11,9 @@ from cpu_pools import many_threads_ops, two_threads_ops  # noqa: F401
 from torch import Tensor
 
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.ops import LAYOUT_GROUPS, CacheScales, CpuOps, best_layout, describe_cache
-from headrace.kernels.reference.attention import AttentionParams, PagedBatch
+from headrace.kernels.cpu.attention.cache import LAYOUT_GROUPS, best_layout, describe_cache
+from headrace.kernels.cpu.ops import CpuOps
+from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.reference.rows import LARGEST_STORED
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from headrace import kernels
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear.linear import Runtime
 from headrace.kernels.cpu.ops import CpuOps
-from headrace.kernels.cpu.program import args as program_args
 from headrace.kernels.cpu.runtime.threads import Pool, Step
 from headrace.kernels.reference import rows as reference
 from headrace.kernels.reference.attention import PagedBatch
@@ -139,7 +139,9 @@ def test_support_records_say_why_not() -> None:
 
 
 def test_mirrors_have_the_size_of_the_structures(ops: CpuOps) -> None:
-    mirrors = [value for value in vars(program_args).values() if isinstance(value, type(ctypes.Structure))]
-    assert len(mirrors) >= 11
+    names = ("attention", "elementwise", "experts", "program", "recurrent", "sampling")
+    rooms = [importlib.import_module(f"headrace.kernels.cpu.{room}.args") for room in names]
+    mirrors = {each for room in rooms for each in vars(room).values() if isinstance(each, type(ctypes.Structure))}
+    assert len(mirrors) >= 22
     for mirror in (*mirrors, Step):
         assert ctypes.sizeof(mirror) == ops.runtime.library.dll.hr_size_of(mirror.__name__.encode()), mirror.__name__

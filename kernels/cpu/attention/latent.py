@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headrace.kernels.cpu.attention.args import KvCacheC, LatentArgs, LatentExpandedArgs
+from headrace.kernels.cpu.attention.cache import CACHE_TYPES, GROUP_KEYS, describe_cache
 from headrace.kernels.cpu.build import Library
-from headrace.kernels.cpu.ops import CACHE_TYPES, GROUP_KEYS, describe_cache
-from headrace.kernels.cpu.program.args import KvCacheC, LatentArgs, LatentExpandedArgs
 from headrace.kernels.cpu.program.parts import Buffer, LayerCache, Rotary, check_tables, require_same
 from headrace.kernels.cpu.runtime.pointers import pointer
 

@@ -16,6 +16,7 @@ from typing import Any, Required, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from headrace.kernels.cpu.experts.args import ExpertsArgs, RouteArgs
 from headrace.kernels.cpu.linear.args import GATED_ACTIVATIONS, PackedWeightC, ScratchNeed
 from headrace.kernels.cpu.linear.linear import (
     DTYPES,
@@ -28,7 +29,6 @@ from headrace.kernels.cpu.linear.linear import (
     why_not,
 )
 from headrace.kernels.cpu.ops import why_no_op
-from headrace.kernels.cpu.program.args import ExpertsArgs, RouteArgs
 from headrace.kernels.cpu.runtime.pointers import pointer
 from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
 from headrace.kernels.expert_places import ExpertPlaces

@@ -9,10 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from headrace.kernels.cpu.attention.args import RotaryArgs
+from headrace.kernels.cpu.attention.cache import best_layout, describe_cache
 from headrace.kernels.cpu.linear.linear import DTYPES
-from headrace.kernels.cpu.ops import CacheScales, best_layout, describe_cache
-from headrace.kernels.cpu.program.args import RotaryArgs
 from headrace.kernels.cpu.runtime.pointers import pointer
+from headrace.kernels.reference.attention import CacheScales
 
 FEW_ROWS = 16
 """Steps of at most this many tokens use the list of ops in which each thread norms every row itself."""

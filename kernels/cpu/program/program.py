@@ -16,7 +16,17 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
+from headrace.kernels.cpu.attention.args import AttentionArgs, RotaryArgs
 from headrace.kernels.cpu.attention.latent import LatentLayer, LatentUp, expanded_args, latent_args
+from headrace.kernels.cpu.elementwise.args import (
+    ActivationArgs,
+    AddArgs,
+    CopyArgs,
+    EmbeddingArgs,
+    GatherArgs,
+    NormArgs,
+    SoftCapArgs,
+)
 from headrace.kernels.cpu.experts.moe import PackedExperts, RouteOptions, route_args, route_scratch_bytes
 from headrace.kernels.cpu.linear.linear import (
     ACTIVATIONS,
@@ -28,18 +38,7 @@ from headrace.kernels.cpu.linear.linear import (
     Runtime,
 )
 from headrace.kernels.cpu.ops import MOST_ROW_VALUES, WORKSPACE_BYTES
-from headrace.kernels.cpu.program.args import (
-    ActivationArgs,
-    AddArgs,
-    AttentionArgs,
-    CopyArgs,
-    EmbeddingArgs,
-    GatherArgs,
-    NormArgs,
-    ProgramOp,
-    RotaryArgs,
-    SoftCapArgs,
-)
+from headrace.kernels.cpu.program.args import ProgramOp
 from headrace.kernels.cpu.program.op_list import OpList, shared_spans
 from headrace.kernels.cpu.program.parts import (
     CORE_BYTES_PER_S,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from headrace.kernels.cpu.linear.linear import ROWS_FIXED, Runtime, runtime
 from headrace.kernels.cpu.ops import why_no_op
-from headrace.kernels.cpu.program.args import SampleArgs
 from headrace.kernels.cpu.runtime.pointers import pointer
+from headrace.kernels.cpu.sampling.args import SampleArgs
 from headrace.kernels.reference.sampling import DeviceChosen, DeviceDraws
 from headrace.kernels.registry import Version
 
