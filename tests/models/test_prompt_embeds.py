@@ -121,7 +121,9 @@ def test_other_values_are_computed_as_transformers_does(folders: Path) -> None:
         logits = reference(inputs_embeds=given[None]).logits[0, -1].log_softmax(-1)
     with LLM(folder, **ENGINE) as llm:
         (output,) = llm.generate({"prompt_embeds": given[None]}, GREEDY, use_tqdm=False)  # a batch of one
-        for token_id, value in output.outputs[0].logprobs[0].items():
+        logprobs = output.outputs[0].logprobs
+        assert logprobs is not None
+        for token_id, value in logprobs[0].items():
             assert value.logprob == pytest.approx(float(logits[token_id]), abs=2e-4)
         assert output.prompt_token_ids == [0] * 19
 
