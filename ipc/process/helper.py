@@ -216,7 +216,8 @@ def run_helper(messages: Any, load: Callable[[Channel], Work], *, stack_bytes: i
     leave_signals_to_parent()  # the parent ends this process by closing the channels
     parent, *numbers = map(int, sys.argv[1:])
     with contextlib.suppress(ChannelClosedError, ProcessLookupError):
-        channels = [Channel.inherited(number, messages) for number in numbers]
+        # The program reads the beginning, and each worker after it the work that follows.
+        channels = [Channel.inherited(number, messages, reads_ahead=False) for number in numbers]
         parents_end = open_pidfd(parent)
         if os.getppid() == parent:
             work = load(channels[0])

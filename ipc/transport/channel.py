@@ -72,8 +72,13 @@ class Seal:
 class Channel:
     """One end of the channel. `receives` is the union of its incoming messages. Any thread may send; one receives."""
 
-    def __init__(self, sock: socket.socket, receives: Any, seal: Seal | None = None) -> None:
+    def __init__(
+        self, sock: socket.socket, receives: Any, seal: Seal | None = None, *, reads_ahead: bool = True
+    ) -> None:
+        """reads_ahead: whether `receive` may take the beginning of later messages out of the socket. It must not where
+        others wait for the socket, or receive from it after a fork."""
         self._socket, self._seal = sock, seal
+        self._least_part_bytes = _LEAST_PART_BYTES if reads_ahead else 0
         self._sending = threading.Lock()
         self._sends: Codec[Any] = Codec(receives)  # encoding is the same for every union
         self._receives: Codec[Any] = Codec(receives)
@@ -89,8 +94,8 @@ class Channel:
         return cls(ours, receives), theirs
 
     @classmethod
-    def inherited(cls, fd: int, receives: Any) -> Channel:
-        return cls(socket.socket(fileno=fd), receives)
+    def inherited(cls, fd: int, receives: Any, *, reads_ahead: bool = True) -> Channel:
+        return cls(socket.socket(fileno=fd), receives, reads_ahead=reads_ahead)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -144,7 +149,7 @@ class Channel:
         while len(received) < size:
             _wait(self._can_receive, deadline, "a message from the other process")
             try:
-                part = self._socket.recv(min(max(size - len(received), _LEAST_PART_BYTES), _PART_BYTES))
+                part = self._socket.recv(min(max(size - len(received), self._least_part_bytes), _PART_BYTES))
             except OSError as error:
                 raise ChannelClosedError(f"the other process is gone ({error})") from error
             if not part:

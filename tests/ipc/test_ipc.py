@@ -37,7 +37,7 @@ from headrace.ipc.step import NewRow, StepPlan
 from headrace.ipc.transport import sockets
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
 from headrace.ipc.transport.sockets import bind_router, check_address, new_ipc_address
-from headrace.ipc.wait import Deadline, WaitTimeoutError
+from headrace.ipc.wait import Deadline, WaitTimeoutError, wait_readable
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 
@@ -240,6 +240,20 @@ def test_messages_that_come_together_are_returned_in_turn():
     writer.join()
     with pytest.raises(WaitTimeoutError):
         ours.receive(Deadline(0.0))
+    ours.close()
+    child.close()
+
+
+def test_a_channel_that_does_not_read_ahead_leaves_later_messages_in_the_socket():
+    """As in a helper program, whose workers wait for the socket after the program has read the beginning."""
+    ours, theirs = Channel.pair(ChildMessage)
+    child = Channel.inherited(theirs.detach(), ChildMessage, reads_ahead=False)
+    sent = [Progress(phase=name, seconds=0.0) for name in ("beginning", "work")]
+    for each in sent:
+        ours.send(each)
+    assert child.receive(Deadline(5.0)) == sent[0]
+    wait_readable(child.fileno(), Deadline(5.0), what="work")
+    assert Channel(socket.socket(fileno=os.dup(child.fileno())), ChildMessage).receive(Deadline(5.0)) == sent[1]
     ours.close()
     child.close()
 
