@@ -41,8 +41,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "/api/generate": [{"prompt": PANICS}, {"prompt": "Hello", "system": PANICS}, {"prompt": PANICS, "raw": True}],
 }
 STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/invocations")
-WITHOUT_TEXT = {"/detokenize", "/v1/files", "/v1/batches", "/api/show"}
-"""Routes with a body of which no tokens are made; and those below, which change the server or what is stored."""
+WITHOUT_TEXT = {"/detokenize", "/v1/files", "/v1/batches", "/api/show", "/v1/embeddings"}
+"""Routes with a body of which no tokens are made here: this model makes no embeddings, which is said before."""
 
 
 @pytest.fixture(scope="module")
