@@ -47,7 +47,7 @@ def values(model: str, prompts: list[list[int]], **options: Any) -> list[Any]:
         outputs = generate_all_at_once(llm, prompts, PARAMS)
     found = []
     for output in outputs:
-        known = (output.prompt_logprobs or [])[1:] + (output.outputs[0].logprobs or [])
+        known = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
         found.append([sorted((token, each.logprob) for token, each in (at or {}).items()) for at in known])
     return found
 

@@ -234,7 +234,12 @@ def test_messages_that_come_together_are_returned_in_turn():
     ours, theirs = Channel.pair(ChildMessage)
     child = Channel.inherited(theirs.detach(), ChildMessage)
     sent = [Progress(phase="x" * size, seconds=0.0) for size in (1, 70_000, 0, 65_532, 3, 100_000)]
-    writer = threading.Thread(target=lambda: [child.send(each) for each in sent])
+
+    def send_all():
+        for each in sent:
+            child.send(each)
+
+    writer = threading.Thread(target=send_all)
     writer.start()
     assert [ours.receive(Deadline(5.0)) for _ in sent] == sent
     writer.join()
