@@ -42,6 +42,7 @@ from headrace.frontend.client.own_engine import CAUSE_GRACE_S, STOP_DEADLINE_S, 
 from headrace.frontend.client.request_metrics import RequestCounts
 from headrace.frontend.client.transport import Transport, ZmqTransport
 from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
+from headrace.frontend.fleet.options import router_options
 from headrace.frontend.fleet.sources import Owned, Reconnecting
 from headrace.frontend.text.template_renderer import renderer, without_blocking
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError
@@ -69,22 +70,27 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     Every method raises EngineDeadError, with the cause, when the engine has died.
     """
 
-    __signature__ = EngineSignature("model")
+    __signature__ = EngineSignature("model", "heartbeat_timeout")
 
-    def __init__(self, model: str | None = None, **options: Unpack[EngineOptions]) -> None:
+    def __init__(
+        self, model: str | None = None, *, heartbeat_timeout: float | None = None, **options: Unpack[EngineOptions]
+    ) -> None:
         """Starts an engine-core without waiting for it; the first call waits.
+
+        heartbeat_timeout: as LLM's.
 
         Raises OptionError for a bad or unknown option. If the engine fails to start, the first call raises
         EngineStartError with the cause.
         """
+        routing = router_options(heartbeat_timeout)
         parsed = with_meeting(parse_own(model, dict(options)))
         if parsed.coordinator:
             check_finds(model, dict(options))
-            self._prepare([], FleetClient([], coordinators=parsed.coordinator, peer_timeout_s=parsed.peer_timeout))
+            self._prepare([], FleetClient([], routing, parsed.coordinator, parsed.peer_timeout))
             return
         children = start_ranks(parsed)
         fleet = owned_ranks(parsed, children, RESTARTS) if len(children) > 1 else []
-        self._prepare(fleet or children, FleetClient(fleet) if fleet else None, parsed.use_tqdm_on_load)
+        self._prepare(fleet or children, FleetClient(fleet, routing) if fleet else None, parsed.use_tqdm_on_load)
 
     @classmethod
     def from_engine_args(

@@ -46,6 +46,7 @@ from headrace.frontend.client.own_engine import (
 from headrace.frontend.client.request_metrics import RequestCounts
 from headrace.frontend.client.transport import Transport, ZmqTransport
 from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
+from headrace.frontend.fleet.options import router_options
 from headrace.frontend.fleet.sources import Reconnecting
 from headrace.frontend.text.template_renderer import renderer
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
@@ -69,17 +70,28 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
     Every method raises EngineDeadError, with the cause, when the engine has died.
     """
 
-    __signature__ = EngineSignature("model", "in_process")
+    __signature__ = EngineSignature("model", "in_process", "heartbeat_timeout")
 
-    def __init__(self, model: str | None = None, *, in_process: bool = False, **options: Unpack[EngineOptions]) -> None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        in_process: bool = False,
+        heartbeat_timeout: float | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
         """Starts an engine-core. `options` are those of `engine-core --help`, with underscores.
 
         With `in_process` the core is a thread of this process instead of a child: easier to debug, but torch is then
         loaded here, and a crash of the engine ends this process.
 
+        heartbeat_timeout: with several engines, how long one with requests may say nothing before they go on at
+        another: 2 s, as `headrace serve` has it, for None.
+
         Raises OptionError for a bad or unknown option, and EngineStartError with the cause if the engine fails to
         start (in process: the original error).
         """
+        routing = router_options(heartbeat_timeout)
         if in_process:
             thread, transport = run_in_process(model, dict(options))
             self._open(_own_client(transport), thread)
@@ -87,12 +99,12 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         parsed = with_meeting(parse_own(model, dict(options)))
         if parsed.coordinator:
             check_finds(model, dict(options))
-            self._open(FleetClient([], coordinators=parsed.coordinator, peer_timeout_s=parsed.peer_timeout), None)
+            self._open(FleetClient([], routing, parsed.coordinator, parsed.peer_timeout), None)
             return
         children = start_ranks(parsed)
         try:
             if len(children) > 1:
-                self._open(FleetClient(owned_ranks(parsed, children, RESTARTS)), None)
+                self._open(FleetClient(owned_ranks(parsed, children, RESTARTS), routing), None)
                 return
             with StartLine(parsed.use_tqdm_on_load) as line:
                 ready = children[0].wait_ready(on_progress=line.show)

@@ -18,7 +18,7 @@ from null_with_tokenizer import BACKEND
 from server_here import serving_here
 from source_tree import PYTHONPATH
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.frontend.client import engine_process
 from headrace.frontend.client.engine_process import EngineProcess
 from headrace.frontend.fleet.client import FleetClient
@@ -29,7 +29,7 @@ from headrace.frontend.http.metrics import Exposition, Pages
 from headrace.frontend.http.process import server
 from headrace.frontend.http.process.engines import log_load
 from headrace.frontend.http.process.options import ServeOptions
-from headrace.ipc.failure import HeadraceError
+from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.sampling_params import StructuredOutputsParams
 
 SPIN = "print('begun', flush=True)\nwhile True: pass"
@@ -152,3 +152,18 @@ def test_the_servers_option_sets_how_long_an_engine_may_be_silent(monkeypatch: p
     with serving_here(ServeOptions(port=0, heartbeat_timeout=7.5, max_migrations=5)):
         (router,) = routers
     assert (router.options.suspect_after_s, router.options.max_migrations) == (7.5, 5)
+
+
+def test_a_librarys_caller_sets_how_long_an_engine_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    null = {"distributed_executor_backend": BACKEND, "data_parallel_size": 2}
+    with LLM("null", heartbeat_timeout=7.5, **null) as llm:
+        assert isinstance(llm._client, FleetClient)
+        assert llm._client.pool.router.options.suspect_after_s == 7.5
+    finding = AsyncLLM(coordinator=["ipc:///none"], heartbeat_timeout=8)  # looks for engines at its first call only
+    assert finding._fleet is not None
+    assert finding._fleet._options is not None
+    assert finding._fleet._options.suspect_after_s == 8.0
+    for call in (LLM, AsyncLLM):
+        with pytest.raises(OptionError, match="heartbeat_timeout=0: out of range"):
+            call("null", heartbeat_timeout=0)

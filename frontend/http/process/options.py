@@ -10,13 +10,13 @@ import msgspec
 
 from headrace.core.options.option import Option, Secret
 from headrace.core.options.values import option_specs, read_options
+from headrace.frontend.fleet.options import ENGINES, HEARTBEAT_TIMEOUT_S, HeartbeatTimeout
 from headrace.frontend.text.chat_template import ContentFormat
 from headrace.ipc.failure import OptionError
 from headrace.ipc.process.log import FORMAT_VARIABLE, LEVEL_VARIABLE
 
-ADDRESS, ENGINES, SECURITY, LIMITS, CHAT, STORED, OBSERVED = (
+ADDRESS, SECURITY, LIMITS, CHAT, STORED, OBSERVED = (
     "Server address",
-    "Server engines",
     "Server security",
     "Server limits",
     "Server chat",
@@ -130,18 +130,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             minimum=0,
         ),
     ] = 3
-    heartbeat_timeout: Annotated[
-        float,
-        Option(
-            ENGINES,
-            "How long an engine with requests may say nothing, which otherwise reports each second, before its "
-            "requests go on at another engine. One of this host whose process is at work gets 30 times as long, and a "
-            "request that has moved for this reason and brought no token moves again after 4 times as long",
-            "seconds",
-            minimum=0.1,
-            maximum=3600,
-        ),
-    ] = 2.0
+    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT_S
     progress_timeout: Annotated[
         float,
         Option(
