@@ -13,18 +13,17 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
 from headrace.frontend.api.batch import run_batch
 from headrace.frontend.api.inputs.prompts import Prompt, TokensInput, check_request, tokens_input
 from headrace.frontend.api.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
+from headrace.frontend.api.parameters.sampling_fields import ParamsStruct
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.client import RequestClient
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
 
 
-class BeamSearchParams(msgspec.Struct, dict=True, omit_defaults=True, forbid_unknown_fields=True):
+class BeamSearchParams(ParamsStruct, omit_defaults=True, forbid_unknown_fields=True):
     """How to search. Its constructor raises InvalidRequestError, which names the field."""
 
     beam_width: int

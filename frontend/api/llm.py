@@ -353,12 +353,15 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
                 bar.update(len(some))
         return found
 
-    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> SyncStream:
+    def stream(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, *, priority: int = 0, **others: Any
+    ) -> SyncStream:
         """Streams the completion of one prompt: an iterator of RequestOutputs that each hold only the new part (DELTA),
         where `AsyncLLM.generate` yields all text so far unless `output_kind` asks for deltas.
 
         Closing it (or leaving its `with` block, or dropping it) aborts the request. Raises as `generate` does.
         """
+        check_arguments("stream", others)
         parsed, params = self._prepare(prompt, sampling_params, RequestOutputKind.DELTA)
         return SyncStream(self._background, self._client, (str(next(self._request_ids)), parsed, params, priority))
 

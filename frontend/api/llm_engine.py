@@ -39,6 +39,7 @@ from headrace.frontend.api.sync_stream import Pump
 from headrace.frontend.api.unsupported import DECISIONS, METHODS, check_arguments, no_attribute
 from headrace.frontend.client.background import take
 from headrace.frontend.client.control import Controls
+from headrace.frontend.client.one_process import OneProcess
 from headrace.ipc.failure import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class _Running:
 _OF_LLM = frozenset({*(name for name in vars(Controls) if not name.startswith("_")), "get_tokenizer", "engine"})
 
 
-class LLMEngine:
+class LLMEngine(OneProcess):
     """Takes requests one by one; `step` returns new outputs. For one thread. The engine runs between steps too."""
 
     def __init__(self, llm: LLM) -> None:

@@ -39,6 +39,7 @@ class PoolingCalls:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         truncate_prompt_tokens: int | None = None,
         priority: int | Sequence[int] | None = None,
+        **others: Any,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of each prompt, in order. `prompts` is what `generate` takes.
 
@@ -54,6 +55,7 @@ class PoolingCalls:
             tokenization_kwargs=tokenization_kwargs,
             truncate_prompt_tokens=truncate_prompt_tokens,
             priority=priority,
+            **others,
         )
         return [EmbeddingRequestOutput.from_base(output) for output in outputs]
 
@@ -68,11 +70,12 @@ class PoolingCalls:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         truncate_prompt_tokens: int | None = None,
         priority: int | Sequence[int] | None = None,
+        **others: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """The vectors of each prompt, in order. pooling_task: what they are, by default the model's only task. The rest
         is as in `embed`."""
         self._check_usable()
-        check_arguments("encode", {"lora_request": lora_request})
+        check_arguments("encode", {"lora_request": lora_request, **others})
         client = self._client
         if isinstance(client, FleetClient) and not client.is_usable:
             self._background.run(client.until_usable())

@@ -12,6 +12,7 @@ from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.background import BackgroundLoop, take
 from headrace.frontend.client.client import RequestClient
+from headrace.frontend.client.one_process import OneProcess
 from headrace.frontend.client.request import RequestStream
 
 Put = Callable[[RequestOutput | BaseException | None], Any]
@@ -21,7 +22,7 @@ MOST_UNREAD = 8
 """Most outputs of one request that are queued for the reading thread."""
 
 
-class SyncStream:
+class SyncStream(OneProcess):
     """An iterator of outputs, for one thread. Closing it aborts the request."""
 
     def __init__(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.api.inputs.lists import asks_for_nothing
+from headrace.frontend.api.parameters.sampling_fields import LIKELY
 from headrace.ipc.failure import InvalidRequestError
 
 ONLY_GENERATION = "only generation is supported so far"
@@ -102,11 +104,23 @@ ARGUMENTS: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
 accepts because they have no effect."""
 
 
+def no_argument(method: str, name: str, value: Any, others: str = "") -> InvalidRequestError:
+    """The error for an unknown argument: also a TypeError, which Python raises for one. Tells fields of the parameters
+    that the method takes, else `others`."""
+    from headrace.frontend.api.parameters.pooling_params import PoolingParams
+    from headrace.frontend.api.parameters.sampling_params import SamplingParams, UnknownFieldError
+
+    params = PoolingParams if method in ("embed", "encode") else SamplingParams
+    near = difflib.get_close_matches(name, params.__struct_fields__, n=1, cutoff=LIKELY)
+    hint = f"; give it as {params.__name__}({near[0]}={value!r:.100})" if near else others
+    return UnknownFieldError(f"{method} has no argument {name!r}{hint}")
+
+
 def check_arguments(method: str, given: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError for an unknown argument, and for a value that asks for an unsupported feature."""
     for name, value in given.items():
         if name not in ARGUMENTS:
-            raise InvalidRequestError(f"{method} has no argument {name!r}")
+            raise no_argument(method, name, value)
         reason, neutral = ARGUMENTS[name]
         if asks_for_nothing(value) or any(
             each is ANY or (type(value) is type(each) and value == each) for each in neutral

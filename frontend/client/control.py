@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 import msgspec
 
 from headrace.frontend.client.engine_metrics import Metric, engine_metrics
+from headrace.frontend.client.one_process import OneProcess
 from headrace.frontend.client.request_metrics import RequestCounts
 from headrace.frontend.client.stats_log import StatsLog
 from headrace.ipc.control import (
@@ -113,7 +114,7 @@ def _plain(command: Commands) -> Commands:
     return type(command)(**values)
 
 
-class AsyncControls:
+class AsyncControls(OneProcess):
     """Commands and queries that a running engine accepts besides requests.
 
     Every method raises HeadraceError with the engine's reason, and EngineDeadError if the engine has died.
@@ -284,7 +285,7 @@ def blocking(
     return call
 
 
-class Controls:
+class Controls(OneProcess):
     """Mixed into LLM: the methods of AsyncControls, which return once the engine has replied."""
 
     _background: BackgroundLoop

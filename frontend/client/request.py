@@ -29,6 +29,7 @@ from headrace.frontend.api.outputs import (
 )
 from headrace.frontend.api.parameters.repetition import STOP_REASON
 from headrace.frontend.api.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
+from headrace.frontend.client.one_process import OneProcess
 from headrace.frontend.text.detokenizer import REPLACEMENT, Detokenizer, StopChecker
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor
@@ -173,7 +174,7 @@ class SequenceState:
         return self.finish_reason is not None and not self._end_read
 
 
-class RequestStream:
+class RequestStream(OneProcess):
     """A submitted request: an async iterator of its outputs, for one reader, in the client's loop."""
 
     def __init__(

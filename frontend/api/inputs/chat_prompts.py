@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.api.inputs.lists import elements
 from headrace.frontend.api.inputs.prompts import Prompt
-from headrace.frontend.api.unsupported import ARGUMENTS, check_arguments
+from headrace.frontend.api.unsupported import ARGUMENTS, check_arguments, no_argument
 from headrace.frontend.text.chat_template import complete_message
 from headrace.frontend.text.embedded_parts import splice, without_parts
 from headrace.frontend.text.instructions import place_instructions
@@ -73,10 +73,10 @@ def chat_options(given: dict[str, Any]) -> dict[str, Any]:
     )
     others = {name: value for name, value in given.items() if name not in (*known, "chat_template_kwargs")}
     if unknown := [name for name in others if name not in ARGUMENTS]:
-        raise InvalidRequestError(
-            f"chat has no argument {unknown[0]!r}; its arguments are {', '.join(known)}, chat_template_kwargs, "
-            "tool_call_parser and reasoning_parser"
+        others_are = (
+            f"; its arguments are {', '.join(known)}, chat_template_kwargs, tool_call_parser and reasoning_parser"
         )
+        raise no_argument("chat", unknown[0], others[unknown[0]], others_are)
     check_arguments("chat", others)
     template, variables = given.get("chat_template"), given.get("chat_template_kwargs")
     if not isinstance(template, str | None):

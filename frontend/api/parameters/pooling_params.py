@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.frontend.api.parameters.sampling_fields import plain_integer
+from headrace.frontend.api.parameters.sampling_fields import ParamsStruct, plain_integer
 from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, UnknownFieldError, nearest
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Pool, Pooling
@@ -44,7 +44,7 @@ class _ReadsRetiredNames(type(msgspec.Struct)):  # type: ignore[misc]
             return super().__call__(*args, **given)
 
 
-class PoolingParams(msgspec.Struct, metaclass=_ReadsRetiredNames, dict=True, omit_defaults=True):
+class PoolingParams(ParamsStruct, metaclass=_ReadsRetiredNames, omit_defaults=True):
     """None means the model's own setting."""
 
     use_activation: bool | None = None

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
+from headrace.frontend.api.parameters.sampling_fields import ParamsStruct
 from headrace.ipc.failure import InvalidRequestError
 
 STOP_REASON = "repetition_detected"
 _FIELD = "SamplingParams.repetition_detection"
 
 
-class RepetitionDetectionParams(msgspec.Struct, dict=True, forbid_unknown_fields=True):
+class RepetitionDetectionParams(ParamsStruct, forbid_unknown_fields=True):
     """Ends an output with finish_reason `repetition` once its last tokens are min_count equal patterns in a row."""
 
     max_pattern_size: int = 0

@@ -7,12 +7,13 @@ field of SamplingParams + `Field`  --> the check of its value, its conversion fo
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -25,6 +26,28 @@ from headrace.ipc.ranges import FLOAT32, Range, model_defaults, ranges_of
 AS_MODEL = "the model's own, else neutral"
 FLAGS = "Sampling"
 """The group of sampling flags in --help."""
+
+
+LIKELY = 0.8
+"""How similar a name is to a field's, by difflib, to be a slip rather than a script's own name."""
+
+
+def check_attribute(params: object, name: str, known: Iterable[str]) -> None:
+    """Raises AttributeError for an attribute of `params` whose name looks like one of the fields `known`, and is none.
+    Other attributes are a script's own."""
+    if name.startswith("_") or hasattr(type(params), name):
+        return
+    if near := difflib.get_close_matches(name, known, n=1, cutoff=LIKELY):
+        raise AttributeError(f"{type(params).__name__} has no field {name!r}; did you mean {near[0]!r}?")
+
+
+class ParamsStruct(msgspec.Struct, dict=True):
+    """The base of parameters. As in vLLM, scripts may add attributes of their own."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__struct_fields__:
+            check_attribute(self, name, self.__struct_fields__)
+        super().__setattr__(name, value)
 
 
 class Field(msgspec.Struct, frozen=True):

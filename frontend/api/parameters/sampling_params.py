@@ -15,6 +15,7 @@ from headrace.frontend.api.inputs.lists import elements
 from headrace.frontend.api.parameters.repetition import RepetitionDetectionParams, repetition_from
 from headrace.frontend.api.parameters.sampling_fields import (
     Field,
+    ParamsStruct,
     bad,
     check_of,
     declared_fields,
@@ -96,8 +97,13 @@ class _ChecksNames(type(msgspec.Struct)):  # type: ignore[misc]
     if not TYPE_CHECKING:  # type checkers derive the constructor from the fields
 
         def __call__(cls, *args: Any, **given: Any) -> Any:
+            if args:
+                raise UnknownFieldError(
+                    f"{cls.__name__} takes its fields by name, as in {cls.__name__}(temperature=0.5, max_tokens=64): "
+                    f"which is {args[0]!r:.100}?"
+                )
             try:
-                return super().__call__(*args, **given)
+                return super().__call__(**given)
             except TypeError:
                 known = list(cls.__struct_fields__)
                 unknown = [name for name in given if name not in known]
@@ -107,7 +113,7 @@ class _ChecksNames(type(msgspec.Struct)):  # type: ignore[misc]
                 if name not in NOT_SUPPORTED:
                     raise UnknownFieldError(f"SamplingParams has no field {name!r}{nearest(name, known)}")
                 refuse_unless_neutral(name, given.pop(name))
-            return super().__call__(*args, **given)
+            return super().__call__(**given)
 
 
 def refuse_unless_neutral(name: str, value: Any) -> None:
@@ -117,7 +123,7 @@ def refuse_unless_neutral(name: str, value: Any) -> None:
 
 
 class SamplingParams(
-    msgspec.Struct, metaclass=_ChecksNames, kw_only=True, dict=True, omit_defaults=True, forbid_unknown_fields=True
+    ParamsStruct, metaclass=_ChecksNames, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
     """How to choose a request's tokens and when to stop.
 
@@ -225,6 +231,11 @@ class SamplingParams(
     trace_decode_token_ids: list[int] | None = None
 
     _tokenized_bad_words: tuple[list[str], tuple[tuple[int, ...], ...]] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in NOT_SUPPORTED and name not in self.__struct_fields__:
+            refuse_unless_neutral(name, value)
+        super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
         if self.seed == -1:

@@ -20,6 +20,7 @@ import msgspec
 
 from headrace.core.options.structured_outputs import BACKENDS, split_backend
 from headrace.frontend.api.inputs.lists import elements
+from headrace.frontend.api.parameters.sampling_fields import check_attribute
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import MOST_GRAMMAR_CHARACTERS, StructuredOutput
 
@@ -71,6 +72,11 @@ class StructuredOutputsParams:
     """Refuse a constraint that the engine's first grammar library does not support, instead of trying the next one."""
     backend: str | None = None
     """The grammar library to use, named as in structured_outputs_config; None means the engine's choice."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dataclass_fields__:
+            check_attribute(self, name, self.__dataclass_fields__)
+        super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
         self._checked: tuple[str, str] | None = None
