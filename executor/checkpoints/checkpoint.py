@@ -19,7 +19,7 @@ from headrace.executor.checkpoints.load_formats import BITSANDBYTES, agreeing_fo
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import Sampling
-from headrace.ipc.process.regular_files import read_text
+from headrace.ipc.process.regular_files import is_there, read_file, read_text
 from headrace.ipc.ranges import model_defaults
 
 if TYPE_CHECKING:
@@ -365,7 +365,7 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
 
 
 def _is_mistral(folder: Path) -> bool:
-    return (folder / MISTRAL_PARAMS).is_file() and any(folder.glob(MISTRAL_FILES))
+    return is_there(folder / MISTRAL_PARAMS) and any(folder.glob(MISTRAL_FILES))
 
 
 def _asks_for_params(options: Options) -> bool:
@@ -378,7 +378,7 @@ def _config_file(folder: Path, options: Options, found: str = "") -> Path:
     params, config = folder / MISTRAL_PARAMS, folder / "config.json"
     if options.config_format == "hf":
         return config
-    alone = params.is_file() and not config.is_file()
+    alone = is_there(params) and not is_there(config)
     return params if _asks_for_params(options) or found == "mistral" or alone else config
 
 
@@ -417,11 +417,11 @@ def _with_quantisation(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         if isinstance(text, Mapping) and text.get(key):
             return {**config, key: _with_method(text[key])}
     for name in BESIDE:
-        if (folder / name).is_file():
+        if is_there(folder / name):
             own = read_json(folder / name)
             return {**config, "quantization_config": {"quant_method": _method_of(own), **own}}
     file = folder / "hf_quant_config.json"
-    if not file.is_file():
+    if not is_there(file):
         return config
     beside = read_json(file)
     if not isinstance(beside.get("quantization"), Mapping):
@@ -445,6 +445,14 @@ def _method_of(stored: Mapping[str, Any]) -> str:
     return "awq" if any(key in stored for key in ("w_bit", "q_group_size", "zero_point")) else "gptq"
 
 
+def read_bytes(path: Path) -> bytes:
+    """The content of a file. Raises ModelError if it cannot be read."""
+    try:
+        return read_file(path)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ModelError if the file cannot be read or holds anything else."""
     try:
@@ -458,7 +466,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_optional_json(path: Path) -> dict[str, Any]:
     """`read_json`, or {} where the file is missing."""
-    return read_json(path) if path.is_file() else {}
+    return read_json(path) if is_there(path) else {}
 
 
 def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -476,7 +484,7 @@ def _read_generation_config(folder: Path | None, options: Options) -> dict[str, 
     name another folder than the model's."""
     if options.generation_config not in ("auto", "vllm"):
         named = Path(options.generation_config).expanduser()
-        if not (named / "generation_config.json").is_file():
+        if not is_there(named / "generation_config.json"):
             raise ModelError(
                 f"generation_config names {named}, where there is no generation_config.json; auto is the model's own, "
                 "and vllm sets no defaults"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.ipc.failure import ModelError
-from headrace.ipc.process.regular_files import read_text
+from headrace.ipc.process.regular_files import is_there, read_text
 
 MODULES = "modules.json"
 FLAGS = {
@@ -90,7 +90,7 @@ def _tokens(pooling: dict[str, Any], file: Path) -> str:
 
 
 def _read(file: Path) -> Any:
-    if not file.exists():
+    if not is_there(file):
         return None
     try:
         return json.loads(read_text(file))

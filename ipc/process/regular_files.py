@@ -27,6 +27,12 @@ def require_file(path: str | os.PathLike[str]) -> None:
         raise NoFileError(f"{os.fspath(path)} is {_KINDS.get(kind, 'something else')}, and a file is expected")
 
 
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Whether something has this name, be it no file or a link to nothing: reading it then tells what it is, where an
+    optional file would be left out in silence."""
+    return os.path.lexists(path)
+
+
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a file for reading, or this process's own pipe, as a shell passes it: `<(command)`, /dev/stdin.
 

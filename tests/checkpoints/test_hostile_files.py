@@ -25,7 +25,9 @@ from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
 from headrace import LLM, SamplingParams
+from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints import identity
+from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.checkpoints.sources.gguf.file import GGUFFile
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
 from headrace.executor.checkpoints.sources.held_weights import TensorWeights
@@ -409,3 +411,40 @@ def test_the_identity_of_weights_waits_for_no_pipe(tmp_path: Path) -> None:
         make(tmp_path / str(index))
         with pytest.raises(ModelError, match=f"{tmp_path / str(index)} is {what}, and a file is expected"):
             list(identity._pages([tmp_path / str(index)]))
+
+
+OPTIONAL = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("quantize_config.json", "quant_config.json", "hf_quant_config.json", "chat_template.jinja"),
+    *("chat_template.json", "processor_config.json", "additional_chat_templates/other.jinja"),
+)
+
+
+def test_an_optional_file_that_is_no_file_is_named(copies: Callable[[str], Path]) -> None:
+    made: list[tuple[str, Path]] = []
+    for name in OPTIONAL:
+        for what, make in THINGS.items() if name == "tokenizer_config.json" else [("a named pipe", pipe)]:
+            path = copies(name)
+            path.parent.mkdir(exist_ok=True)
+            make(path)
+            made.append((what, path))
+    made.append(("No such file", copies("tokenizer_config.json")))
+    made[-1][1].symlink_to("nowhere")
+    ends = ends_of([(str(path.parent if path.parent.name.isdigit() else path.parent.parent), None) for _, path in made])
+    for (what, path), end in zip(made, ends, strict=True):
+        assert end.startswith("refused: "), (path.name, end)
+        assert path.name in end
+        assert what in end
+
+
+def test_a_generation_config_that_is_no_file_is_warned_of(
+    copies: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    for what, make in THINGS.items():
+        path = copies("generation_config.json")
+        make(path)
+        caplog.clear()
+        assert open_checkpoint(Options(model=str(path.parent))).generation_config == {}
+        assert f"{path} is {what}, and a file is expected; the model is served without its defaults" in caplog.text
+        with pytest.raises(ModelError, match=f"is {what}, and a file is expected"):
+            open_checkpoint(Options(model=str(path.parent), generation_config=str(path.parent)))

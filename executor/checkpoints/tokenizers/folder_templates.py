@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.executor.checkpoints.checkpoint import read_optional_json
 from headrace.ipc.failure import ModelError
+from headrace.ipc.process.regular_files import is_there, read_text
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """Files of models that take more than text. Their processor has a chat template of its own, which comes first."""
@@ -37,7 +38,14 @@ def folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def _in_files(folder: Path) -> dict[str, str]:
     files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     files["default"] = folder / "chat_template.jinja"
-    return {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    return {name: _read(file) for name, file in files.items() if is_there(file)}
+
+
+def _read(file: Path) -> str:
+    try:
+        return read_text(file)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
 
 
 def _in_config(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Any
 from headrace.executor.checkpoints.sources.gguf.splits import SPLITS, Split
 from headrace.executor.checkpoints.tokenizers.byte_level import byte_level_tokenizer
 from headrace.ipc.failure import ModelError
-from headrace.ipc.process.regular_files import read_file
+from headrace.ipc.process.regular_files import is_there, read_file
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ KINDS: Mapping[str, TiktokenKind] = MappingProxyType(
 def tiktoken_kind(folder: Path, config: Mapping[str, Any]) -> TiktokenKind | None:
     """The folder's kind of tiktoken tokenizer; None if it has none. config: content of tokenizer_config.json."""
     kind = KINDS.get(str(config.get("tokenizer_class")))
-    return kind if kind is not None and (folder / kind.file).is_file() else None
+    return kind if kind is not None and is_there(folder / kind.file) else None
 
 
 def tiktoken_json(folder: Path, kind: TiktokenKind, config: Mapping[str, Any]) -> bytes:

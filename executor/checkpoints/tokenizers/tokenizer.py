@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.options.engine_options import Options
-from headrace.executor.checkpoints.checkpoint import MISTRAL_PARAMS, Checkpoint, read_optional_json
+from headrace.executor.checkpoints.checkpoint import MISTRAL_PARAMS, Checkpoint, read_bytes, read_optional_json
 from headrace.executor.checkpoints.hub import HubChoice, locate
 from headrace.executor.checkpoints.hub.remote_code import with_code
 from headrace.executor.checkpoints.sources.gguf.header import GGUFHeader
@@ -38,7 +38,7 @@ from headrace.executor.checkpoints.tokenizers.tokenizer_growth import check_grow
 from headrace.executor.checkpoints.tokenizers.tokenizer_keys import check_gguf_keys, check_tokenizer_config
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
-from headrace.ipc.process.regular_files import read_file
+from headrace.ipc.process.regular_files import is_there, read_file
 
 # Files that transformers can convert if there is no tokenizer.json.
 SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
@@ -75,7 +75,7 @@ def _read_bundle(checkpoint: Checkpoint, options: Options) -> TokenizerBundle:
         return _gguf(header)
     if options.tokenizer_mode == "mistral":
         return _of_mistral(path)
-    if (path / "tokenizer.json").is_file():
+    if is_there(path / "tokenizer.json"):
         return _fast(path)
     if (file := _only_mistrals(path)) is not None:
         return _without_mode(file)
@@ -94,9 +94,9 @@ def end_of_tokenizer(checkpoint: Checkpoint, options: Options) -> int | None:
     if options.skip_tokenizer_init or (checkpoint.gguf is not None and not options.tokenizer):
         return None
     file = checkpoint.path / "tokenizer.json"
-    if not options.tokenizer and options.tokenizer_mode != "mistral" and file.is_file():
+    if not options.tokenizer and options.tokenizer_mode != "mistral" and is_there(file):
         text = folder_tokens(checkpoint.path, _config(checkpoint.path)).roles.get("eos_token")
-        found = None if text is None else _added_id(read_file(file), text)
+        found = None if text is None else _added_id(read_bytes(file), text)
         if text is None or found is not None:
             return found
     bundle = load_bundle(checkpoint, options)
@@ -178,7 +178,7 @@ def _digest(folder: Path, files: Sequence[Path]) -> str:
     for file in sorted({*files, *beside}):
         if not file.name.endswith(".index.json"):
             digest.update(file.name.encode())
-            digest.update(hashlib.sha256(read_file(file)).digest())
+            digest.update(hashlib.sha256(read_bytes(file)).digest())
     return digest.hexdigest()
 
 
@@ -198,8 +198,8 @@ def _only_mistrals(folder: Path) -> Path | None:
     file = mistral.tokenizer_file(folder)
     if file is None or file.name == mistral.TEKKEN:
         return file
-    is_others = file.name == "tokenizer.model" and not (folder / MISTRAL_PARAMS).is_file()
-    return None if is_others or (folder / "tokenizer_config.json").is_file() else file
+    is_others = file.name == "tokenizer.model" and not is_there(folder / MISTRAL_PARAMS)
+    return None if is_others or is_there(folder / "tokenizer_config.json") else file
 
 
 def _without_mode(file: Path) -> TokenizerBundle:
@@ -211,7 +211,7 @@ def _without_mode(file: Path) -> TokenizerBundle:
 
 def _slow(folder: Path, options: Options) -> TokenizerBundle:
     """A tokenizer in an older file format, converted. Raises ModelError if there is none."""
-    files = [folder / name for name in SLOW_FILES if (folder / name).is_file()]
+    files = [folder / name for name in SLOW_FILES if is_there(folder / name)]
     files += [file for pattern in SLOW_PATTERNS for file in sorted(folder.glob(pattern))]
     if not files:
         looked_for = ", ".join(("tokenizer.json", *SLOW_FILES, *SLOW_PATTERNS, mistral.TEKKEN, "tokenizer.model.v*"))

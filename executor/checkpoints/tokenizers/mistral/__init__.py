@@ -10,10 +10,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from headrace.executor.checkpoints.checkpoint import read_bytes
 from headrace.executor.checkpoints.tokenizers.converted_tokenizers import cached_bundle, is_installed
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
-from headrace.ipc.process.regular_files import read_file
+from headrace.ipc.process.regular_files import is_there
 
 LIBRARY, EXTRA = "mistral_common", "mistral"
 TEKKEN = "tekken.json"
@@ -32,7 +33,7 @@ def check_installed() -> None:
 
 def tokenizer_file(folder: Path) -> Path | None:
     """tekken.json, else the SentencePiece model of the latest version; None if the folder has neither."""
-    if (folder / TEKKEN).is_file():
+    if is_there(folder / TEKKEN):
         return folder / TEKKEN
     found = {file: match for file in folder.iterdir() if (match := _SENTENCEPIECE.fullmatch(file.name))}
     return max(found, key=lambda file: (int(found[file][1] or 0), file.name), default=None)
@@ -46,7 +47,7 @@ def mistral_bundle(path: Path, templates: Mapping[str, str], made: bool) -> Toke
     """
     by = f"{LIBRARY}-{metadata.version(LIBRARY)}" if made else ""
     # The name is hashed too: it tells for which version of the conversation format the model was trained.
-    digest = hashlib.sha256(path.name.encode() + read_file(path)).hexdigest()
+    digest = hashlib.sha256(path.name.encode() + read_bytes(path)).hexdigest()
     names = ",".join(f"{name}={hashlib.sha256(text.encode()).hexdigest()}" for name, text in sorted(templates.items()))
 
     def convert() -> TokenizerBundle:
