@@ -43,7 +43,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         spec_from_config({"architectures": ["MambaForCausalLM"]})
     configs: tuple[dict[str, Any], ...] = ({}, {"architectures": []}, {"architectures": None})
     for nameless in configs:
-        with pytest.raises(ModelError, match='no "architectures"'):
+        with pytest.raises(ModelError, match=r'neither "architectures" nor "model_type", which name the kind of'):
             spec_from_config(nameless)
 
 

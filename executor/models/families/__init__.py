@@ -108,7 +108,7 @@ def named_architecture(config: Mapping[str, Any]) -> str:
         return next(filter(_is_known, listed), listed[0]) if len(listed) > 1 else listed[0]
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
-        raise ModelError(f'the config has no "architectures"; one of {", ".join(families())} is expected')
+        raise ModelError('the config has neither "architectures" nor "model_type", which name the kind of model')
     if kind not in MODEL_TYPES:
         shown = printable(f"{kind:.100}")
         raise UnknownArchitectureError(
