@@ -16,8 +16,10 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.routing import Match, Route, Router
 
 from headrace.frontend.api.unsupported import ONLY_GENERATION
@@ -144,6 +146,19 @@ class _Cors(CORSMiddleware):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_unknown = self._gate.unknown_host(scope["headers"], scope["extensions"][EXTENSION]) is not None
         await (self.app if is_unknown else super().__call__)(scope, receive, send)
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """A refusal is JSON, as other errors are."""
+        answer = super().preflight_response(request_headers)
+        if answer.status_code < HTTPStatus.BAD_REQUEST:
+            return answer
+        message = (
+            f"{bytes(answer.body).decode()}: the server's options --allowed-origins, --allowed-methods and "
+            "--allowed-headers say which requests pages may send"
+        )
+        answer.body = ApiError(answer.status_code, message, code="origin").json()
+        answer.headers["content-type"], answer.headers["content-length"] = "application/json", str(len(answer.body))
+        return answer
 
 
 class App:

@@ -107,7 +107,16 @@ def test_only_allowed_origins_may_read(client):
     assert allowed("https://app.example") == "https://app.example"
     assert allowed("https://evil.example") is None
     preflight = {"origin": "https://evil.example", "access-control-request-method": "POST"}
-    assert client.options(COMPLETIONS, headers=preflight).status_code == 400
+    refused = client.options(COMPLETIONS, headers=preflight)
+    assert (refused.status_code, refused.headers["content-type"]) == (400, "application/json")
+    assert refused.json()["error"]["code"] == "origin"
+    assert "Disallowed CORS origin" in refused.json()["error"]["message"]
+    assert "--allowed-origins" in refused.json()["error"]["message"]
+    assert int(refused.headers["content-length"]) == len(refused.content)
+    of_ours = preflight | {"origin": "https://app.example"}
+    assert client.options(COMPLETIONS, headers=of_ours).status_code == 200
+    wrong = client.options(COMPLETIONS, headers=of_ours | {"access-control-request-method": "BREW"})
+    assert "Disallowed CORS method" in wrong.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("chunked", [False, True])
