@@ -31,6 +31,7 @@ from headrace.ipc.transport.sockets import (
     MOST_HEADER_BYTES,
     AddressError,
     CutShortError,
+    address_to_dial,
     check_address,
     ipc_path,
     new_dealer,
@@ -177,14 +178,16 @@ class ZmqTransport:
         self._loop = asyncio.get_running_loop()
         self._on_message, self._on_closed = on_message, on_closed
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = new_dealer(context, self.address, self._peer_timeout_s, self._keys_path, ipv6=self._ipv6)
+        dialled = address_to_dial(self.address)
+        ipv6 = self._ipv6 if dialled == self.address else None
+        self._socket = new_dealer(context, dialled, self._peer_timeout_s, self._keys_path, ipv6=ipv6)
         self._context = context
         # The monitor must exist before the connection is attempted, or its failure could be missed.
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
         )
         try:
-            self._socket.connect(self.address)
+            self._socket.connect(dialled)
         except zmq.ZMQError as error:
             self.close()
             raise AddressError(f"cannot connect to {self.address}: {(error.strerror or str(error)).lower()}") from error

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+
+_ASK_S = 1.0
 
 
 def bare_host(host: str) -> str:
@@ -30,6 +33,14 @@ def listening(host: str, port: int, backlog: int | None = None) -> socket.socket
     """A listening TCP socket at this host's address or name, of whichever family it is. Raises OSError."""
     family, *_, address = socket.getaddrinfo(bare_host(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server(address[:2], family=family, backlog=backlog)
+
+
+def where_localhost_listens(port: int) -> str:
+    """The loopback address, of IPv4 or else of IPv6, that takes connections at this port; IPv4's if neither does."""
+    for host in ("127.0.0.1", "::1"):
+        with contextlib.suppress(OSError), socket.create_connection((host, port), _ASK_S):
+            return host
+    return "127.0.0.1"
 
 
 def needs_ipv6(host: str) -> bool:

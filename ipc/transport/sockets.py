@@ -24,7 +24,7 @@ from headrace.ipc.codec import Frame
 from headrace.ipc.failure import HeadraceError, let_interrupts_pass
 from headrace.ipc.process.runtime_directory import UNIX_PATH_BYTES, AddressError, runtime_directory
 from headrace.ipc.transport.engine_records import keys_of, refuses, sweep_records
-from headrace.ipc.transport.hosts import any_host, bare_host, host_port, needs_ipv6
+from headrace.ipc.transport.hosts import any_host, bare_host, host_port, needs_ipv6, where_localhost_listens
 from headrace.ipc.transport.keys import is_insecure, key_file, read_engine_keys, read_keys
 
 logger = logging.getLogger(__name__)
@@ -153,6 +153,13 @@ def check_address(address: str, keys: Path | None = None) -> str:
             "addresses are like ipc:///path/to/socket"
         )
     raise AddressError(f"{address!r} is no address: use ipc:///path/to/socket or tcp://HOST:PORT")
+
+
+def address_to_dial(address: str) -> str:
+    """A checked address with the loopback address for the name localhost: ZeroMQ tries one address of a name alone, and
+    an engine is known by its address."""
+    port = address.removeprefix("tcp://localhost:")
+    return f"tcp://{host_port(where_localhost_listens(int(port)), port)}" if port.isdigit() else address
 
 
 def is_ipv6(address: str) -> bool:

@@ -63,6 +63,15 @@ def test_an_engine_at_all_addresses_is_reached_by_ipv4_and_ipv6(monkeypatch, ipv
                 assert llm.generate([[5, 6]])[0].outputs[0].token_ids
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+@pytest.mark.parametrize("reconnect", [False, True])
+def test_localhost_reaches_an_engine_at_either_loopback_address(host, reconnect, monkeypatch, ipv6):
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    port = free_port(bare_host(host))
+    with engine_at(f"tcp://{host}:{port}"), connect(f"tcp://localhost:{port}", reconnect=reconnect) as llm:
+        assert llm.generate([[5, 6]])[0].outputs[0].token_ids
+
+
 def test_addresses_and_ports_are_written_as_urls_have_them():
     assert [bare_host(each) for each in ("::1", "[::1]", "a.b", "10.0.0.1")] == ["::1", "::1", "a.b", "10.0.0.1"]
     assert [host_port(each, 80) for each in ("::1", "[::1]", "a.b")] == ["[::1]:80", "[::1]:80", "a.b:80"]
