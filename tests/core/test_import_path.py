@@ -74,6 +74,14 @@ def test_commands_import_nothing_from_the_current_folder(strangers: Path) -> Non
         assert ran(strangers) == [], command
 
 
+def test_the_command_runs_beside_a_folder_with_the_packages_name(tmp_path: Path) -> None:
+    """As a clone is: Python takes such a folder for a package without content."""
+    (tmp_path / "headrace" / "core").mkdir(parents=True)
+    done = run(sys.executable, "-m", "headrace", "version", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("headrace ")
+
+
 def test_workers_and_a_grammars_trial_import_nothing_from_the_current_folder(strangers: Path, tmp_path: Path) -> None:
     folder = save("llama", tmp_path / "model", tokenizer=True)
     script = tmp_path / "script.py"
