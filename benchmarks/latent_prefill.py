@@ -12,10 +12,9 @@ import argparse
 import copy
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -30,7 +29,6 @@ from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.kv_cache import KVCache, allocate
 from headrace.executor.models.sizes import weight_shapes
 from headrace.executor.step.batch import StepArrays
-from headrace.kernels.cpu.attention.latent import NEVER, LatentLayer
 from headrace.kernels.cpu.linear.linear import runtime
 
 BLOCK_SIZE = 16
@@ -64,12 +62,6 @@ def steps_of(length: int, chunk: int) -> Iterator[StepArrays]:
         )
 
 
-@contextmanager
-def only_absorbed() -> Iterator[None]:
-    with mock.patch.object(LatentLayer, "least_expanded", return_value=NEVER):
-        yield
-
-
 def prefill_s(decoder: Decoder | CpuDecoder, cache: KVCache, length: int, chunk: int) -> float:
     """Processor seconds of all threads."""
     begin = time.process_time()
@@ -86,9 +78,8 @@ def measure(spec: ArchSpec, args: argparse.Namespace, report: Report) -> None:
     decoders: dict[str, Decoder | CpuDecoder] = {}
     program = CpuDecoder(spec, source, torch.bfloat16, limits, used=runtime(num_threads=1))
     decoders["expanded"] = program
-    with only_absorbed():  # writes another program over the same weights
-        absorbed = copy.copy(program)
-        absorbed.bind(cache)
+    absorbed = copy.copy(program)  # writes another program over the same weights
+    absorbed.limits = replace(limits, batch_invariant=True)
     decoders["absorbed"] = absorbed
     if args.op_by_op:
         decoders["op by op"] = Decoder(spec, source, torch.bfloat16)

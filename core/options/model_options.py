@@ -61,8 +61,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool,
         Option(
             MODEL,
-            "On a GPU, compute a request's numbers in the same order whatever shares its batch and however its "
-            "prompt is divided into chunks, so that its tokens are the same; slower",
+            "Compute a request's numbers in the same order whatever shares its batch and however its prompt is divided "
+            "into chunks, so that its tokens are the same; slower on a GPU. The CPU's programs always do, except for "
+            "long prompts of models with latent attention (DeepSeek V2 and V3), which this makes slower",
         ),
     ] = False
     max_cudagraph_capture_size: Annotated[

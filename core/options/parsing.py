@@ -416,6 +416,7 @@ def _read(
 ) -> tuple[T, tuple[str, ...]]:
     """`read_options`; options that are not given come from the config file, then from vLLM's environment variables."""
     options, notes = read_options(struct, given, spell)
+    taken = _names_with_values(given)
     if config is not None:
         in_file, file_notes = read_config(Path(config), struct, getattr(config, "structs", ()))
         names = option_specs(struct).keys()
@@ -426,9 +427,14 @@ def _read(
         set_here |= _set_by_parts(given) if struct is Options else set()
         options = msgspec.structs.replace(in_file, **{name: getattr(options, name) for name in set_here})
         notes += file_notes
+        taken |= _names_with_values(_read_mapping(Path(config)))
     named = options_from_variables() if struct is Options else {}
-    unset = {name: value for name, value in named.items() if getattr(options, name) is None}
+    unset = {name: value for name, value in named.items() if name not in taken and not getattr(options, name)}
     return msgspec.structs.replace(options, **unset), notes
+
+
+def _names_with_values(given: Mapping[str, Any]) -> set[str]:
+    return {name.replace("-", "_") for name, value in given.items() if value is not None}
 
 
 def read_config(path: Path, struct: type[T], structs: Sequence[type[msgspec.Struct]] = ()) -> tuple[T, tuple[str, ...]]:

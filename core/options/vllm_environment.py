@@ -23,6 +23,7 @@ STANDS_FOR: Mapping[str, str] = types.MappingProxyType(
 )
 CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 """GiB of KV cache on a CPU."""
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 NEEDLESS = frozenset(
     {
         "VLLM_NO_USAGE_STATS",  # Headrace never sends usage data
@@ -45,7 +46,7 @@ INSTEAD: Mapping[str, str] = types.MappingProxyType(
 )
 
 
-_FLAGS = ("VLLM_SERVER_DEV_MODE", "VLLM_USE_MODELSCOPE", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK")
+_FLAGS = ("VLLM_SERVER_DEV_MODE", "VLLM_USE_MODELSCOPE", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK", BATCH_INVARIANT)
 _TRUE = ("1", "true", "yes", "on")
 
 
@@ -71,7 +72,7 @@ def take_vllm_variables(environment: MutableMapping[str, str]) -> str:
     for theirs, ours in STANDS_FOR.items():
         if environment.get(theirs):
             environment.setdefault(ours, environment[theirs])
-    known = {*STANDS_FOR, CACHE_SPACE, *NEEDLESS}
+    known = {*STANDS_FOR, CACHE_SPACE, BATCH_INVARIANT, *NEEDLESS}
     others = sorted(name for name in environment if name.startswith("VLLM_") and name not in known)
     if not others:
         return ""
@@ -98,13 +99,19 @@ _DEFAULTS: Mapping[str, Any] = types.MappingProxyType(
 
 def options_from_variables(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Options that vLLM reads from its environment. Raises OptionError for an invalid value."""
+    options: dict[str, Any] = {}
+    flag = environment.get(BATCH_INVARIANT, "")
+    if flag not in ("", "0", "1"):
+        raise OptionError(f"{BATCH_INVARIANT}={flag}: it must be 0 or 1")
+    if flag == "1":
+        options["batch_invariant"] = True
     text = environment.get(CACHE_SPACE, "")
     if text in ("", "0"):  # vLLM's default: choose the size automatically
-        return {}
+        return options
     try:
         size = int(Decimal(text) * (1 << 30))
     except (InvalidOperation, ValueError, OverflowError):
         size = 0
     if size < 1:
         raise OptionError(f"{CACHE_SPACE}={text}: it must be the cache's size in GiB")
-    return {"kv_cache_memory_bytes": size}
+    return options | {"kv_cache_memory_bytes": size}

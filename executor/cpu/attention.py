@@ -80,7 +80,7 @@ class CpuLatent:
     def write(self, ops: ProgramOps, query: Buffer, latent: Buffer) -> Buffer:
         """Uses the absorbed form, which reads each cached vector once for all heads. Sequences that compute many tokens
         use the expanded form, which multiplies less per token, except in the last layer, which needs few rows of any
-        sequence."""
+        sequence, and in batch-invariant programs, since the two forms add up in different orders."""
         declared, builder = self.declared, ops.builder
         rotary, num_heads = ops.rotary(declared.rope), len(self.keys)
         assert rotary is not None, "latent attention rotates"
@@ -94,7 +94,7 @@ class CpuLatent:
         builder.write_latent(query, absorbed, latent, layer)
         attended = ops.room(num_heads * declared.latent_dim, ops.inner)
         only_logits = ops.repeats_from_here()
-        least = NEVER if only_logits else layer.least_expanded(declared.value_dim)
+        least = NEVER if only_logits or ops.batch_invariant else layer.least_expanded(declared.value_dim)
         builder.attend_latent(absorbed, attended, layer, most_tokens=least - 1, only_logits=only_logits)
         compressed = ops.narrowed(attended, own=False)
         out = ops.room(num_heads * declared.value_dim, ops.inner)

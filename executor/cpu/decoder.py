@@ -90,7 +90,7 @@ class CpuDecoder:
         weights = as_declared(spec, weights)
         block = inner_block(spec, weights, keep_packed=keep_packed, blocks=blocks)
         spec, weights = padded_for(spec, weights, place, block)
-        self.spec, self.dtype, self._limits, self._place = spec, dtype, limits, place
+        self.spec, self.dtype, self.limits, self._place = spec, dtype, limits, place
         self.runtime = used or runtime()
         reader = CpuWeights(weights, dtype, self.runtime, place=place, keep_packed=keep_packed, blocks=blocks)
         self._model: CpuModel = read_model(spec, reader)
@@ -107,9 +107,9 @@ class CpuDecoder:
         """The program for this cache; written once per cache, at the latest by the first step that uses it."""
         written = self._written
         if written is None or kv_cache is not written.kv_cache:
-            writer = ProgramWriter(self._model, kv_cache, self._limits, self.runtime, self._place)
+            writer = ProgramWriter(self._model, kv_cache, self.limits, self.runtime, self._place)
             written = self._written = writer.write()
-            self._logits = [written.logits[:count] for count in range(self._limits.max_logits + 1)]
+            self._logits = [written.logits[:count] for count in range(self.limits.max_logits + 1)]
         return written
 
     def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
@@ -200,7 +200,7 @@ class CpuDecoder:
             sampling.masks[masks.positions] = masks.bits.reshape(len(masks.positions), -1)
 
     def _logits_at(self, first: int, last: int) -> Tensor:
-        written, most = self._written, self._limits.max_logits
+        written, most = self._written, self.limits.max_logits
         assert written is not None, "a step comes first"
         written.sampling.temperature[:] = 0.0  # these rows' tokens are not used
         if last - first <= most:

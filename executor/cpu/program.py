@@ -56,6 +56,8 @@ class StepLimits:
     """Rows of logits beyond one for each sequence, for draft tokens."""
     pools: bool = False
     """Steps may ask for the states of tokens after the final norm."""
+    batch_invariant: bool = False
+    """A row's bits depend on nothing else that a step computes, at any number of a sequence's tokens."""
 
     @property
     def max_logits(self) -> int:
@@ -122,6 +124,7 @@ class ProgramOps:
         """num_positions: the size of the tables of cos and sin. states: of each step's sequences."""
         spec = model.spec
         self.builder, self.max_logits, self.states = builder, limits.max_logits, states
+        self.batch_invariant = limits.batch_invariant
         self.ranks = RankBuffers(place, limits.max_tokens) if place.tp_size > 1 else None
         self.inner = inner_dtype(model)
         self._spec, self.place, self._num_positions = spec, place, num_positions

@@ -294,6 +294,7 @@ def as_program(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankCoo
         if pooling is not None and pooling.reads_all
         else plan.max_logits - plan.max_num_seqs,
         pools=pooling is not None,
+        batch_invariant=plan.options.batch_invariant,
     )
     blocks = Blocks(plan.weight_bits, plan.options.quantization_group_size) if plan.weight_bits else None
     kind = CpuDecoder if place.world_size == 1 else CpuDecoderPart
@@ -326,6 +327,10 @@ def check_op_by_op(plan: Plan, reason: str) -> None:
         raise OptionError(
             f"quantization={plan.options.quantization} needs the CPU kernels' program, which cannot run "
             f"{plan.model.name}: {reason}"
+        )
+    if plan.options.batch_invariant:
+        raise OptionError(
+            f"batch_invariant needs the CPU kernels' program, which cannot run {plan.model.name}: {reason}"
         )
     if plan.options.kv_cache_dtype != "auto" and plan.kv_cache_dtype != plan.dtype:
         raise OptionError(
@@ -380,8 +385,6 @@ def check_no_gpu_options(options: Options) -> None:
             "cpu_offload_gb keeps a GPU's weights in the host's memory, which is where they are when the model runs on "
             f"the CPU (device={options.device})"
         )
-    if options.batch_invariant:
-        raise OptionError(f"batch_invariant is for GPUs, and the model runs on the CPU (device={options.device})")
 
 
 def use_all_cores() -> None:

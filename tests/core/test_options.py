@@ -559,8 +559,23 @@ def test_the_cache_space_of_vllms_environment_is_a_default(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     assert parse_options(model="x").kv_cache_memory_bytes == 2 << 30
     assert parse_options(model="x", kv_cache_memory_bytes="1GiB").kv_cache_memory_bytes == 1 << 30
+    assert parse_options(model="x", kv_cache_memory_bytes=None).kv_cache_memory_bytes == 2 << 30
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "much")
     with pytest.raises(OptionError, match="VLLM_CPU_KVCACHE_SPACE=much: it must be the cache's size in GiB"):
+        parse_options(model="x")
+
+
+def test_batch_invariance_of_vllms_environment_is_a_default(monkeypatch, tmp_path):
+    (tmp_path / "off.yaml").write_text("batch-invariant: false")
+    for value, expected in (("", False), ("0", False), ("1", True)):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+        assert parse_options(model="x").batch_invariant is expected
+        assert parse_options(model="x", batch_invariant=True).batch_invariant is True
+        assert parse_options(model="x", batch_invariant=False).batch_invariant is False
+        assert parse_options(model="x", config=tmp_path / "off.yaml").batch_invariant is False
+    assert take_vllm_variables({"VLLM_BATCH_INVARIANT": "1"}) == ""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "maybe")
+    with pytest.raises(OptionError, match="VLLM_BATCH_INVARIANT=maybe: it must be 0 or 1"):
         parse_options(model="x")
 
 

@@ -156,6 +156,15 @@ def test_many_tokens_at_once_take_the_expanded_form() -> None:
         assert answer == reference_logits(reference("deepseek_v2_moe"), prompt, answer).argmax(-1).tolist()
 
 
+def test_chunks_that_take_the_expanded_form_have_the_same_bits_however_a_prompt_is_divided() -> None:
+    decoder = make_program("deepseek_v2_moe")
+    prompts = random_prompts((400, 270))
+    _, whole = Driver(decoder).greedy(prompts, NEW_TOKENS, chunk=512)
+    for chunk in (200, 90, 60, 45):  # the last chunks have 27 tokens or more
+        _, divided = Driver(decoder).greedy(prompts, NEW_TOKENS, chunk)
+        assert all(torch.equal(rows, expected) for rows, expected in zip(divided, whole, strict=True)), chunk
+
+
 def test_fp16_runs_close_to_float32() -> None:
     assert 0 < relative_error(make_program("llama3", torch.float16), reference("llama3")) < 0.01
 

@@ -122,9 +122,9 @@ def test_a_scaled_cache_is_transformers_with_rounded_keys_and_values(by: str, ca
         assert lost > (0.5 if cache_dtype == torch.int8 else 5) * BF16_ATTENTION_ERROR, "rounding is seen"
 
 
-def test_what_runs_op_by_op_refuses_both(tmp_path: Path) -> None:
+def test_what_runs_op_by_op_refuses_what_programs_do(tmp_path: Path) -> None:
     tiny_models.save("llama_dynamic", tmp_path)
-    for asked in ({"quantization": "int8"}, {"kv_cache_dtype": "int8"}):
+    for asked in ({"quantization": "int8"}, {"kv_cache_dtype": "int8"}, {"batch_invariant": True}):
         options = Options(model=str(tmp_path), skip_tokenizer_init=True, **asked)  # type: ignore[arg-type]
         executor = CpuRank(options)
         plan = resolve(options, executor.describe(lambda name: None))

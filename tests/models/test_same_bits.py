@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,16 +20,18 @@ from tiny_recurrent import FAMILIES as RECURRENT
 
 from headrace import LLM, SamplingParams
 from headrace.core.engine import loop
-from headrace.kernels.cpu.attention.latent import LatentLayer
 
 MODELS = {
     "dense": TINY_MODELS["llama"],
     "windowed": TINY_MODELS["mistral_window"],
     "latent": MIXTURES["minicpm3"],
+    "latent and experts": TINY_MODELS["deepseek_v3_moe"],
     "short convolutions": RECURRENT["lfm2"],
     "short convolutions and experts": RECURRENT["lfm2_moe"],
     "recurrent": RECURRENT["mamba2"],
 }
+ASKED = ("latent", "latent and experts")
+"""Models that take one form of latent attention, whatever the chunk, only with batch_invariant."""
 LENGTHS = (40, 1, 17, 33, 16, 50, 44)
 NEW_TOKENS = 10
 ENGINE: dict[str, Any] = {
@@ -117,7 +118,7 @@ def run(path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, texts: list[lis
     """What the requests get; with the cache, of two passes."""
     monkeypatch.setenv("OMP_NUM_THREADS", str(plan.threads))
     monkeypatch.setattr(PreemptingScheduler, "preempts_at", plan.preempts_at)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"batch_invariant": path.name in ASKED}
     if plan.drafts:
         monkeypatch.setattr(loop, "drafter_of", lambda _: KnowingDrafter(texts, DRAFTS[plan.drafts]))
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 4}
@@ -132,15 +133,6 @@ def run(path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch, texts: list[lis
     has_room = most > 1  # a step of one token has none for drafts
     assert (stats.num_accepted_tokens > 0) == (has_room and plan.drafts in ("right", "some right"))
     return passes
-
-
-@pytest.fixture(autouse=True, scope="module")
-def absorbed_form() -> Iterator[None]:
-    """Latent attention is compared in the form that decodes and short chunks take: the expanded one, which long chunks
-    take for its speed, sums in another order, which depends on the chunk."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(LatentLayer, "least_expanded", lambda *_: 1 << 31)
-        yield
 
 
 @cache
