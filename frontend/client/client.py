@@ -212,6 +212,11 @@ class CoreClient(AsyncControls):
             tokenized=tokenized,
         )
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the core runs here and its process ends or has ended, which the connection may not say yet."""
+        return self._process is not None and is_local(self._transport.address) and self._process.is_ending
+
     def look_at_process(self) -> None:
         """Updates `last_worked_s`, if the core runs on this host. Call a few times a second while the core is silent;
         the first call only remembers how much processor time was used."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.ipc.failure import Failure
-from headrace.ipc.process.proc import oom_kill_count, status_of
+from headrace.ipc.process.proc import is_dying, oom_kill_count, status_of
 from headrace.ipc.transport.sockets import ipc_path
 
 END_SEEN_WITHIN_S = 1.0
@@ -78,6 +78,11 @@ class EngineProcess:
         status = status_of(self.pid)
         # A pid may be reused; and a zombie has ended, but its parent has not waited for it yet.
         return status is None or status.started != self._started or status.state in "ZX"
+
+    @property
+    def is_ending(self) -> bool:
+        """It has ended, or a signal that has been sent ends it."""
+        return self.has_ended or is_dying(self.pid)
 
     def has_worked(self) -> bool:
         """Whether it has used processor time since the last call, waits for a processor, or for its memory or files:

@@ -94,6 +94,23 @@ def test_streams_of_an_engine_that_is_killed_or_stopped_go_on_unchanged(number: 
             assert again.result(60) == expected[1]
 
 
+def test_requests_whose_engines_are_killed_at_the_same_moment_are_not_blamed() -> None:
+    """They wait for an engine that is started again: moved to the other, whose end is not known yet, one would lose
+    two."""
+    with serving("-dp", "2", null_model=SLOW) as server, server.client() as client, ThreadPoolExecutor(2) as pool:
+        expected = [stream(server, each) for each in (0, 2)]
+        again = [pool.submit(stream, server, each) for each in (0, 2)]
+        for rank in ("0", "1"):
+            wait_until(lambda at=rank: metric(client, "headrace:num_requests_running", engine=at) == 1, 30, "both")
+        server.signal(signal.SIGSTOP)  # so it hears of both deaths at once
+        for engine in engines_of(server):
+            engine.kill()
+        wait_until(lambda: not engines_of(server), 30, "their end")
+        server.signal(signal.SIGCONT)
+        assert [each.result(60) for each in again] == expected
+        assert metric(client, "headrace:router_quarantined_total") == 0
+
+
 def test_a_request_that_kills_its_engines_fails_with_the_cause_and_no_third_is_risked() -> None:
     with serving("-dp", "3", null_model={"crash_token_id": 99}) as server, server.client() as client:
         before = {each.pid for each in engines_of(server)}
