@@ -107,6 +107,7 @@ DOCUMENTED: dict[str, str] = {
     "*test_bad_word_tokenization_stops_at_worker_limit": "more than 64 `bad_words`",
     "*test_stateful.py::test_background": "`status` of a background response that runs",
     "*test_min_tokens_validation": "the message of a number out of range",
+    "*test_min_tokens_with_terminal_structured_output": "| an answer whose form (`structured_outputs`) is complete",
     "*test_show_version": "`GET /version`",
     "*test_check_models": "options for unsupported features",
     " --runner=pooling is refused": "options for unsupported features",

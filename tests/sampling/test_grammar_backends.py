@@ -337,6 +337,17 @@ def test_xgrammar_follows_every_form(llm: LLM) -> None:
     assert set(re.findall("<a.*", tagged)) <= {"<a>true</a>", "<a>false</a>"} or "<a" not in tagged
 
 
+def test_an_answer_whose_form_is_complete_has_no_end_token_and_one_that_may_go_on_has(llm: LLM) -> None:
+    def answer(regex: str, min_tokens: int) -> tuple[bool, str | None]:
+        params = form(regex=regex)
+        params.min_tokens = min_tokens
+        (output,) = llm.generate("a", params)[0].outputs
+        return llm.get_tokenizer().eos_token_id in output.token_ids, output.finish_reason
+
+    assert [answer("ab", least) for least in (0, 20)] == [(False, "stop")] * 2
+    assert [answer("a{1,199}", least) for least in (0, 20)] == [(True, "stop")] * 2
+
+
 def test_answers_by_xgrammar_to_random_schemas_are_valid(llm: LLM) -> None:
     assert answers_to_random_schemas(llm, 16, 2, WITHOUT_FORMATS) > 24
 
