@@ -143,13 +143,17 @@ def _rounded(weight: Tensor, rounding: Rounding) -> tuple[Tensor, ...]:
 
 
 def batch_invariant(choose: ChooseKernel) -> ChooseKernel:
-    """Wraps `choose`, so that the order of sums depends neither on the rest of a batch nor on a prompt's chunks."""
+    """Wraps `choose`, so that the order of sums depends neither on the rest of a batch nor on a prompt's chunks.
+
+    Raises OptionError for latent attention."""
 
     @cache
     def fixed(params: AttentionParams) -> AttentionParams:
         return replace(params, batch_invariant=True)
 
     def chosen(op: str, **facts: Any) -> Callable[..., Any]:
+        if op == "latent_attention":  # its reference chooses a form of the products by the length of a chunk
+            raise OptionError("batch_invariant cannot be had of latent attention on a GPU; on a CPU it can")
         kernel = choose(op, **facts, batch_invariant=True)
         if op != "paged_attention":
             return kernel

@@ -98,9 +98,7 @@ def _why_no_attention(
     return _why_no_heads(**facts)
 
 
-def _why_no_latent(latent_dim: int = 0, rope_dim: int = 0, batch_invariant: bool = False, **facts: Any) -> str:
-    if batch_invariant:
-        return "how torch multiplies what is around latent attention depends on the batch, so it is not invariant."
+def _why_no_latent(latent_dim: int = 0, rope_dim: int = 0, **facts: Any) -> str:
     if not 0 < latent_dim <= MOST_HEAD_DIM or not 0 < rope_dim <= MOST_HEAD_DIM:
         return f"Triton's latent attention takes up to {MOST_HEAD_DIM} values, not {latent_dim} and {rope_dim}."
     return _why_not(**facts)

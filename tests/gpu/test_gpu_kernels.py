@@ -78,6 +78,8 @@ def test_batch_invariance_is_asked_of_every_kernel_and_of_attention_at_each_call
     attend(None, None, None, None, AttentionParams(0.5, 7, 3.0), scales)
     assert all(facts["batch_invariant"] for facts in facts_of.values())
     assert params_of == [(AttentionParams(0.5, 7, 3.0, batch_invariant=True), scales)], "the scales go along"
+    with pytest.raises(OptionError, match="latent attention on a GPU"):
+        chosen("latent_attention", latent_dim=4)
 
 
 def executor_of(model: Path, **options: Any) -> tuple[GpuRank, Any]:
