@@ -103,7 +103,7 @@ class RoutedRequest:
         "_deaths",
         "_moves",
         "_names",
-        "_names_version",
+        "_names_weights",
         "_suspicions",
         "expected_cached_tokens",
         "member",
@@ -142,8 +142,8 @@ class RoutedRequest:
         self.model, self.work, self.tokens, self.prefix_key = model, work, tokens, prefix_key
         self.num_prompt_tokens, self.num_outputs = num_prompt_tokens, num_outputs
         self.priority, self.session, self.rank = priority, affinity.session, affinity.rank
-        self._names: list[int] | None = None  # of the prompt's prefixes, with `_names_version` as their weights
-        self._names_version = ""
+        self._names: list[int] | None = None  # of the prompt's prefixes, of the weights `_names_weights`
+        self._names_weights = ""
         self.member: Member | None = None
         self.version: str | None = None  # model version of the engine that began it, on which it must continue
         self.num_migrations = 0
@@ -156,11 +156,11 @@ class RoutedRequest:
         self.refusals: set[Member] = set()  # engines that have refused it
         self._arrival = 0
 
-    def names(self, version: str, chunk: int) -> list[int]:
-        """The names of the prompt's prefixes, as engines with this model version report them."""
-        if self._names is None or self._names_version != version:
-            key = msgspec.structs.replace(self.prefix_key, weights=version)
-            self._names, self._names_version = prefix_names(self.tokens, key, chunk), version
+    def names(self, weights: str, chunk: int) -> list[int]:
+        """The names of the prompt's prefixes, as engines with these weights report them."""
+        if self._names is None or self._names_weights != weights:
+            key = msgspec.structs.replace(self.prefix_key, weights=weights)
+            self._names, self._names_weights = prefix_names(self.tokens, key, chunk), weights
         return self._names
 
     @property

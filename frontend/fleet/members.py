@@ -35,6 +35,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The names under which requests may ask for its model."""
     version: str
     """Engines with the same version generate the same tokens for the same request."""
+    weights: str = ""
+    """`Welcome.model_version`, which is a part of its names of prefixes."""
     block_size: int = 16
     capacity: int = 256
     """How many requests may run at once."""

@@ -621,7 +621,7 @@ class EnginePool:
         if engine.name in self.router.members:
             facts = _facts(engine, welcome)
             logger.info("%s at %s has other weights now: %s", engine.name, engine.source.address, facts.version)
-            self._carry_out(self.router.change_version(engine.name, facts.version, time.monotonic()))
+            self._carry_out(self.router.change_version(engine.name, facts.version, facts.weights, time.monotonic()))
 
     def _follow_prefixes(self, new: Engine) -> None:
         """Subscribes to the engines' prefix caches, which matter for a choice between several. With the second engine
@@ -648,6 +648,7 @@ def _facts(engine: Engine, welcome: Welcome) -> EngineFacts:
         name=engine.name,
         models=engine.names,
         version=f"{weights} {welcome.dtype} {welcome.max_model_len} {welcome.vocab_size}",
+        weights=welcome.model_version,
         block_size=welcome.block_size,
         capacity=welcome.max_num_seqs,
         max_waiting=welcome.max_waiting_requests,

@@ -175,13 +175,13 @@ class Router:
         self._update(member, now_s)
         return self._move_off(member, "drained", now_s) if at_once else []
 
-    def change_version(self, name: str, version: str, now_s: float) -> list[Decision]:
+    def change_version(self, name: str, version: str, weights: str, now_s: float) -> list[Decision]:
         """The engine has loaded other weights on request: its requests continue with them, there and on engines of the
-        same version."""
+        same version. version, weights: its new `EngineFacts`."""
         member = self.members[name]
         former = self._groups[member.facts.version]
         former.remove(member)
-        member.facts = msgspec.structs.replace(member.facts, version=version)
+        member.facts = msgspec.structs.replace(member.facts, version=version, weights=weights)
         self._groups.setdefault(version, Group(version)).add(member)
         self.prefixes.forget(member.bit)
         for request in member.requests:
@@ -389,7 +389,7 @@ class Router:
         if best is None:
             raise self._why_none(group, now_s)
         chunk = chunk_tokens(best.facts.block_size)
-        names = request.names(group.version, chunk) if best.facts.caches_prefixes else []
+        names = request.names(best.facts.weights, chunk) if best.facts.caches_prefixes else []
         masks = self.prefixes.holders(names, group.usable) if names else []
         best_cached = _cached_chunks(masks, best.bit) * chunk
         best_s = best.cost_s + (request.num_prompt_tokens - best_cached) * best.cost_per_token_s
@@ -578,7 +578,7 @@ class Router:
         request.seen_s = math.inf if request.has_begun else None  # its tokens have to be recomputed first
         member.pending_tokens += request.pending_tokens
         if member.facts.caches_prefixes and request.has_names:  # the engine will cache what it computes
-            names = request.names(member.facts.version, chunk_tokens(member.facts.block_size))
+            names = request.names(member.facts.weights, chunk_tokens(member.facts.block_size))
             self.prefixes.add(names, member.bit)
         if request.session:
             self._sessions[request.session] = (member.facts.name, request.num_prompt_tokens)

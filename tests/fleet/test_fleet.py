@@ -291,7 +291,7 @@ def test_a_frontend_chooses_by_what_others_have_left_in_the_engines_caches(threa
         model = pools[0].names[0]
         first = pools[0].submit("first", Prompt(token_ids=long), SamplingParams(max_tokens=2), model=model)
         await asyncio.wait_for(first.final(), 60)
-        key = PrefixKey(weights=next(iter(pools[0].router.members.values())).facts.version)
+        key = PrefixKey(weights=next(iter(pools[0].router.members.values())).facts.weights)
         index, keys = pools[1].router.prefixes, prefix_names(bytes(Tensor.of("int32", long).data), key, 64)
         await asyncio.wait_for(_until(lambda: bool(index.holders(keys, -1))), 60)
         second = pools[1].submit("second", Prompt(token_ids=long), SamplingParams(max_tokens=2), model=model)

@@ -51,6 +51,7 @@ def facts(index: int, *, capacity: int = 4, version: str = "v1", max_waiting: in
         name=f"engine {index}",
         models=("m",),
         version=version,
+        weights=version,
         capacity=capacity,
         max_waiting=max_waiting,
         rank=index,
@@ -588,7 +589,7 @@ def test_of_several_versions_new_requests_go_to_the_less_loaded_whatever_has_com
             case 4 if (
                 sum(each.facts.version == router.members[name].facts.version for each in router.members.values()) > 1
             ):
-                router.change_version(name, chance.choice(("v0", "v1")), now_s)
+                router.change_version(name, *[chance.choice(("v0", "v1"))] * 2, now_s)
             case _:
                 before, asked = loads(), request(first=now_s)
                 version = router.place(asked, now_s).facts.version
@@ -607,7 +608,7 @@ def test_requests_of_an_engine_that_reads_other_weights_go_on_at_engines_that_ha
     keys = prefix_names(asked.tokens, PrefixKey(weights="v1"), 64)
     router.stored("engine 0", keys)
     assert router.prefixes.holders(keys, -1)
-    assert router.change_version("engine 0", "v2", 1.0) == []
+    assert router.change_version("engine 0", "v2", "v2", 1.0) == []
     assert not router.prefixes.holders(keys, -1), "its cache is of the old ones"
     (decision,) = router.leave("engine 0", KILLED, 2.0)
     assert isinstance(decision, Move)
