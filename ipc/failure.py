@@ -90,6 +90,8 @@ class InvalidRequestError(HeadraceError, ValueError):
         text = text[:_LONGEST_BEGINNING]
         if (named := _PARAMS_NAME.search(text)) is not None:
             return named.group(1)
+        if _PROMPT_EMBEDS.match(text):
+            return "prompt_embeds"
         if _PROMPT_FIELDS.match(text):
             return "prompt"
         if text.startswith(("messages", "the chat template", "continue_final_message")):
@@ -113,6 +115,7 @@ def _sendable(text: str) -> str:
 
 _PARAMS_NAME = re.compile(r"SamplingParams\.(\w+(?:\.\w+)*)")
 _PROMPT_FIELDS = re.compile(r"^(the (?:decoder )?prompt|prompt_token_ids|'prompt|prompts?\b)")
+_PROMPT_EMBEDS = re.compile(r"^(`?prompt_embeds\b|inputs\[\d+\], prompt_embeds:)")
 _LONGEST_BEGINNING = 1000
 """How many characters of a message are searched: later text may quote a request."""
 

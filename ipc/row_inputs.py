@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,6 +80,10 @@ class InputKind(ABC):
     def problem(self, given: RowInput, width: int) -> str:
         """Why the input cannot be computed, in a sentence; "" if it can. Its size has been checked."""
 
+    def problem_of_type(self, given: RowInput, dtype: str) -> str:
+        """Why the input cannot be computed by a model of this type, in a sentence; "" if it can. `problem` had none."""
+        return ""
+
     @abstractmethod
     def values(self, given: RowInput, first: int, last: int) -> Tensor:
         """[last - first, width] of one of FLOATS: what takes the place of the token embeddings at these of the input's
@@ -99,9 +104,11 @@ class PromptEmbeds(InputKind):
         (values,) = given.tensors
         if values.shape != (expected := (given.hashes.shape[0], width)):
             return f"its shape is {list(values.shape)}, and {list(expected)} is needed"
-        if (row := first_not_finite(values)) is not None:
-            return f"row {row} has a value that is not finite"
         return ""
+
+    def problem_of_type(self, given: RowInput, dtype: str) -> str:
+        row = first_not_finite(given.tensors[0], dtype)
+        return "" if row is None else f"row {row} has a value that is not finite in {dtype}, the model's type"
 
     def values(self, given: RowInput, first: int, last: int) -> Tensor:
         return rows_of(given.tensors[0], first, last)
@@ -120,14 +127,27 @@ def rows_of(values: Tensor, first: int, last: int) -> Tensor:
     return Tensor(values.dtype, (last - first, values.shape[1]), values.data[first * num_bytes : last * num_bytes])
 
 
-def first_not_finite(values: Tensor) -> int | None:
-    """The first row of a two-dimensional tensor of FLOATS that has an infinite value or a NaN. None: there is none."""
+def first_not_finite(values: Tensor, dtype: str) -> int | None:
+    """The first row of a two-dimensional tensor of FLOATS that has an infinite value or a NaN once it is rounded to
+    dtype. None: there is none."""
     import numpy as np
 
-    found = values.numpy()
-    bad = found & 0x7F80 == 0x7F80 if values.dtype == "bfloat16" else ~np.isfinite(found)
-    rows = np.flatnonzero(bad.any(axis=1))
-    return int(rows[0]) if len(rows) else None
+    whole = values.numpy()
+    for start in range(0, len(whole), _ROWS_AT_ONCE):
+        found = whole[start : start + _ROWS_AT_ONCE]
+        if values.dtype == "bfloat16":
+            found = (found.astype(np.uint32) << 16).view(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            good = np.abs(found.astype(np.float32)) < _ROUNDED_TO_INFINITY[dtype]
+        if not good.all():
+            return start + int(np.flatnonzero(~good.all(axis=1))[0])
+    return None
+
+
+_ROWS_AT_ONCE = 256
+"""The float32 copies of so many rows are small, whatever the prompt's length."""
+_ROUNDED_TO_INFINITY = {"float32": math.inf, "bfloat16": (2 - 2**-8) * 2.0**127, "float16": 65520.0}
+"""The smallest float32 that becomes infinite in each type: half a step beyond the largest number."""
 
 
 @functools.cache
@@ -150,8 +170,9 @@ def input_kinds() -> Mapping[str, InputKind]:
     return types.MappingProxyType(found)
 
 
-def problem_of(given: Sequence[RowInput], num_positions: int, reads: Sequence[str], width: int) -> str:
-    """Why an engine that reads these kinds cannot take a prompt's inputs, in a sentence; "" if it can."""
+def problem_of(given: Sequence[RowInput], num_positions: int, reads: Sequence[str], width: int, dtype: str) -> str:
+    """Why an engine that reads these kinds and computes in this type cannot take a prompt's inputs, in a sentence; ""
+    if it can."""
     end = 0
     for at, each in enumerate(given):
         where = f"inputs[{at}]"
@@ -167,7 +188,7 @@ def problem_of(given: Sequence[RowInput], num_positions: int, reads: Sequence[st
             )
         end = each.end
         try:
-            problem = _problem_of_kind(each, input_kinds()[each.kind], width)
+            problem = _problem_of_kind(each, input_kinds()[each.kind], width, dtype)
         except Exception as error:  # of another package's kind: this request's alone
             problem = f"its kind failed: {error!r:.200}"
         if problem:
@@ -175,11 +196,11 @@ def problem_of(given: Sequence[RowInput], num_positions: int, reads: Sequence[st
     return ""
 
 
-def _problem_of_kind(given: RowInput, kind: InputKind, width: int) -> str:
+def _problem_of_kind(given: RowInput, kind: InputKind, width: int, dtype: str) -> str:
     most = kind.most_bytes(given.end - given.start, width)
     if given.nbytes > most:
         return f"it has {given.nbytes} bytes; for its positions at most {most} are taken"
-    if problem := kind.problem(given, width):
+    if problem := kind.problem(given, width) or kind.problem_of_type(given, dtype):
         return problem
     first = kind.values(given, 0, 1)
     if first.shape != (1, width) or first.dtype not in FLOATS:

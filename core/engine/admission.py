@@ -61,7 +61,7 @@ class Admission:
         self._vocab_size = plan.model.vocab_size
         self._generates, self._pooling = plan.model.generates, plan.model.pooling
         self._max_logprobs = plan.max_logprobs
-        self._row_inputs, self._input_width = plan.row_inputs, plan.model.input_width
+        self._row_inputs, self._input_width, self._dtype = plan.row_inputs, plan.model.input_width, plan.dtype
         self._plan = plan
         self.use_weights(plan.model.weights)
         self._reads_extra_args = has_logits_processors(plan.options.logits_processors)
@@ -113,7 +113,7 @@ class Admission:
         if not message.inputs:
             return None
         num_prompt_tokens = len(message.prompt_token_ids) - message.num_resumed_tokens
-        if problem := problem_of(message.inputs, num_prompt_tokens, self._row_inputs, self._input_width):
+        if problem := problem_of(message.inputs, num_prompt_tokens, self._row_inputs, self._input_width, self._dtype):
             return self.refusal(problem)
         if isinstance(message.task, Generate) and message.task.sampling.prompt_logprobs is not None:
             return self.refusal(f"{FIELD}.prompt_logprobs is asked of a prompt whose inputs are not all tokens")

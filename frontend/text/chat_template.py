@@ -234,6 +234,11 @@ def text_parts(parts: Sequence[Any], where: str) -> list[str]:
         if kind == "refusal" and isinstance(part.get(kind), str):
             texts.append(part[kind])
             continue
+        if kind == "prompt_embeds":
+            raise InvalidRequestError(
+                f"{where}[{index}] has the type 'prompt_embeds': embeddings have no token ids and no text, and only "
+                "what generates from a conversation (LLM.chat, POST /v1/chat/completions) takes them"
+            )
         if isinstance(kind, str) and kind not in ("text", "input_text", "output_text"):
             raise InvalidRequestError(
                 f"{where}[{index}] has the type {kind!r:.50}: multimodal input is not supported, give "

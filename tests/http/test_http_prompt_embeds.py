@@ -93,13 +93,17 @@ def test_parts_of_messages_stand_where_the_template_writes_them(server: ServerHe
         ({"prompt_embeds": ""}, "Either prompt or prompt_embeds"),
         ({"prompt_embeds": []}, "Either prompt or prompt_embeds"),
         ({"prompt_embeds": file_of(ROWS * torch.inf)}, "is not finite"),
-        ({"prompt_embeds": file_of(ROWS[:0])}, "prompt"),
+        ({"prompt_embeds": file_of(ROWS.double() * 1e300)}, "is not finite in "),
+        ({"prompt_embeds": file_of(ROWS[:0])}, "prompt_embeds has no rows"),
     ],
 )
 def test_what_cannot_be_taken_is_a_400_that_says_why(client: httpx.Client, body: Any, words: str) -> None:
     answer = client.post("/v1/completions", json={"max_tokens": 1, **body})
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+    files = body["prompt_embeds"]
+    expected = "echo" if "echo" in body else "prompt_logprobs" if "prompt_logprobs" in body else "prompt_embeds"
+    assert answer.json()["error"]["param"] == expected + ("[1]" if isinstance(files, list) and files else "")
 
 
 def test_parts_that_cannot_be_taken_name_their_message(client: httpx.Client) -> None:
@@ -113,6 +117,13 @@ def test_parts_that_cannot_be_taken_name_their_message(client: httpx.Client) -> 
         assert answer.status_code == 400
         assert words in answer.json()["error"]["message"]
         assert answer.json()["error"]["param"] == "messages[0].content"
+
+
+def test_what_gives_the_tokens_of_a_conversation_says_that_they_have_none(client: httpx.Client) -> None:
+    part = {"type": "prompt_embeds", "data": file_of(ROWS)}
+    answer = client.post("/tokenize", json={"messages": [{"role": "user", "content": [part]}]})
+    assert answer.status_code == 400
+    assert "embeddings have no token ids" in answer.json()["error"]["message"]
 
 
 def test_without_the_option_they_are_refused() -> None:

@@ -17,7 +17,9 @@ from tiny_families import FAMILIES
 from torch import Tensor
 
 from headrace import LLM, InvalidRequestError, SamplingParams
+from headrace.frontend.api.inputs.embeds import tensor_of
 from headrace.ipc.failure import OptionError
+from headrace.ipc.row_inputs import first_not_finite
 
 __all__ = ["pool_for_each_rank"]
 ENGINE: dict[str, Any] = {
@@ -159,6 +161,15 @@ def test_what_cannot_be_taken_fails_alone_and_says_why(folders: Path) -> None:
     infinite[3, 5] = float("inf")
     cases: list[tuple[Any, str, dict[str, Any]]] = [
         ({"prompt_embeds": infinite}, "row 3 has a value that is not finite", {}),
+        (
+            {"prompt_embeds": rows.double() * 1e300},
+            "prompt_embeds: row 0 has a value that is not finite in float32",
+            {},
+        ),
+        ({"prompt_embeds": rows.to_sparse()}, "`prompt_embeds` must be a dense tensor", {}),
+        ({"prompt_embeds": rows.to("meta")}, "`prompt_embeds` must be a dense tensor", {}),
+        ({"prompt_embeds": rows.cfloat().conj()}, "`prompt_embeds` dtype complex64", {}),
+        ({"prompt_embeds": rows, "prompt_token_ids": ids, "prompt_is_token_ids": [2] * len(ids)}, r"ids\[0\] is 2", {}),
         ({"prompt_embeds": rows[:, :9]}, "hidden_size 9 does not match the model's hidden_size 64", {}),
         ({"prompt_embeds": rows[0]}, "must be a 2D tensor", {}),
         ({"prompt_embeds": rows.long()}, "dtype int64 is not a floating-point type", {}),
@@ -176,7 +187,27 @@ def test_what_cannot_be_taken_fails_alone_and_says_why(folders: Path) -> None:
             with pytest.raises(InvalidRequestError, match=words):
                 llm.generate(prompt, SamplingParams(max_tokens=2, **more), use_tqdm=False)
         expected = heard(llm, [{"prompt_token_ids": ids}])
-        assert heard(llm, [{"prompt_embeds": rows.double()}]) == expected
+        for same in (rows.double(), torch._neg_view(-rows)):
+            assert heard(llm, [{"prompt_embeds": same}]) == expected
+        (whole,) = llm.generate({"prompt_embeds": rows, "prompt_token_ids": ids}, GREEDY, use_tqdm=False)
+        assert list(whole.prompt_token_ids) == [0] * len(ids)  # where a row stands, whatever was given
+
+
+def test_values_too_large_for_the_models_type_are_refused(folders: Path) -> None:
+    folder = checkpoint(folders)
+    largest = torch.full((2, table_of(folder).shape[1]), 65519.0)
+    with LLM(folder, **ENGINE | {"dtype": "float16"}) as llm:
+        for given in (largest + 1, largest.double() * 1e300, largest.bfloat16()):
+            with pytest.raises(InvalidRequestError, match="row 0 has a value that is not finite in float16") as caught:
+                llm.generate({"prompt_embeds": given}, GREEDY, use_tqdm=False)
+            assert caught.value.parameter == "prompt_embeds"
+    values = tensor_of(largest)
+    assert first_not_finite(values, "float16") is None
+    most = torch.finfo(torch.float32).max
+    for value in (3.3961e38, 3.3962e38, most):
+        given = torch.full((1, 1), value)
+        finite = bool(given.bfloat16().isfinite().all())
+        assert (first_not_finite(tensor_of(given), "bfloat16") is None) == finite
 
 
 def test_several_outputs_beams_and_truncation_read_the_embeddings_too(folders: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.frontend.api.inputs.tensor_files import read_tensor
+from headrace.frontend.api.parameters.sampling_fields import plain_integer
 from headrace.ipc.codec import DTYPES, Tensor
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
@@ -38,7 +39,7 @@ def tensor_of(value: Any) -> Tensor:
     array, dtype = value
     try:
         view = memoryview(array)
-    except TypeError:
+    except (TypeError, ValueError, BufferError):
         raise InvalidRequestError(
             f"prompt_embeds must be a tensor of shape (seq_len, hidden_size), not {type(array).__name__}"
         ) from None
@@ -50,11 +51,18 @@ def tensor_of(value: Any) -> Tensor:
 
 def _host_array(tensor: Any) -> tuple[Any, str]:
     """A torch tensor as an array in the host's memory, and the name of its dtype."""
-    torch = sys.modules["torch"]
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
     check_floats(dtype)
-    tensor = tensor.detach().cpu().contiguous()
-    return (tensor.view(torch.int16) if dtype == "bfloat16" else tensor).numpy(), dtype
+    try:
+        torch = sys.modules["torch"]
+        tensor = tensor.detach().cpu().resolve_neg().contiguous()
+        return (tensor.view(torch.int16) if dtype == "bfloat16" else tensor).numpy(), dtype
+    except Exception as error:  # of a tensor whose values are not in memory row by row: sparse, nested, meta, ...
+        raise InvalidRequestError(
+            f"`prompt_embeds` must be a dense tensor with values; those of one with the layout "
+            f"{getattr(tensor, 'layout', None)} on the device {getattr(tensor, 'device', None)} cannot be read: "
+            f"{str(error).partition(chr(10))[0]:.200}"
+        ) from error
 
 
 def check_floats(dtype: str) -> None:
@@ -116,20 +124,24 @@ def placed(values: Any, token_ids: Sequence[int] | None, mask: Any) -> tuple[lis
     counts, and false where a row of the embeddings does, None for rows everywhere. Raises InvalidRequestError."""
     whole = tensor_of(values)
     whole = Tensor(whole.dtype, two_dimensional(whole.shape), whole.data)
-    count = whole.shape[0]
+    if not (count := whole.shape[0]):
+        raise InvalidRequestError("prompt_embeds has no rows: the prompt cannot be empty, give at least one")
     if token_ids is not None and len(token_ids) != count:
         raise InvalidRequestError(
             f"Prompt token ids and prompt embeds had different lengths prompt_token_ids={len(token_ids)} "
             f"prompt_embeds={count}"
         )
     if mask is None:
-        return list(token_ids or [PLACEHOLDER] * count), (prompt_embeds_input(whole),) if count else ()
+        return [PLACEHOLDER] * count, (prompt_embeds_input(whole),)
     if token_ids is None:
         raise InvalidRequestError("prompt_is_token_ids needs prompt_token_ids besides prompt_embeds")
     if len(mask) != count:
         raise InvalidRequestError(
             f"prompt_is_token_ids must have the same length as prompt_embeds: it has {len(mask)}, and they {count}"
         )
+    for at, each in enumerate(mask):
+        if not (type(each).__name__ in ("bool", "bool_") or plain_integer(each) in (0, 1)):  # bool_ is numpy's
+            raise InvalidRequestError(f"prompt_is_token_ids[{at}] is {each!r:.100}; it must be a boolean, or 0 or 1")
     ids, inputs, start = list(token_ids), [], 0
     while start < count:
         end = start

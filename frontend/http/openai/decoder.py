@@ -77,7 +77,8 @@ class RequestDecoder:
         if (message_kind := getattr(kind, "message_kind", None)) is not None:
             self._check_messages(fields.get("messages"), message_kind)
         if kind is CompletionRequest and fields.get("prompt") is None and not fields.get("prompt_embeds"):
-            raise bad_field("prompt", f"prompt is required. {NO_PROMPT}", "missing_required_parameter")
+            param = "prompt" if fields.get("prompt_embeds") is None else "prompt_embeds"
+            raise bad_field(param, f"{param} is required. {NO_PROMPT}", "missing_required_parameter")
         with renamed(taken_as):
             return self._convert(fields, kind)
 
