@@ -218,14 +218,14 @@ def _weight_bits(options: Options, model: ModelDescription) -> tuple[int | None,
 def _max_model_len(options: Options, model: ModelDescription) -> tuple[int, str]:
     asked = options.max_model_len
     if asked is None:
-        return model.max_model_len, "what the model was trained for"
+        return model.max_model_len, "the longest context that the model takes"
     if asked > model.max_model_len:
         raise OptionError(
-            f"max_model_len={asked} is more than the {model.max_model_len} tokens that {model.name} was trained "
-            f"for; ask for at most {model.max_model_len}, or raise the model's own limit with "
+            f"max_model_len={asked} is more than the {model.max_model_len} tokens that {model.name} takes "
+            f"here; ask for at most {model.max_model_len}, or raise the model's own limit with "
             f'hf_overrides={{"max_position_embeddings": {asked}}} and expect worse answers beyond it'
         )
-    return asked, f"asked for; the model was trained for {model.max_model_len}"
+    return asked, f"asked for; the model takes {model.max_model_len}"
 
 
 def _max_num_batched_tokens(options: Options, model: ModelDescription, max_model_len: int) -> tuple[int, str]:

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.weights import StoredTensor, WeightSource, dtype_name
-from headrace.executor.models.arch import ArchSpec, LayerSpec
+from headrace.executor.checkpoints.weights import StoredTensor, Weights, WeightSource, dtype_name
+from headrace.executor.models.arch import ArchSpec, Fused, LayerSpec
 from headrace.executor.models.blocks import (
     Attend,
     Axis,
@@ -95,6 +95,7 @@ class CheckedWeights:
         self._names = source.names()
         logger.debug("rank %d reads %s", place.rank, source)
         self._used: set[str] = set()
+        self._fused: tuple[Fused, ...] = ()
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -104,6 +105,7 @@ class CheckedWeights:
         return _reader(getattr(declared, self.reader))(self, declared, prefix)
 
     def read_layer(self, spec: ArchSpec, layer: LayerSpec, prefix: str) -> LayerHeld:
+        self._fused = spec.fused
         declaration = LayerDeclaration.of(spec, layer)
         mixer, ffn, norms, stream = (
             {key: self.read(declared, prefix) for key, declared in parts.items()}
@@ -209,20 +211,37 @@ class CheckedWeights:
 
     def check_rest(self, spec: ArchSpec, prefix: str) -> None:
         """Raises ModelError if the source holds a tensor that was not read and is not ignorable."""
-        ignorable = _not_read(spec, self.place, prefix)
+        self._fused, ignorable = spec.fused, _not_read(spec, self.place, prefix)
         rest = [n for n in sorted(self._names - self._used) if not any(re.search(p, n) for p in ignorable)]
-        if rest:
+        if rest := list(dict.fromkeys(map(self._in_file, rest))):
             shown = ", ".join(rest[:5]) + (f" and {len(rest) - 5} more" if len(rest) > 5 else "")
             raise ModelError(f"the checkpoint holds weights that this architecture has no place for: {shown}")
 
     def _check(self, name: str, expected: tuple[int, ...]) -> StoredTensor:
         if name not in self._names:
-            raise ModelError(f"the checkpoint has no weight {name}; expected one of shape {list(expected)}")
+            told = self._in_file(name)
+            part = f" in {expected[0]} of its rows" if told != name else ""
+            raise ModelError(f"the checkpoint has no weight {told}; expected one of shape {list(expected)}{part}")
         stored = self._source.stored(name)
         if stored.shape != expected:
-            raise ModelError(f"weight {name} has shape {list(stored.shape)}, but the config needs {list(expected)}")
+            told = self._in_file(name)
+            subject = f"weight {name} has" if told == name else f"{stored.shape[0]} rows of weight {told} have"
+            raise ModelError(f"{subject} shape {list(stored.shape)}, but the config needs {list(expected)}")
         self._used.add(name)
         return stored
+
+    def _in_file(self, name: str) -> str:
+        """The name of a declared weight in the checkpoint: that of the fused tensor, unless the parts are stored."""
+        removed = {each for change in Weights.of(self._source).transformations for each in change.removes}
+        for fused in self._fused:
+            for part, _ in fused.parts:
+                if (found := re.fullmatch(rf"(|.*\.){re.escape(part)}\.(weight|bias)", name)) is None:
+                    continue
+                start, kind = found.groups()
+                apart = any(f"{start}{each}.weight" in self._names for each, _ in fused.parts)
+                if not apart or f"{start}{fused.name}.weight" in removed:
+                    return f"{start}{fused.name}.{kind}"
+        return name
 
 
 def _not_read(spec: ArchSpec, place: RankCoordinates, prefix: str) -> list[str]:

@@ -257,13 +257,13 @@ class EngineOptions(TypedDict, total=False):
     disable_sliding_window: bool | None
     mamba_cache_dtype: str | None
     mamba_ssm_cache_dtype: str | None
-    mamba_block_size: None
-    mamba_cache_mode: str | None
     enable_mamba_cache_stochastic_rounding: bool | None
     mamba_cache_philox_rounds: float | None
+    mamba_cache_mode: str | None
+    mamba_block_size: None
+    enable_mamba_shared_prefix_checkpoint: bool | None
     mamba_config: Mapping[str, Any] | None
     mamba_ssu_algorithm: None
-    enable_mamba_shared_prefix_checkpoint: bool | None
     use_replayssm: bool | None
     replayssm_buffer_len: float | None
     engram_config: None

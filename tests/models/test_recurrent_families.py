@@ -13,6 +13,7 @@ import tiny_models
 import torch
 from all_at_once import TIGHT, generate_all_at_once, shared_prefix
 from rank_threads import RankThreads, pool_for_each_rank
+from safetensors.torch import load_file, save_file
 from tiny_recurrent import FAMILIES
 from torch import Tensor
 
@@ -139,6 +140,44 @@ def test_weights_that_are_dropped_or_read_again_answer_as_before(folder: Path, n
         expect_answers(name, prompts, llm.generate(prompts, PARAMS, use_tqdm=False))
         llm.reload_weights()
         expect_answers(name, prompts, llm.generate(prompts, PARAMS, use_tqdm=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "dropped", "words"),
+    [
+        (
+            "mamba2",
+            {"use_bias": True},
+            "",
+            r"no weight backbone\.layers\.0\.mixer\.in_proj\.bias; .* in 64 of its rows",
+        ),
+        ("mamba2", {"conv_kernel": 3}, "", r"rows of weight backbone\.layers\.0\.mixer\.conv1d\.weight have shape"),
+        (
+            "mamba2_one_group",
+            {"use_bias": False},
+            "",
+            r"no place for: \S*\.0\.mixer\.in_proj\.bias, \S*0\.mixer\.out_proj",
+        ),
+        ("lfm2", {}, "layers.0.conv.in_proj.weight", r"no weight model\.layers\.0\.conv\.in_proj\.weight"),
+        ("mamba2", {}, "layers.1.mixer.in_proj.weight", r"no weight backbone\.layers\.1\.mixer\.in_proj\.weight"),
+    ],
+)
+def test_errors_name_the_tensors_of_the_file(
+    folder: Path, tmp_path: Path, name: str, config: dict[str, Any], dropped: str, words: str
+) -> None:
+    path = saved(folder, name)
+    tensors = load_file(path / "model.safetensors")
+    kept = {key: value for key, value in tensors.items() if not dropped or not key.endswith(dropped)}
+    save_file(kept, tmp_path / "model.safetensors")
+    whole = json.loads((path / "config.json").read_text(encoding="utf-8")) | config
+    (tmp_path / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+    with pytest.raises(HeadraceError, match=words):
+        LLM(str(tmp_path), **TIGHT)
+
+
+def test_a_length_that_the_config_does_not_limit_is_told_as_what_is_taken(folder: Path) -> None:
+    with pytest.raises(HeadraceError, match=r"max_model_len=2000 is more than the 1024 tokens that .* takes here"):
+        LLM(str(saved(folder, "mamba2")), **(TIGHT | {"max_model_len": 2000}))
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba2"])
