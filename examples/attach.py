@@ -4,6 +4,7 @@ The engine is a program of its own; here it is started by this script, usually b
 
 import subprocess
 import sys
+from pathlib import Path
 
 import headrace
 from headrace import SamplingParams
@@ -14,7 +15,8 @@ with headrace.connect(sys.argv[1]) as llm:
     print("another process:", llm.generate("Rain falls", headrace.SamplingParams(max_tokens=8))[0].outputs[0].text)
 """
 
-command = ["engine-core", *sys.argv[1:2]]
+program = Path(sys.executable).with_name("engine-core")  # installed beside this Python, which may not be on the PATH
+command = [str(program), *sys.argv[1:2]]
 engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 try:
     address = engine.stdout.readline().split()[-1]  # "engine-core: ready at ipc:///..."

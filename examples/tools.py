@@ -25,7 +25,8 @@ client = OpenAI(base_url=url, api_key="none")
 model = sys.argv[2] if len(sys.argv) > 2 else client.models.list().data[0].id
 messages = [{"role": "user", "content": "What is the weather in Oslo?"}]
 
-answer = client.chat.completions.create(model=model, messages=messages, tools=[TOOL], tool_choice="required")
+forced = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
+answer = client.chat.completions.create(model=model, messages=messages, tools=[TOOL], **forced)
 call = answer.choices[0].message.tool_calls[0]
 city = json.loads(call.function.arguments)["city"]
 print(f"the model calls {call.function.name}({city!r})")

@@ -28,9 +28,11 @@ pytestmark = [pytest.mark.demo_model, pytest.mark.usefixtures("demo_model_path")
 
 
 def printed(name: str, *arguments: str) -> str:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # where `engine-core` is
+    folder = Path(sys.executable).parent  # with `engine-core` in it, whose PATH a reader's shell need not have
+    path = os.pathsep.join(each for each in os.environ["PATH"].split(os.pathsep) if Path(each) != folder)
+    away = {**os.environ, "PATH": path}
     command = [sys.executable, str(EXAMPLES / name), *arguments]
-    ran = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
+    ran = subprocess.run(command, env=away, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
