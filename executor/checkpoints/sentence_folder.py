@@ -4,17 +4,21 @@
     1_Pooling/config.json            of which tokens a vector is made: flags before version 5.4, one word since
     sentence_bert_config.json        max_seq_length, do_lower_case
 
-A module of another class is refused by name, since it would change every vector.
+A module of another class is refused by name, since it would change every vector, and so is a way of pooling that is not
+known. A Pooling config that says no way is read as sentence-transformers' class reads it: MEAN.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import logging
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.regular_files import is_there, read_text
+
+logger = logging.getLogger(__name__)
 
 MODULES = "modules.json"
 FLAGS = {
@@ -58,7 +62,10 @@ def sentence_folder(folder: Path) -> SentenceFolder | None:
                 f"{folder / MODULES} has the module {module.get('type')!r}, which is not computed here; known are "
                 f"{', '.join(_KNOWN)}"
             )
-        found[kind] = folder / str(module.get("path", ""))
+        path = PurePosixPath(str(module.get("path", "")))
+        if path.is_absolute() or ".." in path.parts:
+            raise ModelError(f"{folder / MODULES} gives {kind} the path {str(path)!r}, which leaves the folder")
+        found[kind] = folder / path
     if "Pooling" not in found:
         return None
     file = found["Pooling"] / "config.json"
@@ -81,12 +88,21 @@ def _tokens(pooling: dict[str, Any], file: Path) -> str:
         if not isinstance(word, str):
             raise ModelError(f"{file} has pooling_mode {word!r}: vectors of several kinds joined are not computed here")
         return WORDS.get(word, word)
+    others = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and key not in FLAGS and on]
+    if others:
+        raise ModelError(f"{file} asks for {', '.join(others)}, which is not known; known are {', '.join(FLAGS)}")
     chosen = [name for flag, name in FLAGS.items() if pooling.get(flag)]
     if len(chosen) > 1:
         raise ModelError(
             f"{file} asks for {' and '.join(chosen)}: vectors of several kinds joined are not computed here"
         )
-    return chosen[0] if chosen else "MEAN"
+    if chosen:
+        return chosen[0]
+    mean = next(flag for flag, name in FLAGS.items() if name == "MEAN")
+    if not pooling.get(mean, True):
+        raise ModelError(f"{file} says no way to pool: {mean} is false, and no other is true of {', '.join(FLAGS)}")
+    logger.info("%s says no way to pool: vectors are the mean, which is sentence-transformers' default", file)
+    return "MEAN"
 
 
 def _read(file: Path) -> Any:

@@ -34,7 +34,7 @@ class PoolingOutput:
         return [flat[first : first + self.width] for first in range(0, len(flat), self.width)]
 
     def __repr__(self) -> str:
-        return f"PoolingOutput(data={self.tolist()})"
+        return f"PoolingOutput(data={self.data!r})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PoolingOutput) and (self.values, self.width) == (other.values, other.width)

@@ -232,6 +232,7 @@ def test_outputs_have_vllms_fields(llm: LLM) -> None:
     (embedded,) = llm.embed([[5, 6, 7]], use_tqdm=False)
     assert encoded.outputs.data.shape == (64,)
     assert encoded.outputs.data.tolist() == embedded.outputs.embedding
+    assert repr(encoded.outputs) == f"PoolingOutput(data={encoded.outputs.data!r})"
     assert (embedded.outputs.hidden_size, repr(embedded.outputs)) == (64, "EmbeddingOutput(hidden_size=64)")
     assert (encoded.prompt_token_ids, encoded.finished, encoded.num_cached_tokens) == ([5, 6, 7], True, 0)
     assert llm.encode([[5, 6, 7]], use_tqdm=False)[0].outputs == encoded.outputs, "the model's one task is the default"
@@ -283,8 +284,8 @@ def test_use_activation_and_its_former_names(llm: LLM, folder: Path) -> None:
         assert (found.norm(dim=1) - 1).abs().min() > 0.1
 
 
-def test_dimensions_are_cut_before_the_vector_is_scaled(plain: Path) -> None:
-    prompts, overrides = prompts_of()[:3], {"matryoshka_dimensions": [8, 32]}
+def test_dimensions_are_cut_before_the_vector_is_scaled(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prompts, overrides = prompts_of()[:3], {"matryoshka_dimensions": [8, 32], "is_matryoshka": True}
     options = {"runner": "pooling", "hf_overrides": overrides, "pooler_config": {"dimensions": 32}}
     with LLM(str(plain), in_process=True, **ENGINE, **options) as llm:
         raw = expected(plain, prompts, normalized=False)
@@ -293,6 +294,7 @@ def test_dimensions_are_cut_before_the_vector_is_scaled(plain: Path) -> None:
         assert vectors(llm, prompts).shape == (3, 32), "pooler_config's, where a request does not say"
         with pytest.raises(InvalidRequestError, match=r"only supports Matryoshka dimensions \[8, 32\], got 16"):
             llm.embed([[5]], use_tqdm=False, pooling_params=PoolingParams(dimensions=16))
+    assert "matryoshka" not in caplog.text
 
 
 def test_a_checkpoint_as_the_base_model_writes_it(folder: Path, tmp_path: Path, llm: LLM) -> None:
@@ -313,8 +315,13 @@ def test_a_checkpoint_as_the_base_model_writes_it(folder: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("pooling", "kinds", "error", "why"),
     [
-        ({"pooling_mode": "lasttoken"}, None, None, ""),
+        ({"pooling_mode": "lasttoken"}, None, None, "LAST"),
         ({"pooling_mode_max_tokens": True}, None, ModelError, "pooling type max, which is not computed here yet"),
+        ({"pooling_mode_foo_tokens": True}, None, ModelError, "asks for pooling_mode_foo_tokens, which is not known"),
+        (LAST | {"pooling_mode_foo": True}, None, ModelError, "asks for pooling_mode_foo, which is not known"),
+        ({"pooling_mode_mean_tokens": False}, None, ModelError, "pooling_mode_mean_tokens is false, and no other"),
+        ({"pooling_mode_cls_token": False}, None, None, "MEAN"),
+        ({"word_embedding_dimension": 64}, None, None, "MEAN"),
         (
             {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True},
             None,
@@ -324,7 +331,7 @@ def test_a_checkpoint_as_the_base_model_writes_it(folder: Path, tmp_path: Path, 
         (LAST, ("Transformer", "Pooling", "Dense"), ModelError, "the module 'sentence_transformers.models.Dense'"),
         (LAST | {"word_embedding_dimension": 32}, None, ModelError, "vectors of 32 values"),
     ],
-    ids=["new form", "max", "joined", "dense", "width"],
+    ids=["new form", "max", "unknown", "unknown beside known", "all off", "cls off", "no mode", "joined", "dense", "width"],
 )
 def test_what_the_folder_says_is_followed_or_refused(
     folder: Path, pooling: dict[str, Any], kinds: tuple[str, ...] | None, error: Any, why: str
@@ -339,12 +346,24 @@ def test_what_the_folder_says_is_followed_or_refused(
         if error is None:
             found = tasks_of(open_checkpoint(options), options, 64).pooling
             assert found is not None
-            assert (found.tokens, found.activate) == ("LAST", True)
+            assert (found.tokens, found.activate) == (why, True)
         else:
             with pytest.raises(error, match=why):
                 tasks_of(open_checkpoint(options), options, 64)
     finally:
         as_sentence_folder(folder)
+
+
+@pytest.mark.parametrize("path", ["../1_Pooling", "1_Pooling/../../x", "/etc"])
+def test_a_module_outside_the_folder_is_refused(tmp_path: Path, path: str) -> None:
+    from headrace.executor.checkpoints.sentence_folder import sentence_folder
+
+    as_sentence_folder(tmp_path)
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    modules[1]["path"] = path
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ModelError, match=f"path {path!r}.* leaves the folder"):
+        sentence_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

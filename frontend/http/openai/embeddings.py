@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.frontend.api.inputs.pooling_prompts import NOT_POOLING, cut_to_pool
-from headrace.frontend.api.inputs.prompts import Prompt, Tokenization, packed
+from headrace.frontend.api.inputs.prompts import Prompt, Tokenization, check_token_ids, packed
 from headrace.frontend.api.parameters.pooling_params import PoolingParams
 from headrace.frontend.client.pooling_stream import NO_TOKENS, PoolingStream
 from headrace.frontend.client.request import RequestStream, SequenceState
@@ -36,7 +36,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     input: Annotated[
         str | list[str | int | list[int]],
         Meta(description="A text, a list of texts, a list of token ids, or a list of such lists"),
-    ] = ""
+    ]
     encoding_format: Annotated[
         Literal["float", "base64"] | None, Meta(description="base64: little-endian float32; default: float")
     ] = None
@@ -120,7 +120,7 @@ def prepare_embedding(
     salt, id = cache_salt(request, tenant), f"embd-{name}"
     for index, prompt in enumerate(prompts):
         prompt.cache_salt = salt
-        _check_length(prompt, welcome, "input" if len(prompts) == 1 else f"input[{index}]")
+        _check(prompt, params, welcome, "input" if len(prompts) == 1 else f"input[{index}]")
     jobs = [
         Job(id if len(prompts) == 1 else f"{id}-{index}", prompt, NO_TOKENS, request.priority or 0, pooling=params)
         for index, prompt in enumerate(prompts)
@@ -177,8 +177,11 @@ def _items(given: Any) -> list[Any]:
     return found
 
 
-def _check_length(prompt: Prompt, welcome: Welcome, param: str) -> None:
+def _check(prompt: Prompt, params: PoolingParams, welcome: Welcome, param: str) -> None:
+    """Raises ApiError for a tokenised prompt that the engine cannot take."""
     num_prompt, limit = len(prompt.token_ids or ()), welcome.max_model_len
+    if params.truncate_prompt_tokens == 0:
+        raise bad_field("truncate_prompt_tokens", "truncate_prompt_tokens: 0 leaves no token; give -1, or 1 or more")
     if num_prompt > limit:
         raise ContextLengthError(
             f"This model's maximum context length is {limit} tokens. However, your {param} resulted in {num_prompt} "
@@ -187,6 +190,10 @@ def _check_length(prompt: Prompt, welcome: Welcome, param: str) -> None:
             num_prompt=num_prompt,
             limit=limit,
         )
+    try:
+        check_token_ids(prompt, welcome)
+    except InvalidRequestError as error:
+        raise bad_field(param, str(error).replace("prompt_token_ids", param)) from error
 
 
 class EmbeddingAnswer:
