@@ -219,8 +219,10 @@ class WeightNames:
         return f"{prefix}{self.layers}.{index}."
 
     def prefix_in(self, held: Container[str]) -> str:
-        """The first prefix under which these names include the embedding; the first of all if none does."""
-        return next((p for p in self.prefixes if f"{p}{self.embedding}.weight" in held), self.prefixes[0])
+        """The first prefix under which these names include the embedding, whole or, as a model without a head writes
+        it, without its first part; the first of all if none does."""
+        tried = (*self.prefixes, *(prefix.partition(".")[2] for prefix in self.prefixes))
+        return next((p for p in tried if f"{p}{self.embedding}.weight" in held), self.prefixes[0])
 
 
 @dataclass(frozen=True)

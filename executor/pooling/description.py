@@ -8,6 +8,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.pooler_config import PoolerConfig, pooler_config_of
 from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.checkpoints.sentence_folder import SentenceFolder, sentence_folder
+from headrace.executor.models.families import causal_architecture
 from headrace.executor.pooling.pooler import TOKEN_POOLINGS
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import Pooling
@@ -29,20 +30,21 @@ GENERATES = Tasks()
 def tasks_of(checkpoint: Checkpoint, options: Options, width: int) -> Tasks:
     """width: that of the model's last hidden states. Raises ModelError and OptionError for what is not computed here.
 
-    runner=auto pools if the folder has sentence-transformers' files, or with convert=embed. runner=generate with
-    convert=embed does both.
+    runner=auto pools if the folder has sentence-transformers' files or its config names a model without a head, or with
+    convert=embed. runner=generate with convert=embed does both.
     """
     config, folder = pooler_config_of(options.pooler_config), None
     if options.runner != "generate":
         folder = sentence_folder(checkpoint.config_folder or checkpoint.path)
+    headless = causal_architecture(checkpoint.config) is not None
     pools = options.runner == "pooling" or (
-        options.runner == "auto" and (folder is not None or options.convert == "embed")
+        options.runner == "auto" and (folder is not None or headless or options.convert == "embed")
     )
     if not pools and options.convert != "embed":
         if options.pooler_config:
             raise OptionError("pooler_config is of models that pool: add runner=pooling, or leave it out")
         return GENERATES
-    if options.convert == "none" and folder is None:
+    if options.convert == "none" and folder is None and not headless:
         raise OptionError(
             f"convert=none leaves {checkpoint.name} as it is, a model that generates, and runner={options.runner} asks "
             "for one that pools: use convert=embed, or leave it out"

@@ -297,6 +297,27 @@ def test_dimensions_are_cut_before_the_vector_is_scaled(plain: Path, caplog: pyt
     assert "matryoshka" not in caplog.text
 
 
+@pytest.mark.parametrize("name", ["qwen3", "llama_biases", "gpt2", "gpt_neox", "gemma3"])
+def test_a_folder_that_the_base_model_wrote_pools_by_itself(name: str, tmp_path: Path) -> None:
+    """`Qwen3Model` and the like, as sentence-transformers saves a model: no head, and no prefix of names."""
+    tiny_models.save(name, tmp_path / "whole")
+    folder = tmp_path / "base"
+    tiny_models.build(name).base_model.save_pretrained(folder)
+    (written,) = json.loads((folder / "config.json").read_text())["architectures"]
+    assert written.endswith("Model")
+    prompts = [[token % 100 for token in prompt] for prompt in prompts_of()[:3]]
+    options = ENGINE | {"max_model_len": 48, "skip_tokenizer_init": True}
+    with LLM(str(tmp_path / "whole"), in_process=True, runner="pooling", **options) as whole:
+        wanted = vectors(whole, prompts)
+    with LLM(str(folder), in_process=True, **options) as llm:
+        assert llm.supported_tasks == ("embed",)
+        assert torch.equal(vectors(llm, prompts), wanted)
+    config = json.loads((tmp_path / "whole" / "config.json").read_text()) | {"architectures": [written]}
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
+    with LLM(str(tmp_path / "whole"), in_process=True, **options) as prefixed:
+        assert torch.equal(vectors(prefixed, prompts), wanted)
+
+
 def test_a_checkpoint_as_the_base_model_writes_it(folder: Path, tmp_path: Path, llm: LLM) -> None:
     """Without a head, and with names that lack its prefix, as Qwen3-Embedding's and gte-Qwen2's have them."""
     for file in folder.rglob("*"):
@@ -331,7 +352,18 @@ def test_a_checkpoint_as_the_base_model_writes_it(folder: Path, tmp_path: Path, 
         (LAST, ("Transformer", "Pooling", "Dense"), ModelError, "the module 'sentence_transformers.models.Dense'"),
         (LAST | {"word_embedding_dimension": 32}, None, ModelError, "vectors of 32 values"),
     ],
-    ids=["new form", "max", "unknown", "unknown beside known", "all off", "cls off", "no mode", "joined", "dense", "width"],
+    ids=[
+        "new form",
+        "max",
+        "unknown",
+        "unknown beside known",
+        "all off",
+        "cls off",
+        "no mode",
+        "joined",
+        "dense",
+        "width",
+    ],
 )
 def test_what_the_folder_says_is_followed_or_refused(
     folder: Path, pooling: dict[str, Any], kinds: tuple[str, ...] | None, error: Any, why: str

@@ -10,7 +10,7 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace.executor.models.arch import RopeSpec, TokenCache
-from headrace.executor.models.families import families, spec_from_config
+from headrace.executor.models.families import causal_architecture, families, spec_from_config
 from headrace.executor.models.rotary import inverse_frequencies
 from headrace.ipc.failure import ModelError
 
@@ -36,6 +36,22 @@ LLAMA3_ROPE = {
 def test_every_family_of_the_design_is_known() -> None:
     wanted = {"Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "SmolLM3", "OPT"}
     assert {f"{name}ForCausalLM" for name in wanted} <= families().keys()
+
+
+@pytest.mark.parametrize("name", sorted(name for name in families() if name.endswith(("ForCausalLM", "LMHeadModel"))))
+def test_every_family_has_the_architecture_of_its_model_without_a_head(name: str) -> None:
+    base = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
+    assert causal_architecture({"architectures": [base]}) == name
+
+
+def test_the_model_without_a_head_of_text_and_of_several_media() -> None:
+    assert causal_architecture({"architectures": ["Gemma3TextModel"]}) == "Gemma3ForCausalLM"
+    assert causal_architecture({"architectures": ["Gemma3Model"], "text_config": {"a": 1}}) == (
+        "Gemma3ForConditionalGeneration"
+    )
+    assert causal_architecture({"architectures": ["MambaModel"]}) is None
+    assert causal_architecture({"model_type": "mamba"}) is None, "which transformers may compute"
+    assert causal_architecture({"architectures": ["InternVLChatModel"]}) is None, "a family has this name itself"
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:

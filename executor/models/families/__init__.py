@@ -80,7 +80,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
     Raises ModelError if the architecture is unknown (listing the known ones), a field is missing or of the wrong type,
     or the numbers are inconsistent.
     """
-    named = named_architecture(config)
+    named = causal_architecture(config) or named_architecture(config)
     family = _family(named)
     try:
         read = Config({**config, "architectures": [named]})
@@ -115,6 +115,19 @@ def named_architecture(config: Mapping[str, Any]) -> str:
             f'the config has no "architectures", and its model_type is {shown}; known are {", ".join(MODEL_TYPES)}'
         )
     return MODEL_TYPES[kind]
+
+
+def causal_architecture(config: Mapping[str, Any]) -> str | None:
+    """Where the config names a model without a head (`Qwen3Model`), which pools: the architecture that generates, which
+    has the same layers, if a family has it. None for all others."""
+    named = named_architecture(config) if config.get("architectures") else ""
+    if not named.endswith("Model") or _is_known(named):
+        return None
+    kinds = ("ForConditionalGeneration", "ForCausalLM") if config.get("text_config") else ("ForCausalLM",)
+    stems = (named.removesuffix("Model"), named.removesuffix("TextModel"))
+    return next(
+        (name for stem in stems for kind in (*kinds, "LMHeadModel") if _is_known(name := f"{stem}{kind}")), None
+    )
 
 
 def _is_known(architecture: str) -> bool:
