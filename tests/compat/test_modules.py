@@ -367,7 +367,7 @@ def test_signatures_name_every_option_with_its_type_and_default(cls: type) -> No
     assert (
         set(engine_keywords.EngineOptions.__annotations__)
         == taken - {"model"}
-        == set(parameters) - {"model", "in_process"}
+        == set(parameters) - {"model", "in_process", "heartbeat_timeout"}
     )
 
 

@@ -589,7 +589,8 @@ def test_of_several_versions_new_requests_go_to_the_less_loaded_whatever_has_com
             case 4 if (
                 sum(each.facts.version == router.members[name].facts.version for each in router.members.values()) > 1
             ):
-                router.change_version(name, *[chance.choice(("v0", "v1"))] * 2, now_s)
+                version = chance.choice(("v0", "v1"))
+                router.change_version(name, version, version, now_s)
             case _:
                 before, asked = loads(), request(first=now_s)
                 version = router.place(asked, now_s).facts.version
