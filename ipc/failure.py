@@ -101,6 +101,10 @@ class InvalidRequestError(HeadraceError, ValueError):
         return text.partition(" ")[0] if text.startswith(("priority", "data_parallel_rank", "request_id")) else None
 
 
+class Interrupt(SystemExit, KeyboardInterrupt):
+    """What a signal's handler raises to end the process: no exit that code of others asked for."""
+
+
 def let_interrupts_pass(error: BaseException) -> None:
     """For `except BaseException`, around what others wrote: a library's panic, an exit and a cancellation are no
     Exceptions, and faults of that work nevertheless. Raises the error if a user or a signal interrupts."""

@@ -24,7 +24,7 @@ from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.core.process.child_output import LoadBar
 from headrace.core.process.installed import CLIENT_ALONE
 from headrace.core.process.supervisor import START_GRACE_S
-from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError, let_interrupts_pass
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, Interrupt, OptionError, let_interrupts_pass
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start, WeightsRead
 from headrace.ipc.process.child import (
     exit_when_slow,
@@ -164,12 +164,16 @@ def new_port(options: Options, address: str) -> ZmqPort:
     )
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupt(128 + number)
+
+
 def run_as_node(options: Options) -> int:
     """Runs the workers of a host whose engine core is on another host, and ends with that core. Returns the exit
     status."""
     heeded = heeded_signals()
     if signal.SIGTERM in heeded:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        signal.signal(signal.SIGTERM, _interrupt)
     try:
         check_node_rank(options)
         if signal.SIGINT in heeded:
@@ -271,10 +275,6 @@ def _serve(core: EngineCore, on_failure: Callable[[Failure], None] = lambda fail
         on_failure(Failure.of(error, process="engine-core", phase="step"))
         return EXIT_ENGINE_FAILED
     return 0
-
-
-class Interrupt(SystemExit, KeyboardInterrupt):
-    """A signal ends the process: no exit that code of others asked for (`let_interrupts_pass`)."""
 
 
 def _stop_on_signals(core: EngineCore, shutdown_timeout_s: float) -> None:

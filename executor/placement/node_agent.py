@@ -46,6 +46,7 @@ from headrace.ipc.failure import (
     Failure,
     HeadraceError,
     InconsistentError,
+    Interrupt,
     let_interrupts_pass,
 )
 from headrace.ipc.messages import ChildFailed, Message, Progress, Stop
@@ -205,7 +206,7 @@ def run_node(options: Options, heeded: Iterable[signal.Signals] = ()) -> None:
     def leave(number: int, frame: FrameType | None) -> None:
         leaves.append(number)
         if not agent.serves or len(leaves) > 1:
-            raise SystemExit(128 + number)
+            raise Interrupt(128 + number)
         agent.take(NodeLeaving())
         limit_s = options.shutdown_timeout + LEAVE_GRACE_S
         late = Failure(message=f"the engine core at {where} did not end within {limit_s:g} s", type="Timeout")

@@ -206,8 +206,16 @@ def test_json_needs_no_content_type_but_from_web_pages(server, path, body, heade
         (lambda client: client.generate("null", "a", suffix="b"), 400, "suffix is not supported"),
         (lambda client: client.generate("null", keep_alive=0), 400, "stays loaded"),
         (lambda client: client.chat("null", [{"role": "user", "content": "x", "images": [b"x"]}]), 400, "reads text"),
-        (lambda client: client.embed("null", "x"), 404, "there is no /api/embed here: only generation is supported"),
-        (lambda client: client.embeddings("null", "x"), 404, "there is no /api/embeddings here: only generation"),
+        (
+            lambda client: client.embed("null", "x"),
+            404,
+            "there is no /api/embed here: of vectors and scores, only embeddings are supported so far",
+        ),
+        (
+            lambda client: client.embeddings("null", "x"),
+            404,
+            "there is no /api/embeddings here: of vectors and scores, only",
+        ),
         (lambda client: client.pull("null"), 404, "there is no /api/pull here: what is served is chosen when"),
         (lambda client: client.delete("null"), 404, "there is no /api/delete here: what is served is chosen when"),
         (lambda client: client.generate("null", "x", format={"type": "nothing"}), 400, "format"),
