@@ -23,7 +23,7 @@ _NONE = np.zeros(0, np.int32)
 
 @dataclass(frozen=True)
 class StepArrays:
-    """A step's inputs on the host, for the model; the fields are those of `models.inputs.StepInputs`."""
+    """A step's inputs on the host, for the model; the fields are those of `executor/step/inputs.py:StepInputs`."""
 
     token_ids: np.ndarray  # [num_tokens] int32
     positions: np.ndarray  # [num_tokens] int32
