@@ -168,7 +168,7 @@ def test_what_cannot_be_taken_fails_alone_and_says_why(folders: Path) -> None:
         ),
         ({"prompt_embeds": rows.to_sparse()}, "`prompt_embeds` must be a dense tensor", {}),
         ({"prompt_embeds": rows.to("meta")}, "`prompt_embeds` must be a dense tensor", {}),
-        ({"prompt_embeds": rows.cfloat().conj()}, "`prompt_embeds` dtype complex64", {}),
+        ({"prompt_embeds": rows.to(torch.complex64).conj()}, "`prompt_embeds` dtype complex64", {}),
         ({"prompt_embeds": rows, "prompt_token_ids": ids, "prompt_is_token_ids": [2] * len(ids)}, r"ids\[0\] is 2", {}),
         ({"prompt_embeds": rows[:, :9]}, "hidden_size 9 does not match the model's hidden_size 64", {}),
         ({"prompt_embeds": rows[0]}, "must be a 2D tensor", {}),
