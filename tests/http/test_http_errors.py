@@ -198,7 +198,7 @@ def test_a_bad_field_of_a_completion_is_named(client, body, param, said):
     [
         (
             {"prompt": None, "prompt_embeds": []},
-            "prompt",
+            "prompt_embeds",
             r"Either prompt or prompt_embeds must be provided and non-empty\.",
         ),
         ({"prompt": []}, "prompt", "prompt or prompt_embeds"),
