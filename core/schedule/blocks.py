@@ -78,8 +78,6 @@ class BlockPool:
         self.holders: list[BlockHolder] = []
         """All owners of references, for `audit`."""
         self.observers: list[BlockObserver] = []
-        self.num_published = 0
-        """How often a block became findable. While this is the same, no prefix has got longer."""
 
     @property
     def num_available(self) -> int:
@@ -166,7 +164,6 @@ class BlockPool:
         if block_hash not in self._block_of and self._hash_of[block] is None:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
-            self.num_published += 1
             for observer in self.observers:
                 observer.stored(block, block_hash)
 

@@ -361,13 +361,12 @@ class Scheduler:
         quiet = [steps for hook in self._hook("quiet_steps") if (steps := hook(plan)) is not None]
         if 0 in quiet:
             return None
-        repeated = {hook: each for hook in self._hook("repeated") if (each := hook(plan)) is not None}
-        renewed = {kind for hook in repeated for kind in hook.__self__.attaches}  # type: ignore[attr-defined]
+        repeated = [(feature, each) for feature in self.features if (each := feature.repeated(plan)) is not None]
+        renewed = {kind for feature, _ in repeated for kind in feature.attaches}
         if not renewed.issuperset(map(type, plan.attachments)):  # something would be missing from the next plan
             return None
-        decode = RepeatedDecode(
-            plan, self.rows, self.tables, self.config.eos_token_ids, self._publish_full, tuple(repeated.values())
-        )
+        parts = tuple(part for _, part in repeated)
+        decode = RepeatedDecode(plan, self.rows, self.tables, self.config.eos_token_ids, self._publish_full, parts)
         decode.limit(min(quiet, default=None))
         return decode
 

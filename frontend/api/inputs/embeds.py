@@ -33,10 +33,9 @@ def tensor_of(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if type(value).__module__.partition(".")[0] == "torch" or hasattr(value, "detach"):
-        value = _host_array(value)
+        array, dtype = _host_array(value)
     else:
-        value = (value, None)
-    array, dtype = value
+        array, dtype = value, ""
     try:
         view = memoryview(array)
     except (TypeError, ValueError, BufferError):

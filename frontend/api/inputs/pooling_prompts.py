@@ -27,7 +27,6 @@ def tokenize_to_pool(
     if welcome.pooling is not None and welcome.pooling.lower_case:
         for prompt in prompts:
             prompt.text = prompt.text and prompt.text.lower()
-        prompt.text = None if prompt.token_ids is not None else prompt.text
     tokenize(prompts, tokenizer, how)
     cut_to_pool(prompts, params, tokenizer, how, welcome)
 

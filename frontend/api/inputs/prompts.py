@@ -186,8 +186,8 @@ def parse_prompt(prompt: Any) -> Prompt:
 
 def _add_inputs(prompt: Prompt, given: Mapping[str, Any]) -> None:
     """Adds a prompt's embeddings, and inputs of other kinds. Raises InvalidRequestError."""
-    values, mask, *_ = masks = [given.get(key) for key in _OF_INPUTS]
-    mask = masks[2] if mask is None else mask
+    values, mask = given.get("prompt_embeds"), given.get("prompt_is_token_ids")
+    mask = given.get("is_token_ids") if mask is None else mask
     inputs = elements(given.get("row_inputs") or ()) or ()
     if not all(isinstance(each, RowInput) for each in inputs):
         raise InvalidRequestError(
