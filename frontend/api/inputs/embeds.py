@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.frontend.api.inputs.tensor_files import read_tensor
+from headrace.frontend.api.inputs.tensor_files import TensorFileError, read_tensor
 from headrace.frontend.api.parameters.sampling_fields import plain_integer
 from headrace.ipc.codec import DTYPES, Tensor
 from headrace.ipc.failure import InvalidRequestError
@@ -95,10 +95,8 @@ def decoded(text: str, welcome: Welcome) -> Tensor:
 
     try:
         values = read_tensor(data, check)
-    except InvalidRequestError as error:
-        if str(error).startswith("the tensor cannot be read"):
-            raise InvalidRequestError(f"`prompt_embeds` could not be deserialized as a torch tensor: {error}") from None
-        raise
+    except TensorFileError as error:
+        raise InvalidRequestError(f"`prompt_embeds` could not be deserialized as a torch tensor: {error}") from None
     return Tensor(values.dtype, two_dimensional(values.shape), values.data)
 
 

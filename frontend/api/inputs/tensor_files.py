@@ -40,8 +40,13 @@ _SAFETENSORS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "
 _WORDS = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
+class TensorFileError(InvalidRequestError):
+    """A file that holds no tensor, or none that is read."""
+
+
 def read_tensor(data: bytes, check: CheckShape) -> Tensor:
-    """The only tensor of the file. Raises InvalidRequestError, with the reason, if there is not exactly one."""
+    """The only tensor of the file. Raises TensorFileError, with the reason, if there is not exactly one, and what
+    `check` raises."""
     if data.startswith(_ZIP):
         return _of_torch(data, check)
     if data[8:9] == b"{":
@@ -51,8 +56,8 @@ def read_tensor(data: bytes, check: CheckShape) -> Tensor:
     raise _refused("it is neither a file of torch.save nor of safetensors")
 
 
-def _refused(why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the tensor cannot be read: {why}")
+def _refused(why: str) -> TensorFileError:
+    return TensorFileError(f"the tensor cannot be read: {why}")
 
 
 # --- torch.save -------------------------------------------------------------------------------------------------
