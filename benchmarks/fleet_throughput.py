@@ -28,10 +28,10 @@ import psutil
 
 from headrace import AsyncLLM, RequestOutputKind, SamplingParams
 from headrace.core.options.parsing import parse_options
-from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.bench.results.record import surroundings
 from headrace.frontend.fleet.client import FleetClient, owned_ranks, start_ranks
 from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.request.prompts import Prompt
 
 NULL = {
     "model": "null",

@@ -37,10 +37,10 @@ import pytest
 import transformers
 from report import write_report
 
+from headrace.frontend.request.message import call_id
 from headrace.frontend.text.formats.channels import ChannelParser
 from headrace.frontend.text.formats.declaration import OutputFormat, ReasoningFormat, load_format
 from headrace.frontend.text.formats.events import AnswerPart
-from headrace.frontend.text.formats.message import call_id
 from headrace.frontend.text.formats.parser import OutputParser
 
 CALLS = {

@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from headrace.executor.models.registry import ModelRegistry
     from headrace.frontend.api.async_llm import AsyncLLM
     from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from headrace.frontend.api.inputs.prompts import PromptType, TextPrompt, TokensPrompt
     from headrace.frontend.api.llm import LLM, connect
     from headrace.frontend.api.llm_engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine
-    from headrace.frontend.api.outputs import CompletionOutput, Logprob, RequestOutput
-    from headrace.frontend.api.parameters.pooling_params import PoolingParams
-    from headrace.frontend.api.parameters.repetition import RepetitionDetectionParams
-    from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
-    from headrace.frontend.api.parameters.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
-    from headrace.frontend.api.pooling_outputs import (
+    from headrace.frontend.request.outputs import CompletionOutput, Logprob, RequestOutput
+    from headrace.frontend.request.parameters.pooling_params import PoolingParams
+    from headrace.frontend.request.parameters.repetition import RepetitionDetectionParams
+    from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
+    from headrace.frontend.request.parameters.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
+    from headrace.frontend.request.pooling_outputs import (
         EmbeddingOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
         PoolingRequestOutput,
     )
+    from headrace.frontend.request.prompts import PromptType, TextPrompt, TokensPrompt
     from headrace.ipc.failure import (
         EngineAsleepError,
         EngineDeadError,
@@ -56,36 +56,36 @@ _HOMES = {
     "BeamSearchOutput": "frontend.api.beam_search",
     "BeamSearchParams": "frontend.api.beam_search",
     "BeamSearchSequence": "frontend.api.beam_search",
-    "CompletionOutput": "frontend.api.outputs",
-    "EmbeddingOutput": "frontend.api.pooling_outputs",
-    "EmbeddingRequestOutput": "frontend.api.pooling_outputs",
+    "CompletionOutput": "frontend.request.outputs",
+    "EmbeddingOutput": "frontend.request.pooling_outputs",
+    "EmbeddingRequestOutput": "frontend.request.pooling_outputs",
     "EngineArgs": "frontend.api.llm_engine",
     "EngineAsleepError": "ipc.failure",
     "EngineDeadError": "ipc.failure",
     "EngineStartError": "ipc.failure",
     "Failure": "ipc.failure",
-    "GuidedDecodingParams": "frontend.api.parameters.structured_outputs",
+    "GuidedDecodingParams": "frontend.request.parameters.structured_outputs",
     "HeadraceError": "ipc.failure",
     "InvalidRequestError": "ipc.failure",
     "LLM": "frontend.api.llm",
     "LLMEngine": "frontend.api.llm_engine",
-    "Logprob": "frontend.api.outputs",
+    "Logprob": "frontend.request.outputs",
     "ModelError": "ipc.failure",
     "ModelRegistry": "executor.models.registry",
     "OptionError": "ipc.failure",
-    "PoolingOutput": "frontend.api.pooling_outputs",
-    "PoolingParams": "frontend.api.parameters.pooling_params",
-    "PoolingRequestOutput": "frontend.api.pooling_outputs",
-    "PromptType": "frontend.api.inputs.prompts",
+    "PoolingOutput": "frontend.request.pooling_outputs",
+    "PoolingParams": "frontend.request.parameters.pooling_params",
+    "PoolingRequestOutput": "frontend.request.pooling_outputs",
+    "PromptType": "frontend.request.prompts",
     "QueueFullError": "ipc.failure",
-    "RepetitionDetectionParams": "frontend.api.parameters.repetition",
+    "RepetitionDetectionParams": "frontend.request.parameters.repetition",
     "RequestFailedError": "ipc.failure",
-    "RequestOutput": "frontend.api.outputs",
-    "RequestOutputKind": "frontend.api.parameters.sampling_params",
-    "SamplingParams": "frontend.api.parameters.sampling_params",
-    "StructuredOutputsParams": "frontend.api.parameters.structured_outputs",
-    "TextPrompt": "frontend.api.inputs.prompts",
-    "TokensPrompt": "frontend.api.inputs.prompts",
+    "RequestOutput": "frontend.request.outputs",
+    "RequestOutputKind": "frontend.request.parameters.sampling_params",
+    "SamplingParams": "frontend.request.parameters.sampling_params",
+    "StructuredOutputsParams": "frontend.request.parameters.structured_outputs",
+    "TextPrompt": "frontend.request.prompts",
+    "TokensPrompt": "frontend.request.prompts",
     "connect": "frontend.api.llm",
 }
 

@@ -82,7 +82,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
 
     The ranges are those that the core can compute with (see ranges.py); the model's own limits are checked on
     admission. A field's range, and whether a model may set its default, are declared only here: SamplingParams and
-    what is derived from it read them (frontend/api/parameters/sampling_fields.py).
+    what is derived from it read them (frontend/request/parameters/sampling_fields.py).
     """
 
     max_tokens: Annotated[int, Range(1, INT32), ModelDefault("max_new_tokens")]

@@ -76,7 +76,7 @@ WITHIN = frozenset(
             ),
             *("executor/models/blocks", "executor/models/families"),
             *("executor/gpu/hardware", "executor/gpu/weights", "ipc/process", "ipc/transport"),
-            *("frontend/api/inputs", "frontend/api/parameters", "frontend/bench/results", "frontend/bench/traffic"),
+            *("frontend/request/parameters", "frontend/bench/results", "frontend/bench/traffic"),
             *("frontend/cli/commands", "frontend/http/anthropic", "frontend/http/openai", "frontend/http/process"),
         ),
     )

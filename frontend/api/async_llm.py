@@ -15,25 +15,12 @@ from headrace.core.process.child_output import StartLine
 from headrace.frontend.api.batch import params_for
 from headrace.frontend.api.beam_search import BeamSearchParams, as_request_output, beam_search
 from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
+from headrace.frontend.api.chat_prompts import chat_options, chat_prompt
 from headrace.frontend.api.engine_config import EngineConfig, ModelConfig, SchedulerConfig, engine_config, tasks_of
 from headrace.frontend.api.helpers import EngineSignature, TokenizerToAwait, get_tokenizer
-from headrace.frontend.api.inputs.chat_prompts import chat_options, chat_prompt
-from headrace.frontend.api.inputs.pooling_prompts import tokenize_to_pool
-from headrace.frontend.api.inputs.prompts import (
-    DEFAULT_TOKENIZATION,
-    Prompt,
-    Tokenization,
-    parse_single_prompt,
-    tokenization_of,
-    tokenize,
-)
-from headrace.frontend.api.inputs.streaming_input import StreamingInput, StreamingSession
-from headrace.frontend.api.outputs import RequestOutput
-from headrace.frontend.api.parameters.pooling_params import PoolingParams
-from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.api.pooling_calls import pooling_params_for
-from headrace.frontend.api.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from headrace.frontend.api.stat_loggers import Factory, StatLoggers
+from headrace.frontend.api.streaming_input import StreamingInput, StreamingSession
 from headrace.frontend.api.unsupported import NamesWhatIsMissing, check_arguments
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient, RequestClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
@@ -44,6 +31,19 @@ from headrace.frontend.client.transport import Transport, ZmqTransport
 from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
 from headrace.frontend.fleet.options import router_options
 from headrace.frontend.fleet.sources import Owned, Reconnecting
+from headrace.frontend.request.outputs import RequestOutput
+from headrace.frontend.request.parameters.pooling_params import PoolingParams
+from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.request.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from headrace.frontend.request.pooling_prompts import tokenize_to_pool
+from headrace.frontend.request.prompts import (
+    DEFAULT_TOKENIZATION,
+    Prompt,
+    Tokenization,
+    parse_single_prompt,
+    tokenization_of,
+    tokenize,
+)
 from headrace.frontend.text.template_renderer import renderer, without_blocking
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError
 

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from headrace.frontend.api.inputs.lists import elements
-from headrace.frontend.api.inputs.prompts import Prompt, check_request, checked_priority
-from headrace.frontend.api.outputs import RequestOutput
-from headrace.frontend.api.parameters.pooling_params import PoolingParams
-from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.client.client import RequestClient
 from headrace.frontend.client.request import RequestStream
+from headrace.frontend.request.lists import elements
+from headrace.frontend.request.outputs import RequestOutput
+from headrace.frontend.request.parameters.pooling_params import PoolingParams
+from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.request.prompts import Prompt, check_request, checked_priority
 from headrace.ipc.failure import (
     HeadraceError,
     InvalidRequestError,

@@ -14,11 +14,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from headrace.frontend.api.batch import run_batch
-from headrace.frontend.api.inputs.prompts import Prompt, TokensInput, check_request, tokens_input
-from headrace.frontend.api.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
-from headrace.frontend.api.parameters.sampling_fields import ParamsStruct
-from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.client import RequestClient
+from headrace.frontend.request.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
+from headrace.frontend.request.parameters.sampling_fields import ParamsStruct
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
+from headrace.frontend.request.prompts import Prompt, TokensInput, check_request, tokens_input
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
 

@@ -6,14 +6,14 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.frontend.api.outputs import AnswerMessage, CompletionOutput, RequestOutput
-from headrace.frontend.api.parameters.structured_outputs import StructuredOutputsParams, schema_of_answer
+from headrace.frontend.request.outputs import AnswerMessage, CompletionOutput, RequestOutput
+from headrace.frontend.request.parameters.structured_outputs import StructuredOutputsParams, schema_of_answer
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.ipc.failure import InvalidRequestError
 
 if TYPE_CHECKING:
-    from headrace.frontend.api.inputs.prompts import Prompt
-    from headrace.frontend.api.parameters.sampling_params import SamplingParams
+    from headrace.frontend.request.parameters.sampling_params import SamplingParams
+    from headrace.frontend.request.prompts import Prompt
     from headrace.frontend.text.formats.choice import OutputFormats
     from headrace.frontend.text.formats.declaration import ReasoningFormat
     from headrace.frontend.text.formats.parser import OutputParser
@@ -91,7 +91,7 @@ class AnswerReader:
                 output.message = self._message(output, token_ids)
 
     def _message(self, output: CompletionOutput, token_ids: Sequence[int]) -> AnswerMessage:
-        from headrace.frontend.text.formats.message import message_of
+        from headrace.frontend.request.message import message_of
 
         assert self._make_reader is not None
         # Decoded again, since markers may be special tokens, which the output's text leaves out.

@@ -14,21 +14,9 @@ from headrace.core.process.child_output import StartLine
 from headrace.frontend.api.batch import SharedBar, enqueue_batch, finish_batch, params_for, run_batch
 from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
+from headrace.frontend.api.chat_prompts import chat_options, chat_prompts
 from headrace.frontend.api.engine_config import ModelConfig, engine_config, tasks_of
 from headrace.frontend.api.helpers import EngineSignature, get_tokenizer
-from headrace.frontend.api.inputs.chat_prompts import chat_options, chat_prompts
-from headrace.frontend.api.inputs.lists import elements
-from headrace.frontend.api.inputs.prompts import (
-    DEFAULT_TOKENIZATION,
-    Prompt,
-    Tokenization,
-    parse_prompts,
-    parse_single_prompt,
-    tokenization_of,
-    tokenize,
-)
-from headrace.frontend.api.outputs import RequestOutput
-from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.api.pooling_calls import PoolingCalls
 from headrace.frontend.api.stat_loggers import StatLoggers
 from headrace.frontend.api.sync_stream import Pump, Put, SyncStream
@@ -48,6 +36,18 @@ from headrace.frontend.client.transport import Transport, ZmqTransport
 from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
 from headrace.frontend.fleet.options import router_options
 from headrace.frontend.fleet.sources import Reconnecting
+from headrace.frontend.request.lists import elements
+from headrace.frontend.request.outputs import RequestOutput
+from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.request.prompts import (
+    DEFAULT_TOKENIZATION,
+    Prompt,
+    Tokenization,
+    parse_prompts,
+    parse_single_prompt,
+    tokenization_of,
+    tokenize,
+)
 from headrace.frontend.text.template_renderer import renderer
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 

@@ -30,16 +30,16 @@ from headrace.frontend.api.engine_config import (
     asked_config,
     engine_config,
 )
-from headrace.frontend.api.inputs.prompts import tokenization_of
 from headrace.frontend.api.llm import LLM
-from headrace.frontend.api.outputs import RequestOutput
-from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.api.stat_loggers import Factory, StatLoggers
 from headrace.frontend.api.sync_stream import Pump
 from headrace.frontend.api.unsupported import DECISIONS, METHODS, check_arguments, no_attribute
 from headrace.frontend.client.background import take
 from headrace.frontend.client.control import Controls
 from headrace.frontend.client.one_process import OneProcess
+from headrace.frontend.request.outputs import RequestOutput
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
+from headrace.frontend.request.prompts import tokenization_of
 from headrace.ipc.failure import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
-from headrace.frontend.api.inputs.prompts import Prompt
-from headrace.frontend.api.outputs import RequestOutput
-from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.background import BackgroundLoop, take
 from headrace.frontend.client.client import RequestClient
 from headrace.frontend.client.one_process import OneProcess
 from headrace.frontend.client.request import RequestStream
+from headrace.frontend.request.outputs import RequestOutput
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
+from headrace.frontend.request.prompts import Prompt
 
 Put = Callable[[RequestOutput | BaseException | None], Any]
 """Receives a request's outputs one by one, then None at its end or the error that ended it."""

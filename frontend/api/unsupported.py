@@ -8,8 +8,8 @@ import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from headrace.frontend.api.inputs.lists import asks_for_nothing
-from headrace.frontend.api.parameters.sampling_fields import LIKELY
+from headrace.frontend.request.lists import asks_for_nothing
+from headrace.frontend.request.parameters.sampling_fields import LIKELY
 from headrace.ipc.failure import InvalidRequestError
 
 ONLY_GENERATION = "only generation is supported so far"
@@ -107,8 +107,8 @@ accepts because they have no effect."""
 def no_argument(method: str, name: str, value: Any, others: str = "") -> InvalidRequestError:
     """The error for an unknown argument: also a TypeError, which Python raises for one. Tells fields of the parameters
     that the method takes, else `others`."""
-    from headrace.frontend.api.parameters.pooling_params import PoolingParams
-    from headrace.frontend.api.parameters.sampling_params import SamplingParams, UnknownFieldError
+    from headrace.frontend.request.parameters.pooling_params import PoolingParams
+    from headrace.frontend.request.parameters.sampling_params import SamplingParams, UnknownFieldError
 
     params = PoolingParams if method in ("embed", "encode") else SamplingParams
     near = difflib.get_close_matches(name, params.__struct_fields__, n=1, cutoff=LIKELY)

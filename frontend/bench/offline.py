@@ -21,8 +21,8 @@ from headrace.ipc.failure import InvalidRequestError, OptionError
 
 if TYPE_CHECKING:
     from headrace.frontend.api.llm import LLM
-    from headrace.frontend.api.outputs import RequestMetrics
-    from headrace.frontend.api.parameters.sampling_params import SamplingParams
+    from headrace.frontend.request.outputs import RequestMetrics
+    from headrace.frontend.request.parameters.sampling_params import SamplingParams
     from headrace.frontend.text.tokenizer import Tokenizer
 
 PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
@@ -170,7 +170,7 @@ def open_engine(options: Options) -> LLM:
 
 def sampling_params(n: int, output_len: int, *, detokenize: bool) -> SamplingParams:
     """Parameters with which every output has exactly `output_len` tokens."""
-    from headrace.frontend.api.parameters.sampling_params import SamplingParams
+    from headrace.frontend.request.parameters.sampling_params import SamplingParams
 
     return SamplingParams(
         n=n, temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=output_len, detokenize=detokenize

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 
 from headrace.core.options.option import Option, Secret
-from headrace.frontend.api.parameters.sampling_fields import flag_fields
-from headrace.frontend.api.parameters.sampling_params import FIELDS
 from headrace.frontend.fleet.prefixes import MOST_PREFIXES
+from headrace.frontend.request.parameters.sampling_fields import flag_fields
+from headrace.frontend.request.parameters.sampling_params import FIELDS
 
 WORKLOAD, TARGET, TRAFFIC, SAMPLING, RESULT, RUN = (
     "Workload",

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from headrace.core.options.parsing import struct_from_arguments
-from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.bench.options import (
     SHAPING,
     BodyOptions,
@@ -46,6 +45,7 @@ from headrace.frontend.bench.traffic.workload import (
 )
 from headrace.frontend.cli.engine_arguments import as_flag_error
 from headrace.frontend.client.event_loop import run_async
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, OptionError
 from headrace.ipc.transport.hosts import host_port
 

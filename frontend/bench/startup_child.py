@@ -20,7 +20,7 @@ def main() -> None:
         phases[phase], mark_s = now_s - mark_s, now_s
 
     from headrace.frontend.api.llm import LLM
-    from headrace.frontend.api.parameters.sampling_params import SamplingParams
+    from headrace.frontend.request.parameters.sampling_params import SamplingParams
 
     done("import headrace")
     given: dict[str, Any] = {}

@@ -19,8 +19,8 @@ from headrace.ipc.failure import InvalidRequestError, OptionError
 
 if TYPE_CHECKING:
     from headrace.frontend.api.llm import LLM
-    from headrace.frontend.api.parameters.sampling_params import SamplingParams
     from headrace.frontend.cli.remote import RemoteLLM
+    from headrace.frontend.request.parameters.sampling_params import SamplingParams
 
 SAMPLING = "Sampling"
 
@@ -45,8 +45,8 @@ class OutputFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 def sampling_flags() -> type[OutputFlags]:
     """The struct of sampling flags. One that is not given means the model's default; SamplingParams checks ranges."""
-    from headrace.frontend.api.parameters.sampling_fields import flag_fields
-    from headrace.frontend.api.parameters.sampling_params import FIELDS
+    from headrace.frontend.request.parameters.sampling_fields import flag_fields
+    from headrace.frontend.request.parameters.sampling_params import FIELDS
 
     fields = flag_fields(FIELDS, OutputFlags.__struct_fields__)
     flags = msgspec.defstruct("SamplingFlags", fields, bases=(OutputFlags,), frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def open_engine(arguments: argparse.Namespace) -> LLM:
 
 def check_sampling(arguments: argparse.Namespace) -> None:
     """Checks the sampling flags before an engine is started. Raises OptionError, which names the flag."""
-    from headrace.frontend.api.parameters.sampling_params import SamplingParams
+    from headrace.frontend.request.parameters.sampling_params import SamplingParams
 
     try:
         sampling_params(arguments, SamplingParams())

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.frontend.api.parameters.sampling_params import SamplingParams
-from headrace.frontend.text.conversation import SETTABLE
+from headrace.frontend.cli.conversation import SETTABLE
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError, OptionError
 
 TIMEOUT_S = 600.0

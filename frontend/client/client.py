@@ -11,17 +11,17 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
 from headrace import __version__
-from headrace.frontend.api.inputs.pooling_prompts import check_pooling
-from headrace.frontend.api.inputs.prompts import Prompt, check_request, checked_name, checked_priority
-from headrace.frontend.api.parameters.pooling_params import PoolingParams
-from headrace.frontend.api.parameters.sampling_params import SamplingParams
-from headrace.frontend.api.parameters.thinking import thinking_of
-from headrace.frontend.api.parameters.token_rules import tokenized_fields
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.engine_process import EngineProcess, is_local, listener_of
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.client.request_table import RequestTable
 from headrace.frontend.client.transport import CONNECTION_LOST, Transport, ZmqTransport
+from headrace.frontend.request.parameters.pooling_params import PoolingParams
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
+from headrace.frontend.request.parameters.thinking import thinking_of
+from headrace.frontend.request.parameters.token_rules import tokenized_fields
+from headrace.frontend.request.pooling_prompts import check_pooling
+from headrace.frontend.request.prompts import Prompt, check_request, checked_name, checked_priority
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.frontend.text.tokenizer_cache import load_bundle, store_bundle
 from headrace.ipc.failure import (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.frontend.api.inputs.prompts import Prompt
-from headrace.frontend.api.outputs import RequestOutput
-from headrace.frontend.api.parameters.pooling_params import PoolingParams
-from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
-from headrace.frontend.api.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.request.outputs import RequestOutput
+from headrace.frontend.request.parameters.pooling_params import PoolingParams
+from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.request.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.messages import Pool, Task
 
 NO_TOKENS = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.frontend.api.inputs.prompts import Prompt
-from headrace.frontend.api.outputs import (
+from headrace.frontend.client.one_process import OneProcess
+from headrace.frontend.request.outputs import (
     CompletionOutput,
     FlatLogprobs,
     Logprob,
@@ -27,9 +27,9 @@ from headrace.frontend.api.outputs import (
     RequestOutput,
     SampleLogprobs,
 )
-from headrace.frontend.api.parameters.repetition import STOP_REASON
-from headrace.frontend.api.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
-from headrace.frontend.client.one_process import OneProcess
+from headrace.frontend.request.parameters.repetition import STOP_REASON
+from headrace.frontend.request.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
+from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.text.detokenizer import REPLACEMENT, Detokenizer, StopChecker
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from headrace.frontend.api.inputs.prompts import Prompt
-from headrace.frontend.api.parameters.pooling_params import PoolingParams
-from headrace.frontend.api.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
 from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.request.parameters.pooling_params import PoolingParams
+from headrace.frontend.request.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
+from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import (

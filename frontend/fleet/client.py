@@ -11,10 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.frontend.api.inputs.prompts import Prompt
-from headrace.frontend.api.parameters.pooling_params import PoolingParams
-from headrace.frontend.api.parameters.sampling_params import SamplingParams
-from headrace.frontend.api.parameters.thinking import check_reasoning
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S
@@ -23,6 +19,10 @@ from headrace.frontend.fleet.decisions import ANYWHERE, Affinity, RouterOptions
 from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.pool import HELD_S, EnginePool
 from headrace.frontend.fleet.sources import EngineProcess, Owned, Source
+from headrace.frontend.request.parameters.pooling_params import PoolingParams
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
+from headrace.frontend.request.parameters.thinking import check_reasoning
+from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.control import ExtensionAnswers
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError

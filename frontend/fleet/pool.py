@@ -22,9 +22,6 @@ import random
 import time
 from collections.abc import Callable, KeysView, Sequence
 
-from headrace.frontend.api.inputs.prompts import Prompt, checked_name, checked_priority
-from headrace.frontend.api.parameters.pooling_params import PoolingParams
-from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.client.request_table import RequestTable
@@ -46,6 +43,9 @@ from headrace.frontend.fleet.members import EngineFacts
 from headrace.frontend.fleet.pool_log import HealthLog, summary, tell_namesakes_apart
 from headrace.frontend.fleet.router import Router
 from headrace.frontend.fleet.sources import STABLE_AFTER_S, Source
+from headrace.frontend.request.parameters.pooling_params import PoolingParams
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
+from headrace.frontend.request.prompts import Prompt, checked_name, checked_priority
 from headrace.ipc.failure import (
     EngineAsleepError,
     EngineDeadError,

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.frontend.api.parameters.sampling_params import FIELDS
 from headrace.frontend.http.anthropic.messages import MESSAGES_NEUTRAL, CountTokensRequest, MessagesRequest
 from headrace.frontend.http.ollama_requests import OLLAMA_NEUTRAL, OllamaChatRequest, OllamaGenerateRequest
 from headrace.frontend.http.openai.decoder import Others
@@ -31,6 +30,7 @@ from headrace.frontend.http.openai.requests import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from headrace.frontend.request.parameters.sampling_params import FIELDS
 
 GENERATING: Mapping[type[msgspec.Struct], str] = types.MappingProxyType(
     {

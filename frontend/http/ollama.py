@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.frontend.api.outputs import CompletionOutput
-from headrace.frontend.api.parameters.token_rules import check_num_logprobs
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.access import Access
@@ -43,10 +41,12 @@ from headrace.frontend.http.openai.generation import PreparedRequest
 from headrace.frontend.http.openai.requests import ChatCompletionRequest, CompletionRequest
 from headrace.frontend.http.process.engines import engine_for, why_unavailable
 from headrace.frontend.http.route_spec import RouteSpec, get, post
+from headrace.frontend.request.message import call_id
+from headrace.frontend.request.outputs import CompletionOutput
+from headrace.frontend.request.parameters.token_rules import check_num_logprobs
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.choice import ToolChoice
 from headrace.frontend.text.formats.events import AnswerPart
-from headrace.frontend.text.formats.message import call_id
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.ipc.messages import Welcome
 

@@ -15,9 +15,9 @@ import pytest
 
 import headrace
 from headrace.core.process import supervisor
-from headrace.frontend.api.outputs import RequestMetrics
 from headrace.frontend.cli.commands.demo import figures
 from headrace.frontend.cli.main import commands, main
+from headrace.frontend.request.outputs import RequestMetrics
 from headrace.ipc.wait import Deadline
 
 NULL = ("--distributed-executor-backend", "headrace.executor.testing.null:NullExecutor", "--model", "null")

@@ -16,7 +16,7 @@ from terminal import on_terminal
 
 from headrace import LLM, SamplingParams
 from headrace.frontend.cli.commands.chat import Chat
-from headrace.frontend.text.conversation import Conversation, with_param
+from headrace.frontend.cli.conversation import Conversation, with_param
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import AddRequest, TokenizerBundle

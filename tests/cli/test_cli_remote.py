@@ -16,9 +16,9 @@ import httpx
 import pytest
 from http_server import Server, address_of_engine, metric, serving, wait_until
 
-from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.cli.main import main
 from headrace.frontend.cli.remote import RemoteLLM
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.ipc.failure import HeadraceError
 
 KEY = "secret"

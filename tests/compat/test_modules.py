@@ -120,7 +120,7 @@ def test_a_misspelt_name_is_told_the_nearest() -> None:
 
 # tests/samplers/test_beam_search.py, tests/v1/engine/test_output_processor.py
 def test_prompts_and_reasons_as_vllms_engines_have_them() -> None:
-    from headrace.frontend.api.inputs.prompts import parse_prompts
+    from headrace.frontend.request.prompts import parse_prompts
     from headrace.inputs import tokens_input
     from headrace.usage.usage_lib import is_usage_stats_enabled
     from headrace.v1.engine import FinishReason
@@ -301,7 +301,7 @@ def test_processes_that_a_script_starts_have_vllm_too(tmp_path: Path) -> None:
     script.write_text(STARTS_PROCESSES)
     done = run("-u", "-m", "headrace.as_vllm", str(script))
     assert done.returncode == 0, done.stderr
-    llm, params = "headrace.frontend.api.llm", "headrace.frontend.api.parameters.sampling_params"
+    llm, params = "headrace.frontend.api.llm", "headrace.frontend.request.parameters.sampling_params"
     assert done.stdout.splitlines() == [f"spawn {llm}", f"forkserver {llm}", f"fork {llm}", f"program {params}"]
 
 

@@ -11,8 +11,8 @@ import pytest
 import headrace
 import headrace.sampling_params as vllm_names
 from headrace import LLM, AsyncLLM, CompletionOutput, EngineArgs, RequestOutput, SamplingParams
-from headrace.frontend.api.outputs import RequestMetrics
-from headrace.frontend.api.parameters.sampling_params import SamplingType
+from headrace.frontend.request.outputs import RequestMetrics
+from headrace.frontend.request.parameters.sampling_params import SamplingType
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, OptionError
 from headrace.sampling_params import StructuredOutputsParams
 

@@ -10,7 +10,7 @@ import pytest
 
 from headrace import AsyncLLM, InvalidRequestError, RequestOutput, RequestOutputKind, SamplingParams
 from headrace.engine.protocol import StreamingInput
-from headrace.frontend.api.outputs import FlatLogprobs
+from headrace.frontend.request.outputs import FlatLogprobs
 
 DELTA = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 PIECES = ("Hello, my name is", " Bob and I work", " at the mill")

@@ -21,7 +21,7 @@ from headrace.core.schedule.features.feature import StepFeature
 from headrace.core.schedule.features.installed import _made
 from headrace.executor.sampling.logits_processors import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor
 from headrace.executor.testing.null import NullExecutor
-from headrace.frontend.api.inputs.streaming_input import StreamingInput
+from headrace.frontend.api.streaming_input import StreamingInput
 from headrace.frontend.client.own_engine import run_in_process
 from headrace.ipc.failure import EngineStartError, HeadraceError
 from headrace.ipc.plugins import load_class

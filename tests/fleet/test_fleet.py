@@ -18,12 +18,12 @@ from fleet_parts import Session
 from headrace import SamplingParams, StructuredOutputsParams
 from headrace.core.engine.engine import EngineThread
 from headrace.core.options.parsing import parse_options
-from headrace.frontend.api.inputs.embeds import tensor_of
-from headrace.frontend.api.inputs.prompts import Prompt
-from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.decisions import Affinity, RouterOptions
 from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.request.embeds import tensor_of
+from headrace.frontend.request.outputs import RequestOutput
+from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, QueueFullError
 from headrace.ipc.messages import Finish, FinishReason, Load

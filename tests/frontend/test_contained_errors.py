@@ -19,12 +19,12 @@ from source_tree import PYTHONPATH
 from tqdm import tqdm
 
 from headrace import LLM, EngineDeadError, InvalidRequestError, RequestFailedError, SamplingParams
-from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.client.request_table import RequestTable
 from headrace.frontend.client.transport import Transport, ZmqTransport
+from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Codec
 from headrace.ipc.failure import HeadraceError

@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace import RequestOutput, RequestOutputKind, SamplingParams
-from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.client.request_table import RequestTable
+from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.messages import Abort, ClientMessage, StepOutputs
 

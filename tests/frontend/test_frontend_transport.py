@@ -20,10 +20,10 @@ from fake_core import FakeCore, Faults, ZmqCore, zmq_core
 from source_tree import PYTHONPATH
 
 from headrace import EngineDeadError, ModelError, QueueFullError, SamplingParams, __version__
-from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.client import transport
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.transport import MemoryTransport, ZmqTransport
+from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import SCHEMA_HASH, ClientMessage
 from headrace.ipc.process.runtime_directory import AddressError

@@ -8,12 +8,12 @@ import threading
 import pytest
 
 from headrace import LLM, EngineDeadError, SamplingParams
-from headrace.frontend.api.inputs.prompts import Prompt
-from headrace.frontend.api.parameters.sampling_params import RequestOutputKind
 from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.frontend.http.openai.prompts import sampling_params
 from headrace.frontend.http.openai.requests import CompletionRequest
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.request.parameters.sampling_params import RequestOutputKind
+from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.failure import OptionError, RequestFailedError
 
 NULL = {"distributed_executor_backend": "headrace.executor.testing.null:NullExecutor", "skip_tokenizer_init": True}

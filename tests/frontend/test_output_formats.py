@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from read_answers import TOOLS, Read, read
 
+from headrace.frontend.request.message import message_of
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import (
@@ -21,7 +22,6 @@ from headrace.frontend.text.formats.declaration import (
     known_formats,
     load_format,
 )
-from headrace.frontend.text.formats.message import message_of
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import OptionError

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from headrace.core.engine.outputs import StepEvents, drop_departed, gather_prompt_logprobs
-from headrace.frontend.api.inputs.prompts import Prompt
-from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.request import RequestStream
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
+from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.codec import Tensor
 from headrace.ipc.messages import LogprobRows
 from headrace.ipc.step import PromptLogprobRun, StepResult

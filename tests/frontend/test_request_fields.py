@@ -12,12 +12,12 @@ import tiny_models
 from fake_core import memory_core
 
 from headrace import LLM, InvalidRequestError, SamplingParams
-from headrace.frontend.api.outputs import FlatLogprobs
-from headrace.frontend.api.parameters.repetition import RepetitionDetectionParams
 from headrace.frontend.http.openai.decoder import RequestDecoder
 from headrace.frontend.http.openai.prompts import sampling_params
 from headrace.frontend.http.openai.requests import CompletionRequest
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.request.outputs import FlatLogprobs
+from headrace.frontend.request.parameters.repetition import RepetitionDetectionParams
 
 PROMPT = list(range(5, 53))  # three blocks
 

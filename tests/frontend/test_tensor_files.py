@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from headrace.frontend.api.inputs.tensor_files import read_tensor
+from headrace.frontend.request.tensor_files import read_tensor
 from headrace.ipc.failure import InvalidRequestError
 
 

@@ -13,7 +13,7 @@ import pytest
 from http_server import Server, serving
 
 from headrace import SamplingParams
-from headrace.frontend.api.parameters.sampling_fields import declared_fields
+from headrace.frontend.request.parameters.sampling_fields import declared_fields
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hello"}]

@@ -17,7 +17,6 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from server_here import MODEL, ServerHere, serving_here
 
-from headrace.frontend.api.parameters.structured_outputs import from_response_format
 from headrace.frontend.http.anthropic.messages import MessagesRequest
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.known_fields import GENERATING, OTHERS
@@ -32,6 +31,7 @@ from headrace.frontend.http.openai.requests import (
     StreamOptions,
 )
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.request.parameters.structured_outputs import from_response_format
 
 HI = [{"role": "user", "content": "hello there"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}

@@ -15,8 +15,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.frontend.api.inputs.prompts import Prompt
-from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.http.openai import bodies, event_stream
 from headrace.frontend.http.openai.bodies import (
@@ -37,6 +35,8 @@ from headrace.frontend.http.openai.bodies import (
 )
 from headrace.frontend.http.openai.event_stream import EventStream, KeepAlive
 from headrace.frontend.http.openai.generation import INLINE_TOKENS, Generator, PreparedRequest, Running
+from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.codec import Tensor
 from headrace.ipc.messages import LogprobRows
 

@@ -140,7 +140,7 @@ SUBMIT = """
 import array, asyncio, resource, sys
 import psutil
 from headrace import SamplingParams
-from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.client.client import CoreClient
 
 BLOCK_BYTES, MOST_SPARE = 128 << 10, 24

@@ -17,7 +17,7 @@ from tiny_families import FAMILIES
 from torch import Tensor
 
 from headrace import LLM, InvalidRequestError, SamplingParams
-from headrace.frontend.api.inputs.embeds import tensor_of
+from headrace.frontend.request.embeds import tensor_of
 from headrace.ipc.failure import OptionError
 from headrace.ipc.row_inputs import first_not_finite
 

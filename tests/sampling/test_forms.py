@@ -18,7 +18,7 @@ from headrace import InvalidRequestError, StructuredOutputsParams
 from headrace.core.structured_output.backend import MOST_FORCED
 from headrace.core.structured_output.expressions import in_common_words
 from headrace.core.structured_output.trial import Trial
-from headrace.frontend.api.parameters.structured_outputs import from_response_format
+from headrace.frontend.request.parameters.structured_outputs import from_response_format
 from headrace.ipc.messages import StructuredOutput
 
 

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from headrace.frontend.api.inputs.prompts import Prompt
-from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.bench.simulation.engines import MODEL, EngineShape, SimulatedEngine
 from headrace.frontend.bench.simulation.virtual_time import run_virtually
 from headrace.frontend.bench.simulation.world import EngineSource
 from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
+from headrace.frontend.request.prompts import Prompt
 
 SHAPE = EngineShape(max_num_seqs=64, step_s=0.004, row_s=0.0004)
 WAVE = 60

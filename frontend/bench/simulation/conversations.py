@@ -11,14 +11,14 @@ import random
 
 import msgspec
 
-from headrace.frontend.api.inputs.prompts import Prompt
-from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.bench.simulation.engines import MODEL, EngineShape, SimulatedEngine
 from headrace.frontend.bench.simulation.policies import POLICIES
 from headrace.frontend.bench.simulation.virtual_time import run_virtually
 from headrace.frontend.bench.simulation.world import EngineSource
 from headrace.frontend.fleet.decisions import RouterOptions
 from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.codec import Tensor
 from headrace.ipc.prefix_names import CHUNK_TOKENS, PrefixKey, prefix_names
 

@@ -24,8 +24,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.frontend.api.inputs.prompts import Prompt
-from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.bench.simulation.answers import AnswerCheck
 from headrace.frontend.bench.simulation.coordinators import Announcing, FollowerLink, SimulatedCoordinator
 from headrace.frontend.bench.simulation.engines import (
@@ -44,6 +42,8 @@ from headrace.frontend.fleet.decisions import Affinity, RouterOptions
 from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.sources import Source
+from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import HeadraceError, QueueFullError
 from headrace.ipc.process.gc_pauses import lasting_objects

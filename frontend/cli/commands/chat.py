@@ -25,9 +25,9 @@ from headrace.ipc.failure import EngineDeadError, HeadraceError
 
 if TYPE_CHECKING:
     from headrace.frontend.api.llm import LLM
-    from headrace.frontend.api.parameters.sampling_params import SamplingParams
+    from headrace.frontend.cli.conversation import Conversation
     from headrace.frontend.cli.remote import RemoteLLM
-    from headrace.frontend.text.conversation import Conversation
+    from headrace.frontend.request.parameters.sampling_params import SamplingParams
 
 PROMPT = "> "
 _HELP = """\
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headrace.frontend.text.conversation import Conversation
+    from headrace.frontend.cli.conversation import Conversation
 
     check_sampling(arguments)
     check_text("--system", arguments.system)
@@ -135,7 +135,7 @@ class Chat:
             note("the answer was cut: it reached max_tokens or max_model_len")
 
     def _set_params(self, text: str) -> None:
-        from headrace.frontend.text.conversation import SETTABLE, with_param
+        from headrace.frontend.cli.conversation import SETTABLE, with_param
 
         if not text:
             for name in SETTABLE:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from headrace.frontend.cli.engine_arguments import add_engine_arguments, check_sampling, open_engine, sampling_params
 
 if TYPE_CHECKING:
-    from headrace.frontend.api.outputs import RequestMetrics
+    from headrace.frontend.request.outputs import RequestMetrics
 
 DEFAULT_PROMPT = "Why is the sky blue?"
 DEFAULT_MAX_TOKENS = 256

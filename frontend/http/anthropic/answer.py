@@ -19,8 +19,8 @@ from headrace.frontend.http.errors import ApiError, ContextLengthError
 from headrace.frontend.http.openai.bodies import Answer
 from headrace.frontend.http.openai.requests import ChatCompletionRequest
 from headrace.frontend.http.responses_api.items import as_encrypted
+from headrace.frontend.request.message import call_id, num_reasoning_tokens
 from headrace.frontend.text.formats.events import AnswerPart
-from headrace.frontend.text.formats.message import call_id, num_reasoning_tokens
 from headrace.frontend.text.formats.parser import OutputParser
 
 SIGNATURE = "headrace:"

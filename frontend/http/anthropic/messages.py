@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from headrace.frontend.api.parameters.structured_outputs import RETIRED
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.anthropic.answer import SIGNATURE, UNSUPPORTED_THREAD, MessagesAnswer
 from headrace.frontend.http.anthropic.tools import OfferedTools
@@ -39,6 +38,7 @@ from headrace.frontend.http.openai.requests import (
     one_of,
 )
 from headrace.frontend.http.responses_api.items import from_encrypted
+from headrace.frontend.request.parameters.structured_outputs import RETIRED
 from headrace.frontend.text.instructions import ROLES as INSTRUCTING
 
 _THINKING = ("enabled", "adaptive", "between_tools", "disabled")

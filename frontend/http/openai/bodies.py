@@ -11,10 +11,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headrace.frontend.api.outputs import Logprob, LogprobsOfPosition, ToolCall
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.http.errors import error_event
 from headrace.frontend.http.openai.requests import GenerationRequest
+from headrace.frontend.request.outputs import Logprob, LogprobsOfPosition, ToolCall
 from headrace.frontend.text.tokenizer import Tokenizer
 
 

@@ -9,11 +9,6 @@ from typing import Any, NamedTuple
 
 from msgspec import UNSET, UnsetType
 
-from headrace.frontend.api.inputs.prompts import Prompt, truncate
-from headrace.frontend.api.outputs import CompletionOutput
-from headrace.frontend.api.parameters.structured_outputs import StructuredOutputsParams, field_of_body, schema_of_answer
-from headrace.frontend.api.parameters.thinking import limit_reasoning
-from headrace.frontend.api.parameters.token_rules import check_num_logprobs
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import bad_field
@@ -58,11 +53,20 @@ from headrace.frontend.http.openai.prompts import (
 from headrace.frontend.http.openai.requests import ChatCompletionRequest, affinity_of
 from headrace.frontend.http.openai.tool_choice import NO_STRICT_CALLS, check_arguments, tool_choice_of
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.request.embedded_parts import check_text, has_parts, splice, take_parts
+from headrace.frontend.request.message import call_id, message_of, num_reasoning_tokens
+from headrace.frontend.request.outputs import CompletionOutput
+from headrace.frontend.request.parameters.structured_outputs import (
+    StructuredOutputsParams,
+    field_of_body,
+    schema_of_answer,
+)
+from headrace.frontend.request.parameters.thinking import limit_reasoning
+from headrace.frontend.request.parameters.token_rules import check_num_logprobs
+from headrace.frontend.request.prompts import Prompt, truncate
 from headrace.frontend.text.chat_template import RenderedChat, text_parts
-from headrace.frontend.text.embedded_parts import check_text, has_parts, splice, take_parts
 from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.events import AnswerPart
-from headrace.frontend.text.formats.message import call_id, message_of, num_reasoning_tokens
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor

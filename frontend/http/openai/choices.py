@@ -24,15 +24,15 @@ from headrace.frontend.api.beam_search import (
     beam_search,
     check_width,
 )
-from headrace.frontend.api.inputs.prompts import Prompt, check_request
-from headrace.frontend.api.outputs import LogprobsOfPosition
-from headrace.frontend.api.parameters.pooling_params import PoolingParams
-from headrace.frontend.api.parameters.sampling_params import FIELDS, GREEDY_BELOW, SamplingParams
 from headrace.frontend.client.request import LogprobRow, RequestStream, SequenceState, nth_row, one_row
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.http.errors import bad_field
 from headrace.frontend.http.openai.requests import CompletionRequest, GenerationRequest
+from headrace.frontend.request.outputs import LogprobsOfPosition
+from headrace.frontend.request.parameters.pooling_params import PoolingParams
+from headrace.frontend.request.parameters.sampling_params import FIELDS, GREEDY_BELOW, SamplingParams
+from headrace.frontend.request.prompts import Prompt, check_request
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import LogprobRows, Welcome

@@ -6,11 +6,6 @@ from collections.abc import Sequence
 
 from msgspec import UNSET
 
-from headrace.frontend.api.inputs.embeds import decoded, placed
-from headrace.frontend.api.inputs.prompts import Prompt, packed, truncate
-from headrace.frontend.api.outputs import CompletionOutput, LogprobsOfPosition
-from headrace.frontend.api.parameters.structured_outputs import field_of_body
-from headrace.frontend.api.parameters.thinking import limit_reasoning
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import bad_field
@@ -50,6 +45,11 @@ from headrace.frontend.http.openai.prompts import (
 )
 from headrace.frontend.http.openai.requests import NO_PROMPT, CompletionRequest, affinity_of
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.request.embeds import decoded, placed
+from headrace.frontend.request.outputs import CompletionOutput, LogprobsOfPosition
+from headrace.frontend.request.parameters.structured_outputs import field_of_body
+from headrace.frontend.request.parameters.thinking import limit_reasoning
+from headrace.frontend.request.prompts import Prompt, packed, truncate
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome

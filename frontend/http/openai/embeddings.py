@@ -10,9 +10,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.frontend.api.inputs.pooling_prompts import NOT_POOLING, cut_to_pool
-from headrace.frontend.api.inputs.prompts import Prompt, Tokenization, check_token_ids, packed
-from headrace.frontend.api.parameters.pooling_params import PoolingParams
 from headrace.frontend.client.pooling_stream import NO_TOKENS, PoolingStream
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
@@ -21,6 +18,9 @@ from headrace.frontend.http.openai.foreign_fields import ANY, Neutral
 from headrace.frontend.http.openai.generation import Job, PreparedRequest
 from headrace.frontend.http.openai.prompts import MOST_TRUNCATED, cache_salt, tokenize_texts
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.request.parameters.pooling_params import PoolingParams
+from headrace.frontend.request.pooling_prompts import NOT_POOLING, cut_to_pool
+from headrace.frontend.request.prompts import Prompt, Tokenization, check_token_ids, packed
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome

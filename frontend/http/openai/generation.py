@@ -17,10 +17,6 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.frontend.api.beam_search import BeamSearchParams
-from headrace.frontend.api.inputs.pooling_prompts import check_pooling
-from headrace.frontend.api.inputs.prompts import Prompt, check_request
-from headrace.frontend.api.parameters.pooling_params import PoolingParams
-from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.pooling_stream import PoolingStream
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.client.request_metrics import RequestMeter
@@ -33,6 +29,10 @@ from headrace.frontend.http.openai.choices import OutputSelection, likeliest, se
 from headrace.frontend.http.openai.event_stream import EVENTS, TURN_S, Chunks, EventStream, KeepAlive, StreamForm
 from headrace.frontend.http.openai.prompts import SPELLINGS, as_api_error, respelt
 from headrace.frontend.http.request_log import note
+from headrace.frontend.request.parameters.pooling_params import PoolingParams
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
+from headrace.frontend.request.pooling_prompts import check_pooling
+from headrace.frontend.request.prompts import Prompt, check_request
 from headrace.ipc.failure import (
     EngineDeadError,
     HeadraceError,

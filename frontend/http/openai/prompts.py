@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.frontend.api.inputs.prompts import Prompt, packed
-from headrace.frontend.api.parameters.sampling_params import FIELDS, RequestOutputKind, SamplingParams
-from headrace.frontend.api.parameters.structured_outputs import from_body
-from headrace.frontend.api.parameters.token_rules import openai_bias
 from headrace.frontend.http.errors import ApiError, ContextLengthError, bad_field
 from headrace.frontend.http.openai.requests import UNREAD_IN_MESSAGES, ChatMessage, GenerationRequest, StreamOptions
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.request.parameters.sampling_params import FIELDS, RequestOutputKind, SamplingParams
+from headrace.frontend.request.parameters.structured_outputs import from_body
+from headrace.frontend.request.parameters.token_rules import openai_bias
+from headrace.frontend.request.prompts import Prompt, packed
 from headrace.frontend.text.chat_template import (
     ContentFormat,
     RenderedChat,

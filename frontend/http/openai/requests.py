@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from headrace.frontend.api.parameters.sampling_fields import body_fields
-from headrace.frontend.api.parameters.sampling_params import FIELDS, NOT_SUPPORTED
-from headrace.frontend.api.parameters.sampling_params import NEUTRAL as NEUTRAL_PARAMS
-from headrace.frontend.api.parameters.structured_outputs import RETIRED
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.http.errors import bad_field
 from headrace.frontend.http.openai.foreign_fields import ANY, Neutral
+from headrace.frontend.request.parameters.sampling_fields import body_fields
+from headrace.frontend.request.parameters.sampling_params import FIELDS, NOT_SUPPORTED
+from headrace.frontend.request.parameters.sampling_params import NEUTRAL as NEUTRAL_PARAMS
+from headrace.frontend.request.parameters.structured_outputs import RETIRED
 
 T = TypeVar("T")
 # Bounds of lists that are processed item by item. Lists of token ids have only the body's (exchange.check_shape).

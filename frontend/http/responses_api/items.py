@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from headrace.frontend.request.message import call_id
 from headrace.frontend.text.formats.events import AnswerPart
-from headrace.frontend.text.formats.message import call_id
 
 Item = dict[str, Any]
 NO_SERVERS: Mapping[str, str] = types.MappingProxyType({})

@@ -25,7 +25,7 @@ from headrace.frontend.http.openai.chat import ChatWork
 from headrace.frontend.http.openai.event_stream import KEEP_ALIVE
 from headrace.frontend.http.openai.generation import Generator, took_too_long
 from headrace.frontend.http.responses_api.items import NO_SERVERS, NO_TOOLS, ClientTool, Item, OutputItems
-from headrace.frontend.text.formats.message import num_reasoning_tokens
+from headrace.frontend.request.message import num_reasoning_tokens
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.ipc.failure import HeadraceError, let_interrupts_pass
 

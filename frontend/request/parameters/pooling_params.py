@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.frontend.api.parameters.sampling_fields import ParamsStruct, plain_integer
-from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, UnknownFieldError, nearest
+from headrace.frontend.request.parameters.sampling_fields import ParamsStruct, plain_integer
+from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, UnknownFieldError, nearest
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Pool, Pooling
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.frontend.api.parameters.sampling_params import FIELDS, SamplingParams, nearest
+from headrace.frontend.request.parameters.sampling_params import FIELDS, SamplingParams, nearest
 from headrace.ipc.failure import InvalidRequestError
 
 ANSWER_TOKENS = 512

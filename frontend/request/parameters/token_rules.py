@@ -6,14 +6,14 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.frontend.api.parameters.sampling_fields import bad
+from headrace.frontend.request.parameters.sampling_fields import bad
 from headrace.frontend.text.guarded_tokenizer import TokenizingError
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
 
 if TYPE_CHECKING:
-    from headrace.frontend.api.parameters.sampling_params import SamplingParams
+    from headrace.frontend.request.parameters.sampling_params import SamplingParams
 
 MOST_BIAS = 1e6
 """Far above any logit: a token with this bias is always chosen. The HTTP server clamps to 100, as OpenAI's API does."""

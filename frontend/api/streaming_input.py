@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.frontend.api.inputs.prompts import Prompt
-from headrace.frontend.api.outputs import CompletionOutput, RequestOutput
-from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.request.outputs import CompletionOutput, RequestOutput
+from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.failure import InvalidRequestError, let_interrupts_pass
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.core.options.engine_options import Options
-from headrace.frontend.api.inputs.prompts import Prompt
-from headrace.frontend.api.parameters.sampling_fields import bad
-from headrace.frontend.api.parameters.sampling_params import SamplingParams
+from headrace.frontend.request.parameters.sampling_fields import bad
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
+from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.text.formats.declaration import FormatError, ReasoningFormat, load_format
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError, OptionError

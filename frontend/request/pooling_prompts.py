@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.frontend.api.inputs.prompts import Prompt, Tokenization, check_token_ids, tokenize
-from headrace.frontend.api.parameters.pooling_params import PoolingParams
+from headrace.frontend.request.parameters.pooling_params import PoolingParams
+from headrace.frontend.request.prompts import Prompt, Tokenization, check_token_ids, tokenize
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Pool, Welcome

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from headrace.frontend.api.inputs.lists import elements
-from headrace.frontend.api.parameters.repetition import RepetitionDetectionParams, repetition_from
-from headrace.frontend.api.parameters.sampling_fields import (
+from headrace.frontend.request.lists import elements
+from headrace.frontend.request.parameters.repetition import RepetitionDetectionParams, repetition_from
+from headrace.frontend.request.parameters.sampling_fields import (
     Field,
     ParamsStruct,
     bad,
@@ -23,8 +23,8 @@ from headrace.frontend.api.parameters.sampling_fields import (
     sent_fields,
     verify_extra_args,
 )
-from headrace.frontend.api.parameters.structured_outputs import StructuredOutputsParams, structured_outputs_from
-from headrace.frontend.api.parameters.token_rules import (
+from headrace.frontend.request.parameters.structured_outputs import StructuredOutputsParams, structured_outputs_from
+from headrace.frontend.request.parameters.token_rules import (
     check_model_limits,
     openai_bias,
     tokenize_bad_words,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.frontend.api.parameters.sampling_fields import ParamsStruct
+from headrace.frontend.request.parameters.sampling_fields import ParamsStruct
 from headrace.ipc.failure import InvalidRequestError
 
 STOP_REASON = "repetition_detected"

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.frontend.api.inputs.tensor_files import TensorFileError, read_tensor
-from headrace.frontend.api.parameters.sampling_fields import plain_integer
+from headrace.frontend.request.parameters.sampling_fields import plain_integer
+from headrace.frontend.request.tensor_files import TensorFileError, read_tensor
 from headrace.ipc.codec import DTYPES, Tensor
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 
-from headrace.frontend.api.inputs.embeds import check_enabled, check_shape, cut, placed
-from headrace.frontend.api.inputs.lists import asks_for_nothing, elements
-from headrace.frontend.api.parameters.sampling_fields import plain_integer
-from headrace.frontend.api.parameters.sampling_params import SamplingParams
-from headrace.frontend.api.parameters.token_rules import check_token_rules
+from headrace.frontend.request.embeds import check_enabled, check_shape, cut, placed
+from headrace.frontend.request.lists import asks_for_nothing, elements
+from headrace.frontend.request.parameters.sampling_fields import plain_integer
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
+from headrace.frontend.request.parameters.token_rules import check_token_rules
 from headrace.frontend.text.formats.declaration import ReasoningFormat
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError

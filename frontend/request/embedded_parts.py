@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headrace.frontend.api.inputs.embeds import decoded
+from headrace.frontend.request.embeds import decoded
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import InvalidRequestError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable
 
-from headrace.frontend.api.outputs import AnswerMessage, FunctionCall, ToolCall
+from headrace.frontend.request.outputs import AnswerMessage, FunctionCall, ToolCall
 from headrace.frontend.text.formats.events import AnswerPart
 from headrace.frontend.text.tokenizer import Tokenizer
 

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from headrace.core.options.structured_outputs import BACKENDS, split_backend
-from headrace.frontend.api.inputs.lists import elements
-from headrace.frontend.api.parameters.sampling_fields import check_attribute
+from headrace.frontend.request.lists import elements
+from headrace.frontend.request.parameters.sampling_fields import check_attribute
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import MOST_GRAMMAR_CHARACTERS, StructuredOutput
 

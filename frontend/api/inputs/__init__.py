@@ -1,1 +1,0 @@
-"""Prompts in every form that callers give them."""
