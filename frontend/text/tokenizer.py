@@ -337,11 +337,11 @@ class _TokenBytes(dict[int, bytes]):
 
     def __init__(self, tokenizer: Any, skipped_ids: frozenset[int]) -> None:
         super().__init__()
-        self._tokenizer, self._skipped_ids = tokenizer, skipped_ids
+        self._token_of, self._skipped_ids = tokenizer.id_to_token, skipped_ids
         self._byte_of = _byte_alphabet()
 
     def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self._skipped_ids else self._tokenizer.id_to_token(token_id)
+        token = None if token_id in self._skipped_ids else self._token_of(token_id)
         if token is None:
             value = b""
         elif all(character in self._byte_of for character in token):
