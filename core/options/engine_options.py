@@ -172,7 +172,8 @@ class Options(ModelOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_un
             'request, at most num_speculative_tokens at once, such as {"method": "ngram", "num_speculative_tokens": '
             '5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}. Method suffix also drafts from past outputs: '
             '{"method": "suffix"}; a draft is at most suffix_decoding_max_spec_factor (1.0) times as long as its '
-            "match. With more than disable_by_batch_size requests nothing is drafted",
+            "match. What is not likely enough to be worth its time is left out, as measured in steps before. With more "
+            "than disable_by_batch_size requests nothing is drafted",
             short="-sc",
         ),
     ] = {}

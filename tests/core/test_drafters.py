@@ -13,10 +13,12 @@ from headrace.core.options.speculation import NgramSpeculation, SuffixSpeculatio
 from headrace.core.schedule.drafters import drafter_of
 from headrace.core.schedule.drafters.drafter import Drafter
 from headrace.core.schedule.drafters.past_outputs import PastOutputs
+from headrace.core.schedule.drafters.step_costs import MOST_NEEDED, SHORTEST_S, StepCosts
 from headrace.core.schedule.drafters.token_index import MOST_ADDED
 from headrace.core.schedule.requests import Request, RowTable
 from headrace.ipc.messages import Generate, Sampling
 from headrace.ipc.prefix_names import PrefixKey
+from headrace.ipc.step import StepResult
 
 
 class Texts:
@@ -258,3 +260,97 @@ def test_the_latest_of_equal_runs_and_the_longest_of_all_is_continued() -> None:
     texts.leave(row)
     row = texts.enter([3, 4, 5, 70, 71, 72, 1, 2, 3, 4, 5])
     assert texts.draft(row)[:1] == [60]  # five tokens of a past output beat three of its own
+
+
+# --- what drafts are worth ----------------------------------------------------------------------------------------
+
+
+class Steps:
+    """Steps of one row, each of which begins when the one before has ended."""
+
+    def __init__(self) -> None:
+        self.costs, self.step, self.now_s = StepCosts(), 0, 1.0
+
+    def run(self, num_tokens: int, num_new: int, seconds: float, *, idle_s: float = 0.0, decodes: bool = True) -> None:
+        if decodes:
+            self.costs.planned(self.step, num_tokens)
+        began_s = self.now_s + idle_s
+        self.now_s = began_s + seconds
+        tokens = np.zeros(num_new, np.int32)
+        self.costs.take(
+            StepResult(step=self.step, rows=tokens[:1], token_ids=tokens, began_s=began_s, ended_s=self.now_s)
+        )
+        self.step += 1
+
+
+def test_a_draft_token_is_worth_its_time_from_a_probability_on_that_its_cost_decides() -> None:
+    for token_s in (0.0, 0.001, 0.004):
+        steps = Steps()
+        assert steps.costs.least_likely == 0
+        for _ in range(400):
+            steps.run(1, 1, 0.010)
+            steps.run(5, 3, 0.010 + 4 * token_s)
+        assert steps.costs.least_likely == pytest.approx(
+            min(MOST_NEEDED, token_s * 4 / (0.020 + 4 * token_s)), rel=0.05
+        )
+
+
+def test_the_time_between_two_decodes_counts_and_that_before_a_prompt_does_not() -> None:
+    found = []
+    for idle_s, between_s in ((0.0, 0.0), (5.0, 0.0), (0.0, 0.004)):
+        steps = Steps()
+        for _ in range(200):
+            steps.run(20, 1, 0.1, idle_s=idle_s, decodes=False)
+            steps.run(1, 1, 0.010)
+            steps.run(5, 3, 0.014, idle_s=between_s)
+        found.append(steps.costs.least_likely)
+    assert found[1] == pytest.approx(found[0])
+    assert found[2] > 1.5 * found[0]
+
+
+def test_steps_of_a_rank_that_tells_no_times_or_hardly_works_count_nothing() -> None:
+    for seconds in (0.0, 0.9 * SHORTEST_S):
+        steps = Steps()
+        for _ in range(50):
+            steps.run(1, 1, seconds)
+            steps.run(9, 9, seconds * 9 / 10)
+        assert steps.costs.least_likely == 0
+
+
+def test_only_drafts_that_are_likely_enough_are_made_and_others_are_tried_again_after_a_while() -> None:
+    texts = ngram()
+    copied = list(range(100, 190))
+    row = texts.enter([*copied, 5, 6, 1, *copied[:2]])
+    drafter, table = texts.drafter, texts.table
+    sizes = []
+    for at in range(2, 80, 8):  # a copy that goes on: right every time
+        drafter.look_up(np.array([row]))
+        draft = drafter.propose(row, 8, 0.5)
+        sizes.append(len(draft))
+        texts.extend(row, copied[at : at + 8])
+        drafter.judged(np.array([row]), np.array([len(draft)]), np.array([len(draft)]))
+    assert sizes[-1] == 8
+    assert draft.tolist() == copied[at : at + 8]
+    tried = []
+    for nth in range(80):  # new runs, which go on otherwise
+        texts.extend(row, copied[nth : nth + 2])
+        drafter._distance[row] = 0  # type: ignore[attr-defined]
+        drafter.look_up(np.array([row]))
+        tried.append(len(drafter.propose(row, 8, 0.5)))
+        if tried[-1]:
+            drafter.judged(np.array([row]), np.array(tried[-1:]), np.array([0]))
+        else:
+            assert drafter.pacing.due_at[row] > table.num_tokens[row]  # type: ignore[attr-defined]
+    assert 0 < sum(map(bool, tried[40:])) < 20
+
+
+def test_a_past_output_is_followed_as_far_as_it_is_worth() -> None:
+    texts = suffix()
+    output = list(range(100, 160))
+    texts.leave(texts.enter([1, 2, 3, *output], num_prompt_tokens=3))
+    row = texts.enter([50, *output[:8]])
+    lengths = []
+    for least in (0.0, 0.5, 0.9, 0.95):
+        texts.drafter.look_up(np.array([row]))
+        lengths.append(len(texts.drafter.propose(row, 8, least)))
+    assert lengths == [8, 7, 1, 0]

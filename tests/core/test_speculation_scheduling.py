@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from engine_histories import LIMITS, events, play
@@ -16,7 +17,7 @@ from test_async_scheduling import KINDS
 from headrace.executor.step.verification import SampledPositions
 from headrace.executor.testing.null import NullModel
 from headrace.ipc.messages import FinishReason
-from headrace.ipc.step import Drafts, StepPlan
+from headrace.ipc.step import Drafts, StepPlan, StepResult
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SUFFIX = {"method": "suffix", "suffix_decoding_max_spec_factor": 2.0}
@@ -146,6 +147,37 @@ def test_a_row_whose_drafts_are_wrong_gets_few_of_them() -> None:
     core.run_until_idle()
     drafts = core.loop._drafting.counts
     assert drafts.num_draft_tokens < 40
+
+
+@pytest.mark.parametrize("method", [NGRAM, SUFFIX], ids=["ngram", "suffix"])
+def test_where_a_token_costs_as_much_as_a_step_only_sure_drafts_are_made(method: dict[str, Any]) -> None:
+    drafts, heard = [], []
+    for token_s in (0.0, 0.01):
+        core = new_core(model={"cycle_tokens": 7}, speculative_config=method, max_model_len=600, num_blocks=200)
+        stages, now_s = core.loop.stages, 0.0
+        plans, collect = plans_of(core), stages.collect
+
+        def collect_timed(
+            collect: Any = collect, plans: list[StepPlan] = plans, token_s: float = token_s
+        ) -> StepResult:
+            nonlocal now_s
+            result = collect()
+            num_tokens = next(plan.total_tokens for plan in reversed(plans) if plan.step == result.step)
+            began_s, now_s = now_s, now_s + 0.01 + token_s * (num_tokens - 1)
+            timed: StepResult = msgspec.structs.replace(result, began_s=began_s, ended_s=now_s)
+            return timed
+
+        stages.collect = collect_timed
+        client = core.open()
+        client.add(0, [5] * 4, max_tokens=500)
+        core.run_until_idle()
+        counts = core.loop._drafting.counts
+        drafts.append((counts.num_draft_tokens, counts.num_accepted_tokens))
+        heard.append(client.tokens()[0])
+    assert heard[0] == heard[1]
+    (cheap, cheap_right), (dear, dear_right) = drafts
+    assert dear < 0.7 * cheap
+    assert dear_right / max(dear, 1) > cheap_right / cheap
 
 
 def test_a_row_without_a_draft_goes_on_as_the_step_before() -> None:

@@ -74,7 +74,7 @@ class AlwaysTwo(Drafter):
     def wants(self, rows: np.ndarray) -> np.ndarray:
         return np.ones(len(rows), bool)
 
-    def propose(self, row: int, limit: int) -> np.ndarray:
+    def propose(self, row: int, limit: int, least_likely: float = 0.0) -> np.ndarray:
         return np.array([9, 10], np.int32)[:limit]
 
 

@@ -38,7 +38,7 @@ class KnowingDrafter(Drafter):
     def wants(self, rows: np.ndarray) -> np.ndarray:
         return np.ones(len(rows), bool)
 
-    def propose(self, row: int, limit: int) -> np.ndarray:
+    def propose(self, row: int, limit: int, least_likely: float = 0.0) -> np.ndarray:
         known = int(self.table.num_known_tokens[row])
         own = self.table.token_ids[row, :known]
         for text in self._texts:

@@ -31,8 +31,10 @@ class Drafter:
         """Prepares `propose` for rows that it wants, all of whose tokens are known. The table's tokens do not change
         between the two."""
 
-    def propose(self, row: int, limit: int) -> np.ndarray:
-        """A draft for a row that was looked up, [num_drafts] int32: at most `limit` tokens, possibly none."""
+    def propose(self, row: int, limit: int, least_likely: float = 0.0) -> np.ndarray:
+        """A draft for a row that was looked up, [num_drafts] int32: at most `limit` tokens, possibly none. Tokens that
+        are right with a probability below `least_likely`, as far as this drafter can tell, are not worth their time.
+        """
         return NOTHING
 
     def planned(self, plan: StepPlan) -> None:

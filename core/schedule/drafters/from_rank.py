@@ -19,7 +19,7 @@ class RankDrafter(Drafter):
     def wants(self, rows: np.ndarray) -> np.ndarray:
         return np.ones(len(rows), bool)
 
-    def propose(self, row: int, limit: int) -> np.ndarray:
+    def propose(self, row: int, limit: int, least_likely: float = 0.0) -> np.ndarray:
         num_tokens, draft = self._drafts.pop(row, (-1, NOTHING))
         # Steps whose results are not taken one by one, as with too many running rows, leave a draft behind.
         return draft[:limit] if num_tokens == self.table.num_known_tokens[row] else NOTHING

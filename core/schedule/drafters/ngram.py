@@ -29,20 +29,22 @@ class NgramDrafter(TextDrafter):
         num_rows, speculation = len(rows.active), self.speculation
         spread = np.linspace(speculation.prompt_lookup_min, speculation.prompt_lookup_max, MOST_LENGTHS).round()
         lengths = sorted({int(each) for each in spread})
-        self.search(rows, lengths, speculation.num_speculative_tokens, counts=False)
+        self.search(rows, lengths, speculation.num_speculative_tokens, counts=False, num_kinds=2 * len(lengths))
         self._distance = np.zeros(num_rows, np.int64)  # how many tokens back the last draft was found
         self._found = np.zeros(num_rows, np.int64)  # how many tokens back the next draft is; 0: there is none
+        self._length = np.zeros(num_rows, np.int64)  # which of the index's lengths was found
 
     def look_up(self, rows: np.ndarray) -> None:
         self._texts.update(rows)
         runs, distances = self._texts.runs(rows), np.zeros(len(rows), np.int64)
-        for length in reversed(self._texts.index.lengths):
+        for nth, length in reversed(list(enumerate(self._texts.index.lengths))):
             missing = distances == 0
             if not missing.any():
                 break
             lacking = rows[missing]
             latest, last = self._texts.find(lacking, runs[missing], length), self._distance[lacking]
             distances[missing] = np.where(self._matches(lacking, last, length), last, latest)
+            self._length[lacking] = nth
         self._found[rows] = distances
         for row in rows[distances == 0].tolist():
             self.pacing.missed(row, int(self.table.num_known_tokens[row]))
@@ -57,13 +59,15 @@ class NgramDrafter(TextDrafter):
         matches: np.ndarray = fits & (tokens[rows[:, None], at] == tokens[rows[:, None], before]).all(axis=1)
         return matches
 
-    def propose(self, row: int, limit: int) -> np.ndarray:
+    def propose(self, row: int, limit: int, least_likely: float = 0.0) -> np.ndarray:
         distance, limit = int(self._found[row]), min(limit, int(self.pacing.limit[row]))
         if not distance or limit <= 0:
             return NOTHING
-        self.pacing.found(row)
+        goes_on = distance == int(self._distance[row])  # a copy that was found before is righter than a new one
+        kind = 2 * int(self._length[row]) + goes_on
+        size = min(limit, self.confidence.most_tokens(kind, least_likely))
         self._distance[row] = distance
-        return continued(self._texts.text(row), distance, limit)
+        return self.tried(row, kind, continued(self._texts.text(row), distance, size))
 
     def planned(self, plan: StepPlan) -> None:
         super().planned(plan)

@@ -4,6 +4,7 @@
     the first n accepted             n + 1
     none accepted                    1, after a rest of 2, 4, 8 ... 64 tokens
     nothing found                    after a pause of 1, 2, 3 tokens
+    found, but not worth its time    after a pause of 4 tokens
 
 Text that is copied, edited or summarised has many repetitions; elsewhere drafts only cost time.
 """
@@ -16,6 +17,8 @@ LONGEST_REST = 64
 """Most tokens before the next draft of a row whose drafts were rejected."""
 LONGEST_PAUSE = 3
 """Most tokens before the next search of a row in which none was found: few, so that a repetition is noticed soon."""
+PAUSE_FORGONE = 4
+"""Tokens before the next search of a row whose draft was not likely enough."""
 
 
 class Pacing:
@@ -40,6 +43,10 @@ class Pacing:
         """A search found nothing."""
         self._num_missed[row] += 1
         self.due_at[row] = num_tokens + min(int(self._num_missed[row]), LONGEST_PAUSE)
+
+    def forgone(self, row: int, num_tokens: int) -> None:
+        """What a search found was not likely enough."""
+        self.due_at[row] = num_tokens + PAUSE_FORGONE
 
     def found(self, row: int) -> None:
         self._num_missed[row] = 0

@@ -42,7 +42,8 @@ class SuffixDrafter(TextDrafter):
         super().bind(rows)
         depth = self.speculation.max_tree_depth
         lengths = [each for each in LENGTHS if each <= depth] or [depth]
-        self.search(rows, lengths, self.speculation.num_speculative_tokens, counts=True)
+        most = self.speculation.num_speculative_tokens
+        self.search(rows, lengths, most, counts=True, num_kinds=len(lengths))
         self._past = PastOutputs(lengths, self.speculation.max_cached_requests)
         self._matches: dict[int, _Match] = {}  # by row looked up
 
@@ -69,11 +70,13 @@ class SuffixDrafter(TextDrafter):
         request = self.table.requests[row]
         return "" if request is None else request.prefix_key.cache_salt
 
-    def propose(self, row: int, limit: int) -> np.ndarray:
+    def propose(self, row: int, limit: int, least_likely: float = 0.0) -> np.ndarray:
         match = self._matches.get(row)
         if match is None:
             return NOTHING
         text, best, most_right = self._texts.text(row), NOTHING, 0.0
+        kind = self._texts.index.lengths.index(match.length)
+        limit = min(limit, self.confidence.most_tokens(kind, least_likely))
         if match.distance:
             size = self._size(text, text[: len(text) - match.distance], match.length)
             draft = continued(text, match.distance, min(limit, size))
@@ -85,9 +88,7 @@ class SuffixDrafter(TextDrafter):
             draft, right = self._trusted(past.index, text, draft, match.length, past.owner(self._salt(row)))
             if right > most_right:
                 best = draft
-        if len(best):
-            self.pacing.found(row)
-        return best
+        return self.tried(row, kind, best)
 
     def _size(self, text: np.ndarray, before: np.ndarray, length: int) -> int:
         """The most tokens of a draft after a match of at least `length` tokens, which `before` ends with."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from headrace.core.schedule.drafters.confidence import Confidence
 from headrace.core.schedule.drafters.drafter import Drafter
 from headrace.core.schedule.drafters.pacing import Pacing
 from headrace.core.schedule.drafters.row_texts import RowTexts
@@ -14,12 +15,26 @@ from headrace.ipc.step import StepPlan
 
 
 class TextDrafter(Drafter):
-    """Base class: searches are paced by how the row's last drafts fared. Derived classes `look_up` and `propose`."""
+    """Base class: searches are paced by how the row's last drafts fared. Derived classes `look_up` and `propose`, and
+    divide drafts into kinds, some of which are righter than others."""
 
-    def search(self, rows: RowTable, lengths: Sequence[int], most_drafts: int, *, counts: bool) -> None:
-        """Called by `bind`. lengths, counts: of the index (`TokenIndex`). most_drafts: of a row and step."""
+    def search(self, rows: RowTable, lengths: Sequence[int], most_drafts: int, *, counts: bool, num_kinds: int) -> None:
+        """Called by `bind`. lengths, counts: of the index (`TokenIndex`). most_drafts: of a row and step. num_kinds: of
+        drafts."""
         self._texts = RowTexts(rows, lengths, counts=counts)
         self.pacing = Pacing(len(rows.active), most_drafts)
+        self.confidence = Confidence(num_kinds)
+        self._kind = [0] * len(rows.active)  # by row: of the last draft
+
+    def tried(self, row: int, kind: int, draft: np.ndarray) -> np.ndarray:
+        """The draft of a row, which is of this kind. An empty one was not likely enough."""
+        self._kind[row] = kind
+        if len(draft):
+            self.pacing.found(row)
+        else:
+            self.confidence.forgo(kind)
+            self.pacing.forgone(row, int(self.table.num_known_tokens[row]))
+        return draft
 
     def wants(self, rows: np.ndarray) -> np.ndarray:
         wants: np.ndarray = self.table.num_tokens[rows] >= self.pacing.due_at[rows]
@@ -36,4 +51,6 @@ class TextDrafter(Drafter):
     def judged(self, rows: np.ndarray, num_drafts: np.ndarray, num_right: np.ndarray) -> None:
         known = self.table.num_known_tokens[rows]
         for each in zip(rows.tolist(), num_drafts.tolist(), num_right.tolist(), known.tolist(), strict=True):
+            row, num_drafted, num_accepted, _ = each
+            self.confidence.judge(self._kind[row], num_drafted, num_accepted)
             self.pacing.judge(*each)

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from headrace.core.schedule.drafters.drafter import Drafter
+from headrace.core.schedule.drafters.step_costs import StepCosts
 from headrace.core.schedule.features.feature import Context, StepFeature
 from headrace.core.schedule.plan_builder import PlanBuilder
 from headrace.ipc.step import Drafts, StepPlan, StepResult
@@ -43,6 +44,7 @@ class Drafting(StepFeature):
         self.counts = DraftCounts(accepted_per_position=[0] * most_drafts if drafters else [])
         self._proposed: dict[int, np.ndarray] = {}  # index in the builder's decodes -> draft tokens, ascending
         self._author: dict[int, Drafter] = {}  # row with drafts in flight -> whose they are
+        self._costs = StepCosts()
 
     def bind(self, context: Context) -> None:
         super().bind(context)
@@ -109,7 +111,7 @@ class Drafting(StepFeature):
     def _draft_of(self, row: int, limit: int, drafters: Sequence[Drafter]) -> tuple[Drafter | None, np.ndarray]:
         """The first draft that is found, and its drafter. None if there is no draft."""
         for drafter in drafters:
-            draft = drafter.propose(row, limit)
+            draft = drafter.propose(row, limit, self._costs.least_likely)
             for feature in self.context.features:
                 if len(draft) and feature.drafter is not drafter:  # which drafts what it allows
                     draft = feature.cut(row, draft)
@@ -121,6 +123,8 @@ class Drafting(StepFeature):
         for drafter in self._own:
             drafter.planned(plan)
         proposed, self._proposed = self._proposed, {}
+        if self._own and plan.total_tokens == len(plan.rows) + sum(map(len, proposed.values())):
+            self._costs.planned(plan.step, plan.total_tokens)
         if not proposed:
             return plan
         counts = np.zeros(len(plan.rows), np.int32)
@@ -138,6 +142,7 @@ class Drafting(StepFeature):
     # --- results ------------------------------------------------------------------------------------------------
 
     def take(self, result: StepResult) -> None:
+        self._costs.take(result)
         if result.counts is not None:
             self._judge(result.rows, result.counts)
         for drafter in self._own:

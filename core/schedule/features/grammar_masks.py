@@ -34,7 +34,7 @@ class ForcedTokens(Drafter):
         wants: np.ndarray = self.table.has_matcher[rows]
         return wants
 
-    def propose(self, row: int, limit: int) -> np.ndarray:
+    def propose(self, row: int, limit: int, least_likely: float = 0.0) -> np.ndarray:
         tokens = _matcher(self.table, row).forced_tokens()[:limit]
         return np.array(tokens, np.int32) if tokens else NOTHING
 
