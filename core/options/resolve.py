@@ -145,8 +145,9 @@ def _kv_cache_dtype(options: Options, dtype: str, packed: bool, rounds_inputs: b
         )
     if options.kv_cache_dtype != "auto":
         return _KV_CACHE_DTYPES.get(options.kv_cache_dtype, options.kv_cache_dtype), "asked for"
-    if packed and not rounds_inputs:  # else 8-bit inputs err more than bfloat16, whose attention is faster
-        return "float16", f"finer than {dtype}, as packed weights are; {dtype} where the model runs op by op"
+    if packed and dtype == "bfloat16" and not rounds_inputs:
+        # 8-bit inputs would err more than bfloat16, whose attention is faster.
+        return "float16", "finer than bfloat16, as packed weights are; bfloat16 where the model runs op by op"
     return dtype, "dtype"
 
 

@@ -84,9 +84,12 @@ def test_dtype(asked: str, checkpoint: str, decided: str) -> None:
         ({"checkpoint_dtype": "Q4_1"}, {}, "float16"),
         ({"stored_as": "compressed-tensors", "rounds_inputs": True}, {}, "bfloat16"),
         ({"stored_as": "gptq"}, {"kv_cache_dtype": "bfloat16"}, "bfloat16"),
+        ({"stored_as": "gptq"}, {"dtype": "float16"}, "float16"),
+        ({"stored_as": "gptq"}, {"dtype": "float32"}, "float32"),
+        ({"stored_as": "compressed-tensors", "rounds_inputs": True}, {"dtype": "float32"}, "float32"),
     ],
 )
-def test_the_cache_is_finer_than_the_activations_of_packed_weights_unless_those_become_int8(
+def test_the_cache_of_packed_weights_is_as_fine_as_their_activations_or_finer_unless_those_become_int8(
     stored: dict[str, Any], asked: dict[str, Any], decided: str
 ) -> None:
     assert plan(description(**stored), **asked).kv_cache_dtype == decided

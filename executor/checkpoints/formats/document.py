@@ -33,8 +33,8 @@ the checkpoint asks for. Matrices are read, packed and freed one after another. 
 points, and fp8 with one scale per row stay packed. Everything else, experts included, is converted to floats of
 `--dtype` while it is read, and so are all weights where a CPU runs a model op by op.
 
-With packed weights, keys and values are float16, which is finer than bfloat16; if activations become int8, they have
-`--dtype`, since their rounding loses less than that of the activations. `--kv-cache-dtype` overrides this.
+With packed weights and bfloat16 activations, keys and values are float16, which is finer; if activations become int8,
+they stay bfloat16, as that loses less than the rounding of the activations. `--kv-cache-dtype` overrides this.
 
 `--kv-cache-dtype fp8` (e4m3) and `fp8_e5m2` divide keys and values by the checkpoint's scales (`k_scale` and `v_scale`,
 or Quark's `output_scale`) if it has them for every layer: one each, or one per head. If it has others or none, with
