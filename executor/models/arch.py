@@ -79,7 +79,6 @@ class Kept:
     shape: tuple[int, ...]
     """Of one token, or of the sequence. The first dimension counts units, which stay whole in memory: the heads, or the
     past inputs of a convolution."""
-    per: Literal["token", "sequence"] = "token"
     dtype: Literal["cache", "float32"] = "cache"
     """cache: the type of cached keys and values."""
 
