@@ -174,12 +174,19 @@ class AsyncControls(OneProcess):
         stats: EngineStats = await self.call(GetStats)
         return stats
 
+    async def stats_by_engine(self) -> dict[int, EngineStats]:
+        """The load and counters of each engine, by its data_parallel_rank."""
+        return {0: await self.get_stats()}
+
     async def get_metrics(self, prefix: str = "vllm") -> list[Metric]:
-        """Metrics as vLLM's objects (Counter, Gauge, Vector, Histogram), named `prefix:name`.
+        """Metrics as vLLM's objects (Counter, Gauge, Vector, Histogram), named `prefix:name`, of each engine with its
+        data_parallel_rank as the label `engine`.
 
         Engine metrics cover all of its clients, request metrics only the requests of this client.
         """
-        return engine_metrics(await self.get_stats(), await self.engine(), self.request_counts, prefix)
+        welcome, counts = await self.engine(), self.request_counts
+        by_engine = (await self.stats_by_engine()).items()
+        return [each for engine, stats in by_engine for each in engine_metrics(stats, welcome, counts, prefix, engine)]
 
     async def do_log_stats(self) -> None:
         """Logs throughput, requests, cache use and hit rate since the last call, as a server does every 10 s."""

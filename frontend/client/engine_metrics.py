@@ -146,9 +146,11 @@ class Histogram(Metric):
     buckets: dict[str, int]
 
 
-def engine_metrics(stats: EngineStats, welcome: Welcome, requests: RequestCounts | None, prefix: str) -> list[Metric]:
-    """All metrics, named `prefix:name`; `requests` are the counts of one client."""
-    labels = {"model_name": (welcome.served_model_names or (welcome.model,))[0], "engine": "0"}
+def engine_metrics(
+    stats: EngineStats, welcome: Welcome, requests: RequestCounts | None, prefix: str, engine: int = 0
+) -> list[Metric]:
+    """All metrics of one engine, named `prefix:name`; `requests` are the counts of one client."""
+    labels = {"model_name": (welcome.served_model_names or (welcome.model,))[0], "engine": str(engine)}
     found: list[Metric] = []
     for kind, name, _, value in ENGINE_METRICS:
         if (number := value(stats)) is None:
@@ -168,10 +170,12 @@ def engine_metrics(stats: EngineStats, welcome: Welcome, requests: RequestCounts
     found.append(_histogram(f"{prefix}:iteration_tokens_total", labels, *steps))
     if requests is not None:
         for name, (bounds, _) in REQUEST_HISTOGRAMS.items():
-            found.append(_histogram(f"{prefix}:{name}", labels, bounds, *requests.histogram(name)))
+            found.append(_histogram(f"{prefix}:{name}", labels, bounds, *requests.histogram(name, engine)))
         for reason in FINISH_REASONS:
             by_reason = {**labels, "finished_reason": reason}
-            found.append(Counter(name=f"{prefix}:{SUCCESS}", labels=by_reason, value=requests.num_ended(reason)))
+            found.append(
+                Counter(name=f"{prefix}:{SUCCESS}", labels=by_reason, value=requests.num_ended(reason, engine))
+            )
     return found
 
 

@@ -8,6 +8,7 @@ The numbers are float64 in a block of memory: a client's own, or one that a serv
 
 from __future__ import annotations
 
+import collections
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -139,22 +140,22 @@ class RequestMeter:
 
 
 class RequestCounts:
-    """The metrics of one client's requests."""
+    """The metrics of one client's requests, by engine."""
 
     def __init__(self) -> None:
-        self._block = [0.0] * REQUEST_LAYOUT.size
+        self._blocks: dict[int, list[float]] = collections.defaultdict(lambda: [0.0] * REQUEST_LAYOUT.size)
 
-    def follow(self, stream: RequestStream) -> None:
-        """Counts a request that has just been submitted."""
-        meter = RequestMeter(self._block)
+    def follow(self, stream: RequestStream, engine: int = 0) -> None:
+        """Counts a request that has just been submitted to this engine."""
+        meter = RequestMeter(self._blocks[engine])
         stream.on_step = meter.on_step
         stream.on_counted = (*stream.on_counted, meter.on_done)
 
-    def histogram(self, name: str) -> tuple[list[float], float]:
+    def histogram(self, name: str, engine: int) -> tuple[list[float], float]:
         """The number of observations per bucket, and the sum of the values."""
         first = REQUEST_LAYOUT.at[name]
-        *counts, total = self._block[first : first + len(REQUEST_HISTOGRAMS[name][0]) + 2]
+        *counts, total = self._blocks[engine][first : first + len(REQUEST_HISTOGRAMS[name][0]) + 2]
         return counts, total
 
-    def num_ended(self, reason: str) -> int:
-        return int(self._block[REQUEST_LAYOUT.at[reason]])
+    def num_ended(self, reason: str, engine: int) -> int:
+        return int(self._blocks[engine][REQUEST_LAYOUT.at[reason]])

@@ -155,11 +155,15 @@ class FleetClient(AsyncControls):
         return self._pool
 
     @property
-    def _clients(self) -> list[CoreClient]:
-        clients = [engine.client for engine in self.pool.engines if engine.client is not None and engine.usable]
+    def _by_rank(self) -> dict[int, CoreClient]:
+        clients = {engine.index: engine.client for engine in self.pool.engines if engine.client and engine.usable}
         if not clients:
             raise EngineDeadError.from_failure(self.failure or Failure(message="no engine is there now"))
         return clients
+
+    @property
+    def _clients(self) -> list[CoreClient]:
+        return list(self._by_rank.values())
 
     @property
     def _some_client(self) -> CoreClient:
@@ -213,7 +217,8 @@ class FleetClient(AsyncControls):
             request_id, prompt, params, priority, model=self.pool.names[0], max_tokens=max_tokens, affinity=affinity
         )
         if self.request_counts is not None:
-            self.request_counts.follow(stream)
+            engine = self.pool.engine_of(stream)
+            self.request_counts.follow(stream, engine.index if engine is not None else 0)
         return stream
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
@@ -239,6 +244,11 @@ class FleetClient(AsyncControls):
             payloads = [payload for answer in answers for payload in answer.payloads]
             return msgspec.structs.replace(answers[0], payloads=tuple(payloads))
         return answers[0]
+
+    async def stats_by_engine(self) -> dict[int, EngineStats]:
+        clients = self._by_rank
+        answers = await asyncio.gather(*(client.get_stats() for client in clients.values()))
+        return dict(zip(clients, answers, strict=True))
 
     async def close(self) -> None:
         """Aborts running requests, and stops the engines. May be called again."""

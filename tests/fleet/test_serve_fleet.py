@@ -191,6 +191,23 @@ def test_a_batch_of_llm_survives_the_death_of_an_engine() -> None:
         assert [each.outputs[0].token_ids for each in outputs] == expected
 
 
+def test_metrics_of_several_engines_are_each_engines_own() -> None:
+    null: dict[str, Any] = {"distributed_executor_backend": "headrace.executor.testing.null:NullExecutor"}
+    prompts = [[5, each, 7] for each in range(8)]
+    with LLM("null", data_parallel_size=2, skip_tokenizer_init=True, **null) as llm:
+        llm.generate(prompts, SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+        found = llm.get_metrics()
+
+    def by_engine(name: str) -> dict[str, Any]:
+        return {each.labels["engine"]: each for each in found if each.name == f"vllm:{name}"}
+
+    tokens, requests = by_engine("generation_tokens"), by_engine("request_generation_tokens")
+    assert tokens.keys() == requests.keys() == {"0", "1"}
+    assert sum(each.value for each in tokens.values()) == 8 * 5
+    assert [each.value for each in tokens.values()] == [each.sum for each in requests.values()]
+    assert all(each.value for each in tokens.values()), "both had some"
+
+
 def test_two_fresh_engines_share_equal_requests_and_each_is_had_by_its_rank() -> None:
     """After one that was measured at an engine, which must not draw all to itself."""
     null: dict[str, Any] = {"distributed_executor_backend": "headrace.executor.testing.null:NullExecutor"}
