@@ -108,6 +108,7 @@ CASES: dict[str, Case] = {
     "fp8 divisors": (lambda: made.fp8("divisors"), {"e4m3"}, EXACT_ERROR),
     "modelopt fp8": (lambda: made.modelopt("FP8"), {"e4m3"}, EXACT_ERROR),
     "modelopt nvfp4": (lambda: made.modelopt("NVFP4"), {"float4"}, EXACT_ERROR),
+    "modelopt mixed": (made.modelopt_mixed, {"e4m3", "float4"}, EXACT_ERROR),
     "quark fp8": (lambda: made.quark("fp8_e4m3"), {"e4m3"}, EXACT_ERROR),
     "quark int8": (lambda: made.quark("int8"), {"int8"}, MOST_ERROR),
     "quark int4": (lambda: made.quark("int4"), {"int4"}, MOST_ERROR),
@@ -289,6 +290,22 @@ def test_modelopts_config_may_lie_beside_the_models(tmp_path: Path) -> None:
     beside = {"producer": {"name": "modelopt", "version": "0.31"}, "quantization": {"quant_algo": "FP8"}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
     assert error_of(opened(tmp_path, quantization="modelopt"), model) < EXACT_ERROR
+
+
+def test_a_quantised_module_that_a_mixed_config_does_not_name_is_named(tmp_path: Path) -> None:
+    config, writer = made.modelopt_mixed()
+    config["quantized_layers"].pop("model.layers.1.mlp.up_proj")
+    config["quantized_layers"]["model.layers.0.mlp"] = config["quantized_layers"].pop("model.layers.0.mlp.up_proj")
+    made.write(
+        tmp_path,
+        tiny_models.build("llama"),
+        config,
+        lambda module, weight: made.modelopt("NVFP4")[1](module, weight) if "mlp" in module else writer(module, weight),
+    )
+    with pytest.raises(
+        ModelError, match=r"layers\.1\.mlp\.up_proj is quantised, and .* quantized_layers does not name"
+    ):
+        opened(tmp_path)
 
 
 def test_modelopts_config_may_name_its_producer_alone(tmp_path: Path) -> None:

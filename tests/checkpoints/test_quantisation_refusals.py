@@ -135,6 +135,14 @@ def gptq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "the modelopt config's quantization has pre_quant_scale=True: inputs that are scaled before they",
         ),
         (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
+            "MIXED_PRECISION needs quantized_layers, with the algorithm of each module",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": 4}}},
+            "ModelOpt's 4 is not supported; FP8, ",
+        ),
+        (
             {"quant_method": "torchao", "quant_type": {"default": {"_type": "AWQConfig", "_data": {"step": "load"}}}},
             "torchao's AWQConfig is not supported; Int8WeightOnlyConfig, ",
         ),

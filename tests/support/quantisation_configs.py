@@ -199,6 +199,7 @@ CONFIGS: dict[str, Callable[[], Described]] = {
     "compressed-tensors fp8": compressed("fp8", **(made.W8 | {"type": "float"})),
     "modelopt FP8": modelopt("FP8", {"dynamic": False, "num_bits": 8, "type": "float"}),
     "modelopt NVFP4": modelopt("NVFP4", {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}),
+    "modelopt, of several algorithms": lambda: made.modelopt_mixed(1),
     "modelopt, as in its own file": lambda: (
         {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": []}},
         made.modelopt("NVFP4")[1],
