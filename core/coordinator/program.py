@@ -38,6 +38,7 @@ from headrace.ipc.transport.sockets import (
     receive_frames,
     send_whole,
 )
+from headrace.ipc.transport.strangers import Strangers
 from headrace.ipc.wait import Deadline
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Coordinator:
         except BaseException:
             self._end_context()
             raise
+        self._strangers = Strangers(self._socket)
         self._codec: Codec[ToCoordinator] = Codec(ToCoordinator, most_header_bytes=MOST_HEADER_BYTES)
         self.registry = Registry(secrets.token_hex(8))
         self._stopping = threading.Event()
@@ -84,12 +86,14 @@ class Coordinator:
                 time.sleep(_GATHER_S)
                 self._receive_all()
             self._send(registry.tick(time.monotonic()))
+            self._strangers.let_go(time.monotonic())
             self._log_changes()
 
     def stop(self, deadline_s: float = 0.0) -> None:
         self._stopping.set()
 
     def close(self) -> None:
+        self._strangers.close()
         self._socket.close()
         self._end_context()
         if (path := ipc_path(self.address)) is not None:
@@ -118,6 +122,7 @@ class Coordinator:
                 if self._speaks_for_no_engine(message):
                     self._send([Outgoing((peer,), Denied(schema_hash=coordination.SCHEMA_HASH, why=_NOT_OURS))])
                     continue
+                self._strangers.take(sender)
                 self._send(self.registry.receive(peer, message, time.monotonic()))
 
     def _speaks_for_no_engine(self, message: ToCoordinator) -> bool:

@@ -45,6 +45,7 @@ from headrace.ipc.transport.sockets import (
     send_whole,
     this_kernel,
 )
+from headrace.ipc.transport.strangers import Strangers
 
 logger = logging.getLogger(__name__)
 PROBE_BUSY_S = 1.0
@@ -134,6 +135,7 @@ class ZmqPort(Broadcaster):
         except BaseException:
             self._end_context()
             raise
+        self._strangers = Strangers(self._socket)
         self._record = OwnRecord(
             self.address, this_kernel(), keys_path if keys_path and is_own_file(keys_path) else None
         )
@@ -185,6 +187,7 @@ class ZmqPort(Broadcaster):
             self._thread.join(5.0)
             self._thread = None
         self._record.remove()
+        self._strangers.close()
         self._socket.close()
         self._end_context()
         with contextlib.suppress(OSError):
@@ -209,13 +212,14 @@ class ZmqPort(Broadcaster):
 
     def _serve_clients(self) -> None:
         poll = select.poll()
-        for descriptor in (int(self._socket.getsockopt(zmq.FD)), self._wake_fd):
+        for descriptor in (int(self._socket.getsockopt(zmq.FD)), self._strangers.descriptor, self._wake_fd):
             poll.register(descriptor, select.POLLIN)
         next_busy_probe = next_idle_probe = time.monotonic()
         while not self._closing:
             has_all = self._receive_some()  # before the wait: the descriptor's signal may already be consumed
+            stranger_s = self._strangers.let_go(time.monotonic())
             if has_all and not self._should_yield:
-                poll.poll(self._wait_ms())
+                poll.poll(self._wait_ms(stranger_s))
             else:
                 time.sleep(BURST_PERIOD_S)
             with contextlib.suppress(BlockingIOError):
@@ -230,10 +234,14 @@ class ZmqPort(Broadcaster):
                 self._probe(list(self._busy_clients))
                 next_busy_probe = now + PROBE_BUSY_S
 
-    def _wait_ms(self) -> float | None:
+    def _wait_ms(self, stranger_s: float | None) -> float | None:
+        """stranger_s: the seconds until a stranger's time is over."""
         if self._busy_clients or self._dismissed:
             return PROBE_BUSY_S * 1e3
-        return PROBE_IDLE_S * 1e3 if self._identity_of else None
+        waits_s = [stranger_s] if stranger_s is not None else []
+        if self._identity_of:
+            waits_s.append(PROBE_IDLE_S)
+        return min(waits_s) * 1e3 if waits_s else None
 
     @property
     def _should_yield(self) -> bool:
@@ -253,7 +261,10 @@ class ZmqPort(Broadcaster):
                     if len(frames) > MOST_FRAMES:
                         self._drop_frames()
                         raise CodecError(f"a message of more than {MOST_FRAMES} frames")
+                    is_stranger = sender not in self._client_of
                     self._receive(sender, [frame.buffer for frame in frames])
+                    if is_stranger and sender in self._client_of:
+                        self._strangers.take(identity)
                 except CodecError as error:
                     self._take_undecodable(sender, frames[0].buffer if frames else b"", str(error))
                 except BaseException as error:  # no message of one client may end the engine of the others
