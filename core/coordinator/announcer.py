@@ -39,8 +39,10 @@ from headrace.ipc.transport.keys import key_file, read_keys
 from headrace.ipc.transport.sockets import (
     HANDSHAKE_FAILED,
     CutShortError,
+    address_to_dial,
     check_address,
     ipc_path,
+    is_ipv6,
     new_dealer,
     or_keys,
     send_whole,
@@ -118,7 +120,8 @@ class Link:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, patience_s: float) -> None:
         """Raises AddressError and KeyFileError."""
         self._address, self._patience_s = (address := check_address(address)), patience_s
-        self.socket = sock = new_dealer(context, address)
+        self._dialled = address_to_dial(address)
+        self.socket = sock = new_dealer(context, self._dialled)
         sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
         sock.setsockopt(zmq.IMMEDIATE, True)  # queues nothing while the coordinator is not connected
@@ -126,7 +129,7 @@ class Link:
         self._monitor = sock.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
         )
-        sock.connect(address)
+        sock.connect(self._dialled)
         self._missing_since_s: float | None = time.monotonic()
         self._why = self._said = ""
 
@@ -141,9 +144,20 @@ class Link:
             while True:
                 self._note(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"], now_s)
         since_s = self._missing_since_s
+        if since_s is not None:
+            self._dial_again()
         if since_s is not None and now_s - since_s >= self._patience_s and self._why not in ("", self._said):
             self._said = self._why
             logger.warning("%s; this engine is not told of there until that changes", self._why)
+
+    def _dial_again(self) -> None:
+        """A coordinator at localhost may come to listen at the other loopback address than was dialled."""
+        dialled = address_to_dial(self._address)
+        if dialled != self._dialled:
+            self.socket.disconnect(self._dialled)
+            self.socket.setsockopt(zmq.IPV6, is_ipv6(dialled))
+            self.socket.connect(dialled)
+            self._dialled = dialled
 
     def note_foreign(self, now_s: float) -> None:
         """Notes that the peer's answers are not a coordinator's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from headrace.ipc.coordination import (
 )
 from headrace.ipc.failure import EngineDeadError
 from headrace.ipc.messages import Load
+from headrace.ipc.transport.hosts import listening
 from headrace.ipc.transport.keys import VARIABLE, add_client, make_key_file, read_keys
 from headrace.ipc.transport.sockets import new_dealer
 
@@ -84,6 +86,19 @@ def test_an_engine_says_once_that_its_coordinator_is_not_there_and_that_it_is(ca
             wait_until(lambda: bool(list(back.registry.addresses)), 20, "the engine to be known")
             wait_until(lambda: f"the coordinator at {address} is there" in caplog.text, 30, "the good news")
     assert caplog.text.count("no coordinator listens") == 1
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_an_engine_finds_its_coordinator_at_either_address_of_localhost(host: str, is_first: bool, ipv6: None) -> None:
+    """Also one that comes later."""
+    with listening(host, 0) as sock:
+        port = sock.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(coordinator(f"tcp://{host}:{port}"))] if is_first else []
+        stack.enter_context(announcer(f"tcp://localhost:{port}"))
+        found = found or [stack.enter_context(coordinator(f"tcp://{host}:{port}"))]
+        wait_until(lambda: bool(list(found[0].registry.addresses)), 30, "the engine to be known")
 
 
 def test_an_engine_says_that_its_coordinator_has_other_keys(
