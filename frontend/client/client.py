@@ -213,6 +213,11 @@ class CoreClient(AsyncControls):
         )
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether the core runs on another host."""
+        return self._transport.address.startswith("tcp://") and not is_local(self._transport.address)
+
+    @property
     def is_ending(self) -> bool:
         """Whether the core runs here and its process ends or has ended, which the connection may not say yet."""
         return self._process is not None and is_local(self._transport.address) and self._process.is_ending

@@ -409,15 +409,18 @@ class EnginePool:
             loop = asyncio.get_running_loop()
             engine.hold = loop.call_later(HELD_S, lambda: self._carry_out(self.router.give_up(engine.name, failure)))
         self._avoid_ending()
-        decisions = self.router.leave(engine.name, failure, time.monotonic(), is_awaited=is_awaited)
+        is_elsewhere = engine.client is not None and engine.client.is_elsewhere
+        decisions = self.router.leave(
+            engine.name, failure, time.monotonic(), is_awaited=is_awaited, is_elsewhere=is_elsewhere
+        )
         self._carry_out(decisions)
         for stream in streams:
             if stream.route is None:  # submitted directly through the client
                 stream.fail(EngineDeadError.from_failure(failure))
 
     def _avoid_ending(self) -> None:
-        """Lets no request go to an engine whose end is not known yet: of engines killed together, one request would
-        lose several, and be blamed for it."""
+        """Lets no request go to an engine of this host whose end is not known yet: of engines killed together, one
+        request would lose several, and be blamed for it."""
         now_s = time.monotonic()
         for engine in self.engines:
             if engine.usable and engine.client is not None and engine.client.is_ending:

@@ -49,7 +49,8 @@ _LOAD_HOLDS_S, _LOAD_ELSEWHERE_HOLDS_S = 3.0, 60.0
 reports each second; coordinators report only changes."""
 _HOLDERS_LOOKED_AT = 3
 """For each prefix length, how many engines that cache it are considered on each side of a random one."""
-
+KNOWN_WITHIN_S = 0.1
+"""Ends of processes that end together on other hosts are known within this time of each other."""
 
 CHOICES = ("only", "rank", "session", "prefix", "load")
 """Why an engine was chosen: it is the only one; the request names its rank; it ran the session's last request; it has a
@@ -67,6 +68,7 @@ class Router:
         self.members: dict[str, Member] = {}
         self._groups: dict[str, Group] = {}  # by version: engines between which a request may move
         self.held: dict[RoutedRequest, None] = {}
+        self._places_held_from_s = 0.0
         self.watched: dict[Member, None] = {}
         """The members that a tick checks: with requests, unhealthy, or temporarily full."""
         self._capacity = 0  # of all members
@@ -117,8 +119,13 @@ class Router:
         self._update(member, now_s)
         return hopeless + self._place_held(now_s)
 
-    def leave(self, name: str, failure: Failure, now_s: float, *, is_awaited: bool = False) -> list[Decision]:
-        """Removes a lost engine, and decides about its requests. is_awaited: it is being restarted."""
+    def leave(
+        self, name: str, failure: Failure, now_s: float, *, is_awaited: bool = False, is_elsewhere: bool = False
+    ) -> list[Decision]:
+        """Removes a lost engine, and decides about its requests. is_awaited: it is being restarted. is_elsewhere: on
+        another host, where others may have ended with it whose end is not known yet; its requests wait until it is."""
+        if is_elsewhere:
+            self._places_held_from_s = now_s + KNOWN_WITHIN_S
         member = self.members.pop(name)
         member.is_gone = True
         self._capacity -= member.facts.capacity
@@ -482,6 +489,10 @@ class Router:
         self._disembark(request, now_s)
         if counts:
             request.note_move()
+        if now_s < self._places_held_from_s:
+            request.rank = None
+            self.held[request] = None
+            return Wait(request, member, reason)
         return self._resume(request, member, reason, now_s, failure)
 
     def _resume(
@@ -505,6 +516,8 @@ class Router:
     def _place_held(self, now_s: float) -> list[Decision]:
         """Assigns waiting requests: by priority, then the oldest first."""
         decisions: list[Decision] = []
+        if now_s < self._places_held_from_s:
+            return decisions
         for request in sorted(self.held, key=lambda each: (each.priority, each._arrival)):
             if not self._allowance.take(self._capacity):
                 break

@@ -71,6 +71,21 @@ def place(router: Router, *requests: RoutedRequest, now_s: float = 0.0) -> list[
     return [router.place(each, now_s).facts.name for each in requests]
 
 
+def test_of_engines_of_other_hosts_that_end_together_a_request_loses_one() -> None:
+    router = make(4)
+    stream = request()
+    (first,) = place(router, stream)
+    others = [f"engine {n}" for n in range(4) if f"engine {n}" != first]
+    (waits,) = router.leave(first, KILLED, 1.0, is_elsewhere=True)
+    assert isinstance(waits, Wait)
+    for nth, name in enumerate(others[:2]):  # their ends are heard of one after the other
+        assert router.leave(name, KILLED, 1.01 + nth / 100, is_elsewhere=True) == []
+        assert router.tick(1.01 + nth / 100) == []
+    (move,) = router.tick(1.25)
+    assert isinstance(move, Move)
+    assert (move.target.facts.name, stream.deaths_without_token) == (others[2], 1)
+
+
 def test_equal_requests_are_spread_evenly() -> None:
     router = make(8, capacity=64)
     names = place(router, *(request() for _ in range(80)))
