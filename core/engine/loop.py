@@ -566,11 +566,22 @@ class Loop:
         advance = scheduler.advance(result)
         for request in advance.first:
             request.first_token_s = now_s
+        failed = scheduler.take_failed()
         for ended in advance.ended:
-            self._end(events, ended.request, finish_of_ended(ended))
+            if ended.request not in failed:
+                self._end(events, ended.request, finish_of_ended(ended))
+        for request, why in failed.items():
+            self._fail(events, request, why)
         for client, message in self._output_builder.messages(plan, result, advance, events):
             self._port.send(client, message)
         return advance
+
+    def _fail(self, events: StepEvents, request: Request, why: str) -> None:
+        """Fails a request that runs, waits or has just ended, unless it has been aborted."""
+        if self._requests.get(request.client, {}).get(request.slot) is request:
+            self.scheduler.drop(request, forget_blocks=True)
+            failure = Failure(message=why, process="engine-core", pid=os.getpid(), phase="step")
+            self._end(events, request, finish_of(request, FinishReason.FAILED, failure=failure))
 
     def _end(self, events: StepEvents, request: Request, finish: Finish) -> None:
         del self._requests[request.client][request.slot]

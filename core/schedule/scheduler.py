@@ -152,11 +152,12 @@ class Scheduler:
         self.features: list[StepFeature] = []
         """In the order in which their hooks are called."""
         self._hooks: dict[str, list[Callable[..., Any]]] = {}
+        self._failed: dict[Request, str] = {}
 
     def add_feature(self, feature: StepFeature) -> None:
         """Call it before the first request is added."""
         self.features.append(feature)
-        feature.bind(Context(self.rows, self.tables, self.features, self._hashes))
+        feature.bind(Context(self.rows, self.tables, self.features, self._hashes, self._failed.setdefault))
         self._hooks = {
             name: [getattr(each, name) for each in self.features if getattr(type(each), name) is not default]
             for name, default in vars(StepFeature).items()
@@ -191,6 +192,12 @@ class Scheduler:
             if forget_blocks:
                 self.tables.forget(request.block_hashes)
             request.state = State.FINISHED
+
+    def take_failed(self) -> dict[Request, str]:
+        """The requests that features have failed since the last call, and why. The caller drops them."""
+        failed = self._failed.copy()
+        self._failed.clear()
+        return failed
 
     @property
     def num_running(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,8 @@ from engine_parts import SteppedCore, make_plan
 from test_steady import Noting
 
 from headrace.core.schedule.drafters.drafter import Drafter
-from headrace.core.schedule.features.feature import Followed, Repeated, StepFeature
+from headrace.core.schedule.features.contained import CONCERNED, contain
+from headrace.core.schedule.features.feature import NOTHING_NOW, Followed, Repeated, StepFeature
 from headrace.core.schedule.features.installed import attached_kinds, installed_features
 from headrace.executor.cpu.rank import CpuRank
 from headrace.executor.cpu.repeated_decode import ContinuedDecode
@@ -120,6 +122,82 @@ def test_an_installed_feature_is_part_of_every_step(
         assert found == tokens[:end]
         assert reason is (FinishReason.LENGTH if end is None else FinishReason.STOP)
     assert any(reason is FinishReason.STOP for _, reason in marked)
+
+
+class RaisingAgain(Repeated):
+    def __init__(self, hook: str) -> None:
+        self._hook = hook
+
+    def attachment(self, num_in_flight: int) -> Attachment | None:
+        return 1 // 0 if self._hook == "attachment" else NOTHING_NOW
+
+    def take(self, token_ids: np.ndarray) -> Followed | None:
+        return 1 // 0 if self._hook == "take_again" else None
+
+
+def raising(hook: str, num_rows: int) -> StepFeature:
+    """A feature of which this hook raises when it is first called for so many rows."""
+    calls = itertools.count(1)
+
+    def hooked(self: StepFeature, *given: Any) -> Any:
+        if hook in ("attachment", "take_again"):
+            return RaisingAgain(hook) if next(calls) == 1 else None
+        is_due = len(list(CONCERNED[hook](*given))) == num_rows and next(calls) == 1
+        return 1 // 0 if is_due else getattr(StepFeature, name)(self, *given)
+
+    name = "repeated" if hook in ("attachment", "take_again") else hook
+    feature: StepFeature = type("Raising", (StepFeature,), {name: hooked})()
+    return feature
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("hook", "num_failed"),
+    [
+        *((each, 6) for each in ("waits", "propose", "seal", "quiet_steps", "repeated", "follow", "take")),
+        *((each, 6) for each in ("attachment", "take_again")),
+        *(("postpones", 1), ("cut", 1), ("leave", 0)),
+    ],
+)
+def test_a_hook_that_raises_fails_the_requests_that_it_was_called_for_and_no_other(
+    hook: str, num_failed: int, ahead: bool
+) -> None:
+    plain = answers(SteppedCore(async_scheduling=False))
+    core = SteppedCore(executor_class=ReadsMarksAhead if ahead else ReadsMarks, async_scheduling=ahead)
+    if hook == "cut":
+        core.loop.scheduler.add_feature(Guessing())
+    core.loop.scheduler.add_feature(contain(raising(hook, num_failed), "lab"))
+    client = core.open()
+    for slot in range(6):
+        client.add(slot, [5, 6 + slot], max_tokens=25, ignore_eos=True)
+    core.run_until_idle()
+    ends = {finish.slot: finish for finish in client.finishes()}
+    failed = {slot: end.failure for slot, end in ends.items() if end.reason is FinishReason.FAILED}
+    called = {"attachment": "repeated", "take_again": "repeated"}.get(hook, hook)
+    assert {each.message for each in failed.values() if each} <= {
+        f"the step feature lab failed in {called}: ZeroDivisionError('integer division or modulo by zero')"
+    }
+    is_not_called = (hook, ahead) in {("waits", False), ("cut", True), ("take_again", True)}
+    assert len(failed) == (0 if is_not_called else num_failed)
+    assert all(client.tokens()[slot] == plain[slot][0] for slot in ends.keys() - failed.keys())
+    assert answers(core) == plain, "later requests have the feature, and the engine its rows and blocks"
+    core.loop.scheduler.check()
+
+
+@pytest.mark.parametrize("method", ["wants", "look_up", "propose", "judged"])
+def test_a_drafter_of_a_feature_that_raises_drafts_nothing(method: str) -> None:
+    plain = answers(SteppedCore(async_scheduling=False))
+    feature, called = Guessing(), list[str]()
+
+    def raises(*given: Any) -> Any:
+        called.append(method)
+        raise KeyError(method)
+
+    feature.drafter = type("Raising", (AlwaysTwo,), {method: raises})()
+    core = SteppedCore(executor_class=Noting, async_scheduling=False)
+    core.loop.scheduler.add_feature(contain(feature, "lab"))
+    assert answers(core) == plain
+    assert called
 
 
 def test_a_feature_of_ones_own_may_draft() -> None:

@@ -19,7 +19,8 @@ What a feature attaches is a kind of `ipc.step.Attachment` of its own, registere
 it with `plan.get(Kind)`, and a rank lists the kinds that it reads (`executor.rank.ModelHost.reads`).
 
 Another package adds a feature as an entry point of the group `headrace.step_features`, which names a class derived from
-`StepFeature` (`installed.py`).
+`StepFeature` (`installed.py`). Where a hook of such a feature raises, the requests that it was called for fail, and the
+engine goes on (`contained.py`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Context(NamedTuple):
     """All features of the scheduler, this one included, as far as they have been added."""
     hashes: Callable[[int, int], list[BlockHash]]
     """A row, a number of blocks -> hashes of at least the row's first so many blocks, whose tokens must be known."""
+    fail: Callable[[Request, str], object]
+    """Ends a request that cannot go on, and says why, with the next result."""
 
 
 class Followed(NamedTuple):

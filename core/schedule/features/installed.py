@@ -7,6 +7,7 @@ echo = "echo.feature:Echo"                          # a class derived from StepF
 from __future__ import annotations
 
 from headrace.core.options.plan import Plan
+from headrace.core.schedule.features.contained import contain
 from headrace.core.schedule.features.drafts import Drafting
 from headrace.core.schedule.features.feature import StepFeature
 from headrace.core.schedule.features.grammar_masks import GrammarMasks
@@ -36,7 +37,7 @@ def _made(found: object, name: str, value: str) -> StepFeature:
             "headrace.core.schedule.features.feature.StepFeature"
         )
     try:
-        return found()
+        return contain(found(), name)
     except BaseException as error:
         let_interrupts_pass(error)
         raise OptionError(f"the step feature {name}, {value}, cannot be made without arguments: {error!r}") from error
