@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from headrace.ipc.failure import let_interrupts_pass
 from headrace.ipc.messages import StructuredOutput
 
 MOST_FORCED = 1024
@@ -34,17 +35,37 @@ def still_forced(forced: list[int] | None, token_id: int) -> list[int] | None:
     return forced[1:] if forced is not None and len(forced) > 1 and forced[0] == token_id else None
 
 
-class Timed:
-    """Base class of matchers: limits the time of each step. Some grammars are cheap at first, and slower with every
-    token: ambiguous ones take seconds per mask after a hundred."""
+class Guarded:
+    """Base class of matchers: what a library does for one of them harms no other.
 
-    too_slow = ""
-    """Why the matcher cannot continue, if a step took longer than MOST_STEP_S."""
+    Some grammars are cheap at first, and slower with every token: ambiguous ones take seconds per mask after a hundred.
+    """
 
-    def took(self, began_s: float) -> None:
-        """To be called after a step. began_s: this thread's CPU time (`time.thread_time`) at its beginning."""
-        if time.thread_time() - began_s > MOST_STEP_S:
-            self.too_slow = f"following the grammar takes more than {MOST_STEP_S:g} s for one token, the most it may"
+    stopped = ""
+    """Why the matcher cannot continue: a step took longer than MOST_STEP_S, or the library failed in it."""
+
+    def step(self) -> _Step:
+        """A context for each use of the library, which ends there if the library raises."""
+        return _Step(self)
+
+
+class _Step:
+    __slots__ = ("_began_s", "_matcher")
+
+    def __init__(self, matcher: Guarded) -> None:
+        self._matcher = matcher
+
+    def __enter__(self) -> None:
+        self._began_s = time.thread_time()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is not None:
+            let_interrupts_pass(error)
+            self._matcher.stopped = f"the library that follows the grammar failed: {error!r}"
+        elif time.thread_time() - self._began_s > MOST_STEP_S:
+            limit = f"{MOST_STEP_S:g} s for one token, the most it may"
+            self._matcher.stopped = f"following the grammar takes more than {limit}"
+        return True
 
 
 class Matcher(Protocol):

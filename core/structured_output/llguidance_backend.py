@@ -18,13 +18,13 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
-from headrace.core.structured_output.backend import MOST_FORCED, MOST_STEP_S, Backend, Timed, still_forced
+from headrace.core.structured_output.backend import MOST_FORCED, MOST_STEP_S, Backend, Guarded, still_forced
 from headrace.core.structured_output.forms import is_gbnf, prepared
 from headrace.core.structured_output.json_schema import MOST_TRIES, find_culprit, schemas_in_lark
 from headrace.core.structured_output.refusals import reason, refusal
 from headrace.core.structured_output.structural_tag import format_of, in_lark
 from headrace.core.structured_output.token_bytes import TokenBytes
-from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.failure import InvalidRequestError, let_interrupts_pass
 from headrace.ipc.messages import StructuredOutput
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ where so much text may follow. Its default lengths are 10 and 30: near the end o
 check every token."""
 
 
-class LLGuidanceMatcher(Timed):
+class LLGuidanceMatcher(Guarded):
     """A `Matcher`."""
 
     def __init__(
@@ -61,13 +61,12 @@ class LLGuidanceMatcher(Timed):
         self._forced = forced  # forced tokens of this state, once computed
 
     def accept(self, token_id: int) -> bool:
-        if self.too_slow:
+        if self.stopped:
             return False
-        began_s = time.thread_time()
         self.mask, self._forced = None, still_forced(self._forced, token_id)
-        taken = bool(self.matcher.consume_token(token_id))
-        self.took(began_s)
-        return taken
+        with self.step():
+            return bool(self.matcher.consume_token(token_id))
+        return False
 
     @property
     def is_complete(self) -> bool:
@@ -75,19 +74,18 @@ class LLGuidanceMatcher(Timed):
 
     @property
     def problem(self) -> str:
-        return self.too_slow or reason(self.matcher.get_error())
+        return self.stopped or reason(self.matcher.get_error())
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        began_s = time.thread_time()
-        num_valid = int(self.matcher.validate_tokens(list(token_ids)))
-        self.took(began_s)
-        return num_valid
+        with self.step():
+            return int(self.matcher.validate_tokens(list(token_ids)))
+        return 0
 
     def forced_tokens(self) -> list[int]:
         if self._forced is None:
-            began_s = time.thread_time()
-            self._forced = list(self.matcher.compute_ff_tokens()[:MOST_FORCED])
-            self.took(began_s)
+            self._forced = []
+            with self.step():
+                self._forced = list(self.matcher.compute_ff_tokens()[:MOST_FORCED])
         return self._forced
 
     def copy(self) -> LLGuidanceMatcher:
@@ -95,13 +93,14 @@ class LLGuidanceMatcher(Timed):
 
     def fill(self, index: int, drafts: Sequence[int], masks: np.ndarray) -> None:
         """Writes the masks of this state and of those after each draft token, from masks[index] on."""
-        began_s = time.thread_time()
-        matcher = self.matcher.deep_copy() if drafts else self.matcher
-        for nth in range(len(drafts) + 1):
-            if nth:
-                matcher.consume_token(drafts[nth - 1])
-            matcher.unsafe_compute_mask_ptr(masks.ctypes.data + (index + nth) * masks.strides[0], masks.strides[0])
-        self.took(began_s)
+        with self.step():
+            matcher = self.matcher.deep_copy() if drafts else self.matcher
+            for nth in range(len(drafts) + 1):
+                if nth:
+                    matcher.consume_token(drafts[nth - 1])
+                matcher.unsafe_compute_mask_ptr(masks.ctypes.data + (index + nth) * masks.strides[0], masks.strides[0])
+        if self.stopped:
+            masks[index : index + len(drafts) + 1] = -1  # the next token ends the request
 
 
 class LLGuidanceBackend:
@@ -182,7 +181,12 @@ class LLGuidanceBackend:
                 position.fill(index, (), masks)
             plain = []
         if plain or drafted:
-            self._fill_in_parallel([(position.matcher, index) for position, index in plain], drafted, masks)
+            try:
+                self._fill_in_parallel([(position.matcher, index) for position, index in plain], drafted, masks)
+            except BaseException as error:
+                let_interrupts_pass(error)
+                for position, index, drafts in positions:  # alone, each fails by itself
+                    position.fill(index, drafts, masks)
 
     def _fill_in_parallel(
         self,

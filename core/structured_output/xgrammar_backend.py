@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.core.structured_output.backend import MOST_FORCED, MOST_STEP_S, Backend, Timed, still_forced
+from headrace.core.structured_output.backend import MOST_FORCED, MOST_STEP_S, Backend, Guarded, still_forced
 from headrace.core.structured_output.forms import is_gbnf, prepared
 from headrace.core.structured_output.json_schema import with_schemas_in_lark
 from headrace.core.structured_output.refusals import refusal
 from headrace.core.structured_output.structural_tag import format_of, with_patterns, with_schemas
 from headrace.core.structured_output.xgrammar_schema import followed, followed_expression
+from headrace.ipc.failure import let_interrupts_pass
 from headrace.ipc.messages import StructuredOutput
 
 PACKAGE = "xgrammar"
@@ -76,7 +77,7 @@ def _library() -> Any:
 _xgrammar = _library()
 
 
-class XGrammarMatcher(Timed):
+class XGrammarMatcher(Guarded):
     """A `Matcher`."""
 
     def __init__(self, backend: XGrammarBackend, matcher: Any, *, is_json: bool) -> None:
@@ -89,13 +90,13 @@ class XGrammarMatcher(Timed):
         self._forced: list[int] | None = None  # forced tokens of this state, once computed
 
     def accept(self, token_id: int) -> bool:
-        if self.too_slow:
+        if self.stopped:
             return False
-        began_s = time.thread_time()
         self._forced = still_forced(self._forced, token_id)
-        taken = token_id not in self.forbidden.token_ids and bool(self.matcher.accept_token(token_id, False))
+        taken = False
+        with self.step():
+            taken = token_id not in self.forbidden.token_ids and bool(self.matcher.accept_token(token_id, False))
         self._last = token_id if taken else self._last
-        self.took(began_s)
         return taken
 
     @property
@@ -107,11 +108,13 @@ class XGrammarMatcher(Timed):
     def is_complete(self) -> bool:
         if self.matcher.is_terminated():
             return True
-        return bool(self.matcher.is_completed()) and self._vocabulary.has_only_ends(self.matcher)
+        with self.step():
+            return bool(self.matcher.is_completed()) and self._vocabulary.has_only_ends(self.matcher)
+        return False
 
     @property
     def problem(self) -> str:
-        return self.too_slow
+        return self.stopped
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
         with self.tried() as tried:
@@ -131,9 +134,10 @@ class XGrammarMatcher(Timed):
 
     def forced_tokens(self) -> list[int]:
         if self._forced is None:
-            began_s = time.thread_time()
-            self._forced = [] if self.matcher.is_terminated() else self._vocabulary.spell(_forced_text(self.matcher))
-            self.took(began_s)
+            self._forced = []
+            with self.step():
+                if not self.matcher.is_terminated():
+                    self._forced = self._vocabulary.spell(_forced_text(self.matcher))
         return self._forced
 
     def copy(self) -> XGrammarMatcher:
@@ -262,22 +266,30 @@ class XGrammarBackend:
                 masks[index : index + len(drafts) + 1] = self.vocabulary.ends
             elif not drafts:
                 plain.append((position, index))
-        if len(plain) > MASKS_ON_ONE_THREAD and not self._is_slow:
-            began_s = time.monotonic()
-            matchers, indices = [position.matcher for position, _ in plain], [index for _, index in plain]
-            self._batch.batch_fill_next_token_bitmask(matchers, masks, indices, False)
-            self._is_slow = time.monotonic() - began_s > MOST_STEP_S
-        else:
+        if self._is_slow or len(plain) <= MASKS_ON_ONE_THREAD or not self._fill_in_parallel(plain, masks):
             self._is_slow = False
             for position, index in plain:
-                began_s = time.thread_time()
-                position.matcher.fill_next_token_bitmask(masks, index, False)
-                position.took(began_s)
+                with position.step():
+                    position.matcher.fill_next_token_bitmask(masks, index, False)
         for position, index, drafts in positions:
             if drafts and not position.matcher.is_terminated():
                 _fill_drafted(position, index, drafts, masks)
             else:
                 masks[index] &= position.forbidden.others
+            if position.stopped:
+                masks[index : index + len(drafts) + 1] = -1  # the next token ends the request
+
+    def _fill_in_parallel(self, plain: list[tuple[XGrammarMatcher, int]], masks: np.ndarray) -> bool:
+        """False if the library fails; alone, each mask fails by itself."""
+        began_s = time.monotonic()
+        matchers, indices = [position.matcher for position, _ in plain], [index for _, index in plain]
+        try:
+            self._batch.batch_fill_next_token_bitmask(matchers, masks, indices, False)
+        except BaseException as error:
+            let_interrupts_pass(error)
+            return False
+        self._is_slow = time.monotonic() - began_s > MOST_STEP_S
+        return True
 
     def _compiled(self, wanted: StructuredOutput) -> Any:
         """Compiles a request's form. Raises ValueError and others if the library cannot read it."""
@@ -332,8 +344,8 @@ def _forced_text(matcher: Any) -> bytes:
 
 
 def _fill_drafted(position: XGrammarMatcher, index: int, drafts: list[int], masks: np.ndarray) -> None:
-    matcher, began_s = position.matcher, time.thread_time()
-    with position.tried() as tried:
+    matcher = position.matcher
+    with position.step(), position.tried() as tried:
         for nth in range(len(drafts) + 1):
             if nth > tried.count or matcher.is_terminated():
                 masks[index + nth] = -1  # tokens after the end, or after a draft that is not allowed, are dropped
@@ -342,7 +354,6 @@ def _fill_drafted(position: XGrammarMatcher, index: int, drafts: list[int], mask
             masks[index + nth] &= position.forbidden.others
             if nth < len(drafts):
                 tried.take(drafts[nth])
-    position.took(began_s)
 
 
 def _tokens(tokenizer: Any, vocab_size: int) -> list[str]:

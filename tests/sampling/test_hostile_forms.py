@@ -270,6 +270,55 @@ def test_a_slow_grammar_is_found_among_many(name: str) -> None:
     assert not any(each.problem for each in others)
 
 
+class Failing:
+    """A library's matcher of which one method raises."""
+
+    def __init__(self, own: Any, method: str) -> None:
+        self._own, self._method = own, method
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method:
+            raise RuntimeError("broken")
+        return getattr(self._own, name)
+
+
+@pytest.mark.parametrize("num_others", [1, MASKS_ON_ONE_THREAD + 1])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *(("llguidance", each) for each in ("consume_token", "unsafe_compute_mask_ptr", "compute_ff_tokens")),
+        ("llguidance", "validate_tokens"),
+        *(("xgrammar", each) for each in ("accept_token", "fill_next_token_bitmask", "find_jump_forward_string")),
+        ("xgrammar", "is_completed"),
+    ],
+)
+def test_a_library_that_fails_for_one_matcher_ends_that_request_alone(
+    name: str, method: str, num_others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = [compiled(name, "regex", "a[bc]{3}") for _ in range(num_others)]
+    broken = compiled(name, "regex", "a[bc]{3}")
+    (token_id,) = tokens_of("a")
+    for each in (broken, *others):
+        each.mask = None
+        assert each.accept(token_id)
+    broken.matcher = Failing(broken.matcher, method)
+    if name == "xgrammar":  # whose library takes what it is given for a matcher
+        monkeypatch.setattr(BACKENDS[name], "_batch", Failing(None, "batch_fill_next_token_bitmask"))
+    places = [(each, nth, list[int]()) for nth, each in enumerate([*others, broken])]
+    masks = np.zeros((len(places), -(-VOCAB_SIZE // 32)), np.int32)
+    BACKENDS[name].fill(places, masks)
+    assert not broken.forced_tokens()
+    assert not broken.is_complete
+    assert broken.num_valid(tokens_of("d")) == 0
+    (token_id,) = tokens_of("b")
+    assert all(each.accept(token_id) for each in others)
+    assert not broken.accept(token_id)
+    assert broken.problem == "the library that follows the grammar failed: RuntimeError('broken')"
+    assert not any(each.problem for each in others)
+    assert all(np.array_equal(mask, masks[0]) for mask in masks[:num_others])
+    assert masks[0].any()
+
+
 @each_backend
 def test_masks_made_one_by_one_are_those_made_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     matchers = [compiled(name, "regex", pattern) for pattern in ("[ab]{3}", "abc", "(ab)*", *["a+"] * 9)]
