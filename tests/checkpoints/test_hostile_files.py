@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import socket
 import struct
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import http_server
 import pytest
 import tiny_gguf
 import tiny_models
@@ -319,6 +321,34 @@ def test_weights_that_are_read_again_are_held_to_the_same_rules(
         assert not (folder / "was-run").exists()
         (after,) = serving.generate([[5, 6, 7]], params, use_tqdm=False)
         assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+
+@pytest.mark.system
+def test_damaged_weights_that_are_read_again_over_http_leave_every_engine_its_own(
+    copies: Callable[[str], Path], model: Path, tmp_path: Path
+) -> None:
+    (weights,) = model.glob("*.safetensors")
+    arguments = (str(model), "-dp", "2", "--server-dev-mode", "--dtype", "float32", "--max-model-len", "32")
+    asked = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    with http_server.serving(*arguments, "--skip-tokenizer-init", attached=True) as server, server.client() as client:
+
+        def answers() -> list[str]:
+            of_rank = [client.post("/v1/completions", json={**asked, "data_parallel_rank": n}) for n in range(2)]
+            return [each.json()["choices"][0]["token_ids"] for each in of_rank]
+
+        asked["return_token_ids"] = True
+        before = answers()
+        for reason in damaged_weights(tmp_path, weights):
+            folder = copies(weights.name).parent
+            damaged_weights(folder, weights)[reason]()
+            refused = client.post("/reload_weights", params={"weights_path": str(folder)}, timeout=120)
+            assert refused.status_code == 400, refused.text
+            assert re.search(reason, refused.json()["error"]["message"])
+            assert not (folder / "was-run").exists()
+            assert answers() == before
+        assert client.post("/reload_weights", timeout=120).status_code == 200
+        assert answers() == before
+        assert "Traceback" not in server.log
 
 
 def test_weights_that_are_not_dense_numbers_in_memory(copies: Callable[[str], Path], model: Path) -> None:

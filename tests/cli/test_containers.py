@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,6 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import tiny_models
 from containers import IN_CONTAINER, needs_containers
 from http_server import wait_until
 
@@ -38,14 +41,19 @@ SURROUNDINGS = {
 
 @contextmanager
 def serving_in(
-    prelude: str, run: Path, *arguments: str, name: str = "server", extra: tuple[str, ...] = ()
+    prelude: str,
+    run: Path,
+    *arguments: str,
+    name: str = "server",
+    extra: tuple[str, ...] = (),
+    model: tuple[str, ...] = ("null", *NULL),
 ) -> Iterator[httpx.Client]:
     """A server whose surroundings the shell's prelude has made, and a client on its Unix socket."""
     run.mkdir(exist_ok=True, mode=0o700)
     (run / "http").mkdir(exist_ok=True)
     socket, logged = run / "http" / f"{name}.sock", run / f"{name}.log"
     script = f'{prelude}\nexec "$@"'
-    program = [sys.executable, "-m", "headrace", "serve", "null", *NULL, "--uds", str(socket), *arguments]
+    program = [sys.executable, "-m", "headrace", "serve", *model, "--uds", str(socket), *arguments]
     environment = {**os.environ, "RUN": str(run / "http"), "HEADRACE_RUNTIME_DIR": str(run), "OMP_NUM_THREADS": "1"}
     with logged.open("wb") as log:
         outer = subprocess.Popen(
@@ -90,6 +98,41 @@ def test_a_server_starts_and_answers_in_the_surroundings_of_containers(surroundi
     kept = ("--file-store-bytes", "0") if "temporary" in surroundings else ()
     with serving_in(SURROUNDINGS[surroundings], run, *kept) as client:
         assert answers(client)
+
+
+@pytest.mark.parametrize("surroundings", ["small shared memory", "no shared memory"])
+def test_ranks_of_a_server_need_no_shared_memory_of_the_container(surroundings: str, run: Path, tmp_path: Path) -> None:
+    model = tiny_models.save("llama", tmp_path, tokenizer=True)
+    arguments = ("-tp", "2", "-dp", "2", "--max-model-len", "256", "--num-gpu-blocks-override", "64")
+    with serving_in(SURROUNDINGS[surroundings], run, *arguments, model=(str(model),)) as client:
+        assert answers(client)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="only root becomes another user")
+def test_a_user_id_that_no_file_knows_serves(tmp_path: Path) -> None:
+    command = ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups", sys.executable, "-m", "headrace"]
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    logged = tmp_path / "log"
+    with logged.open("wb") as log:
+        server = subprocess.Popen(
+            [*command, "serve", "null", *NULL, "--port", "0"], stdout=log, stderr=log, env=environment, cwd="/"
+        )
+    try:
+
+        def is_ready() -> bool:
+            assert server.poll() is None, logged.read_text()
+            return "ready: " in logged.read_text()
+
+        wait_until(is_ready, 120, "the server to start")
+        found = re.search(r"ready: (\S+)/v1", logged.read_text())
+        assert found is not None
+        with httpx.Client(base_url=found.group(1), timeout=60) as client:
+            assert answers(client)
+        server.terminate()
+        assert server.wait(60) == 0, logged.read_text()
+        assert "Traceback" not in logged.read_text()
+    finally:
+        server.kill()
 
 
 def test_a_server_without_a_network_answers_on_its_socket(run: Path) -> None:

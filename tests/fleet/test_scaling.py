@@ -249,11 +249,18 @@ def test_where_the_number_is_fixed_the_right_reason_is_given(
     assert bool(said) == bool(reason)
 
 
-def test_the_reason_comes_over_http() -> None:
+def test_the_reason_comes_over_http_and_from_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with serving("--api-server-count", "2", null_model={}) as server, server.client() as client:
         refused = client.post("/scale_elastic_ep", json={"new_data_parallel_size": 2})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_scalable")
         assert "api_server_count=1" in refused.json()["error"]["message"]
+        for size, said in (("2", "api_server_count=1"), ("0", "new_data_parallel_size")):
+            assert main(["scale", size, "--url", server.url]) != 0
+            told = capsys.readouterr()
+            assert said in told.err
+            assert "Traceback" not in told.err + told.out
+        assert main(["scale", "2", "--url", "http://127.0.0.1:9"]) != 0
+        assert "127.0.0.1:9" in capsys.readouterr().err
 
 
 def kill_rank(server: Server, rank: int) -> int:
