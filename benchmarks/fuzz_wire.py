@@ -42,7 +42,16 @@ from report import write_report
 from headrace.ipc import messages
 from headrace.ipc.codec import Codec, Tensor
 from headrace.ipc.control import DrainEngine, PauseGeneration, ReloadWeights, ResumeGeneration, Sleep
-from headrace.ipc.messages import SCHEMA_HASH, Abort, AddRequest, ClientMessage, CoreMessage, Hello, StepOutputs
+from headrace.ipc.messages import (
+    SCHEMA_HASH,
+    Abort,
+    AddRequest,
+    ClientMessage,
+    CoreMessage,
+    Hello,
+    StepOutputs,
+    Welcome,
+)
 from headrace.ipc.ranges import Longest, Range
 from headrace.ipc.transport.sockets import new_dealer
 
@@ -55,6 +64,9 @@ MOST_GROWTH_BYTES = 10_000_000
 """Over the last half of a run."""
 IDLE_S = 1.5
 """Wait before memory is read: an engine that is idle for a second returns what it has freed."""
+RESTS_USING_S, RESTS_WITHIN_S, MOST_PROCESSOR_S = 0.02, 20.0, 60.0
+"""An engine rests if it uses no more processor time than this within so many seconds. It needs at most so many seconds
+of processor time for what waits."""
 ROOM_WITHIN_MS = 1000
 """How long a client waits when its messages in transit have reached the limit."""
 RECENT_MESSAGES = 2000
@@ -237,6 +249,26 @@ def _drawer(hint: Any) -> Drawer:
     return lambda generator, _: None if hint is type(None) else generator.anything()
 
 
+class Patience:
+    """How long an engine's answers are waited for: while it computes, and no longer than it needs for all that came
+    before. Not by the clock, which says nothing of an engine on a busy machine."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self._process = process
+        self._began_s = self._used_s = self._processor_s()
+        self._rests_since_s = time.monotonic()
+
+    def is_over(self) -> bool:
+        used_s, now_s = self._processor_s(), time.monotonic()
+        if used_s - self._used_s > RESTS_USING_S:
+            self._used_s, self._rests_since_s = used_s, now_s
+        return used_s - self._began_s > MOST_PROCESSOR_S or now_s - self._rests_since_s > RESTS_WITHIN_S
+
+    def _processor_s(self) -> float:
+        times = self._process.cpu_times()
+        return times.user + times.system
+
+
 class Session:
     """One connection. It waits briefly for room, and drops what it cannot send by then."""
 
@@ -244,6 +276,7 @@ class Session:
         self.socket = new_dealer(context, address)
         self.socket.connect(address)
         self.codec: Codec[CoreMessage] = Codec(CoreMessage)
+        self.engine: psutil.Process | None = None
         if greets:
             self.send(Hello(schema_hash=SCHEMA_HASH, version="fuzz", pid=1))
 
@@ -261,7 +294,17 @@ class Session:
 
     def received(self, timeout_s: float = 0.0) -> Iterator[Any]:
         while self.socket.poll(int(timeout_s * 1e3)):
-            yield self.codec.decode(self.socket.recv_multipart())
+            message = self.codec.decode(self.socket.recv_multipart())
+            if isinstance(message, Welcome):
+                self.engine = psutil.Process(message.pid)
+            yield message
+
+    def waits(self) -> Iterator[None]:
+        """Turns of a wait for answers, until there is no use in waiting."""
+        end_s, patience = time.monotonic() + RESTS_WITHIN_S, None
+        while not (time.monotonic() > end_s if patience is None else patience.is_over()):
+            yield
+            patience = patience or (Patience(self.engine) if self.engine is not None else None)
 
 
 @dataclasses.dataclass
@@ -378,10 +421,11 @@ class Accountant:
                     self.problems.append(f"a second terminal answer for slot {finish.slot}: {finish}")
                 self._open.discard(finish.slot)
 
-    def settle(self, timeout_s: float = 30.0) -> None:
+    def settle(self) -> None:
         """Receives all terminal answers, which must arrive."""
-        end_s = time.monotonic() + timeout_s
-        while self._open and time.monotonic() < end_s:
+        for _ in self._session.waits():
+            if not self._open:
+                break
             self.take(0.1)
         if self._open:
             self.problems.append(f"no terminal answer for {len(self._open)} requests, such as slot {min(self._open)}")
@@ -412,17 +456,19 @@ class Victim:
             slots.append(slot)
         return slots
 
-    def answers(self, slots: list[int], timeout_s: float = 60.0) -> list[list[int]]:
+    def answers(self, slots: list[int]) -> list[list[int]]:
         """The tokens of each request. Raises AssertionError when an answer is missing."""
         tokens: dict[int, list[int]] = {slot: [] for slot in slots}
-        left, end_s = set(slots), time.monotonic() + timeout_s
-        while left and time.monotonic() < end_s:
+        left = set(slots)
+        for _ in self._session.waits():
+            if not left:
+                break
             for message in self._session.received(0.1):
                 if isinstance(message, StepOutputs):
                     for slot, token in zip(message.slots.tolist(), message.token_ids.tolist(), strict=True):
                         tokens[slot].append(token)
                     left -= {finish.slot for finish in message.finished}
-        assert not left, f"the victim got no answer within {timeout_s:g} s"
+        assert not left, "the victim got no answer from an engine that has rested, or has computed for long"
         self._counts.victims += len(slots)
         return [tokens[slot] for slot in slots]
 
