@@ -14,6 +14,9 @@
     [project.entry-points."headrace.row_inputs"]        # a class: a kind of input in the place of tokens
     chart = "chart.input:Chart"                         # (ipc/row_inputs.py)
 
+    [project.entry-points."headrace.cache_kinds"]       # a class under the name that a mixer's `cache_kind` has:
+    chunks = "chunked.cache:Chunks"                     # (core/schedule/groups/group.py)
+
 A plugin is loaded when an option names it; plugins that are families are loaded when Headrace has no family for a
 model's architecture. A broken plugin is reported where it is needed, and does not affect the others.
 """
@@ -39,6 +42,7 @@ LOGITS_PROCESSORS_GROUPS = ("headrace.logits_processors", "vllm.logits_processor
 """Headrace's own group, and the one of packages made for vLLM, whose interface is the same."""
 STEP_FEATURES_GROUP = "headrace.step_features"
 ROW_INPUTS_GROUP = "headrace.row_inputs"
+CACHE_KINDS_GROUP = "headrace.cache_kinds"
 logger = logging.getLogger(__name__)
 
 
@@ -78,6 +82,11 @@ def row_input_entries() -> list[EntryPoint]:
     return sorted(_installed(ROW_INPUTS_GROUP), key=lambda entry: entry.name)
 
 
+def cache_kind_entries() -> list[EntryPoint]:
+    """Installed kinds of cache groups, sorted by name."""
+    return sorted(_installed(CACHE_KINDS_GROUP), key=lambda entry: entry.name)
+
+
 def _installed(group: str) -> list[EntryPoint]:
     return _installed_on(tuple(sys.path))[group]
 
@@ -91,7 +100,10 @@ def _installed_on(path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
     installed = entry_points()
     return {
         group: list(installed.select(group=group))
-        for group in (GROUP, VLLM_GROUP, STEP_FEATURES_GROUP, ROW_INPUTS_GROUP, *LOGITS_PROCESSORS_GROUPS)
+        for group in (
+            *(GROUP, VLLM_GROUP, STEP_FEATURES_GROUP, ROW_INPUTS_GROUP, CACHE_KINDS_GROUP),
+            *LOGITS_PROCESSORS_GROUPS,
+        )
     }
 
 

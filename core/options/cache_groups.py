@@ -37,12 +37,13 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that share one block table per row."""
 
     kind: str = "full"
-    """full, sliding_window or state: which class in `core/schedule/groups/` keeps the rows' tables"""
+    """full, sliding_window, state or a kind of another package's: which class in `core/schedule/groups/` keeps the
+    rows' tables"""
     layers: tuple[int, ...] = ()
     """The layers' numbers in the whole model, ascending; may be empty for a model's only group. A pipeline stage has
     some of them."""
     window: int = 0
-    """Size of a sliding window: a token reads itself and the window - 1 tokens before it. 0: full attention."""
+    """Size of a sliding window: a token reads itself and at most the window - 1 tokens before it. 0: full attention."""
     layers_in_place: int = 1
     """How many of the layers share one place of a page."""
     pages: int = 0
@@ -67,9 +68,12 @@ ONE_GROUP = (CacheGroup(),)
 """The groups of a model in which every layer attends to all tokens."""
 
 
-def group_layers(windows: Sequence[int | None], token_elements: Sequence[int] | None = None) -> tuple[CacheGroup, ...]:
+def group_layers(
+    windows: Sequence[int | None], token_elements: Sequence[int] | None = None, kinds: Sequence[str] | None = None
+) -> tuple[CacheGroup, ...]:
     """The cache groups of a model. windows[i]: window of layer i, None for full attention. token_elements[i]: number of
-    values that layer i keeps per token; None: all layers keep equally many.
+    values that layer i keeps per token; None: all layers keep equally many. kinds[i]: kind of layer i's group; empty:
+    its window decides.
 
     Each group has as many places as the rarest kind of layers needs (but see MOST_PADDING); full-attention groups come
     first. The layers of a kind are assigned to its groups in turn, so that each pipeline stage has about equally many
@@ -79,17 +83,17 @@ def group_layers(windows: Sequence[int | None], token_elements: Sequence[int] | 
         return ()
     sizes = token_elements or [1] * len(windows)
     place_elements = math.lcm(*sizes)
-    kinds: dict[tuple[int, int], list[int]] = {}
-    for layer, (window, size) in enumerate(zip(windows, sizes, strict=True)):
-        kinds.setdefault((window or 0, place_elements // size), []).append(layer)
-    counts = [-(-len(layers) // in_place) for (_, in_place), layers in kinds.items()]
+    alike: dict[tuple[int, int, str], list[int]] = {}
+    for layer, (window, size, kind) in enumerate(zip(windows, sizes, kinds or [""] * len(windows), strict=True)):
+        named = kind or ("sliding_window" if window else "full")
+        alike.setdefault((window or 0, place_elements // size, named), []).append(layer)
+    counts = [-(-len(layers) // in_place) for (_, in_place, _), layers in alike.items()]
     places = max(counts) if max(counts) < MOST_PADDING * min(counts) else min(counts)
     groups = []
-    for (window, in_place), layers in sorted(kinds.items()):
+    for (window, in_place, kind), layers in sorted(alike.items()):
         num_groups = -(-len(layers) // (places * in_place))
         for first in range(num_groups):
             own = tuple(layers[first::num_groups])
-            kind = "sliding_window" if window else "full"
             groups.append(CacheGroup(kind=kind, layers=own, window=window, layers_in_place=in_place))
     return tuple(groups)
 

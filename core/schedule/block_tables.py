@@ -17,7 +17,7 @@ import numpy as np
 from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup
 from headrace.core.schedule.block_hashes import BlockHash
 from headrace.core.schedule.blocks import NULL_BLOCK, BlockPool
-from headrace.core.schedule.groups.group import KINDS, GroupBlocks, PrefixHit, Sizes
+from headrace.core.schedule.groups.group import GroupBlocks, PrefixHit, Sizes, class_of
 from headrace.core.schedule.groups.state import StatePages
 from headrace.core.schedule.requests import RowTable
 
@@ -39,7 +39,7 @@ class BlockTables:
         """step_tokens: the most tokens that one step computes for a row. Groups whose tables grow come first."""
         self.pool, self.block_size, self.groups = pool, block_size, tuple(groups)
         sizes = Sizes(num_rows, -(-max_model_len // block_size), block_size, step_tokens)
-        kinds = [KINDS[group.kind] for group in self.groups]
+        kinds = [class_of(group.kind) for group in self.groups]
         self.num_growing = sum(kind.grows for kind in kinds)
         """How many groups need one more block when a row fills its last one."""
         self.table = np.zeros((self.num_growing, num_rows, sizes.max_blocks), np.int32)

@@ -117,7 +117,8 @@ def cache_groups(
     if not windows_apart and not spec.has_states:
         return ONE_GROUP
     own, windows = list(sizes), [spec.layers[index].sliding_window if windows_apart else None for index in sizes]
-    found = group_layers([each if each and each < longest else None for each in windows], list(sizes.values()))
+    kinds = [spec.layers[index].mixer.cache_kind if windows_apart else "" for index in sizes]
+    found = group_layers([each if each and each < longest else None for each in windows], list(sizes.values()), kinds)
     groups = tuple(msgspec.structs.replace(g, layers=tuple(own[each] for each in g.layers)) for g in found)
     if not spec.has_states:
         return groups

@@ -1,6 +1,7 @@
 """The protocol of a cache group: the blocks that rows hold in it, and what the prefix cache has of it.
 
-A kind of groups is a class that `group_kind` registers under `CacheGroup.kind`.
+A kind of groups is a class that `group_kind` registers under `CacheGroup.kind`. Another package registers one under the
+entry points `headrace.cache_kinds`, by the name that its mixers have as their `cache_kind`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import numpy as np
 from headrace.core.options.cache_groups import CacheGroup
 from headrace.core.schedule.block_hashes import BlockHash
 from headrace.core.schedule.blocks import BlockPool
+from headrace.ipc.failure import OptionError
+from headrace.ipc.plugins import cache_kind_entries, load_plugin
 
 
 class PrefixHit(NamedTuple):
@@ -129,3 +132,22 @@ def group_kind(name: str) -> Callable[[K], K]:
         return kind
 
     return register
+
+
+def class_of(kind: str) -> type[GroupBlocks]:
+    """The class of a kind of cache groups. Raises OptionError if none is registered or installed under this name."""
+    if kind in KINDS:
+        return KINDS[kind]
+    entries = {entry.name: entry for entry in cache_kind_entries()}
+    if kind not in entries:
+        raise OptionError(
+            f"the model's layers have the cache kind {kind!r}, which nothing registers; there are "
+            f"{', '.join(sorted({*KINDS, *entries}))}"
+        )
+    found = load_plugin(entries[kind])
+    if not (isinstance(found, type) and issubclass(found, GroupBlocks)):
+        raise OptionError(
+            f"the cache kind {kind}, {entries[kind].value}, is {found!r}; it must be a class derived from "
+            "headrace.core.schedule.groups.group.GroupBlocks"
+        )
+    return found

@@ -389,6 +389,9 @@ class Mixer(Block):
     """Query heads; 0 where it keeps a state."""
     rope: RopeSpec | None
     sliding_window: int | None
+    cache_kind: ClassVar[str] = ""
+    """The kind of cache groups that keeps its tokens (`core/schedule/groups/`). Empty: full, or sliding_window, as its
+    window says. A mixer of another kind has as its window the most tokens back that it reads, or None."""
 
     @property
     def cache(self) -> TokenCache | None:

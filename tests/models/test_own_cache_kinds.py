@@ -1,0 +1,179 @@
+"""A kind of cache groups that a separately installed package brings, with a family whose layers are of that kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+
+PROJECT = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "chunks-for-headrace"
+version = "1.0"
+[tool.setuptools]
+py-modules = ["chunked_family", "chunked_cache"]
+[project.entry-points."headrace.plugins"]
+chunked = "chunked_family:CHUNKED"
+whole = "chunked_family:WHOLE"
+unknown = "chunked_family:UNKNOWN"
+[project.entry-points."headrace.cache_kinds"]
+chunks = "chunked_cache:Chunks"
+"""
+FAMILY = '''
+"""Every second layer attends within chunks of 32 tokens."""
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from headrace.executor.models.families import Family
+from headrace.executor.models.families._config import llama_like
+from headrace.executor.models.families.llama4 import LongAttention
+
+CHUNK = 32
+
+
+@dataclass(frozen=True)
+class WithinChunks(LongAttention):
+    cache_kind: ClassVar[str] = "chunks"
+
+    def declare(self, spec):
+        found = dict(super().declare(spec))
+        return found | {"attend": replace(found["attend"], sliding_window=None)}
+
+
+class Unheard(WithinChunks):
+    cache_kind: ClassVar[str] = "crumbs"
+
+
+def family(architecture, kind, window):
+    def build(config):
+        spec = llama_like(config)
+        attention = spec.layers[0].mixer
+        fields = {name: getattr(attention, name) for name in attention.__dataclass_fields__}
+        local = kind(**fields | {"chunk_size": CHUNK, "sliding_window": window})
+        return replace(spec, layers=tuple(
+            replace(each, mixer=local) if index % 2 else each for index, each in enumerate(spec.layers)
+        ))
+    return Family((architecture,), build)
+
+
+CHUNKED = family("ChunkedForCausalLM", WithinChunks, CHUNK)
+WHOLE = family("WholeForCausalLM", LongAttention, None)
+UNKNOWN = family("UnknownForCausalLM", Unheard, CHUNK)
+'''
+CACHE = '''
+"""Blocks of the chunk that a row is in; those of earlier chunks are released."""
+import numpy as np
+
+from headrace.core.schedule.blocks import NULL_BLOCK
+from headrace.core.schedule.groups.group import GroupBlocks
+
+
+class Chunks(GroupBlocks):
+    def __init__(self, pool, group, number, sizes, table):
+        super().__init__(pool, group, number, sizes, table)
+        self.first_held = np.zeros(sizes.num_rows, np.int32)
+        self.in_chunk = group.window // sizes.block_size
+
+    def enter(self, row, hit, found):
+        first = self.first_held[row] = hit.num_blocks - len(found)
+        self.table[row, :first] = NULL_BLOCK
+        self.table[row, first : hit.num_blocks] = found
+
+    def held(self, row, end):
+        return self.table[row, self.first_held[row] : end].tolist()
+
+    def give_back(self, rows, positions):
+        for row, first in zip(rows.tolist(), (positions // self.group.window * self.in_chunk).tolist()):
+            if first > self.first_held[row]:
+                entries = self.table[row, self.first_held[row] : first]
+                self.pool.release(entries.tolist())
+                print("released", len(entries))
+                entries[:] = NULL_BLOCK
+                self.first_held[row] = first
+
+    def clear(self):
+        self.first_held[:] = 0
+
+    def longest(self, hashes):
+        for end in range(len(hashes), 0, -1):
+            if all(self.named(each) for each in hashes[end // self.in_chunk * self.in_chunk : end]):
+                return end
+        return 0
+
+    def needed(self, hashes):
+        return [self.named(each) for each in hashes[len(hashes) // self.in_chunk * self.in_chunk :]]
+'''
+GENERATE = """
+import json, logging, sys
+from headrace import LLM, SamplingParams
+with LLM(
+    sys.argv[1], dtype="float32", skip_tokenizer_init=True, max_model_len=160, max_num_batched_tokens=24,
+    max_num_seqs=3, in_process=True, block_size=16,
+) as llm:
+    params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
+    prompts = [list(range(5, 5 + count)) for count in (3, 40, 90)]
+    first = llm.generate(prompts, params, use_tqdm=False)
+    again = llm.generate([[*prompts[2], *first[2].outputs[0].token_ids]], params, use_tqdm=False)[0]
+    tokens = [list(output.outputs[0].token_ids) for output in [*first, again]]
+    print(json.dumps({"tokens": tokens, "cached": again.num_cached_tokens}))
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the package is installed into."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    for name, text in {"pyproject.toml": PROJECT, "chunked_family.py": FAMILY, "chunked_cache.py": CACHE}.items():
+        (source / name).write_text(text)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "--target", str(target), str(source)], check=True, timeout=120)
+    return target
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import transformers
+
+    config = transformers.LlamaConfig(**tiny_models.COMMON | {"num_hidden_layers": 4})
+    folder = tmp_path_factory.mktemp("chunked")
+    reference = transformers.LlamaForCausalLM(config).eval()
+    tiny_models._randomise(reference, 0, 0.1)
+    reference.save_pretrained(folder)
+    return folder
+
+
+def generate(folder: Path, architecture: str, installed: Path) -> subprocess.CompletedProcess[str]:
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": [architecture]}
+    (folder / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-c", GENERATE, str(folder)]
+    variables = {**os.environ, "PYTHONPATH": str(installed)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=variables, check=False)
+
+
+def test_layers_of_an_installed_cache_kind_release_what_they_no_longer_read(model: Path, installed: Path) -> None:
+    found = {}
+    for architecture in ("WholeForCausalLM", "ChunkedForCausalLM"):
+        done = generate(model, architecture, installed)
+        assert done.returncode == 0, done.stderr
+        *released, answer = done.stdout.splitlines()
+        found[architecture] = json.loads(answer)
+        assert bool(released) == (architecture == "ChunkedForCausalLM")
+        assert set(released) <= {"released 2"}  # of 32 tokens
+    whole, chunked = found.values()
+    assert chunked["tokens"] == whole["tokens"]
+    assert chunked["cached"] == whole["cached"] == 128  # of 140
+
+
+def test_a_cache_kind_that_nothing_registers_is_named(model: Path, installed: Path) -> None:
+    done = generate(model, "UnknownForCausalLM", installed)
+    assert done.returncode
+    assert "cache kind 'crumbs'" in done.stderr
+    assert "chunks, full, sliding_window, state" in done.stderr
