@@ -60,7 +60,7 @@ AWAY_S = 3.0
 """How long the model's folder is away, at most."""
 SETTLED_S = 3.0
 """A kill this long before a scaling makes no difference to it."""
-BY_RULE = ("max_migrations is", "died with this request on board")
+BY_RULE = ("max_migrations is", "died while running this request")
 
 
 class Service:

@@ -58,7 +58,7 @@ class Tensor:
 
     def __init__(self, dtype: str, shape: tuple[int, ...], data: memoryview) -> None:
         if dtype not in DTYPES:
-            raise CodecError(f"tensor of unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
+            raise CodecError(f"tensor of unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
         expected_bytes = math.prod(shape) * DTYPES[dtype][1]
         if data.nbytes != expected_bytes or (shape and min(shape) < 0):
             raise CodecError(f"tensor {dtype}{list(shape)} needs {expected_bytes} bytes, got {data.nbytes}")

@@ -77,7 +77,11 @@ WITHIN = frozenset(
             *("executor/models/blocks", "executor/models/families"),
             *("executor/gpu/hardware", "executor/gpu/weights", "ipc/process", "ipc/transport"),
             *("frontend/request/parameters", "frontend/bench/results", "frontend/bench/traffic"),
-            *("frontend/cli/commands", "frontend/http/anthropic", "frontend/http/openai", "frontend/http/process"),
+            *("frontend/cli/commands", "frontend/http/process", "frontend/http/server/decoding"),
+            *(
+                f"frontend/http/apis/{api}"
+                for api in ("anthropic", "development", "health", "ollama", "openai", "pooling", "scaling")
+            ),
         ),
     )
 )

@@ -242,7 +242,7 @@ class Admission:
     def asleep(self) -> Failure:
         """A refusal while the engine sleeps. Waiting would look like a hang, and the caller may be the one that has to
         wake the engine up."""
-        return self.refusal("the engine sleeps, and takes no requests until wake_up", kind="EngineAsleepError")
+        return self.refusal("the engine is sleeping: it accepts no requests before wake_up", kind="EngineAsleepError")
 
     def refusal(self, why: str, *, retry_after_s: float = 0.0, kind: str = "InvalidRequestError") -> Failure:
         return Failure(

@@ -197,7 +197,7 @@ class Controller:
             case ResetMMCache():
                 pass  # no model of this version has such a cache
             case ResumeGeneration() if self.asleep:
-                raise HeadraceError("the engine sleeps, and cannot compute; wake_up takes its memory again and resumes")
+                raise HeadraceError("the engine is sleeping and cannot compute; wake_up resumes it")
         return None
 
     def _sleep(self, command: Sleep) -> None:

@@ -295,8 +295,8 @@ def _check_nodes(options: Options, backend: str) -> None:
         raise OptionError(f"nnodes={options.nnodes} needs distributed_executor_backend=mp, not {backend}")
     if options.node_rank:
         raise OptionError(
-            f"node_rank={options.node_rank} is a host that computes for another, and serves nobody: start it with "
-            "engine-core, and the server or LLM where node_rank is 0"
+            f"node_rank={options.node_rank} is a host that computes for the engine of node_rank 0 and accepts no "
+            "requests: start it with engine-core, and the server or LLM where node_rank is 0"
         )
 
 
@@ -307,7 +307,7 @@ def _check_uni(options: Options, world_size: int) -> None:
             f"{options.pipeline_parallel_size} makes {world_size} ranks, and distributed_executor_backend=uni runs "
             "one; use mp, or leave it out"
         )
-    for name, why in (("worker_cls", "there are no workers"), ("step_timeout", "nobody could tell the time to it")):
+    for name, why in (("worker_cls", "there are no workers"), ("step_timeout", "its steps cannot be interrupted")):
         if getattr(options, name) != getattr(Options(), name):
             raise OptionError(
                 f"{name}={getattr(options, name)} cannot apply: the model runs in the engine core's own process and "
@@ -321,7 +321,7 @@ def _check_in_process(options: Options, executor: Executor | None) -> None:
     if loads_here and options.startup_timeout != Options().startup_timeout:
         raise OptionError(
             f"startup_timeout={options.startup_timeout:g} cannot apply: the model is loaded on the caller's own "
-            "thread, which nobody could stop; leave it out, or in_process"
+            "thread, which cannot be interrupted; leave out startup_timeout or in_process"
         )
 
 

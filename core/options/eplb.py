@@ -58,7 +58,7 @@ def eplb_of(options: Options) -> Eplb | None:
             raise OptionError(f"eplb_config has {name}={value!r}: {why}")
     if unknown := sorted(set(given) - set(Eplb.__struct_fields__)):
         known = ", ".join((*Eplb.__struct_fields__, *FIXED))
-        raise OptionError(f"eplb_config has {', '.join(unknown)}, which there is not; there are {known}")
+        raise OptionError(f"eplb_config: unknown keys {', '.join(unknown)}; known: {known}")
     values: dict[str, Any] = {name: _value(name, value) for name, value in given.items()}
     return Eplb(**values)
 

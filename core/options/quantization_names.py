@@ -47,7 +47,7 @@ def check_name(asked: str | None) -> None:
     if asked is None or asked in known:
         return
     if asked in RETIRED:
-        raise OptionError(f"quantization={asked} is not to be had: {RETIRED[asked]}")
+        raise OptionError(f"quantization={asked} is not supported: {RETIRED[asked]}")
     close = nearest(asked.lower(), known, cutoff=0.5)  # low enough for four letters of which two are swapped
     meant = f"did you mean {close}? " if close else ""
-    raise OptionError(f"quantization={asked} is unknown; {meant}there are {', '.join(known)}")
+    raise OptionError(f"quantization={asked} is unknown; {meant}known: {', '.join(known)}")

@@ -183,7 +183,7 @@ def _weight_bits(options: Options, model: ModelDescription) -> tuple[int | None,
     asked, group = options.quantization, options.quantization_group_size
     stored = model.stored_as or model.checkpoint_dtype
     if group not in _GROUP_SIZES:
-        raise OptionError(f"quantization_group_size={group} is not to be had; there are 32, 64 and 128")
+        raise OptionError(f"quantization_group_size={group} is not supported; allowed: 32, 64 and 128")
     if asked not in ("int8", "int4"):
         if group != Options().quantization_group_size:
             raise OptionError(

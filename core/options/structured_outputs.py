@@ -56,7 +56,7 @@ def structured_outputs_of(config: Mapping[str, Any]) -> StructuredOutputs:
     backend, more = split_backend(str(values.pop("backend", "auto")))
     values |= more
     if backend not in BACKENDS:
-        raise OptionError(f"structured_outputs_config has backend={backend!r}; there are {', '.join(BACKENDS)}")
+        raise OptionError(f"structured_outputs_config has backend={backend!r}; allowed: {', '.join(BACKENDS)}")
     lacking = [name for name in BACKENDS[backend] if name in EXTRAS and importlib.util.find_spec(name) is None]
     if lacking:
         raise OptionError(

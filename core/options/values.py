@@ -360,7 +360,7 @@ def _as_json_list(value: Any) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it looks like a JSON list and is none ({error})") from None
+        raise ValueError(f"it looks like a JSON list, but is not valid JSON ({error})") from None
 
 
 def _to_secret(spec: OptionSpec, value: Any) -> Secret:

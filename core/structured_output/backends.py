@@ -111,7 +111,7 @@ class Backends:
             return self._options.backends
         if backend not in BACKENDS:
             raise InvalidRequestError(
-                f"SamplingParams.structured_outputs.backend is {backend!r}; there are {', '.join(BACKENDS)}"
+                f"SamplingParams.structured_outputs.backend is {backend!r}; allowed: {', '.join(BACKENDS)}"
             )
         return BACKENDS[backend]
 

@@ -59,7 +59,7 @@ def sentence_folder(folder: Path) -> SentenceFolder | None:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in _KNOWN:
             raise ModelError(
-                f"{folder / MODULES} has the module {module.get('type')!r}, which is not computed here; known are "
+                f"{folder / MODULES} has the module {module.get('type')!r}, which is not computed here; known: "
                 f"{', '.join(_KNOWN)}"
             )
         path = PurePosixPath(str(module.get("path", "")))
@@ -90,7 +90,7 @@ def _tokens(pooling: dict[str, Any], file: Path) -> str:
         return WORDS.get(word, word)
     others = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and key not in FLAGS and on]
     if others:
-        raise ModelError(f"{file} asks for {', '.join(others)}, which is not known; known are {', '.join(FLAGS)}")
+        raise ModelError(f"{file} asks for {', '.join(others)}, which is not known; known: {', '.join(FLAGS)}")
     chosen = [name for flag, name in FLAGS.items() if pooling.get(flag)]
     if len(chosen) > 1:
         raise ModelError(

@@ -68,7 +68,7 @@ def _pooling(
     if tokens not in TOKEN_POOLINGS:
         where = "pooler_config" if config.tokens else "the model's folder"
         raise ModelError(
-            f"{where} asks for pooling type {tokens}, which is not computed here yet; known are "
+            f"{where} asks for pooling type {tokens}, which is not computed here yet; known: "
             f"{', '.join(TOKEN_POOLINGS)}"
         )
     reads_all = TOKEN_POOLINGS[tokens].reads_all

@@ -87,7 +87,7 @@ class NullExecutor(Executor):
                 model = msgspec.convert(options.hf_overrides, NullModel)
             except msgspec.ValidationError as error:
                 raise OptionError(
-                    f"hf_overrides of the null executor: {error}; known are {', '.join(NullModel.__struct_fields__)}"
+                    f"hf_overrides of the null executor: {error}; known: {', '.join(NullModel.__struct_fields__)}"
                 ) from error
         self.model = model
         self._options, self._bundle = options, bundle

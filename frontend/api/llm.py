@@ -425,7 +425,10 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
         Raises InvalidRequestError for several engines.
         """
         if not isinstance(self._client, CoreClient):
-            raise InvalidRequestError("stat_loggers are told of one engine: leave them out with data_parallel_size")
+            raise InvalidRequestError(
+                "stat_loggers: not supported with data_parallel_size above 1, as they receive the "
+                "statistics of one engine; leave them out"
+            )
         self._stat_loggers = loggers
         self._background.run(loggers.start(self._client, engine_config(self.engine)))
 

@@ -162,7 +162,8 @@ ABSENT_MODULES: Mapping[str, str] = types.MappingProxyType(
         "usage": "nothing is reported to anybody",
         "v1.metrics.loggers": "stat_loggers take classes that derive from StatLoggerBase; get_metrics() gives numbers",
         "v1.metrics.reader": "there is no registry of a process: get_metrics() of an LLM or AsyncLLM gives its metrics",
-        "v1.metrics.stats": "stat loggers are told SchedulerStats and IterationStats, with the fields that are here",
+        "v1.metrics.stats": "stat loggers receive SchedulerStats and IterationStats, with the fields that this "
+        "engine has",
         "version": "there are __version__ and __version_tuple__",
         "v1.sample.logits_processor": "processors derive from LogitsProcessor; the option logits_processors loads them",
         **dict.fromkeys(

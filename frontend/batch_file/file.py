@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.frontend.http.errors import ApiError, bad_field
-from headrace.frontend.http.openai.decoder import RequestDecoder
+from headrace.frontend.http.server.decoding.decoder import RequestDecoder
+from headrace.frontend.http.server.errors import ApiError, bad_field
 from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.ipc.process.regular_files import open_file
 

@@ -26,20 +26,20 @@ from headrace.frontend.batch_file.file import (
 )
 from headrace.frontend.fleet.blame import QUARANTINED
 from headrace.frontend.fleet.pool import Engine
-from headrace.frontend.http.errors import ApiError, bad_field
-from headrace.frontend.http.openai.chat import prepare_chat
-from headrace.frontend.http.openai.completions import prepare_completion
-from headrace.frontend.http.openai.decoder import RequestDecoder
-from headrace.frontend.http.openai.embeddings import EmbeddingRequest, prepare_embedding
-from headrace.frontend.http.openai.generation import PreparedRequest
-from headrace.frontend.http.openai.requests import (
+from headrace.frontend.http.apis.openai.chat import prepare_chat
+from headrace.frontend.http.apis.openai.completions import prepare_completion
+from headrace.frontend.http.apis.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
     ResponsesRequest,
     SharedFields,
 )
-from headrace.frontend.http.responses_api.create import ResponseParts, check_request, whole
+from headrace.frontend.http.apis.pooling.embeddings import EmbeddingRequest, prepare_embedding
+from headrace.frontend.http.apis.responses.create import ResponseParts, check_request, whole
+from headrace.frontend.http.server.decoding.decoder import RequestDecoder
+from headrace.frontend.http.server.errors import ApiError, bad_field
+from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.ipc.failure import EngineDeadError, HeadraceError, QueueFullError
 
 _RETRY_AFTER_S = 0.2
@@ -113,7 +113,7 @@ class LineAnswers:
             request = await self._decode(line, decode_line)
             custom_id: str | None = request.custom_id
             if request.custom_id in self._seen_ids:
-                raise bad_field("custom_id", f"custom_id {request.custom_id!r:.100} stands on an earlier line too")
+                raise bad_field("custom_id", f"custom_id {request.custom_id!r:.100} is already used by an earlier line")
             self._seen_ids.add(request.custom_id)
             done_id = self._done_ids.get(request.custom_id)
             if done_id is not None and not has_changed(request, done_id):

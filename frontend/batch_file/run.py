@@ -20,18 +20,20 @@ from headrace.frontend.client.client import CONNECT_TIMEOUT_S
 from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
 from headrace.frontend.fleet.pool import HELD_S, Engine, EnginePool
 from headrace.frontend.fleet.sources import Attached
-from headrace.frontend.http.exchange import LargeBodies
-from headrace.frontend.http.known_fields import OTHERS
-from headrace.frontend.http.metrics import Pages
-from headrace.frontend.http.openai.chat import ChatParts
-from headrace.frontend.http.openai.decoder import RequestDecoder
-from headrace.frontend.http.openai.event_stream import KeepAlive
-from headrace.frontend.http.openai.generation import Generator
-from headrace.frontend.http.openai.prompts import load_template
+from headrace.frontend.http.apis import known_fields
+from headrace.frontend.http.apis.openai.chat import ChatParts
+from headrace.frontend.http.apis.responses.client_tools import LeftOut
+from headrace.frontend.http.apis.responses.create import ResponseParts
+from headrace.frontend.http.apis.responses.store import ResponseStore
+from headrace.frontend.http.apis.responses.tool_servers import ToolServers
 from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.process.options import ServeOptions
-from headrace.frontend.http.responses_api.create import ResponseParts
-from headrace.frontend.http.responses_api.handlers import ResponsesState
+from headrace.frontend.http.server.decoding.decoder import RequestDecoder
+from headrace.frontend.http.server.event_stream import KeepAlive
+from headrace.frontend.http.server.exchange import LargeBodies
+from headrace.frontend.http.server.generation import Generator
+from headrace.frontend.http.server.metrics import Pages
+from headrace.frontend.text.chat_template import load_template
 from headrace.frontend.text.template_renderer import without_blocking
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 
@@ -102,14 +104,14 @@ class BatchRun:
     async def _run_lines(self, pool: EnginePool, bound: int) -> None:
         # The user who runs a batch has chosen its lines, so templates in them are trusted; they run in another process.
         options, bodies = self._options, LargeBodies(self._options.max_body_bytes)
-        chat = ChatParts.of(options, self._template, trusts_requests=True)
+        chat = ChatParts(options, self._template, trusts_requests=True)
         generator = Generator(
             KeepAlive(options.sse_keep_alive), options.request_timeout, self._pages, pool, bodies.threads
         )
-        responses = ResponsesState(None, 0, ())
+        store = ResponseStore(None, 0)
         answers = LineAnswers(
-            ResponseParts(responses.store, responses.tool_servers, responses.left_out, chat, generator, bodies),
-            RequestDecoder(strict=False, others=OTHERS),
+            ResponseParts(store, ToolServers(()), LeftOut(strict=False), chat, generator, bodies),
+            RequestDecoder(strict=False, others=known_fields()),
             lambda model: self._engine_for(pool, model),
             done=[self._results],
             prepare=lambda body, make: self._prepare(pool, body, make),
@@ -121,7 +123,7 @@ class BatchRun:
         finally:
             for place in sorted(self._waiting):  # after an interruption, so that they need not be run again
                 self._write(self._waiting.pop(place))
-            await responses.close()
+            store.close()
             bodies.close()
 
     def _engine_for(self, pool: EnginePool, model: str | None) -> Engine:

@@ -162,7 +162,7 @@ class BodyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Fields of every request's body, besides the sampling fields in SHAPING."""
 
     logprobs: Annotated[int | None, Option(SAMPLING, "Log-probabilities per token", minimum=0)] = None
-    ignore_eos: Annotated[bool, Option(SAMPLING, "Go on after an end-of-sequence token")] = False
+    ignore_eos: Annotated[bool, Option(SAMPLING, "Continue generating after an end-of-sequence token")] = False
     extra_body: Annotated[dict[str, Any], Option(SAMPLING, "More fields of the request's body")] = {}
 
 

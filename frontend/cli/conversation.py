@@ -103,7 +103,7 @@ class Conversation:
 def with_param(params: SamplingParams, name: str, text: str, defaults: SamplingParams) -> SamplingParams:
     """A copy with one field set from text. Raises InvalidRequestError, which names the field."""
     if name not in SETTABLE:
-        raise InvalidRequestError(f"there is no parameter {name!r}{nearest(name, list(SETTABLE))}")
+        raise InvalidRequestError(f"unknown parameter {name!r}{nearest(name, list(SETTABLE))}")
     if not text:
         raise InvalidRequestError(f"{name} is {getattr(params, name)!r}; to set it, give a value, or `default`")
     changed = params.clone()

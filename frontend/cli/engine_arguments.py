@@ -29,7 +29,8 @@ class OutputFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Flags for an output's end and its seed; `sampling_flags` adds those that derive from SamplingParams."""
 
     max_tokens: Annotated[
-        int | None, Option(SAMPLING, "Most tokens to generate", "tokens", default_text="as many as fit max_model_len")
+        int | None,
+        Option(SAMPLING, "Maximum number of tokens to generate", "tokens", default_text="as many as fit max_model_len"),
     ] = None
     min_tokens: Annotated[
         int | None, Option(SAMPLING, "Tokens to generate before it may end", "tokens", default_text="0")
@@ -40,7 +41,7 @@ class OutputFlags(msgspec.Struct, frozen=True, kw_only=True):
     stop: Annotated[
         tuple[str, ...], Option(SAMPLING, "A text that ends the output; may be given several times", repeated=True)
     ] = ()
-    ignore_eos: Annotated[bool, Option(SAMPLING, "Go on after an end-of-sequence token")] = False
+    ignore_eos: Annotated[bool, Option(SAMPLING, "Continue generating after an end-of-sequence token")] = False
 
 
 def sampling_flags() -> type[OutputFlags]:

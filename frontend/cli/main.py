@@ -119,7 +119,7 @@ def _unknown_command(name: str) -> OptionError:
     if name in COMMANDS:
         return OptionError(f"there is no command {name}: {COMMANDS[name]}")
     close = difflib.get_close_matches(name, commands(), n=1)
-    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(commands())}"
+    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(commands())}"
     return OptionError(f"unknown command {name}; {hint}")
 
 

@@ -175,7 +175,7 @@ class CoreClient(AsyncControls):
         self.check_alive()
         request_id, priority = checked_name(request_id), checked_priority(priority)
         if self._transport.is_full:
-            why = "the engine-core reads nothing, and more waits to be sent to it than this client keeps"
+            why = "the engine-core reads nothing, and this client's send queue is full"
             raise QueueFullError.from_failure(
                 Failure(message=why, type="QueueFullError", process="client", phase="submit", retry_after_s=1.0)
             )

@@ -33,7 +33,7 @@ def quarantined(request: RoutedRequest, failure: Failure) -> Failure:
     died = "two engines" if request.deaths_without_token == 2 else "two engines and then a third"
     return msgspec.structs.replace(
         failure,
-        message=f"{died} died with this request on board, and no other request can be the cause; it is not sent to "
+        message=f"{died} died while running this request, and no other request can be the cause; it is not sent to "
         f"another engine: {failure.message}",
         type=QUARANTINED,
     )

@@ -421,7 +421,7 @@ class Router:
             if each.is_usable(now_s) and each not in request.refusals and not crash_suspects(each.requests)
         ]
         if not usable:
-            raise NoEngineError("each engine has a request on board that may be what killed others")
+            raise NoEngineError("every engine runs a request that is suspected of having killed other engines")
         request.expected_cached_tokens = 0
         return min(usable, key=lambda each: each.cost_s)
 
@@ -602,7 +602,7 @@ class Router:
 
     def _leave_board(self, request: RoutedRequest) -> Member:
         member = request.member
-        assert member is not None, "it is on board of an engine"
+        assert member is not None, "a request that is moved has an engine"
         del member.requests[request]
         member.num_outputs -= request.num_outputs
         member.pending_tokens -= request.pending_tokens

@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgspec
 
 from headrace.frontend.text.template_renderer import TemplateLimitError, renderer
-from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.failure import InvalidRequestError, OptionError
+from headrace.ipc.process.regular_files import read_text
 
 Message = Mapping[str, Any]
 ContentFormat = Literal["auto", "string", "openai"]
@@ -321,3 +322,19 @@ def _cut_at_mark(rendered: str, final_text: str) -> str:
 def check_template(template: str) -> None:
     """Raises InvalidRequestError if the text is no template; that a model's messages fit it only rendering shows."""
     renderer().check(template)
+
+
+def load_template(option: str | None) -> str | None:
+    """The template of the option chat_template: the text itself, or a file's content. Raises OptionError."""
+    if option is None:
+        return None
+    is_text = "{" in option or "\n" in option
+    try:
+        template = option if is_text else read_text(option)
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"chat_template={option}: neither a template nor a file that can be read ({error})") from None
+    try:
+        check_template(template)
+    except InvalidRequestError as error:
+        raise OptionError(f"chat_template{'' if is_text else f'={option}'}: {error}") from None
+    return template

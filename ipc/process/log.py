@@ -45,7 +45,7 @@ def set_up_logging(process: str, default_level: str) -> None:
     for variable, given, known in ((LEVEL_VARIABLE, asked, LEVELS), (FORMAT_VARIABLE, form, FORMATS)):
         if given and given not in known:
             words = ", ".join(known).lower()
-            logging.getLogger(__name__).warning("%s=%s is none of %s", variable, printable(given), words)
+            logging.getLogger(__name__).warning("%s=%s is unknown; allowed: %s", variable, printable(given), words)
 
 
 class TextFormatter(logging.Formatter):
@@ -160,7 +160,7 @@ class NeverBlocking:
                 item.set()
                 continue
             if self._num_dropped and self._queue.empty():
-                item += b"headrace: %d pieces of log are missing, as nobody read them in time\n" % self._num_dropped
+                item += b"headrace: %d log records were dropped, as stderr was not read in time\n" % self._num_dropped
                 self._num_dropped = 0
             with self._writing, contextlib.suppress(OSError):
                 while item:

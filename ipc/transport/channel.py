@@ -60,7 +60,7 @@ class Seal:
         """Raises CodecError unless the next message of the other side is this one."""
         self._num_received += 1
         if not hmac.compare_digest(mac, self._mac(self._receives, self._num_received, data)):
-            raise CodecError("a message was changed on its way, or is none of the process that proved its key")
+            raise CodecError("a message was changed on its way, or is not from the process that proved its key")
 
     @staticmethod
     def _mac(key: bytes, number: int, data: Frame) -> bytes:

@@ -225,7 +225,7 @@ def _write_new(path: Path, content: dict[str, Any] | str) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        raise KeyFileError(f"{path} exists already: name a new file, or remove it if nobody uses its keys") from None
+        raise KeyFileError(f"{path} exists already: name a new file, or remove it if its keys are not in use") from None
     except OSError as error:
         raise KeyFileError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from None
     try:

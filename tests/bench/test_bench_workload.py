@@ -122,7 +122,7 @@ def test_a_mix_holds_its_parts_by_weight() -> None:
     ("dataset", "text", "sentence"),
     [
         ("custom", '{"prompt": "a"}\n{"promt": "b"}', "line 2: unknown field promt; did you mean prompt?"),
-        ("custom", '{"prompt": "a", "colour": 3}', "line 1: unknown field colour; known are prompt, output_tokens"),
+        ("custom", '{"prompt": "a", "colour": 3}', "line 1: unknown field colour; known: prompt, output_tokens"),
         ("custom", '{"prompt": 3}', "line 1: `prompt` must be a text or a list of token ids"),
         ("custom", '{"prompt": "a", "output_tokens": 0}', "line 1: `output_tokens` must be a whole number over 0"),
         ("custom", "hello", "line 1: it is no JSON object"),

@@ -49,7 +49,7 @@ def test_a_model_is_known_by_its_type_or_by_the_architecture_that_a_family_has(n
 
 
 def test_what_names_no_model_is_refused_with_what_is_known() -> None:
-    with pytest.raises(ModelError, match=r'no "architectures", and its model_type is squid; known are .*llama'):
+    with pytest.raises(ModelError, match=r'no "architectures", and its model_type is squid; known: .*llama'):
         spec_from_config({"model_type": "squid"})
     with pytest.raises(ModelError, match="SomethingElse is not supported"):
         spec_from_config({"architectures": ["SomethingElse", "AnotherThing"]})

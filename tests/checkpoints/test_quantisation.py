@@ -366,7 +366,7 @@ def test_vllms_names_of_the_format_may_be_asked_for(gptq_folder: Path, asked: st
     [
         ("awq", "quantization=awq does not fit this checkpoint, whose weights are stored as gptq"),
         ("squeezellm", "quantization=squeezellm is not to be had: vLLM took it out in 0.8; quantise the model anew"),
-        ("gqtp", r"quantization=gqtp is unknown; did you mean gptq\? there are gguf, int8, int4, fp8, "),
+        ("gqtp", r"quantization=gqtp is unknown; did you mean gptq\? known: gguf, int8, int4, fp8, "),
     ],
 )
 def test_another_format_than_the_checkpoints_is_refused(gptq_folder: Path, asked: str, message: str) -> None:
@@ -378,8 +378,8 @@ def test_another_format_than_the_checkpoints_is_refused(gptq_folder: Path, asked
     ("config", "message"),
     [
         ({"quant_method": "aqlm"}, r"by the method aqlm, which is not supported: vLLM took it out in 0\.10"),
-        ({"quant_method": "mystery"}, "by the method mystery, which is not supported: known are auto-round, "),
-        ({"quant_method": "gtpq"}, "by the method gtpq, which is not supported: did you mean gptq[?] known are auto-"),
+        ({"quant_method": "mystery"}, "by the method mystery, which is not supported: known: auto-round, "),
+        ({"quant_method": "gtpq"}, "by the method gtpq, which is not supported: did you mean gptq[?] known: auto-"),
         ({"bits": 9}, "GPTQ weights of 9 bits are not supported; 2 to 8 bits are"),
         ({"bits": "four"}, "the GPTQ config's bits is 'four'; a whole number is expected"),
         ({"checkpoint_format": "marlin"}, "in the layout marlin, which is one kernel's own"),

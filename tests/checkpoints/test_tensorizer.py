@@ -57,7 +57,7 @@ def test_without_the_library_the_line_that_installs_it_is_told(folder: Path, mon
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"num_reader": 2}, "unknown field `num_reader`; known are tensorizer_uri, tensorizer_dir, num_readers"),
+        ({"num_reader": 2}, "unknown field `num_reader`; known: tensorizer_uri, tensorizer_dir, num_readers"),
         ({"num_readers": 0}, r"Expected `int` >= 1 - at `\$\.num_readers`"),
         ({"tensorizer_config": {"verify_hash": "yes"}}, r"Expected `bool`, got `str` - at `\$\.verify_hash`"),
         ({"tensorizer_dir": ""}, r"Expected `str` of length >= 1 - at `\$\.tensorizer_dir`"),

@@ -111,7 +111,7 @@ def test_version_and_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["chat", "model", "--url", "http://127.0.0.1:1"], "leave out model"),
         (["chat", "--help=nothing"], "no group or option is called so"),
         (["serv"], "unknown command serv; did you mean serve?"),
-        (["xyzzy"], "unknown command xyzzy; there are bench, chat"),
+        (["xyzzy"], "unknown command xyzzy; known: bench, chat"),
         (["launch", "render"], "there is no command launch: a server has an engine"),
     ],
 )

@@ -97,10 +97,10 @@ def test_params_are_shown_set_and_set_back(session: Session, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("/params temprature 1", "there is no parameter 'temprature'; did you mean 'temperature'?"),
+        ("/params temprature 1", "unknown parameter 'temprature'; did you mean 'temperature'?"),
         ("/params temperature -1", "temperature = -1: must be at least 0"),
         ("/params temperature hot", "temperature = 'hot': must be a number"),
-        ("/params n 2", "there is no parameter 'n'"),
+        ("/params n 2", "unknown parameter 'n'"),
         ("/params seed", "seed is None"),
         ("/hlep", "there is no command /hlep; /help lists them"),
         ("/save", "needs the name of a file"),

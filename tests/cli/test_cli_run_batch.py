@@ -146,7 +146,7 @@ BAD_LINES: list[tuple[dict[str, Any] | bytes, str | None, str]] = [
     (line("x", prompt="a", model="other"), "model", "the model 'other' does not exist; there is fake"),
     (line("x", prompt="a" * 300), "prompt", "maximum context length is 256 tokens"),
     (line("x", CHAT, messages=[]), "messages", "messages is empty"),
-    (line("good", prompt="again"), "custom_id", "custom_id 'good' stands on an earlier line too"),
+    (line("good", prompt="again"), "custom_id", "custom_id 'good' is already used by an earlier line"),
 ]
 
 
@@ -382,7 +382,7 @@ def test_a_line_that_kills_engines_is_an_error_of_its_own(tmp_path: Path) -> Non
         thread.stop()
     rows = by_id(tmp_path / "out.jsonl")
     assert rows["works"]["error"] is None
-    assert "two engines died with this request on board" in rows["kills"]["error"]["message"]
+    assert "two engines died while running this request" in rows["kills"]["error"]["message"]
 
 
 @pytest.mark.parametrize("while_it", ["loads", "runs"])

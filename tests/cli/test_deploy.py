@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from served_routes import ROUTES
 
 from headrace.core.options.parsing import OptionParser, options_from_arguments, struct_from_arguments
 from headrace.core.process.daemon import make_parser
@@ -20,7 +21,6 @@ from headrace.executor.placement.node_agent import LEAVE_GRACE_S
 from headrace.frontend.cli.commands import ps, serve
 from headrace.frontend.client.engine_metrics import ENGINE_METRICS
 from headrace.frontend.http.process.options import ServeOptions, check_serve_options
-from headrace.frontend.http.routes import ROUTES
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
 CHART = DEPLOY / "helm"

@@ -15,7 +15,7 @@ from http_server import ask
 
 from headrace import LLM, AsyncLLM, InvalidRequestError, LLMEngine, RequestOutputKind, SamplingParams
 from headrace.exceptions import VLLMClientError, VLLMError, VLLMValidationError
-from headrace.frontend.http.openai.prompts import template_variables
+from headrace.frontend.http.apis.openai.prompts import template_variables
 from headrace.ipc.failure import OptionError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

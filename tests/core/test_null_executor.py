@@ -115,7 +115,7 @@ def test_logprobs_have_the_shapes_that_were_asked_for() -> None:
 
 def test_its_model_may_come_from_the_options_and_a_misspelt_field_is_named() -> None:
     assert NullExecutor(Options(hf_overrides={"vocab_size": 7})).model.vocab_size == 7
-    with pytest.raises(OptionError, match=r"vocab_sise.*known are vocab_size"):
+    with pytest.raises(OptionError, match=r"vocab_sise.*known: vocab_size"):
         NullExecutor(Options(hf_overrides={"vocab_sise": 7}))
 
 

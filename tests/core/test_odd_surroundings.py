@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.frontend.http.files.store import FileStore
+from headrace.frontend.http.apis.files.store import FileStore
 from headrace.ipc.cache import cache_folder
 from headrace.ipc.failure import OptionError
 from headrace.ipc.process import own_folder

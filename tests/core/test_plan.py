@@ -384,9 +384,9 @@ def test_a_format_that_a_checkpoint_is_not_stored_in_is_refused_before_anything_
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("AWQ", r"quantization=AWQ is unknown; did you mean awq\? there are gguf, int8, .*, gptq, .*, torchao"),
+        ("AWQ", r"quantization=AWQ is unknown; did you mean awq\? known: gguf, int8, .*, gptq, .*, torchao"),
         ("compresed-tensors", r"did you mean compressed_tensors\?"),
-        ("zzz", "quantization=zzz is unknown; there are gguf, int8"),
+        ("zzz", "quantization=zzz is unknown; known: gguf, int8"),
         ("squeezellm", "quantization=squeezellm is not to be had: vLLM took it out in 0.8"),
     ],
 )

@@ -103,7 +103,7 @@ def test_a_sleeping_engine_refuses_requests_instead_of_letting_them_hang() -> No
         driver.turns(2)
         failure = driver.client.finishes()[-1].failure
         assert failure is not None
-        assert failure.message == "the engine sleeps, and takes no requests until wake_up"
+        assert failure.message == "the engine is sleeping: it accepts no requests before wake_up"
         assert failure.type == "EngineAsleepError"
         driver.send(WakeUp(tags=tags))
         driver.turns(1)
@@ -126,7 +126,7 @@ def test_it_wakes_in_parts_and_weights_are_changed_in_between() -> None:
     told = [failure_of(driver, call) for call in calls]
     assert told[0] == told[1] == told[4] == told[6] == "", "asking twice for sleep is no error, as with vLLM"
     assert commands_of(driver).count(Sleep()) == 1
-    assert told[2] == told[5] == "the engine sleeps, and cannot compute; wake_up takes its memory again and resumes"
+    assert told[2] == told[5] == "the engine is sleeping and cannot compute; wake_up resumes it"
     assert told[3] == "the weights sleep, and cannot be changed; wake them with wake_up(tags=['weights'])"
     assert driver.core.loop.stats().sleep_level
     driver.send(WakeUp(tags=("kv_cache",)))
@@ -195,7 +195,7 @@ def test_an_engine_that_slept_answers_as_before(level: int, checkpoint: Path, tm
         assert not llm.is_sleeping()
         llm.sleep(level=level)
         assert llm.is_sleeping()
-        with pytest.raises(EngineAsleepError, match="the engine sleeps, and takes no requests until wake_up"):
+        with pytest.raises(EngineAsleepError, match="the engine is sleeping: it accepts no requests before wake_up"):
             tokens_of(llm)
         moved = folder.rename(tmp_path / "elsewhere")
         if level == 2:

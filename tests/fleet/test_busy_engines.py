@@ -25,10 +25,10 @@ from headrace.frontend.fleet.client import FleetClient
 from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.fleet.router import Router
 from headrace.frontend.fleet.sources import Attached
-from headrace.frontend.http.metrics import Exposition, Pages
 from headrace.frontend.http.process import server
 from headrace.frontend.http.process.engines import log_load
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.server.metrics import Exposition, Pages
 from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.sampling_params import StructuredOutputsParams
 

@@ -336,7 +336,7 @@ def test_requests_of_a_dead_engine_move_and_two_deaths_without_a_token_quarantin
     decisions = {each.request: each for each in router.leave(poison.member.facts.name, KILLED, 2.0)}
     failed = decisions[poison]
     assert isinstance(failed, Fail)
-    assert "two engines died with this request on board" in failed.failure.message
+    assert "two engines died while running this request" in failed.failure.message
     assert isinstance(decisions[good], Move)
     assert router.num_quarantined == 1
 
@@ -364,7 +364,7 @@ def test_of_several_that_two_engines_died_with_each_is_tried_alone() -> None:
     router._board(innocent, first.member, 3.0)
     failed, moved = router.leave(first.member.facts.name, KILLED, 3.0)
     assert isinstance(failed, Fail)
-    assert "two engines and then a third died with this request on board" in failed.failure.message
+    assert "two engines and then a third died while running this request" in failed.failure.message
     assert isinstance(moved, Move)
     assert (moved.request, router.num_quarantined) == (innocent, 1)
 

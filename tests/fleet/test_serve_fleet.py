@@ -133,7 +133,7 @@ def test_a_form_that_kills_deep_in_its_answer_ends_no_other_stream(engines: tupl
         wait_until(lambda: client.get("/load").json()["server_load"] == 6, 30, "all to run")
         failed = client.post(COMPLETIONS, json=deadly, timeout=120)
         assert failed.status_code == 503
-        assert "died with this request on board" in failed.json()["error"]["message"]
+        assert "died while running this request" in failed.json()["error"]["message"]
         assert [each.result(120) for each in streams] == expected
         assert metric(client, "headrace:router_quarantined_total") == 1
 

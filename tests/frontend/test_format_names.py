@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from example_tools import NOW
 
-from headrace.frontend.http.openai.chat import ChatParts
+from headrace.frontend.http.apis.openai.chat import ChatParts
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
@@ -63,7 +63,7 @@ def test_what_the_chat_template_speaks_for_is_said_once(template, said, caplog):
 
 
 def formats_of_server(**options: Any) -> OutputFormats:
-    return ChatParts.of(ServeOptions(**options), None, trusts_requests=False).formats
+    return ChatParts(ServeOptions(**options), None, trusts_requests=False).formats
 
 
 def test_a_server_knows_the_formats_of_its_plugins_by_their_files_names(tmp_path):

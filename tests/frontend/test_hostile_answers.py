@@ -19,7 +19,7 @@ from http_server import ask, events_of, serving
 from null_with_tokenizer import PARROT
 from read_answers import parser_of
 
-from headrace.frontend.http.anthropic.answer import call_input
+from headrace.frontend.http.apis.anthropic.answer import call_input
 from headrace.frontend.text.formats.declaration import known_formats, load_format
 from headrace.frontend.text.formats.values import NoCallError, as_json, nest_as_json, python_as_json
 

@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from headrace import LLM, EngineDeadError, SamplingParams
-from headrace.frontend.http.openai.decoder import RequestDecoder
-from headrace.frontend.http.openai.prompts import sampling_params
-from headrace.frontend.http.openai.requests import CompletionRequest
+from headrace.frontend.http.apis.openai.prompts import sampling_params
+from headrace.frontend.http.apis.openai.requests import CompletionRequest
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind
 from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.failure import OptionError, RequestFailedError

@@ -307,7 +307,7 @@ def test_a_format_of_ones_own_is_a_yaml_file(tmp_path):
     path.write_text("calls: {body: json}\n")
     with pytest.raises(FormatError, match=r"mine\.yaml: not an output format: calls need a marker"):
         load_format(str(path))
-    with pytest.raises(FormatError, match=r"no output format is called 'herms'; known are .*hermes"):
+    with pytest.raises(FormatError, match=r"no output format is called 'herms'; known: .*hermes"):
         load_format("herms")
 
 
@@ -375,7 +375,7 @@ def test_a_plugin_makes_a_format_known_by_its_files_name_and_to_templates(tmp_pa
         assert Read.of([*reader.feed('x CALL{"name": "now"}END'), *reader.finish()]) == Read("x", "", [("now", "{}")])
     with pytest.raises(OptionError, match=r"tool_parser_plugin=p\.py: a Python file is written against vLLM's parser"):
         OutputFormats("mine", plugins={"tool_parser_plugin": "p.py"})
-    with pytest.raises(OptionError, match=r"tool_call_parser=hermse: no output format is called .* known are .*mine"):
+    with pytest.raises(OptionError, match=r"tool_call_parser=hermse: no output format is called .* known: .*mine"):
         OutputFormats("hermse", plugins={"tool_parser_plugin": str(path)})
     with pytest.raises(OptionError, match=r"reasoning_parser=mine: that format has no reasoning"):
         OutputFormats(reasoning_parser="mine", plugins={"reasoning_parser_plugin": str(path)})

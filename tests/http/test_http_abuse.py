@@ -26,13 +26,13 @@ from http_server import Server, ask, connection, read_all, serving, wait_until
 from headrace.core.options.engine_options import Options
 from headrace.core.options.option import Secret
 from headrace.executor.placement.cluster_proof import cluster_key
-from headrace.frontend.http.errors import LONGEST_MESSAGE, LONGEST_PARAM, ApiError
-from headrace.frontend.http.exchange import MOST_CONTAINERS, LargeBodies, check_shape
-from headrace.frontend.http.openai.decoder import RequestDecoder
-from headrace.frontend.http.openai.prompts import tokenize_texts
-from headrace.frontend.http.openai.requests import ChatCompletionRequest, CompletionRequest
+from headrace.frontend.http.apis.openai.prompts import tokenize_texts
+from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, CompletionRequest
 from headrace.frontend.http.process.keys import read_keys
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.server.decoding.decoder import RequestDecoder
+from headrace.frontend.http.server.errors import LONGEST_MESSAGE, LONGEST_PARAM, ApiError
+from headrace.frontend.http.server.exchange import MOST_CONTAINERS, LargeBodies, check_shape
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import OptionError
 from headrace.ipc.process.gc_pauses import CollectorHold

@@ -11,18 +11,15 @@ from typing import Any
 import httpx
 import pytest
 from http_server import Server, read_all, serving
+from served_routes import ALL_ROUTES, DEVELOPMENT_ROUTES
 from server_here import ServerHere, serving_here
 
 from headrace.core.options.option import Secret
-from headrace.frontend.http.access import Access, KnownHosts, is_local
-from headrace.frontend.http.development import DEVELOPMENT_ROUTES
 from headrace.frontend.http.process.keys import read_admin_keys
 from headrace.frontend.http.process.options import ServeOptions, check_serve_options
-from headrace.frontend.http.routes import ROUTES
-from headrace.frontend.http.scaling import SCALING_ROUTES
+from headrace.frontend.http.server.access import Access, KnownHosts, is_local
 from headrace.ipc.failure import OptionError
 
-ALL = (*ROUTES, *SCALING_ROUTES, *DEVELOPMENT_ROUTES)
 COMPLETIONS = "/v1/completions"
 ASKED = {"prompt": [5], "max_tokens": 2}
 CLIENT, ADMIN = {"authorization": "Bearer client"}, {"x-api-key": "admin"}
@@ -71,10 +68,10 @@ def admins_only() -> Iterator[ServerHere]:
 
 def test_what_changes_the_server_is_declared_so():
     """A new route of theirs belongs to administrators; RouteSpec has no default, so every route says it."""
-    admin = {route.path for route in ALL if route.access is Access.ADMIN}
+    admin = {route.path for route in ALL_ROUTES if route.access is Access.ADMIN}
     assert admin == {"/scale_elastic_ep", *(route.path for route in DEVELOPMENT_ROUTES)}
-    assert {route.path for route in ALL if route.access is Access.STATISTICS} == {"/version", "/metrics"}
-    assert {route.path for route in ALL if route.access is Access.PUBLIC} == {
+    assert {route.path for route in ALL_ROUTES if route.access is Access.STATISTICS} == {"/version", "/metrics"}
+    assert {route.path for route in ALL_ROUTES if route.access is Access.PUBLIC} == {
         *("/", "/health", "/health/live", "/health/ready", "/health/progress", "/ping")
     }
 
@@ -86,7 +83,7 @@ def call(client: httpx.Client, route: Any, headers: dict[str, str]) -> int:
 def test_every_route_asks_for_the_key_of_its_kind(guarded: ServerHere) -> None:
     """Bodies are missing or wrong, so nothing is changed: what is refused for its key answers 401 or 403 before."""
     with guarded.client() as client:
-        for route in ALL:
+        for route in ALL_ROUTES:
             if route.path in ("/sleep", "/pause", "/wake_up", "/resume", "/stop_profile", "/start_profile"):
                 headers = [CLIENT, {}]  # an administrator's call would carry it out
             else:
@@ -103,7 +100,7 @@ def test_every_route_asks_for_the_key_of_its_kind(guarded: ServerHere) -> None:
 
 def test_without_an_admin_key_no_client_changes_the_server(clients_only: ServerHere) -> None:
     with clients_only.client() as client:
-        for route in ALL:
+        for route in ALL_ROUTES:
             if route.access is Access.ADMIN:
                 refused = client.request(route.method, path_of(route.path), headers=CLIENT)
                 assert refused.status_code == 403, route.path
@@ -114,7 +111,7 @@ def test_without_an_admin_key_no_client_changes_the_server(clients_only: ServerH
 
 def test_an_admin_key_alone_leaves_other_routes_open(admins_only: ServerHere) -> None:
     with admins_only.client() as client:
-        for route in ALL:
+        for route in ALL_ROUTES:
             if route.access is Access.ADMIN:
                 assert call(client, route, {}) == 401, route.path
                 assert call(client, route, CLIENT) == 401, route.path
@@ -232,7 +229,7 @@ def test_other_hosts_are_refused(open_server: ServerHere, host: str) -> None:
 
 def test_a_name_that_is_re_bound_gets_nothing_from_any_route(open_server: ServerHere) -> None:
     with open_server.client() as client:
-        for route in ALL:
+        for route in ALL_ROUTES:
             for more in ({}, {"x-forwarded-host": "localhost"}, {"origin": "http://evil.example:8000"}):
                 headers = {"host": "evil.example:8000", **more}
                 assert client.request(route.method, path_of(route.path), headers=headers).status_code == 403, route
@@ -332,7 +329,7 @@ def test_at_a_unix_socket_any_host_is_taken_but_of_a_proxy(tmp_path: Path) -> No
 )
 def test_a_page_of_another_site_can_do_nothing(open_server: ServerHere, headers: dict[str, str]) -> None:
     with open_server.client() as client:
-        for route in ALL:
+        for route in ALL_ROUTES:
             refused = client.request(route.method, path_of(route.path), headers=headers)
             assert (refused.status_code, refused.headers.get("access-control-allow-origin")) == (403, None), route.path
         text = {"content-type": "text/plain", **headers}

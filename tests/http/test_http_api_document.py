@@ -14,9 +14,7 @@ from http_server import Server, serving, stream
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
-
-from headrace.frontend.http.openapi import document
-from headrace.frontend.http.routes import ROUTES
+from served_routes import ROUTES, document_of
 
 COMPLETIONS = "/v1/completions"
 
@@ -34,7 +32,7 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 
 OPERATIONS = [
-    result.ok() for result in schemathesis.openapi.from_dict(json.loads(document(ROUTES, ""))).get_all_operations()
+    result.ok() for result in schemathesis.openapi.from_dict(json.loads(document_of(*ROUTES))).get_all_operations()
 ]
 
 

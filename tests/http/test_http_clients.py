@@ -14,10 +14,10 @@ from http_server import read_all, wait_until
 from null_with_tokenizer import VOCAB_SIZE
 from server_here import ServerHere, serving_here
 
-from headrace.frontend.http.connection import MAX_HEADER_BYTES
-from headrace.frontend.http.openai import prompts
-from headrace.frontend.http.openai.bodies import TextOffsets, TokenSpelling
-from headrace.frontend.http.openai.prompts import count_text
+from headrace.frontend.http.apis.openai import prompts
+from headrace.frontend.http.apis.openai.bodies import TextOffsets, TokenSpelling
+from headrace.frontend.http.apis.openai.prompts import count_text
+from headrace.frontend.http.server.connection import MAX_HEADER_BYTES
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.messages import Abort
 

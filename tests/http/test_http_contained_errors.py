@@ -6,8 +6,8 @@ import pytest
 from server_here import serving_here
 
 from headrace.frontend.client.request_metrics import RequestMeter
-from headrace.frontend.http.openai.decoder import RequestDecoder
-from headrace.frontend.http.openai.generation import Running
+from headrace.frontend.http.server.decoding.decoder import RequestDecoder
+from headrace.frontend.http.server.generation import Running
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])

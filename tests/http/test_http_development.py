@@ -12,11 +12,8 @@ import pytest
 import schemathesis
 from http_server import Server, metric, serving, wait_until
 from hypothesis import HealthCheck, Phase, given, settings
+from served_routes import DEVELOPMENT_ROUTES, ROUTES, document_of
 from test_http_lifecycle import COMPLETIONS, ENDLESS, SLOW, streaming
-
-from headrace.frontend.http.development import DEVELOPMENT_ROUTES
-from headrace.frontend.http.openapi import document
-from headrace.frontend.http.routes import ROUTES
 
 ASKED = {"prompt": [5], "max_tokens": 2}
 
@@ -183,7 +180,7 @@ def test_without_the_option_none_of_them_is_there():
 OPERATIONS = [
     result.ok()
     for result in schemathesis.openapi.from_dict(
-        json.loads(document((*ROUTES, *DEVELOPMENT_ROUTES), ""))
+        json.loads(document_of(*ROUTES, *DEVELOPMENT_ROUTES))
     ).get_all_operations()
 ]
 

@@ -128,7 +128,7 @@ def check_error(response: httpx.Response, status: int, param: str | None, said: 
         (
             {"prompt": [5], "guided_regex": "a", "guided_decoding_backend": "mine"},
             "guided_decoding_backend",
-            "is 'mine'; there are auto, llguidance",
+            "is 'mine'; allowed: auto, llguidance",
         ),
         (
             {"prompt": [5], "guided_regex": "a", "guided_decoding_backend": "xgrammar:no-hope"},

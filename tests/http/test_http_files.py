@@ -18,14 +18,14 @@ from http_server import Server, engine_of, serving, wait_until
 from null_with_tokenizer import PARROT
 from running_batch import running_batch
 
-from headrace.frontend.http.files.store import (
+from headrace.frontend.http.apis.files.store import (
     FIRST_RUN,
     MOST_RUNS,
     FileStore,
     TakenError,
     output_name,
 )
-from headrace.frontend.http.last_heard import SILENT_S
+from headrace.frontend.http.server.shared_database import SILENT_S
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 END = "STOPHERE"
@@ -97,7 +97,7 @@ def test_a_file_is_kept_as_it_came_until_it_is_deleted(client):
     assert [file.id for file in client.files.list(order="desc", limit=1)] == [second.id, made.id], "in two pages"
     assert client.files.delete(made.id).deleted
     for ask in (client.files.retrieve, client.files.content, client.files.delete):
-        with pytest.raises(openai.NotFoundError, match="is not here"):
+        with pytest.raises(openai.NotFoundError, match="no file "):
             ask(made.id)
 
 
@@ -227,7 +227,7 @@ def test_keys_see_what_they_made_and_nothing_else(server, client):
         for ask_of_batch in (other.batches.retrieve, other.batches.cancel):
             with pytest.raises(openai.NotFoundError):
                 ask_of_batch(batch.id)
-        with pytest.raises(openai.NotFoundError, match="is not here"):
+        with pytest.raises(openai.NotFoundError, match="no file "):
             other.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
 
 
@@ -284,7 +284,7 @@ def test_other_bodies_are_refused_and_leave_nothing(server, client, body, header
     [
         ({"endpoint": "/v1/moderations"}, "endpoint is '/v1/moderations'"),
         ({"completion_window": "1h"}, "completion_window must be 24h"),
-        ({"input_file_id": "file-../../etc/passwd"}, "is not here"),
+        ({"input_file_id": "file-../../etc/passwd"}, "no file "),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 3599}}, "output_expires_after.seconds"),
         ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "output_expires_after.anchor"),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.frontend.http.files.store import FileStore
-from headrace.frontend.http.files.upload import Upload
+from headrace.frontend.http.apis.files.store import FileStore
+from headrace.frontend.http.apis.files.upload import Upload
 
 HEAD = b'--B\r\ncontent-disposition: form-data; name="file"; filename="x"\r\n\r\n'
 PART_BYTES, NUM_PARTS = 1 << 20, 3

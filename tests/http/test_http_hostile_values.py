@@ -20,10 +20,7 @@ from http_server import Server, engine_of, serving
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
-
-from headrace.frontend.http.development import DEVELOPMENT_ROUTES
-from headrace.frontend.http.openapi import document
-from headrace.frontend.http.routes import ROUTES
+from served_routes import DEVELOPMENT_ROUTES, ROUTES, document_of
 
 pytestmark = pytest.mark.system
 
@@ -92,7 +89,7 @@ def spoiled(numbers: random.Random, body: Any) -> Any:
 OPERATIONS = [
     result.ok()
     for result in schemathesis.openapi.from_dict(
-        json.loads(document((*ROUTES, *DEVELOPMENT_ROUTES), ""))
+        json.loads(document_of(*ROUTES, *DEVELOPMENT_ROUTES))
     ).get_all_operations()
 ]
 

@@ -15,16 +15,16 @@ from typing import Any
 import httpx
 import pytest
 from http_server import ask, wait_until
+from served_routes import ROUTES
 from server_here import MODEL, ServerHere, serving_here
 
 from headrace.frontend.client.request import RequestStream
-from headrace.frontend.http.connection import Connection
-from headrace.frontend.http.exchange import INLINE_BYTES
-from headrace.frontend.http.openai import prompts
-from headrace.frontend.http.openai.decoder import RequestDecoder
+from headrace.frontend.http.apis.openai import prompts
 from headrace.frontend.http.process import server as http_process
 from headrace.frontend.http.process.options import ServeOptions
-from headrace.frontend.http.routes import ROUTES
+from headrace.frontend.http.server.connection import Connection
+from headrace.frontend.http.server.decoding.decoder import RequestDecoder
+from headrace.frontend.http.server.exchange import INLINE_BYTES
 from headrace.frontend.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"

@@ -10,7 +10,7 @@ import pytest
 from http_server import ask, serving
 
 ECHO = "null_with_tokenizer:EchoExecutor"
-STRICT = (  # a system message is refused elsewhere than at the beginning, and roles that are not known are left out
+STRICT = (  # a system message is refused elsewhere than at the beginning, and roles that are not known: left out
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('must be first') }}"
     "{% endif %}{% if m.role in ['system', 'user', 'assistant'] %}[{{ m.role[0] }}:{{ m.content }}]{% endif %}"
     "{% endfor %}"

@@ -29,10 +29,10 @@ from http_server import (
 )
 from null_with_tokenizer import HANGING
 
-from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.server import HttpServer, listen
 from headrace.frontend.http.process.worker import ParentEngine
+from headrace.frontend.http.server.metrics import Pages
 
 COMPLETIONS = "/v1/completions"
 ENDLESS = {"prompt": [5, 6], "max_tokens": 30_000, "ignore_eos": True}

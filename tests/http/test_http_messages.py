@@ -19,7 +19,7 @@ from http_server import serving
 from null_with_tokenizer import PARROT
 from pydantic import TypeAdapter
 
-from headrace.frontend.http.anthropic.messages import MESSAGES_NEUTRAL, MessagesRequest, as_chat
+from headrace.frontend.http.apis.anthropic.messages import NOT_SUPPORTED, MessagesRequest, as_chat
 
 END = "STOPHERE"
 TEMPLATE = (
@@ -251,7 +251,7 @@ def test_every_field_of_the_clients_is_known():
     """A field that nobody knows is taken and does nothing: none of Anthropic's may be such a one by accident."""
     kinds: Any = [beta_params.MessageCreateParamsBase, plain_params.MessageCreateParamsBase]
     fields = {name for kind in kinds for name in kind.__annotations__} - {"betas"}  # a header
-    assert fields - set(MessagesRequest.__struct_fields__) - set(MESSAGES_NEUTRAL[MessagesRequest]) == set()
+    assert fields - set(MessagesRequest.__struct_fields__) - set(NOT_SUPPORTED) == set()
 
 
 def with_result(content: Any) -> dict[str, Any]:

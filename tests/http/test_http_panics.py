@@ -12,10 +12,9 @@ import httpx
 import null_with_tokenizer
 import pytest
 from fake_tokenizers import byte_level_tokenizer
+from served_routes import ROUTES
 from server_here import serving_here
 from tokenizers import Regex, pre_tokenizers
-
-from headrace.frontend.http.routes import ROUTES
 
 PANICS = "a" * 40 + "b"
 """A text at which the expression below passes the library's limit of tries."""

@@ -14,11 +14,11 @@ from null_with_tokenizer import PARROT
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from headrace.frontend.http.openai.bodies import TokenLogprob
-from headrace.frontend.http.openai.decoder import RequestDecoder
-from headrace.frontend.http.openai.requests import ResponsesRequest
-from headrace.frontend.http.responses_api.conversation import as_chat
-from headrace.frontend.http.responses_api.run import _Turn
+from headrace.frontend.http.apis.openai.bodies import TokenLogprob
+from headrace.frontend.http.apis.openai.requests import ResponsesRequest
+from headrace.frontend.http.apis.responses.conversation import as_chat
+from headrace.frontend.http.apis.responses.run import _Turn
+from headrace.frontend.http.server.decoding.decoder import RequestDecoder
 
 END = "STOPHERE"
 TEMPLATE = (

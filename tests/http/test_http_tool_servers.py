@@ -18,7 +18,7 @@ from null_with_tokenizer import PARROT
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from headrace.frontend.http.responses_api.tool_servers import approval_of, parse_servers
+from headrace.frontend.http.apis.responses.tool_servers import approval_of, parse_servers
 from headrace.ipc.failure import OptionError
 
 END = "STOPHERE"

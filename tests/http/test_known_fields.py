@@ -17,13 +17,10 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from server_here import MODEL, ServerHere, serving_here
 
-from headrace.frontend.http.anthropic.messages import MessagesRequest
-from headrace.frontend.http.errors import ApiError
-from headrace.frontend.http.known_fields import GENERATING, OTHERS
-from headrace.frontend.http.ollama_requests import OllamaChatRequest, OllamaGenerateRequest
-from headrace.frontend.http.openai.decoder import RequestDecoder
-from headrace.frontend.http.openai.foreign_fields import ANY, Neutral
-from headrace.frontend.http.openai.requests import (
+from headrace.frontend.http.apis import known_fields
+from headrace.frontend.http.apis.anthropic.messages import MessagesRequest
+from headrace.frontend.http.apis.ollama.requests import OllamaChatRequest, OllamaGenerateRequest
+from headrace.frontend.http.apis.openai.requests import (
     ChatBatchRequest,
     ChatCompletionRequest,
     CompletionRequest,
@@ -31,8 +28,12 @@ from headrace.frontend.http.openai.requests import (
     StreamOptions,
 )
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.server.decoding.decoder import RequestDecoder
+from headrace.frontend.http.server.decoding.foreign_fields import ANY, Neutral
+from headrace.frontend.http.server.errors import ApiError
 from headrace.frontend.request.parameters.structured_outputs import from_response_format
 
+OTHERS = known_fields()
 HI = [{"role": "user", "content": "hello there"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 CLAUDES_TOOL = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
@@ -93,7 +94,7 @@ NAMES = sorted(
     {
         *OF_SERVERS,
         *of_clients(),
-        *(name for kind in GENERATING for name in kind.__struct_fields__),
+        *(name for kind in ROUTES for name in kind.__struct_fields__),
         *(name for others in OTHERS.values() for name in others),
     }
 )
@@ -114,7 +115,7 @@ def decoded(decoder: RequestDecoder, body: dict[str, Any], kind: Any) -> tuple[A
         return None, error.body.message
 
 
-@pytest.mark.parametrize("kind", GENERATING, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ROUTES, ids=lambda kind: kind.__name__)
 def test_a_field_that_a_route_lacks_is_taken_as_one_of_its_own_or_refused_by_name(kind):
     _, body = ROUTES[kind]
     decoder = RequestDecoder(strict=False, others=OTHERS)
@@ -265,7 +266,7 @@ def outcome(server: ServerHere, client: httpx.Client, path: str, body: dict[str,
     return 200, (told, said), ""
 
 
-@pytest.mark.parametrize("kind", GENERATING, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ROUTES, ids=lambda kind: kind.__name__)
 def test_an_own_field_of_a_route_has_an_effect_or_is_refused_by_name(server, kind):
     path, body = ROUTES[kind]
     with server.client() as client:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from headrace.frontend.client.request import RequestStream, SequenceState
-from headrace.frontend.http.openai import bodies, event_stream
-from headrace.frontend.http.openai.bodies import (
+from headrace.frontend.http.apis.openai import bodies
+from headrace.frontend.http.apis.openai.bodies import (
     _PIECE_BYTES,
     AssistantMessage,
     ChatChoice,
@@ -33,8 +33,9 @@ from headrace.frontend.http.openai.bodies import (
     encoded,
     prompt_is_told,
 )
-from headrace.frontend.http.openai.event_stream import EventStream, KeepAlive
-from headrace.frontend.http.openai.generation import INLINE_TOKENS, Generator, PreparedRequest, Running
+from headrace.frontend.http.server import event_stream
+from headrace.frontend.http.server.event_stream import EventStream, KeepAlive
+from headrace.frontend.http.server.generation import INLINE_TOKENS, Generator, PreparedRequest, Running
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.codec import Tensor

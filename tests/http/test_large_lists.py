@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.frontend.http import large_lists
-from headrace.frontend.http.large_lists import decode_json
+from headrace.frontend.http.server.decoding import large_lists
+from headrace.frontend.http.server.decoding.large_lists import decode_json
 
 
 @pytest.fixture(autouse=True)

@@ -20,11 +20,11 @@ from http_server import Server, metric, serving, wait_until
 from null_with_tokenizer import PARROT
 from running_batch import running_batch
 
-from headrace.frontend.http.errors import ApiError
-from headrace.frontend.http.files import handlers as file_handlers
-from headrace.frontend.http.files.store import BatchObject, BatchStatus, FileStore
-from headrace.frontend.http.responses_api import handlers as response_handlers
-from headrace.frontend.http.responses_api.store import ResponseStore
+from headrace.frontend.http.apis.files import routes as file_handlers
+from headrace.frontend.http.apis.files.store import BatchObject, BatchStatus, FileStore
+from headrace.frontend.http.apis.responses import routes as response_handlers
+from headrace.frontend.http.apis.responses.store import ResponseStore
+from headrace.frontend.http.server.errors import ApiError
 
 STORES: list[Callable[[Path], FileStore | ResponseStore]] = [
     lambda folder: FileStore(str(folder / "files"), 1 << 20),
@@ -230,7 +230,7 @@ def test_what_another_process_has_just_deleted_is_not_found(handlers, name: str)
         return False
 
     store = SimpleNamespace(get=found, file=found, delete=deleted_by_another)
-    state = SimpleNamespace(files=SimpleNamespace(store=store), responses=SimpleNamespace(store=store))
+    state = SimpleNamespace(of=lambda kind: SimpleNamespace(store=store))
     exchange = SimpleNamespace(scope={"path_params": {name: "it"}}, tenant="k")
     with pytest.raises(ApiError) as raised:
         asyncio.run(handlers.delete(state, exchange))

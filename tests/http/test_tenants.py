@@ -12,15 +12,15 @@ import pytest
 from server_here import ServerHere, serving_here
 
 from headrace.core.options.option import Secret
-from headrace.frontend.http.access import Keys
-from headrace.frontend.http.errors import ApiError, without_own_names
-from headrace.frontend.http.exchange import LargeBodies
-from headrace.frontend.http.files import store as files
-from headrace.frontend.http.files.store import BatchObject, FileObject, FileStore, FullError, RequestCounts
-from headrace.frontend.http.files.turns import Turns
+from headrace.frontend.http.apis.files import store as files
+from headrace.frontend.http.apis.files.store import BatchObject, FileObject, FileStore, FullError, RequestCounts
+from headrace.frontend.http.apis.files.turns import Turns
+from headrace.frontend.http.apis.responses.routes import BackgroundRuns
+from headrace.frontend.http.apis.responses.store import ResponseStore, Stored
 from headrace.frontend.http.process.options import ServeOptions
-from headrace.frontend.http.responses_api.handlers import BackgroundRuns
-from headrace.frontend.http.responses_api.store import ResponseStore, Stored
+from headrace.frontend.http.server.access import Keys
+from headrace.frontend.http.server.errors import ApiError, without_own_names
+from headrace.frontend.http.server.exchange import LargeBodies
 from headrace.ipc.failure import EngineDeadError, HeadraceError, RequestFailedError
 
 STORE_BYTES = 4000

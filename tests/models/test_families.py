@@ -55,7 +55,7 @@ def test_the_model_without_a_head_of_text_and_of_several_media() -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ModelError, match=r"MambaForCausalLM is not supported; known are .*LlamaForCausalLM"):
+    with pytest.raises(ModelError, match=r"MambaForCausalLM is not supported; known: .*LlamaForCausalLM"):
         spec_from_config({"architectures": ["MambaForCausalLM"]})
     configs: tuple[dict[str, Any], ...] = ({}, {"architectures": []}, {"architectures": None})
     for nameless in configs:
@@ -78,7 +78,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         ({"rms_norm_eps": 0}, "eps must be between 0 and 1, got 0"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
         ({"rope_theta": float("nan")}, "rope_theta must be a number, got nan"),
-        ({"rope_scaling": {"rope_type": "spiral"}}, "type 'spiral' is not supported; known are default, linear"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "type 'spiral' is not supported; known: default, linear"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor must be a list of numbers, got None"),
         ({"rope_scaling": {"type": "linear"}}, "factor must be a number, got nothing"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor must be positive, got -1"),

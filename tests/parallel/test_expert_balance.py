@@ -215,7 +215,7 @@ EPLB = {"enable_expert_parallel": True, "tensor_parallel_size": 2, "enable_eplb"
         (EPLB | {"eplb_config": {"use_async": True}}, "use_async=True: experts move between two steps"),
         (EPLB | {"eplb_config": {"policy": "flashlb"}}, "policy='flashlb': there is one policy, default"),
         (EPLB | {"eplb_config": {"communicator": "nixl"}}, "communicator='nixl': experts move by the collectives"),
-        (EPLB | {"eplb_config": {"step": 5}}, "eplb_config has step, which there is not; there are window_size"),
+        (EPLB | {"eplb_config": {"step": 5}}, "eplb_config: unknown keys step; known: window_size"),
         (EPLB | {"eplb_config": {"window_size": 0}}, "window_size=0; it must be a whole number, at least 1"),
         (EPLB | {"eplb_config": {"log_balancedness": 1}}, "log_balancedness=1; it must be true or false"),
         (EPLB | {"eplb_config": {"num_redundant_experts": -1}}, "num_redundant_experts=-1; .* at least 0"),

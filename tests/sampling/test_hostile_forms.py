@@ -25,7 +25,7 @@ from headrace.core.structured_output.backends import Backends
 from headrace.core.structured_output.forms import prepared
 from headrace.core.structured_output.llguidance_backend import MASKS_ON_ONE_THREAD, LLGuidanceBackend
 from headrace.core.structured_output.trial import Trial
-from headrace.frontend.http.openai.requests import CompletionRequest
+from headrace.frontend.http.apis.openai.requests import CompletionRequest
 from headrace.frontend.request.parameters.structured_outputs import from_body
 from headrace.ipc.codec import Tensor
 from headrace.ipc.messages import MOST_GRAMMAR_CHARACTERS, AddRequest, Generate, Sampling, StructuredOutput

@@ -92,7 +92,7 @@ def test_a_request_chooses_its_library(folder: str) -> None:
         params = GuidedDecodingParams(choice=["left"], backend="xgrammar:no-fallback,disable-any-whitespace")
         assert ask(llm, SamplingParams(guided_decoding=params)) == ["left"]
     wrong: list[tuple[Any, str]] = [
-        ("mine", "backend is 'mine'; there are auto"),
+        ("mine", "backend is 'mine'; allowed: auto"),
         (5, "backend is int, and must be one of"),
     ]
     for value, said in wrong:

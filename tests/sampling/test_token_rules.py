@@ -17,11 +17,11 @@ from fake_tokenizers import bundle_of, byte_level_tokenizer, sentencepiece_token
 
 from headrace import LLM, InvalidRequestError, SamplingParams
 from headrace.executor.sampling.token_rules import rules_of
-from headrace.frontend.http.errors import ApiError
-from headrace.frontend.http.openai.decoder import RequestDecoder
-from headrace.frontend.http.openai.prompts import sampling_params
-from headrace.frontend.http.openai.requests import ChatCompletionRequest, CompletionRequest
+from headrace.frontend.http.apis.openai.prompts import sampling_params
+from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, CompletionRequest
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.server.decoding.decoder import RequestDecoder
+from headrace.frontend.http.server.errors import ApiError
 from headrace.frontend.request.parameters.token_rules import MOST_BAD_CHARACTERS, MOST_BAD_WORDS, tokenize_bad_words
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.messages import AddRequest, Sampling

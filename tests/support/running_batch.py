@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.frontend.http.files.store import BatchObject, RequestCounts
+from headrace.frontend.http.apis.files.store import BatchObject, RequestCounts
 
 
 def running_batch() -> BatchObject:

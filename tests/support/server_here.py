@@ -18,9 +18,9 @@ from null_with_tokenizer import BACKEND, VOCAB_SIZE
 from headrace.core.engine.engine import EngineThread
 from headrace.core.options.parsing import parse_options
 from headrace.frontend.client.client import CoreClient
-from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.server import HttpServer, listen, url_of
+from headrace.frontend.http.server.metrics import Pages
 from headrace.ipc.messages import AddRequest, ClientMessage
 
 START_TIMEOUT_S = 60.0

@@ -183,7 +183,7 @@ def format_of(config: Config, asked: str | None) -> Format | None:
         advice = RETIRED.get(
             method,
             (f"did you mean {close}? " if close else "")
-            + f"known are {', '.join(formats())}; an unquantised checkpoint or a GGUF file of it can be used",
+            + f"known: {', '.join(formats())}; an unquantised checkpoint or a GGUF file of it can be used",
         )
         named = f"by the method {stored['quant_method']}" if method else "by a method that it does not name"
         raise ModelError(f"this checkpoint's weights are quantised {named}, which is not supported: {advice}")

@@ -122,7 +122,7 @@ class Scheme:
         layout = str(config.get("format") or layout)
         bits, is_float = number(weights, ("num_bits",), "compressed-tensors"), weights.get("type", "int") == "float"
         if layout == "dense" or layout not in KNOWN:
-            advice = SPARSE if "24" in layout or "sparse" in layout else f"known are {', '.join(KNOWN)}"
+            advice = SPARSE if "24" in layout or "sparse" in layout else f"known: {', '.join(KNOWN)}"
             raise ModelError(f"compressed-tensors' layout {layout} is not supported: {advice}")
         has_integers = layout == PACKED or (layout in INTEGERS and not is_float)
         if (has_integers and bits not in range(2, 9)) or (layout in (*INTEGERS, *IN_FLOATS) and is_float and bits != 8):

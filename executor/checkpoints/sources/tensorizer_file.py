@@ -131,4 +131,4 @@ def _settings(given: Mapping[str, Any]) -> Settings:
     try:
         return msgspec.convert(asked, Settings)
     except msgspec.ValidationError as error:
-        raise OptionError(f"{SETTINGS}: {error}; known are {', '.join(Settings.__struct_fields__)}") from None
+        raise OptionError(f"{SETTINGS}: {error}; known: {', '.join(Settings.__struct_fields__)}") from None

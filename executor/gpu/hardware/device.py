@@ -88,7 +88,7 @@ def choose_device(asked: str, facts: Callable[[], CudaFacts] = cuda_facts) -> to
         return torch.device("cpu")
     match = re.fullmatch(r"cuda(?::(\d+))?", asked)
     if asked != "auto" and match is None:
-        raise OptionError(f"device={asked!r} is none that there is; auto, cpu, cuda and cuda:INDEX are")
+        raise OptionError(f"device={asked!r} is unknown; allowed: auto, cpu, cuda and cuda:INDEX")
     found = facts()
     reason = _why_no_cuda(found)
     if match is None:

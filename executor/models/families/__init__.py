@@ -71,7 +71,7 @@ def family_of_plugin(architecture: str) -> Family:
     known = ", ".join([*families(), *others])
     failed = "".join(f"; {problem}" for problem in problems)
     shown = printable(f"{architecture:.100}")
-    raise UnknownArchitectureError(f"the architecture {shown} is not supported{failed}; known are {known}")
+    raise UnknownArchitectureError(f"the architecture {shown} is not supported{failed}; known: {known}")
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
@@ -112,7 +112,7 @@ def named_architecture(config: Mapping[str, Any]) -> str:
     if kind not in MODEL_TYPES:
         shown = printable(f"{kind:.100}")
         raise UnknownArchitectureError(
-            f'the config has no "architectures", and its model_type is {shown}; known are {", ".join(MODEL_TYPES)}'
+            f'the config has no "architectures", and its model_type is {shown}; known: {", ".join(MODEL_TYPES)}'
         )
     return MODEL_TYPES[kind]
 

@@ -195,7 +195,7 @@ def _rope_kind(given: Config) -> RopeKind:
     named = [given[key] for key in ("rope_type", "type") if given.get(key) is not None] or ["default"]
     for each in named:
         if not isinstance(each, str) or each not in ROPE_KINDS:
-            raise ModelError(f"rope scaling of type {each!r:.80} is not supported; known are {', '.join(ROPE_KINDS)}")
+            raise ModelError(f"rope scaling of type {each!r:.80} is not supported; known: {', '.join(ROPE_KINDS)}")
     kinds = [ROPE_KINDS[each] for each in named]
     if kinds[0] != kinds[-1]:
         raise ModelError(f"the config's rope_type is {named[0]!r} and its type {named[-1]!r}; it is one field")

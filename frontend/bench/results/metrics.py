@@ -47,7 +47,7 @@ def parse_metrics(text: str) -> list[str]:
     found = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [each for each in found if each not in METRICS]
     if unknown:
-        raise OptionError(f"--percentile-metrics={text}: {unknown[0]} is none of {', '.join(METRICS)}")
+        raise OptionError(f"--percentile-metrics={text}: {unknown[0]} is unknown; known: {', '.join(METRICS)}")
     return found
 
 

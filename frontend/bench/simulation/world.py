@@ -388,7 +388,7 @@ class _World:
         """The reason of a failure in a few words. A failure without a true reason is a violation."""
         text = str(error)
         route = stream.route if stream is not None else None
-        if "died with this request on board" in text and route is not None and route.is_suspect:
+        if "died while running this request" in text and route is not None and route.is_suspect:
             return "quarantined"
         most = self.scenario.router.max_migrations
         if "max_migrations" in text and route is not None and route.moves_without_token >= most:

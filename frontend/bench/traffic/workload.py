@@ -270,7 +270,7 @@ def custom(options: WorkloadOptions, maker: PromptMaker) -> list[BenchRequest]:
             close = nearest(name, CUSTOM_FIELDS)
             raise OptionError(
                 f"--dataset-path={path}, line {number}: unknown field {name}"
-                + (f"; did you mean {close}?" if close else f"; known are {', '.join(CUSTOM_FIELDS)}")
+                + (f"; did you mean {close}?" if close else f"; known: {', '.join(CUSTOM_FIELDS)}")
             )
         prompt: Any = row.get("prompt")
         is_ids = isinstance(prompt, list) and prompt and all(type(each) is int and each >= 0 for each in prompt)

@@ -15,7 +15,7 @@ import os
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("size", type=int, metavar="N", help="How many engines there are to be")
+    parser.add_argument("size", type=int, metavar="N", help="Number of data parallel engines to scale to")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="The server; default: http://127.0.0.1:8000")
     parser.add_argument(
         "--api-key",

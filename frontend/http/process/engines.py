@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from headrace.frontend.client.stats_log import StatsLog, cache_line
 from headrace.frontend.fleet.pool import SILENT_AFTER_S, Engine, EnginePool
-from headrace.frontend.http.errors import ApiError, unavailable, without_own_names
+from headrace.frontend.http.server.errors import ApiError, unavailable, without_own_names
 from headrace.ipc.failure import Failure, HeadraceError
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def engine_for(pool: EnginePool, model: str | None) -> Engine:
     if model not in known and known:
         raise ApiError(
             404,
-            f"the model {model!r:.200} does not exist; there is {', '.join(known)}",
+            f"the model {model!r:.200} does not exist; served: {', '.join(known)}",
             param="model",
             code="model_not_found",
         )

@@ -194,9 +194,9 @@ def _serve_here(
     # Imported while the engine loads.
     from headrace.frontend.fleet.scaling import OwnScaler
     from headrace.frontend.fleet.sources import Attached, Source
-    from headrace.frontend.http.metrics import Pages
     from headrace.frontend.http.process.server import HttpServer, listen, url_of
     from headrace.frontend.http.process.tls import warn_of_dates
+    from headrace.frontend.http.server.metrics import Pages
 
     sock = listen(options)
     server = HttpServer(options, sock, Pages())

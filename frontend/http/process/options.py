@@ -52,28 +52,29 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 1
 
     data_parallel_start_rank: Annotated[
-        int, Option(ENGINES, "Of the engines that this host starts, the first one's rank", minimum=0, short="-dpr")
+        int, Option(ENGINES, "Rank of the first data parallel engine that this host starts", minimum=0, short="-dpr")
     ] = 0
     data_parallel_address: Annotated[
         str,
         Option(
             ENGINES,
-            "Of data_parallel_size engines on several hosts: the address of the one that serves HTTP, as the others "
-            "reach it. A coordinator listens there, at data_parallel_rpc_port",
+            "With engines on several hosts: address at which the other hosts reach the one that "
+            "serves HTTP. A coordinator listens there on data_parallel_rpc_port",
             "host",
             default_text="127.0.0.1",
             short="-dpa",
         ),
     ] = ""
     data_parallel_rpc_port: Annotated[
-        int, Option(ENGINES, "Port of that coordinator", minimum=1, maximum=65535, short="-dpp")
+        int, Option(ENGINES, "Port of the coordinator at data_parallel_address", minimum=1, maximum=65535, short="-dpp")
     ] = 29550
     data_parallel_hybrid_lb: Annotated[
         bool,
         Option(
             ENGINES,
-            "Each host serves HTTP for its own data_parallel_size_local engines, from data_parallel_start_rank on; "
-            "something else balances between the hosts",
+            "Hybrid load balancing: each host serves HTTP for its own data_parallel_size_local "
+            "engines, from data_parallel_start_rank on, and an external load balancer distributes "
+            "requests among the hosts",
             short="-dph",
         ),
     ] = False
@@ -81,7 +82,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool,
         Option(
             ENGINES,
-            "The same of the one engine of data_parallel_rank: to name that rank is enough",
+            "External load balancing: serve HTTP for the one engine of data_parallel_rank; setting "
+            "data_parallel_rank implies it",
             short="-dpe",
         ),
     ] = False
@@ -101,20 +103,21 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None,
         Option(
             ENGINES,
-            "Key file (`headrace keys FILE`) for engines at tcp:// addresses",
+            "Key file (see `headrace keys`) for engines at tcp:// addresses",
             "file",
             default_text="HEADRACE_KEYS",
         ),
     ] = None
     insecure: Annotated[
-        bool, Option(ENGINES, "Use engines of other hosts without keys: unencrypted, and whoever answers is believed")
+        bool,
+        Option(ENGINES, "Use engines of other hosts without keys: connections are neither encrypted nor authenticated"),
     ] = False
     restart_engine: Annotated[
         int | None,
         Option(
             ENGINES,
-            "How often to start an engine again when it has died; an engine that served for a minute counts anew. "
-            "Requests that no other engine can take wait for it",
+            "How often an engine that has died is restarted; the count begins anew after a minute of "
+            "service. Requests that no other engine can take wait for it",
             "times",
             minimum=0,
             default_text="10 with data_parallel_size above 1; else 0, and the server exits with the cause",
@@ -124,8 +127,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Option(
             ENGINES,
-            "How often one request may lose its engine and go on at another, or at the same started again, with the "
-            "tokens that it would have had, before it brings another token; 0: never",
+            "How often in a row, without a new token in between, a request whose engine died "
+            "continues on another engine, or on the restarted one, with the same tokens that it "
+            "would have had; 0: never",
             "times",
             minimum=0,
         ),
@@ -135,7 +139,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         Option(
             ENGINES,
-            "How long no token may come while requests are queued before /health/progress answers 503",
+            "Time without a new token, while an engine has requests, after which /health/progress answers 503",
             "seconds",
             minimum=0.1,
         ),
@@ -145,7 +149,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[Secret, ...],
         Option(
             SECURITY,
-            "Keys that guard every route but those of health, /metrics and /version; repeatable",
+            "API keys, of which clients need one for every route but health, /metrics and /version; repeatable",
             default_text="the environment's HEADRACE_API_KEY, else its VLLM_API_KEY",
         ),
     ] = ()
@@ -159,47 +163,56 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             default_text="the environment's HEADRACE_ADMIN_API_KEY",
         ),
     ] = ()
-    admin_api_key_file: Annotated[str | None, Option(SECURITY, "A file of admin keys, one on each line")] = None
-    guard_metrics: Annotated[
-        bool, Option(SECURITY, "Ask for a key at /metrics and /version too: they tell how the model is used")
-    ] = False
-    api_key_file: Annotated[str | None, Option(SECURITY, "A file of keys, one on each line")] = None
-    ssl_keyfile: Annotated[str | None, Option(SECURITY, "The private key of ssl_certfile, in PEM")] = None
-    ssl_certfile: Annotated[str | None, Option(SECURITY, "The server's certificate, in PEM: serves HTTPS")] = None
+    admin_api_key_file: Annotated[str | None, Option(SECURITY, "File with admin keys, one per line")] = None
+    guard_metrics: Annotated[bool, Option(SECURITY, "Require an API key for /metrics and /version too")] = False
+    api_key_file: Annotated[str | None, Option(SECURITY, "File with API keys, one per line")] = None
+    ssl_keyfile: Annotated[str | None, Option(SECURITY, "Private key of ssl_certfile, in PEM")] = None
+    ssl_certfile: Annotated[
+        str | None, Option(SECURITY, "The server's certificate, in PEM; with it, the server speaks HTTPS")
+    ] = None
     ssl_ca_certs: Annotated[
-        str | None, Option(SECURITY, "Certificates in PEM that a client's own must be signed by, when it is asked for")
+        str | None, Option(SECURITY, "CA certificates in PEM, by which client certificates must be signed")
     ] = None
     ssl_cert_reqs: Annotated[
-        int, Option(SECURITY, "Whether clients need a certificate: 0 no, 1 optional, 2 yes", minimum=0, maximum=2)
+        int, Option(SECURITY, "Client certificates: 0 none, 1 optional, 2 required", minimum=0, maximum=2)
     ] = 0
     allowed_hosts: Annotated[
         tuple[str, ...],
         Option(
             SECURITY,
-            "Names in the Host header that a server without API keys answers to, besides localhost, IP addresses and "
-            "host; *.NAME is all below a name, * is all. Protects from web pages whose name is re-bound to this server",
+            "Host names that a server without API keys answers to, besides localhost, IP addresses "
+            "and --host; *.NAME allows all names below NAME, * all. Protects against DNS rebinding "
+            "by web pages",
         ),
     ] = ()
     allowed_origins: Annotated[
         tuple[str, ...], Option(SECURITY, "Web origins whose pages may call the server (CORS); * is all")
     ] = ()
-    allowed_methods: Annotated[tuple[str, ...], Option(SECURITY, "Methods that those pages may use")] = ("*",)
-    allowed_headers: Annotated[tuple[str, ...], Option(SECURITY, "Headers that those pages may send")] = ("*",)
-    allow_credentials: Annotated[bool, Option(SECURITY, "Those pages may send cookies and keys")] = False
+    allowed_methods: Annotated[
+        tuple[str, ...], Option(SECURITY, "HTTP methods that pages of allowed_origins may use (CORS)")
+    ] = ("*",)
+    allowed_headers: Annotated[
+        tuple[str, ...], Option(SECURITY, "Headers that pages of allowed_origins may send (CORS)")
+    ] = ("*",)
+    allow_credentials: Annotated[
+        bool, Option(SECURITY, "Allow pages of allowed_origins to send credentials (CORS)")
+    ] = False
 
     max_body_bytes: Annotated[int, Option(LIMITS, "Largest request body", "bytes", minimum=1)] = 8 << 20
-    max_prompts: Annotated[int, Option(LIMITS, "Most prompts in one request", "prompts", minimum=1)] = 2048
-    max_n: Annotated[int, Option(LIMITS, "Largest n: outputs for one prompt", "outputs", minimum=1)] = 128
-    max_stop_strings: Annotated[int, Option(LIMITS, "Most stop strings in one request", "strings", minimum=0)] = 64
+    max_prompts: Annotated[int, Option(LIMITS, "Maximum number of prompts in one request", "prompts", minimum=1)] = 2048
+    max_n: Annotated[int, Option(LIMITS, "Maximum n, the number of outputs for one prompt", "outputs", minimum=1)] = 128
+    max_stop_strings: Annotated[
+        int, Option(LIMITS, "Maximum number of stop strings in one request", "strings", minimum=0)
+    ] = 64
     request_timeout: Annotated[
-        float, Option(LIMITS, "Longest that one request may take; 0 is for ever", "seconds", minimum=0)
+        float, Option(LIMITS, "Time limit of one request; 0 is no limit", "seconds", minimum=0)
     ] = 0.0
     read_timeout: Annotated[
         float,
         Option(
             LIMITS,
-            "Longest that the headers of a request, then its body, may take to arrive, or a response may wait for "
-            "a client that does not read it",
+            "Time limit for receiving a request's headers, for receiving its body, and for a client "
+            "that does not read its response",
             "seconds",
             minimum=0.1,
         ),
@@ -208,52 +221,57 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int, Option(LIMITS, "How long an idle connection is kept for the next request", "seconds", minimum=1)
     ] = 60
     sse_keep_alive: Annotated[
-        float, Option(LIMITS, "Silence in a stream after which a comment is sent to keep it open", "seconds", minimum=1)
+        float,
+        Option(
+            LIMITS, "Time without an event after which a comment is sent to keep a stream open", "seconds", minimum=1
+        ),
     ] = 15.0
 
     strict_requests: Annotated[
         bool,
         Option(
             LIMITS,
-            "Refuse request fields that are not known, or known and without effect, which are otherwise taken as vLLM "
-            "and OpenAI take them",
+            "Refuse request fields that are unknown or have no effect; by default they are ignored, "
+            "as vLLM and OpenAI do",
         ),
     ] = False
 
     chat_template: Annotated[
         str | None,
-        Option(CHAT, "A chat template, or a file with one", default_text="the model's own"),
+        Option(CHAT, "Chat template, or path of a file with one", default_text="the model's own"),
     ] = None
     chat_template_content_format: Annotated[
         ContentFormat,
         Option(
             CHAT,
-            "How the template gets a message's content: string (text alone), openai (a list of parts, also of one "
-            "text), or auto (text as text, and parts as parts where the template takes them)",
+            "Format in which the chat template receives a message's content: string (text), openai "
+            "(a list of parts), or auto (as the request has it, if the template supports that)",
         ),
     ] = "auto"
     trust_request_chat_template: Annotated[
-        bool, Option(CHAT, "Let requests bring a chat template of their own; it runs in a sandbox")
+        bool, Option(CHAT, "Accept chat templates in requests; they run in a sandbox")
     ] = False
     default_chat_template_kwargs: Annotated[
         dict[str, Any] | None,
         Option(
-            CHAT, "JSON object of what every chat template sees, such as enable_thinking; a request's own values win"
+            CHAT,
+            'Default variables for the chat template as a JSON object, such as {"enable_thinking": '
+            "false}; chat_template_kwargs of a request override them",
         ),
     ] = None
     tool_call_parser: Annotated[
         str,
         Option(
             CHAT,
-            "The format in which the model writes tool calls: a name such as hermes, a YAML file of one's own, auto "
-            "(what the chat template speaks for), or none (calls stay text)",
+            "Format of the model's tool calls: a name such as hermes, the path of a YAML file that "
+            "declares one, auto (detected by the chat template), or none (calls stay text)",
         ),
     ] = "auto"
     reasoning_parser: Annotated[
         str | None,
         Option(
             CHAT,
-            "The format in which the model sets its reasoning off from the answer, named as for tool_call_parser",
+            "Format of the model's reasoning, given as for tool_call_parser",
             default_text="none: reasoning stays part of the content",
         ),
     ] = None
@@ -261,67 +279,78 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None,
         Option(
             CHAT,
-            "A YAML file that declares a format of one's own, which tool_call_parser may then name by the file's name, "
-            "and auto finds by its template_marks; Python files, as vLLM takes them, are refused",
+            "YAML file that declares a tool call format, which tool_call_parser can name by the "
+            "file's name and auto detects by its template_marks. Python files, as vLLM takes them, "
+            "are refused",
             "file",
         ),
     ] = None
-    reasoning_parser_plugin: Annotated[str | None, Option(CHAT, "The same for reasoning_parser", "file")] = None
+    reasoning_parser_plugin: Annotated[
+        str | None,
+        Option(
+            CHAT,
+            "YAML file that declares a reasoning format, which reasoning_parser can name by the file's name",
+            "file",
+        ),
+    ] = None
     tool_server: Annotated[
         tuple[str, ...],
         Option(
             CHAT,
-            "MCP servers whose tools /v1/responses may call: LABEL=URL, a URL, or HOST:PORT for http://HOST:PORT/mcp; "
-            "several with commas, or repeated. Needs the package mcp",
+            "MCP servers whose tools /v1/responses may call: LABEL=URL, URL, or HOST:PORT for "
+            "http://HOST:PORT/mcp; separated by commas, or repeated. Needs the package mcp",
             "server",
         ),
     ] = ()
     enable_auto_tool_choice: Annotated[
-        bool, Option(CHAT, "Read tool calls where a request gives tools and leaves the choice to the model")
+        bool, Option(CHAT, "Parse tool calls of requests with tools and tool_choice auto")
     ] = True
     tool_strict_level: Annotated[
         Literal["auto", "parameter"],
         Option(
             CHAT,
-            "parameter: calls that the model decides on are held to their tools' schemas as if each tool had strict, "
-            "where their format is known; auto: where a tool has it",
+            "Which tool calls with tool_choice auto are constrained to their tools' schemas, if the "
+            "format of calls is known: auto (of tools with strict: true), parameter (of all tools)",
         ),
     ] = "auto"
-    response_role: Annotated[str, Option(CHAT, "Role of the answers' messages")] = "assistant"
+    response_role: Annotated[str, Option(CHAT, "Role of the messages in chat completions")] = "assistant"
 
     return_tokens_as_token_ids: Annotated[
-        bool, Option(CHAT, "Spell tokens in log-probabilities as token_id:NUMBER, unless a request says else")
+        bool, Option(CHAT, "Write tokens in log-probabilities as token_id:ID, unless a request sets it otherwise")
     ] = False
     enable_force_include_usage: Annotated[
         bool,
-        Option(CHAT, "Count tokens in every event of every stream and at its end, whatever its stream_options say"),
+        Option(
+            CHAT, "Include usage in every event of every stream and at its end, whatever stream_options a request has"
+        ),
     ] = False
     enable_per_request_metrics: Annotated[
         bool,
         Option(
             CHAT,
-            "Tell the times of a request with one output, as `metrics` of the answer, or of the event with usage",
+            "Return the times of a request with one output, as `metrics` of the response or of the event with usage",
         ),
     ] = False
 
     enable_tokenizer_info_endpoint: Annotated[
-        bool, Option(CHAT, "Serve GET /tokenizer_info: special tokens and the chat template, as lm-eval asks for them")
+        bool,
+        Option(CHAT, "Serve GET /tokenizer_info, with the special tokens and the chat template (lm-eval reads it)"),
     ] = False
 
     response_store: Annotated[
         str | None,
         Option(
             STORED,
-            "File (SQLite) in which /v1/responses keeps its responses, which then outlive the server",
-            default_text="memory; of several HTTP processes, a file that goes when they do",
+            "SQLite file in which /v1/responses stores responses, so that they survive a restart",
+            default_text="memory; with several HTTP processes, a temporary file",
         ),
     ] = None
     response_store_bytes: Annotated[
         int,
         Option(
             STORED,
-            "Most that /v1/responses keeps, divided equally among the API keys: the least recently used leave first. 0 "
-            "keeps nothing",
+            "Maximum size of all stored responses, divided equally among the API keys; the least "
+            "recently used are deleted first. 0 stores nothing",
             "bytes",
             minimum=0,
         ),
@@ -331,17 +360,17 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None,
         Option(
             STORED,
-            "Folder in which /v1/files and /v1/batches keep what they have, which then outlives the server",
+            "Folder in which /v1/files and /v1/batches store files and batches, so that they survive a restart",
             "folder",
-            default_text="one that goes with the server",
+            default_text="a temporary folder",
         ),
     ] = None
     file_store_bytes: Annotated[
         int,
         Option(
             STORED,
-            "Most that all files together may have, divided equally among the API keys: uploads beyond it are refused. "
-            "0 takes none",
+            "Maximum size of all files, divided equally among the API keys; uploads beyond it are "
+            "refused. 0 accepts none",
             "bytes",
             minimum=0,
         ),
@@ -351,12 +380,12 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool,
         Option(
             OBSERVED,
-            "Serve vLLM's development routes, such as /pause and /resume, which act on all clients: see admin_api_key",
+            "Serve vLLM's development routes, such as /pause and /resume, which affect all clients: see admin_api_key",
             default_text="the environment's HEADRACE_SERVER_DEV_MODE=1",
         ),
     ] = False
     metrics_prefix: Annotated[
-        str, Option(OBSERVED, "What names of metrics begin with; vllm fits dashboards made for it")
+        str, Option(OBSERVED, "Prefix of the metrics' names; vllm suits dashboards made for vLLM")
     ] = "headrace"
     enable_log_requests: Annotated[
         bool,
@@ -367,13 +396,13 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = False
     enable_request_id_headers: Annotated[
-        bool, Option(OBSERVED, "Answer with the request's id in the header X-Request-Id, a new one where it had none")
+        bool, Option(OBSERVED, "Return the request's id in the header X-Request-Id")
     ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"] | None,
         Option(
             OBSERVED,
-            "What server and engine log",
+            "Log level of the server and the engine",
             default_text="the environment's HEADRACE_LOG_LEVEL, else info for the server and warning for its engine",
         ),
     ] = None
@@ -381,7 +410,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["text", "json"] | None,
         Option(
             OBSERVED,
-            "Form of the log's lines, of server and engine: text, or a JSON object per line",
+            "Log format of the server and the engine: text, or a JSON object per line",
             default_text="the environment's HEADRACE_LOG_FORMAT, else text",
         ),
     ] = None
@@ -389,7 +418,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float | None,
         Option(
             OBSERVED,
-            "How often a line tells each engine's throughput, requests, cache use and hit rate (see disable_log_stats)",
+            "Interval at which each engine's throughput, requests, cache usage and hit rate are "
+            "logged (see disable_log_stats)",
             "seconds",
             minimum=0.1,
             default_text="the environment's HEADRACE_LOG_STATS_INTERVAL, else 10",
@@ -451,7 +481,9 @@ def check_serve_options(options: ServeOptions) -> None:
     if options.ssl_cert_reqs and options.ssl_ca_certs is None:
         raise OptionError("ssl_cert_reqs asks clients for certificates: name those that sign them with ssl_ca_certs")
     if options.engine and options.restart_engine:
-        raise OptionError("restart_engine is for an engine of the server's own; an attached one is not its to restart")
+        raise OptionError(
+            "restart_engine: engines given by --engine are not restarted by this server; leave one of the two out"
+        )
     for origin in options.allowed_origins:
         if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
             raise OptionError(

@@ -21,16 +21,17 @@ from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.scaling import Scaler
 from headrace.frontend.fleet.sources import Source
-from headrace.frontend.http.access import Keys
-from headrace.frontend.http.app import make_app
-from headrace.frontend.http.connection import Connections, with_limits
-from headrace.frontend.http.metrics import Pages
-from headrace.frontend.http.openai.prompts import load_template
+from headrace.frontend.http import apis
 from headrace.frontend.http.process.engines import log_load, log_missing
 from headrace.frontend.http.process.keys import read_admin_keys, read_keys
 from headrace.frontend.http.process.options import LOG_STATS_EVERY_S, LOOPBACK, ServeOptions
 from headrace.frontend.http.process.tls import tls_arguments, warn_of_dates
-from headrace.frontend.http.routes import ServerState
+from headrace.frontend.http.server.access import Keys
+from headrace.frontend.http.server.app import make_app
+from headrace.frontend.http.server.connection import Connections, with_limits
+from headrace.frontend.http.server.metrics import Pages
+from headrace.frontend.http.server.state import ServerState
+from headrace.frontend.text.chat_template import load_template
 from headrace.frontend.text.template_renderer import renderer
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.process.gc_pauses import gc_watched
@@ -192,7 +193,7 @@ class HttpServer:
         )
         pool = EnginePool(sources, router_options, discovery=discovery, serves_early=True)
         pool.on_death, pool.on_return = self.on_engine_end, self.on_engine_return
-        state = ServerState(self._options, pool, self._pages, keys=self._keys, template=self._template)
+        state = ServerState(self._options, pool, self._pages, apis.found(), keys=self._keys, template=self._template)
         state.scaler, state.why_fixed = self.scaler, self.why_fixed
         if self.scaler is not None:
             self.scaler.pool = pool
@@ -200,7 +201,7 @@ class HttpServer:
         raise_file_limit()
         serving = asyncio.create_task(server.serve(sockets=[self._sock]))
         pool.start()
-        state.files.take_over(state)
+        state.begin()
         try:
             with gc_watched(self._pages.gc_pause):
                 failure = await self._serve(state, server, serving, coordinators)
@@ -208,8 +209,7 @@ class HttpServer:
             server.should_exit = True
             self._stop_listening(server)
             await asyncio.gather(serving, return_exceptions=True)
-            await state.responses.close()
-            await state.files.close()
+            await state.close()
             await pool.close(max(0.0, (self._stop_at_s or 0.0) - time.monotonic()))
             state.bodies.close()
             renderer().end()

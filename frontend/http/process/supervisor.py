@@ -24,7 +24,6 @@ from headrace.core.options.engine_options import Options
 from headrace.core.process.supervisor import Child, ChildOptions, start_coordinator, start_engine
 from headrace.frontend.fleet.client import of_rank
 from headrace.frontend.fleet.scaling import DRAIN_GRACE_S, MOST_ENGINES
-from headrace.frontend.http.metrics import pages_bytes
 from headrace.frontend.http.process.launch import PhaseLog, ready_text, say, say_workers
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.ranks import Ranks, why_fixed
@@ -44,6 +43,7 @@ from headrace.frontend.http.process.worker import (
     ScaleTo,
     WorkerOptions,
 )
+from headrace.frontend.http.server.metrics import pages_bytes
 from headrace.frontend.text.template_renderer import renderer
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError
 from headrace.ipc.messages import SCHEMA_HASH, ChildMessage, Ready, Start

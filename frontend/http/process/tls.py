@@ -35,7 +35,7 @@ def tls_arguments(options: ServeOptions) -> dict[str, Any]:
     )
     if any(mark in found for mark in _ENCRYPTED):
         raise OptionError(
-            f"{key}: the private key is encrypted, and a server has nobody to ask for its password; decrypt it: "
+            f"{key}: the private key is encrypted, and the server cannot ask for a password; decrypt it: "
             f"openssl pkey -in {file} -out KEY, and let only the server read KEY"
         )
     try:

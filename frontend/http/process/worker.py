@@ -32,10 +32,10 @@ from headrace.frontend.client.transport import ZmqTransport
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.scaling import check_room, there_are
 from headrace.frontend.fleet.sources import Attached, Source
-from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.process.launch import say_engine_ended, say_engine_returned, set_up_server_logging
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.server import EXIT_ERROR, HttpServer, listen, url_of
+from headrace.frontend.http.server.metrics import Pages
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, Message, Ready, Start, Stop
 from headrace.ipc.process.child import die_with_parent, leave_signals_to_parent

@@ -81,7 +81,7 @@ class PoolingParams(ParamsStruct, metaclass=_ReadsRetiredNames, omit_defaults=Tr
         if self.task in REMOVED_TASKS:
             raise InvalidRequestError(REMOVED_TASKS[self.task])
         if self.task is not None and self.task not in KINDS:
-            raise InvalidRequestError(f"PoolingParams.task is {self.task!r}; known are {', '.join(KINDS)}")
+            raise InvalidRequestError(f"PoolingParams.task is {self.task!r}; known: {', '.join(KINDS)}")
         if self.output_kind is not RequestOutputKind.FINAL_ONLY:
             raise InvalidRequestError(f"For pooling output_kind has to be FINAL_ONLY, got {self.output_kind!r}")
         for name in ("use_activation", "skip_reading_prefix_cache"):

@@ -131,96 +131,218 @@ class SamplingParams(
     since fields may have been changed. As in vLLM it is a struct of msgspec, whose functions work on it.
     """
 
-    n: Annotated[int, Field("Outputs for each prompt; output i of a seeded one has seed + i", Range(1, 16384))] = 1
-    presence_penalty: Annotated[float, Field("Taken off the logit of every token generated already", flag=True)] = 0.0
-    frequency_penalty: Annotated[float, Field("The same, times how often it was generated", flag=True)] = 0.0
+    n: Annotated[
+        int, Field("Number of outputs for each prompt; with a seed, output i is sampled with seed + i", Range(1, 16384))
+    ] = 1
+    presence_penalty: Annotated[
+        float,
+        Field(
+            "Subtracted from the logits of tokens that appear in the output so far: above 0 "
+            "encourages new tokens, below 0 repetition",
+            flag=True,
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Field(
+            "Subtracted from a token's logit once for each time it appears in the output so far: "
+            "above 0 encourages new tokens, below 0 repetition",
+            flag=True,
+        ),
+    ] = 0.0
     repetition_penalty: Annotated[
-        float, Field("Divides (when positive, else multiplies) the logits of tokens of prompt and output", flag=True)
+        float,
+        Field(
+            "Penalty for tokens that appear in the prompt or the output so far: their logits are "
+            "divided by it, negative ones multiplied; above 1 encourages new tokens, below 1 "
+            "repetition",
+            flag=True,
+        ),
     ] = 1.0
-    temperature: Annotated[float, Field("0 takes the likeliest token each time", flag=True)] = 1.0
-    top_p: Annotated[float, Field("Keep the likeliest tokens that make up this share", flag=True)] = 1.0
-    top_k: Annotated[int, Field("Keep this many of the likeliest tokens; 0 or -1 keeps all", flag=True)] = 0
-    min_p: Annotated[float, Field("Keep tokens at least this likely, relative to the likeliest", flag=True)] = 0.0
-    typical_p: Annotated[float, Field("Keep the tokens of most usual information, up to this share", flag=True)] = 1.0
+    temperature: Annotated[
+        float, Field("Randomness of the sampling: lower values are more deterministic, 0 is greedy sampling", flag=True)
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        Field(
+            "Sample only from the most likely tokens whose cumulative probability reaches this; 1 considers all tokens",
+            flag=True,
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int, Field("Sample only from this many most likely tokens; 0 or -1 considers all tokens", flag=True)
+    ] = 0
+    min_p: Annotated[
+        float,
+        Field(
+            "Minimum probability of a token, relative to the probability of the most likely token; 0 is off", flag=True
+        ),
+    ] = 0.0
+    typical_p: Annotated[
+        float,
+        Field(
+            "Locally typical sampling: keep the tokens whose information content is closest to the "
+            "expected one, up to this cumulative probability; 1 is off",
+            flag=True,
+        ),
+    ] = 1.0
     top_n_sigma: Annotated[
-        float, Field("Keep tokens whose logits lie so many standard deviations below the highest; 0 is off", flag=True)
+        float,
+        Field(
+            "Keep only tokens whose logits are within this many standard deviations of the highest logit; 0 is off",
+            flag=True,
+        ),
     ] = 0.0
     xtc_probability: Annotated[
-        float, Field("How often all tokens over xtc_threshold but the least likely of them go", flag=True)
+        float,
+        Field(
+            "XTC: probability that, in a step, all tokens above xtc_threshold but the least likely "
+            "of them are removed; 0 is off",
+            flag=True,
+        ),
     ] = 0.0
-    xtc_threshold: Annotated[float, Field("The probability that makes a token a top choice", flag=True)] = 0.1
+    xtc_threshold: Annotated[float, Field("XTC: probability from which a token can be removed", flag=True)] = 0.1
     dry_multiplier: Annotated[
         float,
-        Field("Times dry_base to the length of a repeated run, off tokens that go on with it", flag=True),
+        Field(
+            "DRY: strength of the penalty for tokens that would extend a repeated sequence; it grows "
+            "with the sequence's length by the factor dry_base per token; 0 is off",
+            flag=True,
+        ),
     ] = 0.0
-    dry_base: Annotated[float, Field("See dry_multiplier", flag=True)] = 1.75
-    dry_allowed_length: Annotated[int, Field("Runs shorter than this may repeat", flag=True)] = 2
-    dry_penalty_last_n: Annotated[int, Field("Last tokens that are searched for runs; -1: all", flag=True)] = -1
+    dry_base: Annotated[
+        float,
+        Field(
+            "DRY: base of the penalty, which grows exponentially with the length of the repeated sequence", flag=True
+        ),
+    ] = 1.75
+    dry_allowed_length: Annotated[
+        int, Field("DRY: sequences shorter than this may be repeated without a penalty", flag=True)
+    ] = 2
+    dry_penalty_last_n: Annotated[
+        int, Field("DRY: number of last tokens that are searched for repeated sequences; -1 searches all", flag=True)
+    ] = -1
     dry_sequence_breakers: Annotated[
         list[str] | None,
-        Field("Texts that no run goes over; None is line breaks, colons, quotes, asterisks", longest=64),
+        Field(
+            "DRY: strings at which a repeated sequence ends; None: line breaks, colons, quotes and asterisks",
+            longest=64,
+        ),
     ] = None
-    mirostat: Annotated[int, Field("Its version, 1 or 2: hold the surprise near mirostat_tau; 0 is off", flag=True)] = 0
-    mirostat_tau: Annotated[float, Field("Bits of surprise per token to hold", flag=True)] = 5.0
-    mirostat_eta: Annotated[float, Field("How fast mirostat follows", flag=True)] = 0.1
-    seed: Annotated[int | None, Field("Makes the output reproducible; None (or -1) is random", flag=True)] = None
-    logit_bias: Annotated[dict[int, float] | None, Field("Token id: added to its logit; -inf forbids it")] = None
-    allowed_token_ids: Annotated[list[int] | None, Field("The only tokens to choose from; None allows all")] = None
+    mirostat: Annotated[
+        int,
+        Field(
+            "Mirostat version, 1 or 2, which keeps the surprise of the output near mirostat_tau; 0 is off", flag=True
+        ),
+    ] = 0
+    mirostat_tau: Annotated[float, Field("Mirostat: target surprise, in bits per token", flag=True)] = 5.0
+    mirostat_eta: Annotated[float, Field("Mirostat: learning rate", flag=True)] = 0.1
+    seed: Annotated[
+        int | None, Field("Random seed, which makes the output reproducible; None or -1: a random one", flag=True)
+    ] = None
+    logit_bias: Annotated[
+        dict[int, float] | None, Field("By token id, the value that is added to its logit; -inf forbids the token")
+    ] = None
+    allowed_token_ids: Annotated[list[int] | None, Field("Only these token ids can be generated; None allows all")] = (
+        None
+    )
     bad_words: Annotated[
-        list[str] | None, Field("Words that are not to be generated, alone or after a space", longest=1024)
+        list[str] | None, Field("Words that are not allowed to be generated, alone or after a space", longest=1024)
     ] = None
     """Only the output is searched for them, not the prompt."""
-    stop: Annotated[str | list[str] | None, Field("Texts that end the output, and are not in it", flag=True)] = None
+    stop: Annotated[
+        str | list[str] | None, Field("Strings that stop the generation; the output does not contain them", flag=True)
+    ] = None
     stop_token_ids: Annotated[
-        list[int] | None, Field("Tokens that end the output, besides the model's end-of-sequence tokens", longest=1024)
+        list[int] | None,
+        Field("Token ids that stop the generation, in addition to the model's end-of-sequence tokens", longest=1024),
     ] = None
-    ignore_eos: Annotated[bool, Field("Go on after an end-of-sequence token", flag=True)] = False
-    max_tokens: Annotated[int | None, Field("Most tokens to generate; None: as many as fit", flag=True)] = 16
-    min_tokens: Annotated[int, Field("Tokens to generate before any stop condition counts", flag=True)] = 0
+    ignore_eos: Annotated[bool, Field("Continue generating after an end-of-sequence token", flag=True)] = False
+    max_tokens: Annotated[
+        int | None, Field("Maximum number of tokens to generate; None: as many as fit into the context", flag=True)
+    ] = 16
+    min_tokens: Annotated[
+        int,
+        Field(
+            "Minimum number of tokens to generate before an end-of-sequence token or another stop "
+            "condition can end the output",
+            flag=True,
+        ),
+    ] = 0
     logprobs: Annotated[
-        int | None, Field("Likeliest tokens to report per token, besides the sampled one; -1 is all", in_body=False)
+        int | None,
+        Field(
+            "Number of most likely tokens whose log-probabilities are returned per output token, "
+            "besides the sampled token's own; -1 returns all",
+            in_body=False,
+        ),
     ] = None
-    prompt_logprobs: Annotated[int | None, Field("The same for the prompt's tokens")] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        Field("Number of most likely tokens whose log-probabilities are returned per prompt token; -1 returns all"),
+    ] = None
     prompt_logprob_start: Annotated[
-        int, Field("The first prompt token that prompt_logprobs reports of; those before are None", in_body=False)
+        int,
+        Field("First prompt token that prompt_logprobs covers; the entries of earlier ones are None", in_body=False),
     ] = 0
     flat_logprobs: Annotated[
-        bool, Field("Give log-probabilities as a FlatLogprobs, a few long lists that read as a list", in_body=False)
+        bool,
+        Field(
+            "Return log-probabilities as a FlatLogprobs, which reads as a list but is stored in a few long lists",
+            in_body=False,
+        ),
     ] = False
     logprob_token_ids: Annotated[
         list[int] | None,
-        Field("Tokens to report per token in the place of the likeliest ones", longest=1024),
+        Field(
+            "Token ids whose log-probabilities are returned per output token, instead of those of the most likely ones",
+            longest=1024,
+        ),
     ] = None
     structured_outputs: StructuredOutputsParams | None = None
     """Constrains the output: to a JSON schema, a regular expression, one of several texts, or a grammar."""
     guided_decoding: StructuredOutputsParams | None = None
     """The name of `structured_outputs` in older versions of vLLM."""
     truncate_prompt_tokens: Annotated[
-        int | None, Field("Keep only so many of the prompt's last tokens; -1: as many as fit", Range(-1, INT32))
+        int | None,
+        Field("Maximum number of prompt tokens to keep; -1: as many as fit into the context", Range(-1, INT32)),
     ] = None
-    truncation_side: Annotated[str, Field("Where that leaves tokens out: left or right")] = "left"
+    truncation_side: Annotated[str, Field("Side on which truncate_prompt_tokens removes tokens: left or right")] = (
+        "left"
+    )
     skip_reading_prefix_cache: Annotated[
-        bool | None, Field("Compute the whole prompt, also where the prefix cache has some of it")
+        bool | None, Field("Compute the whole prompt, without reusing blocks of the prefix cache")
     ] = None
     stream_interval: Annotated[
-        int | None, Field("Tokens of an output to send together; None is the engine's own", Range(1, 1 << 20))
+        int | None,
+        Field(
+            "Number of output tokens that are streamed together; None: the engine's stream_interval", Range(1, 1 << 20)
+        ),
     ] = None
     repetition_detection: Annotated[
-        RepetitionDetectionParams | None, Field("End an output that repeats a run of tokens")
+        RepetitionDetectionParams | None, Field("End the output when it repeats a sequence of tokens")
     ] = None
     thinking_token_budget: Annotated[
         int | None,
-        Field("End the reasoning, where its format is known, after so many tokens; -1: never", Range(0, INT32)),
+        Field(
+            "Maximum number of reasoning tokens, where the model's reasoning format is known; -1: no limit",
+            Range(0, INT32),
+        ),
     ] = None
     extra_args: Annotated[
-        dict[str, Any] | None, Field("What logits processors of the engine read; vllm_xargs in bodies", in_body=False)
+        dict[str, Any] | None,
+        Field("Arguments for the engine's custom logits processors; called vllm_xargs in HTTP bodies", in_body=False),
     ] = None
-    detokenize: Annotated[bool, Field("False leaves the output's text empty", in_body=False)] = True
-    skip_special_tokens: Annotated[bool, Field("Leave special tokens out of the text")] = True
-    spaces_between_special_tokens: Annotated[
-        bool, Field("Keep the spaces that some tokenizers put between special tokens that the text shows")
+    detokenize: Annotated[
+        bool, Field("Convert the output's tokens to text; False leaves the text empty", in_body=False)
     ] = True
-    include_stop_str_in_output: Annotated[bool, Field("Keep the stop string, or the stop token's text")] = False
+    skip_special_tokens: Annotated[bool, Field("Leave special tokens out of the output text")] = True
+    spaces_between_special_tokens: Annotated[
+        bool, Field("Put spaces between special tokens in the output text, as some tokenizers do")
+    ] = True
+    include_stop_str_in_output: Annotated[
+        bool, Field("Keep the stop string, or the stop token's text, in the output text")
+    ] = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     # vLLM's further fields, for those who read or copy all of its fields: NOT_SUPPORTED, but for neutral values.

@@ -155,7 +155,7 @@ class StructuredOutputsParams:
     def _check_backend(backend: str) -> None:
         name, more = split_backend(backend)
         if name not in BACKENDS or not more.keys() <= set(_FLAGS):
-            raise _bad("backend", f"is {backend!r}; there are {', '.join(BACKENDS)}")
+            raise _bad("backend", f"is {backend!r}; allowed: {', '.join(BACKENDS)}")
 
     def _text(self, name: str) -> str:
         value = getattr(self, name)

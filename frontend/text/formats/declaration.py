@@ -180,7 +180,7 @@ def load_format(name: str, own: Mapping[str, OutputFormat] = NONE) -> OutputForm
     if name.endswith((".yaml", ".yml")):
         return _read(Path(name))
     raise FormatError(
-        f"no output format is called {name!r}; known are {', '.join(sorted({*own, *known_formats()}))}, and a file "
+        f"no output format is called {name!r}; known: {', '.join(sorted({*own, *known_formats()}))}, and a file "
         "that ends in .yaml is read as a declaration"
     )
 

@@ -229,9 +229,7 @@ class GGUFHeader:
             kind = GGMLQuantizationType(type_number)
         except ValueError as error:
             known = ", ".join(f"{each.value} {each.name}" for each in GGMLQuantizationType)
-            raise ModelError(
-                f"{self.path}: tensor {name} is of unknown type {type_number}; known are {known}"
-            ) from error
+            raise ModelError(f"{self.path}: tensor {name} is of unknown type {type_number}; known: {known}") from error
         block_size, block_bytes = GGML_QUANT_SIZES[kind]
         rows, columns = math.prod(shape[:-1]), shape[-1]
         if columns % block_size:

@@ -142,7 +142,7 @@ def _byte_level(header: GGUFHeader, texts: list[str], special: Mapping[str, str]
     pre = metadata.get(f"{KEY}pre") or UNNAMED
     if (split := SPLITS.get(pre)) is None:
         raise ModelError(
-            f"how the tokenizer in {header.path} cuts text (pre-tokenizer {pre}) is not known; known are "
+            f"how the tokenizer in {header.path} cuts text (pre-tokenizer {pre}) is not known; known: "
             f"{', '.join(sorted(SPLITS))}",
             hint="--tokenizer names the original model's, and --skip-tokenizer-init runs without",
         )

@@ -1,0 +1,1 @@
+"""Health, metrics, load, and the document of the API."""

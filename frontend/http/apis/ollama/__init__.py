@@ -1,0 +1,1 @@
+"""Ollama's API, served by the code of chat completions."""

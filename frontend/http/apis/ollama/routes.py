@@ -1,0 +1,516 @@
+"""The part of Ollama's API that this server can serve: /api/chat, generate, tags, show, ps and version.
+
+A request is converted to a chat completion, or with `raw` to a completion (`ollama_requests.py`), and runs as one. The
+answer is one JSON object, or lines of JSON objects, of which the last has the counts:
+
+    {"message": {"content": "Yes"}, "done": false} ... {"message": {"content": ""}, "done": true, "eval_count": 7}
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.http.apis.anthropic.answer import call_input
+from headrace.frontend.http.apis.ollama.requests import (
+    NOT_SUPPORTED,
+    OWN_NAMES,
+    OWN_NAMES_OF_COMPLETION,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaRequest,
+    ShowRequest,
+    as_chat,
+    as_completion,
+    served_name,
+)
+from headrace.frontend.http.apis.openai.bodies import Answer, TokenLogprob, chat_logprobs
+from headrace.frontend.http.apis.openai.chat import ChatParts, prepare_chat
+from headrace.frontend.http.apis.openai.completions import prepare_completion
+from headrace.frontend.http.apis.openai.requests import ChatCompletionRequest, CompletionRequest
+from headrace.frontend.http.process.engines import engine_for, why_unavailable
+from headrace.frontend.http.server.access import Access
+from headrace.frontend.http.server.api import Api
+from headrace.frontend.http.server.decoding.known_fields import Body
+from headrace.frontend.http.server.errors import ApiError, bad_field, renamed
+from headrace.frontend.http.server.event_stream import StreamForm
+from headrace.frontend.http.server.exchange import Exchange
+from headrace.frontend.http.server.generation import PreparedRequest
+from headrace.frontend.http.server.route_spec import GENERATION, TOKENS, RouteSpec, get, post
+from headrace.frontend.http.server.state import ServerState
+from headrace.frontend.request.message import call_id
+from headrace.frontend.request.outputs import CompletionOutput
+from headrace.frontend.request.parameters.token_rules import check_num_logprobs
+from headrace.frontend.text.chat_template import RenderedChat
+from headrace.frontend.text.formats.choice import ToolChoice
+from headrace.frontend.text.formats.events import AnswerPart
+from headrace.frontend.text.formats.parser import OutputParser
+from headrace.ipc.messages import Welcome
+
+API_VERSION = "0.12.11"
+"""The version of Ollama whose API this is: clients check that it is new enough for them."""
+LINES = StreamForm([(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")], keep_alive=b"")
+_ANY_TOOL = {"type": "function", "function": {"name": "any"}}
+
+_STAYS = datetime.timedelta(days=100 * 365)
+"""The reported time until a model is unloaded: so long that Ollama's clients show it as "forever"."""
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+class OllamaFunction(msgspec.Struct):
+    name: str
+    arguments: Any
+
+
+class OllamaCall(msgspec.Struct):
+    id: str
+    function: OllamaFunction
+
+
+class OllamaAnswerMessage(msgspec.Struct, omit_defaults=True):
+    role: str
+    content: str
+    thinking: str = ""
+    tool_calls: list[OllamaCall] = []
+
+
+class OllamaLine(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """The whole answer, or a part of it; the last one also has counts, and durations in nanoseconds."""
+
+    model: str
+    created_at: str
+    done: bool
+    logprobs: list[TokenLogprob] | None = None
+    done_reason: str | None = None
+    total_duration: int | None = None
+    load_duration: int | None = None
+    prompt_eval_count: int | None = None
+    prompt_eval_duration: int | None = None
+    eval_count: int | None = None
+    eval_duration: int | None = None
+
+
+class OllamaChatLine(OllamaLine):
+    message: OllamaAnswerMessage
+
+
+class OllamaGenerateLine(OllamaLine):
+    response: str
+    thinking: str = ""
+    tool_calls: list[OllamaCall] = []
+
+
+class OllamaDetails(msgspec.Struct):
+    """Unknown values stay empty."""
+
+    parent_model: str = ""
+    format: str = ""
+    family: str = ""
+    families: list[str] = []
+    parameter_size: str = ""
+    quantization_level: str = ""
+
+
+class OllamaModel(msgspec.Struct, kw_only=True):
+    name: str
+    model: str
+    digest: str
+    """SHA-256 of the model's name and version: it changes with the weights."""
+    details: OllamaDetails
+    size: int = 0
+
+
+class OllamaListedModel(OllamaModel):
+    modified_at: str
+
+
+class OllamaLoadedModel(OllamaModel):
+    expires_at: str
+    context_length: int
+    size_vram: int = 0
+
+
+class OllamaModels(msgspec.Struct):
+    models: list[OllamaListedModel]
+
+
+class OllamaLoadedModels(msgspec.Struct):
+    models: list[OllamaLoadedModel]
+
+
+class OllamaVersion(msgspec.Struct):
+    version: str
+
+
+class ShowResponse(msgspec.Struct):
+    details: OllamaDetails
+    model_info: dict[str, str | int]
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaAnswer:
+    """Writes the response, whole or streamed (a `generation.ResponseText`), of a request with one output.
+
+    A tool call is written once it is complete, since Ollama sends its arguments as an object.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        make_reader: Callable[[], OutputParser] | None,
+        *,
+        is_chat: bool,
+        num_top_logprobs: int | None = None,
+    ) -> None:
+        """is_chat: write text within a message. num_top_logprobs: None if no log-probabilities were requested."""
+        self._answer, self._is_chat, self._num_top = answer, is_chat, num_top_logprobs
+        self._reader = OutputParser(None, None) if make_reader is None else make_reader()
+        self._streams: Sequence[RequestStream] = ()
+        self._call: tuple[AnswerPart, list[str]] | None = None
+        """The tool call whose arguments are incomplete, and the parts of its arguments so far."""
+        self._logprobs: list[TokenLogprob] = []
+        """Log-probabilities of tokens that have not been written yet."""
+
+    def attach(self, streams: Sequence[RequestStream]) -> None:
+        self._streams = streams
+
+    def whole(self) -> list[bytes]:
+        (stream,) = self._streams
+        (sequence,) = stream.sequences
+        output = sequence.read(delta=False, tokenizer=stream.tokenizer)
+        told = OllamaAnswerMessage("assistant", "")
+        for part in self._read(output):
+            told.content += part.content
+            told.thinking += part.thinking
+            told.tool_calls = [*told.tool_calls, *part.tool_calls]
+        return [msgspec.json.encode(self._line(told, output, sequence))]
+
+    def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
+        output = sequence.read(delta=True, tokenizer=stream.tokenizer)
+        lines = [self._line(part) for part in self._read(output)]
+        if output.finish_reason is not None:
+            lines.append(self._line(OllamaAnswerMessage("assistant", ""), output, sequence))
+        return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+
+    def end(self) -> bytes:
+        return b""
+
+    def failure(self, error: BaseException) -> bytes:
+        return error_body(ApiError.of(error)) + b"\n"
+
+    def _read(self, output: CompletionOutput) -> list[OllamaAnswerMessage]:
+        """The new output, each part of one kind: text, thinking or a tool call."""
+        if output.logprobs is not None and self._num_top is not None:
+            told = chat_logprobs(output.token_ids, output.logprobs, self._answer.spell, self._num_top)
+            self._logprobs += told.content
+        ends = output.finish_reason is not None
+        parts = []
+        for event in self._reader.feed(output.text) + (self._reader.finish() if ends else []):
+            if event.call >= 0 and not event.name:
+                assert self._call is not None, "its name came before"
+                self._call[1].append(event.arguments)
+                continue
+            parts += self._complete_call()
+            if event.name:
+                self._call = event, [event.arguments]
+            else:
+                parts.append(OllamaAnswerMessage("assistant", event.content, thinking=event.reasoning))
+        return parts + (self._complete_call() if ends else [])
+
+    def _complete_call(self) -> list[OllamaAnswerMessage]:
+        if self._call is None:
+            return []
+        (event, arguments), self._call = self._call, None
+        function = OllamaFunction(event.name, call_input("".join(arguments)))
+        return [OllamaAnswerMessage("assistant", "", tool_calls=[OllamaCall(call_id(event), function)])]
+
+    def _line(
+        self,
+        part: OllamaAnswerMessage,
+        output: CompletionOutput | None = None,
+        sequence: SequenceState | None = None,
+    ) -> OllamaLine:
+        """output and sequence: only for the last line, which has the counts."""
+        line = _line(self._answer.model, part, is_chat=self._is_chat)
+        line.logprobs, self._logprobs = self._logprobs or None, []
+        if output is not None and sequence is not None:
+            (stream,) = self._streams
+            total_s, first_s = stream.metrics.total_s or 0.0, stream.first_token_s or 0.0
+            line.done, line.done_reason = True, output.finish_reason
+            line.total_duration, line.load_duration = _nanoseconds(total_s), 0
+            line.prompt_eval_count, line.prompt_eval_duration = (
+                len(stream.prompt.token_ids or ()),
+                _nanoseconds(first_s),
+            )
+            line.eval_count, line.eval_duration = len(sequence.token_ids), _nanoseconds(total_s - first_s)
+        return line
+
+
+def _line(model: str, part: OllamaAnswerMessage, *, is_chat: bool) -> OllamaLine:
+    now = _time(datetime.datetime.now(datetime.UTC).timestamp())
+    if is_chat:
+        return OllamaChatLine(model=model, created_at=now, done=False, message=part)
+    return OllamaGenerateLine(
+        model=model,
+        created_at=now,
+        done=False,
+        response=part.content,
+        thinking=part.thinking,
+        tool_calls=part.tool_calls,
+    )
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(1e9 * seconds)
+
+
+def error_body(error: ApiError) -> bytes:
+    """An error in Ollama's format."""
+    return msgspec.json.encode({"error": error.body.message})
+
+
+# --- routes -----------------------------------------------------------------------------------------------------------
+
+
+async def chat(state: ServerState, exchange: Exchange) -> None:
+    def prepare(body: bytes) -> PreparedRequest | OllamaLine:
+        request = state.decoder.decode(body, OllamaChatRequest)
+        engine = _engine(state, request.model)
+        if not request.messages:
+            return _loaded(request, is_chat=True)
+        return _prepare(state, exchange, request, as_chat(request, request.messages, request.tools, engine), engine)
+
+    await _answer(state, exchange, await exchange.prepare(prepare))
+
+
+async def generate(state: ServerState, exchange: Exchange) -> None:
+    def prepare(body: bytes) -> PreparedRequest | OllamaLine:
+        request = state.decoder.decode(body, OllamaGenerateRequest)
+        engine = _engine(state, request.model)
+        for name in ("suffix", "template", "context", "images"):
+            if getattr(request, name):
+                raise bad_field(name, f"{name} is not supported", "unsupported_parameter")
+        if not request.prompt:
+            return _loaded(request, is_chat=False)
+        if request.raw:
+            return _prepare(state, exchange, request, as_completion(request, engine), engine)
+        messages = [OllamaMessage(role="user", content=request.prompt)]
+        if request.system:
+            messages.insert(0, OllamaMessage(role="system", content=request.system))
+        return _prepare(state, exchange, request, as_chat(request, messages, None, engine), engine)
+
+    await _answer(state, exchange, await exchange.prepare(prepare))
+
+
+def _engine(state: ServerState, model: str) -> Engine:
+    state.check_accepting()
+    return engine_for(state.pool, served_name(model, state.pool.names))
+
+
+def _loaded(request: OllamaRequest, *, is_chat: bool) -> OllamaLine:
+    """Answers a request without a prompt, by which clients load the model (no effect) or unload it (refused)."""
+    if request.keep_alive in (0, "0", "0s"):
+        raise bad_field("keep_alive", "keep_alive is 0; the model of this server stays loaded", "unsupported_parameter")
+    line = _line(request.model, OllamaAnswerMessage("assistant", ""), is_chat=is_chat)
+    line.done, line.done_reason = True, "load"
+    return line
+
+
+def _prepare(
+    state: ServerState,
+    exchange: Exchange,
+    request: OllamaRequest,
+    asked: ChatCompletionRequest | CompletionRequest,
+    engine: Engine,
+) -> PreparedRequest:
+    name, num_top = exchange.request_id(None), (request.top_logprobs or 0) if request.logprobs else None
+    is_chat = isinstance(request, OllamaChatRequest)
+    if isinstance(asked, ChatCompletionRequest):
+
+        def make_answer(
+            _: ChatCompletionRequest, answer: Answer, role: str, make_reader: Callable[[], OutputParser] | None
+        ) -> OllamaAnswer:
+            return OllamaAnswer(answer, make_reader, is_chat=is_chat, num_top_logprobs=num_top)
+
+        with renamed(OWN_NAMES):
+            prepared = prepare_chat(asked, engine, state.of(ChatParts), name, exchange.tenant, make_answer, "ollama-")
+    else:
+        with renamed(OWN_NAMES_OF_COMPLETION):
+            assert engine.client is not None
+            welcome = engine.client.welcome
+            prepared = prepare_completion(asked, engine, state.of(ChatParts), name, exchange.tenant)
+            check_num_logprobs(prepared.jobs[0].params, welcome.vocab_size, welcome.max_logprobs)
+        model, tokenizer = asked.model or engine.names[0], engine.client.tokenizer
+        answer = Answer(asked, f"ollama-{name}", model, tokenizer, tells_times=False)
+        prepared.answer = OllamaAnswer(answer, None, is_chat=False, num_top_logprobs=num_top)
+        if asked.max_tokens is None:  # OpenAI's default is 16 tokens; Ollama has no limit
+            prepared.jobs[0].params.max_tokens = None
+    prepared.form = LINES
+    if prepared.form_field == "response_format":
+        prepared.form_field = "format"
+    return prepared
+
+
+async def _answer(state: ServerState, exchange: Exchange, prepared: PreparedRequest | OllamaLine) -> None:
+    if isinstance(prepared, OllamaLine):
+        await exchange.answer(prepared)
+    else:
+        await state.generator.answer(prepared, exchange)
+
+
+async def tags(state: ServerState, exchange: Exchange) -> None:
+    since = _time(state.started_at)
+    models = [OllamaListedModel(modified_at=since, **_about(name, welcome)) for name, welcome in _served(state)]
+    await exchange.answer(OllamaModels(models))
+
+
+async def loaded(state: ServerState, exchange: Exchange) -> None:
+    until = _time(state.started_at + _STAYS.total_seconds())
+    models = [
+        OllamaLoadedModel(expires_at=until, context_length=welcome.max_model_len, **_about(name, welcome))
+        for name, welcome in _served(state)
+    ]
+    await exchange.answer(OllamaLoadedModels(models))
+
+
+def _served(state: ServerState) -> list[tuple[str, Welcome]]:
+    """The served models. Raises ApiError if none is there."""
+    serving = ((name, state.pool.serving(name)) for name in state.pool.names)
+    found = [(name, engine.client.welcome) for name, engine in serving if engine is not None and engine.client]
+    if not found:
+        raise why_unavailable(state.pool)
+    return found
+
+
+def _about(name: str, welcome: Welcome) -> dict[str, Any]:
+    version = f"{welcome.model}\0{welcome.model_version}".encode()
+    return {"name": name, "model": name, "digest": hashlib.sha256(version).hexdigest(), "details": OllamaDetails()}
+
+
+async def show(state: ServerState, exchange: Exchange) -> None:
+    def find(body: bytes) -> ShowResponse:
+        request = state.decoder.decode(body, ShowRequest)
+        asked = request.model or request.name
+        if asked is None:
+            raise bad_field("model", "model is required", "missing_required_parameter")
+        engine = _engine(state, asked)
+        assert engine.client is not None
+        length = engine.client.welcome.max_model_len
+        info: dict[str, str | int] = {"general.architecture": "headrace", "headrace.context_length": length}
+        return ShowResponse(OllamaDetails(), info, _capabilities(state, engine), _time(state.started_at))
+
+    await exchange.answer(await exchange.prepare(find))
+
+
+def _capabilities(state: ServerState, engine: Engine) -> list[str]:
+    """What the model can do: tools and thinking only if this server parses its output for them."""
+    assert engine.client is not None
+    tokenizer = engine.client.tokenizer
+    template = None if tokenizer is None else state.of(ChatParts).prompts.template(tokenizer, tools=[_ANY_TOOL])
+    if template is None:
+        return ["completion"]
+    formats = state.of(ChatParts).formats.of(RenderedChat("", template), ToolChoice([_ANY_TOOL]))
+    reads = {
+        "tools": formats.calls is not None or formats.reads_channels_calls,
+        "thinking": formats.reading is not None or formats.channels is not None,
+    }
+    return ["completion", *(name for name, is_read in reads.items() if is_read)]
+
+
+async def version(state: ServerState, exchange: Exchange) -> None:
+    await exchange.answer(OllamaVersion(API_VERSION))
+
+
+async def root(state: ServerState, exchange: Exchange) -> None:
+    """GET /, by which Ollama's own command checks that the server runs."""
+    await exchange.answer_text(b"Headrace is running", "text/plain; charset=utf-8")
+
+
+_LISTED: dict[str, Any] = {"error_body": error_body, "refusals": (503,)}
+_OWN: dict[str, Any] = {"error_body": error_body, "takes_any_type": True}
+ROUTES: tuple[RouteSpec, ...] = (
+    post(
+        "/api/chat",
+        chat,
+        "Ollama's API: complete a conversation with the next message",
+        OllamaChatRequest,
+        OllamaChatLine,
+        GENERATION,
+        **_OWN,
+        access=Access.CLIENT,
+    ),
+    post(
+        "/api/generate",
+        generate,
+        "Ollama's API: complete a prompt",
+        OllamaGenerateRequest,
+        OllamaGenerateLine,
+        GENERATION,
+        **_OWN,
+        access=Access.CLIENT,
+    ),
+    post(
+        "/api/show",
+        show,
+        "Ollama's API: describe a model and its capabilities",
+        ShowRequest,
+        ShowResponse,
+        TOKENS,
+        **_OWN,
+        access=Access.CLIENT,
+    ),
+    get("/api/tags", tags, "Ollama's API: list the served models", OllamaModels, **_LISTED, access=Access.CLIENT),
+    get(
+        "/api/ps",
+        loaded,
+        "Ollama's API: list the loaded models",
+        OllamaLoadedModels,
+        **_LISTED,
+        access=Access.CLIENT,
+    ),
+    get(
+        "/api/version",
+        version,
+        "Ollama's API: show the version of Ollama whose API this is",
+        OllamaVersion,
+        error_body=error_body,
+        access=Access.CLIENT,
+    ),
+    get("/", root, "Ollama's API: a text that says that the server runs", access=Access.PUBLIC),
+)
+_HINT = "Ollama's requests have options"
+_EMBEDDINGS = "POST /v1/embeddings computes embeddings, in OpenAI's form"
+_OF_MODELS = ("pull", "push", "create", "copy", "delete", "blobs")
+"""Routes by which Ollama downloads and manages models."""
+API = Api(
+    routes=ROUTES,
+    bodies=(
+        Body(kind=OllamaChatRequest, called="Ollama's chats", lacks=NOT_SUPPORTED, foreign="refused", hint=_HINT),
+        Body(
+            kind=OllamaGenerateRequest,
+            called="Ollama's completions",
+            lacks=NOT_SUPPORTED,
+            foreign="refused",
+            hint=_HINT,
+        ),
+    ),
+    error_bodies={"/api/": error_body},
+    not_served={
+        **dict.fromkeys(("/api/embed", "/api/embeddings"), _EMBEDDINGS),
+        **dict.fromkeys((f"/api/{name}" for name in _OF_MODELS), "the served model is chosen when the server starts"),
+        "/api": "of Ollama's API, chat, generate, show, tags, ps and version are served",
+    },
+)

@@ -1,0 +1,390 @@
+"""Converts a request's fields to prompts and SamplingParams, within the limits of the server and the model.
+
+Conversations are rendered with the model's chat template, the server's or (if trusted) the request's.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.frontend.http.apis.openai.requests import (
+    ChatMessage,
+    GenerationRequest,
+    StreamOptions,
+)
+from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.server.errors import SPELLINGS, ContextLengthError, bad_field, respelt
+from headrace.frontend.request.parameters.sampling_params import FIELDS, RequestOutputKind, SamplingParams
+from headrace.frontend.request.parameters.structured_outputs import from_body
+from headrace.frontend.request.parameters.token_rules import openai_bias
+from headrace.frontend.request.prompts import Prompt, packed
+from headrace.frontend.text.chat_template import (
+    ContentFormat,
+    RenderedChat,
+    complete_message,
+    render_chat,
+    text_parts,
+)
+from headrace.frontend.text.instructions import place_instructions
+from headrace.frontend.text.template_renderer import one_limit
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.failure import InvalidRequestError, OptionError
+from headrace.ipc.messages import Welcome
+
+MAX_OUTPUTS = 16384
+"""Most outputs of a request: prompts times n."""
+MAX_STOP_CHARACTERS = 4096
+MOST_TRUNCATED = 8
+"""Times max_model_len: the longest text that is tokenised for truncate_prompt_tokens to cut."""
+MAX_TOKEN_RULES = 1 << 19
+"""Most entries of each of a request's token rules, or characters of its bad words, times its outputs."""
+MOST_CARRIED_BYTES = 32 << 20
+"""Most bytes of structured_outputs, or of vllm_xargs, times the outputs: each output sends its own copy."""
+LONGEST_SALT = 2048
+_RULES = ("stop_token_ids", "allowed_token_ids", "logit_bias")
+_TOKENIZE_AT_ONCE_CHARACTERS = 1 << 17
+"""Most text per call of the tokenizer library: freeing its result holds the GIL."""
+_CUT_SLACK_CHARACTERS = 256
+"""Characters on both sides of a cut in a text whose tokens show whether it may be cut there."""
+_MOST_CUTS_TRIED = 64
+_PROBED_CHARACTERS_PER_TOKEN = 16
+_PROBE_SLACK_TOKENS = 16
+"""By how much cutting a text may increase its number of tokens."""
+_PASSED_ON = tuple(
+    each.name
+    for each in FIELDS.values()
+    if each.field.in_body and each.name not in ("max_tokens", "logit_bias", "prompt_logprobs")
+)
+
+
+def apply_server_defaults(request: GenerationRequest, options: ServeOptions) -> None:
+    """Applies the server's options to fields that a request omits, or to all requests."""
+    if request.return_tokens_as_token_ids is None:
+        request.return_tokens_as_token_ids = options.return_tokens_as_token_ids
+    if options.enable_force_include_usage and request.stream:
+        asked = request.stream_options or StreamOptions()
+        request.stream_options = msgspec.structs.replace(asked, include_usage=True, continuous_usage_stats=True)
+
+
+def sampling_params(
+    request: GenerationRequest,
+    welcome: Welcome,
+    options: ServeOptions,
+    **chosen: Any,
+) -> SamplingParams:
+    """A request's SamplingParams, with the model's defaults for omitted fields. Raises ApiError, InvalidRequestError.
+
+    chosen: values of fields that the two APIs name differently.
+    """
+    if request.stream_options is not None and not request.stream:
+        raise bad_field("stream_options", "Stream options can only be defined when `stream=True` (stream: true)")
+    if request.n is not None and request.n > options.max_n:
+        raise bad_field("n", f"n is {request.n}; this server gives at most {options.max_n} outputs for a prompt")
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stops) > options.max_stop_strings:
+        raise bad_field("stop", f"stop has {len(stops)} strings; this server takes at most {options.max_stop_strings}")
+    if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
+        raise bad_field("stop", f"a stop string is longer than {MAX_STOP_CHARACTERS} characters")
+    given = {name: getattr(request, name) for name in _PASSED_ON}
+    given |= {"prompt_logprobs": request.prompt_logprobs, "logit_bias": openai_bias(request.logit_bias)}
+    given["structured_outputs"] = from_body(request)
+    given["extra_args"] = request.vllm_xargs or None
+    if given["logprob_token_ids"]:
+        if chosen.get("logprobs") is None:
+            raise bad_field(
+                "logprob_token_ids", "logprob_token_ids needs logprobs: give it, too, when using `logprob_token_ids`"
+            )
+        chosen["logprobs"] = None  # these tokens replace a number of top tokens
+    values = {name: value for name, value in (given | chosen).items() if value is not None}
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    defaults: dict[str, Any] = {"max_tokens": None, **welcome.generation_defaults}
+    if "stop_token_ids" in defaults:
+        values["stop_token_ids"] = [*values.get("stop_token_ids", ()), *defaults["stop_token_ids"]]
+    asked = {**defaults, **values, "output_kind": kind}
+    try:
+        params = SamplingParams(**asked)
+        if (most := welcome.most_new_tokens) is not None and (params.max_tokens is None or params.max_tokens > most):
+            params = SamplingParams(**{**asked, "max_tokens": most, "min_tokens": min(params.min_tokens, most)})
+        return params
+    except InvalidRequestError as error:
+        raise respelt(error, SPELLINGS) from error
+
+
+def tokenize_texts(
+    texts: Sequence[str], tokenizer: Tokenizer | None, *, special: bool, max_tokens: int, param: str
+) -> list[Sequence[int]]:
+    """Token ids of texts. Raises ApiError for invalid Unicode, or a text that must be longer than `max_tokens`.
+
+    Tokenising takes a hundred times a text's own memory, so a text that cannot fit is refused before.
+    """
+    if tokenizer is None:
+        raise bad_field("prompt", "this engine runs without a tokenizer: give token ids instead of text")
+    token_ids: list[Sequence[int]] = []
+    batch: list[str] = []
+    for text in texts:
+        _check_text(text, tokenizer, max_tokens, param)
+        batch.append(text)
+        if sum(map(len, batch)) > _TOKENIZE_AT_ONCE_CHARACTERS:
+            token_ids += map(packed, tokenizer.encode_batch(batch, special))
+            batch = []
+    if len(texts) == 1 and batch:
+        return [tokenizer.encode(batch[0], special)]
+    return [*token_ids, *map(packed, tokenizer.encode_batch(batch, special))]
+
+
+def count_text(text: str, tokenizer: Tokenizer, *, special: bool) -> int:
+    """The number of a text's tokens, whatever its length. A long text is tokenised in pieces, since tokenising takes a
+    hundred times a text's own memory: it is cut where its tokens are those of both sides. If there is no such place
+    nearby, as in one endless word, the count may be one too high for that piece. Raises ApiError."""
+    check_unicode(text)
+    count, start = len(tokenizer.encode("", special)), 0
+    for cut in range(_TOKENIZE_AT_ONCE_CHARACTERS, len(text) - _CUT_SLACK_CHARACTERS, _TOKENIZE_AT_ONCE_CHARACTERS):
+        end = next((at for at in range(cut, cut + _MOST_CUTS_TRIED) if _may_be_cut(text, at, tokenizer)), cut)
+        count += tokenizer.count_tokens(text[start:end])
+        start = end
+    return count + tokenizer.count_tokens(text[start:])
+
+
+def _may_be_cut(text: str, at: int, tokenizer: Tokenizer) -> bool:
+    left, right = text[at - _CUT_SLACK_CHARACTERS : at], text[at : at + _CUT_SLACK_CHARACTERS]
+    whole, *sides = tokenizer.encode_batch([left + right, left, right], add_special_tokens=False)
+    return whole == sides[0] + sides[1]
+
+
+def check_unicode(text: str) -> None:
+    """Raises ApiError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise bad_field("prompt", f"the prompt is not valid Unicode text: {error}") from error
+
+
+def _check_text(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) -> None:
+    if len(text) > max_tokens and len(text) > max_tokens * tokenizer.longest_token:
+        raise _too_long(
+            param,
+            max_tokens,
+            -(-len(text) // tokenizer.longest_token),
+            f"of {len(text)} characters cannot fit, as no token stands for more than {tokenizer.longest_token}",
+        )
+    check_unicode(text)
+    if len(text) > max_tokens * _PROBED_CHARACTERS_PER_TOKEN:
+        # For most texts that are too long, the beginning proves it, for a fraction of the memory.
+        num_tokens = 0
+        end = min(len(text), max_tokens * _PROBED_CHARACTERS_PER_TOKEN)
+        for start in range(0, end, _TOKENIZE_AT_ONCE_CHARACTERS):
+            part = text[start : start + _TOKENIZE_AT_ONCE_CHARACTERS]
+            num_tokens += max(0, tokenizer.count_tokens(part) - _PROBE_SLACK_TOKENS)
+            if num_tokens > max_tokens:
+                raise _too_long(param, max_tokens, num_tokens, f"resulted in more than {num_tokens} tokens")
+
+
+def _too_long(param: str, max_tokens: int, num_prompt: int, what: str) -> ContextLengthError:
+    return ContextLengthError(
+        f"This model's maximum context length is {max_tokens} tokens. However, your {param} {what}. Please reduce "
+        f"the length of the {param}.",
+        param=param,
+        num_prompt=num_prompt,
+        limit=max_tokens,
+    )
+
+
+def most_prompt_tokens(request: GenerationRequest, welcome: Welcome) -> int:
+    """Most tokens of a prompt's text; more than the model accepts if truncate_prompt_tokens cuts it."""
+    return welcome.max_model_len * (1 if getattr(request, "truncate_prompt_tokens", None) is None else MOST_TRUNCATED)
+
+
+def check_length(prompt: Prompt, max_tokens: int | None, welcome: Welcome, param: str) -> None:
+    """Raises ApiError, in OpenAI's wording, which clients look for. max_tokens: as requested, None if it was not."""
+    num_prompt, limit = len(prompt.token_ids or ()), welcome.max_model_len
+    if num_prompt < limit and num_prompt + (max_tokens or 0) <= limit:
+        return
+    text = f"This model's maximum context length is {limit} tokens. However, "
+    num_new = max_tokens or 0 if num_prompt < limit else 0
+    if num_new:
+        text += (
+            f"you requested {num_prompt + num_new} tokens ({num_prompt} in the {param}, {num_new} in the "
+            f"completion). Please reduce the length of the {param} or completion."
+        )
+    else:
+        text += (
+            f"your {param} resulted in {num_prompt} tokens, and at least one is needed for the completion. "
+            f"Please reduce the length of the {param}."
+        )
+    raise ContextLengthError(text, param=param, num_prompt=num_prompt, limit=limit, num_new=num_new)
+
+
+def check_outputs(num_prompts: int, params: SamplingParams) -> None:
+    """Raises ApiError for too many outputs, or for fields that are too large, since each output has its own copy."""
+    num_outputs = num_prompts * params.n
+    if num_outputs > MAX_OUTPUTS:
+        raise bad_field("n", f"{num_prompts} prompts times n = {params.n} are more than {MAX_OUTPUTS} outputs")
+    form, arguments = params.structured_outputs, params.extra_args
+    sizes = [(name, "entries", len(getattr(params, name) or ()), MAX_TOKEN_RULES) for name in _RULES] + [
+        ("bad_words", "characters", sum(map(len, params.bad_words or ())), MAX_TOKEN_RULES),
+        ("structured_outputs", "characters", len(form.to_wire().text) if form else 0, MOST_CARRIED_BYTES),
+        ("vllm_xargs", "bytes", len(msgspec.msgpack.encode(arguments)) if arguments else 0, MOST_CARRIED_BYTES),
+    ]
+    for name, unit, size, most in sizes:
+        if size > 1 and num_outputs * size > most:
+            raise bad_field(name, f"{name} has {size} {unit} for {num_outputs} outputs; together they may be {most}")
+
+
+class Salted(Protocol):
+    """A request with this field."""
+
+    cache_salt: str | None
+
+
+def cache_salt(request: Salted, tenant: str) -> str:
+    """The salt of cached blocks, which are shared only under the same tenant and cache_salt. Raises ApiError."""
+    if len(request.cache_salt or "") > LONGEST_SALT:
+        raise bad_field("cache_salt", f"cache_salt has more than {LONGEST_SALT} characters")
+    if request.cache_salt == "":
+        raise bad_field("cache_salt", "cache_salt is empty; leave it out, or give a text")
+    return f"{tenant}/{request.cache_salt}" if request.cache_salt else tenant
+
+
+NO_VARIABLES: Mapping[str, Any] = types.MappingProxyType({})
+_RESERVED = (
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+)
+
+
+class ChatPromptRequest(Protocol):
+    """The fields of a request that determine how a conversation becomes a prompt."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+def template_variables(option: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Checks the option default_chat_template_kwargs. Raises OptionError."""
+    for name in option or {}:
+        if name in _RESERVED:
+            raise OptionError(f"default_chat_template_kwargs sets {name}, which is a field of each request")
+    return option or {}
+
+
+class ChatPrompts:
+    """Renders conversations with the server's template, the model's, or (where trusted) the request's."""
+
+    def __init__(
+        self,
+        template: str | None,
+        *,
+        trusts_requests: bool,
+        defaults: Mapping[str, Any] = NO_VARIABLES,
+        content_format: ContentFormat = "auto",
+    ) -> None:
+        """defaults: variables that every template sees, unless a request sets them."""
+        self._template, self._trusts_requests, self._defaults = template, trusts_requests, defaults
+        self._content_format: ContentFormat = content_format
+
+    def render(
+        self,
+        request: ChatPromptRequest,
+        messages: Sequence[ChatMessage],
+        tokenizer: Tokenizer | None,
+        *,
+        tools: list[dict[str, Any]] | None,
+        enable_thinking: bool | None = None,
+        reasoning_effort: str | None = None,
+        verbosity: str | None = None,
+        documents: Sequence[dict[str, Any]] | None = None,
+    ) -> RenderedChat:
+        """The prompt's text and its template. Raises ApiError, or InvalidRequestError with the template's message."""
+        if tokenizer is None:
+            raise bad_field("messages", "this engine runs without a tokenizer: use /v1/completions with token ids")
+        if not messages:
+            raise bad_field("messages", "messages is empty: give at least one")
+        variables = dict(request.chat_template_kwargs or {})
+        if enable_thinking is None and reasoning_effort == "none":
+            enable_thinking = False
+        named_fields = {
+            "enable_thinking": enable_thinking,
+            "reasoning_effort": reasoning_effort,
+            "verbosity": verbosity,
+        }
+        for name, value in named_fields.items():
+            if value is not None:
+                variables.setdefault(name, value)
+        for name in variables:
+            if name in _RESERVED:
+                raise bad_field(
+                    "chat_template_kwargs", f"chat_template_kwargs.{name} is a field of the request: give it there"
+                )
+        continues = bool(request.continue_final_message)
+        begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+        named = self._choose_template(request.chat_template, tokenizer)
+        template = tokenizer.get_chat_template(named, tools)
+        rendered = functools.partial(
+            render_chat,
+            template,
+            add_generation_prompt=begins,
+            continue_final_message=continues,
+            tools=tools,
+            documents=documents,
+            variables={**tokenizer.special_tokens_map, **self._defaults, **variables},
+            content_format=self._content_format,
+        )
+        plain = [_plain(message, index) for index, message in enumerate(messages)]
+        with one_limit():
+            return RenderedChat(rendered(place_instructions(template, plain, rendered)), template)
+
+    def template(self, tokenizer: Tokenizer, tools: Sequence[Any] | None = None) -> str | None:
+        """The template for conversations whose request brings none; None if there is no template."""
+        try:
+            return tokenizer.get_chat_template(self._template, tools)
+        except InvalidRequestError:
+            return None
+
+    def _choose_template(self, asked: str | None, tokenizer: Tokenizer) -> str | None:
+        if asked is None:
+            return self._template
+        if not self._trusts_requests and asked not in tokenizer.chat_template_names:
+            raise bad_field(
+                "chat_template",
+                "this server does not take templates from requests (its option trust_request_chat_template)",
+                "unsupported_parameter",
+            )
+        return asked
+
+
+def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
+    """The message in the form that templates expect. Raises ApiError."""
+    plain = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
+    for name in ("annotations", *ChatMessage.unread):
+        plain.pop(name, None)
+    if (refusal := plain.pop("refusal", None)) is not None:
+        plain.setdefault("content", refusal)
+    if isinstance(message.content, list):
+        plain["content"] = [_without_hints(part) for part in message.content]
+        where = f"messages[{index}].content"
+        try:
+            text_parts(plain["content"], where)  # checked here too, so that the error names the field
+        except InvalidRequestError as error:
+            raise bad_field(where, str(error), "unsupported_parameter") from None
+    try:
+        return complete_message(plain, f"messages[{index}]")
+    except InvalidRequestError as error:
+        raise bad_field(str(error).partition(" ")[0], str(error)) from None
+
+
+def _without_hints(part: Any) -> Any:
+    if isinstance(part, dict) and "cache_control" in part:
+        return {name: value for name, value in part.items() if name != "cache_control"}
+    return part

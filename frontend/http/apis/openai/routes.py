@@ -1,0 +1,335 @@
+"""The routes of OpenAI's completions, chat completions and models, and of vLLM's tokenizer."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from headrace.frontend.api.unsupported import ONLY_GENERATION
+from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.engine_metrics import kv_use
+from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.http.apis.openai.bodies import (
+    ChatChunk,
+    ChatResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+    TokenizerInfoResponse,
+)
+from headrace.frontend.http.apis.openai.chat import ChatParts, prepare_chat
+from headrace.frontend.http.apis.openai.chat_batch import prepare_chat_batch
+from headrace.frontend.http.apis.openai.completions import prepare_completion
+from headrace.frontend.http.apis.openai.prompts import MOST_TRUNCATED, apply_server_defaults, tokenize_texts
+from headrace.frontend.http.apis.openai.requests import (
+    NEUTRAL_OF,
+    RANK_HEADER,
+    ChatBatchRequest,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    take_rank,
+)
+from headrace.frontend.http.apis.openai.tool_choice import check_tools
+from headrace.frontend.http.process.engines import engine_for, why_unavailable
+from headrace.frontend.http.server.access import Access
+from headrace.frontend.http.server.api import Api
+from headrace.frontend.http.server.decoding.known_fields import Body
+from headrace.frontend.http.server.errors import ApiError, bad_field
+from headrace.frontend.http.server.exchange import Exchange
+from headrace.frontend.http.server.generation import PreparedRequest
+from headrace.frontend.http.server.route_spec import GENERATION, TOKENS, UNAVAILABLE, get, post
+from headrace.frontend.http.server.state import ServerState
+
+_LOAD_FORMAT, _LOAD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
+"""Headers of ORCA (Open Request Cost Aggregation), by which load balancers such as Envoy ask for the engine's load."""
+_LOAD_TIMEOUT_S = 0.5
+
+
+async def completions(state: ServerState, exchange: Exchange) -> None:
+    await _generate(state, exchange, lambda body: state.decoder.decode(body, CompletionRequest))
+
+
+async def chat_completions(state: ServerState, exchange: Exchange) -> None:
+    await _generate(state, exchange, lambda body: state.decoder.decode(body, ChatCompletionRequest))
+
+
+async def chat_batch(state: ServerState, exchange: Exchange) -> None:
+    await _generate(state, exchange, lambda body: state.decoder.decode(body, ChatBatchRequest))
+
+
+async def invocations(state: ServerState, exchange: Exchange) -> None:
+    """SageMaker's only route: a chat completion if the body has messages, a completion if it has a prompt."""
+    kinds: dict[str, type[Any]] = {"messages": ChatCompletionRequest, "prompt": CompletionRequest}
+    await _generate(state, exchange, lambda body: state.decoder.decode_one_of(body, kinds))
+
+
+async def _generate(
+    state: ServerState, exchange: Exchange, decode: Callable[[bytes], ChatCompletionRequest | CompletionRequest]
+) -> None:
+    parts, tenant = state.of(ChatParts), exchange.tenant
+
+    def prepare(request: ChatCompletionRequest | CompletionRequest, engine: Engine, name: str) -> PreparedRequest:
+        apply_server_defaults(request, state.options)
+        take_rank(request, exchange.header(RANK_HEADER))
+        form = exchange.header(_LOAD_FORMAT)
+        if form is not None and not request.stream:
+            exchange.headers_at_start = lambda: _load_headers(engine, form)
+        if isinstance(request, ChatBatchRequest):
+            return prepare_chat_batch(request, engine, parts, name, tenant)
+        if isinstance(request, ChatCompletionRequest):
+            return prepare_chat(request, engine, parts, name, tenant)
+        return prepare_completion(request, engine, parts, name, tenant)
+
+    await state.generate(exchange, decode, prepare)
+
+
+_HEADER = b"endpoint-load-metrics-format"
+
+
+async def _load_headers(engine: Engine, form: str) -> list[tuple[bytes, bytes]]:
+    """The header; none for a format other than TEXT and JSON, or if the engine does not answer in time."""
+    stats = await engine.stats(_LOAD_TIMEOUT_S) if form.upper() in ("TEXT", "JSON") else None
+    if stats is None:
+        return []
+    told = {"kv_cache_usage_perc": round(kv_use(stats), 6), "num_requests_waiting": stats.num_waiting}
+    if form.upper() == "JSON":
+        text = "JSON " + json.dumps({"named_metrics": told})
+    else:
+        text = "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in told.items())
+    return [(_LOAD, text.encode())]
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+async def models(state: ServerState, exchange: Exchange) -> None:
+    await exchange.answer(ModelList("list", [model_card(state, name) for name in served_names(state)]))
+
+
+async def one_model(state: ServerState, exchange: Exchange) -> None:
+    await exchange.answer(model_card(state, exchange.scope["path_params"]["model"]))
+
+
+def served_names(state: ServerState) -> list[str]:
+    """The names of the served models. Raises ApiError if none is known yet."""
+    if not state.pool.names:
+        raise why_unavailable(state.pool)
+    return state.pool.names
+
+
+def model_card(state: ServerState, name: str) -> ModelCard:
+    """Raises ApiError for a model that is not served."""
+    if name not in served_names(state):
+        raise ApiError(404, f"the model {name!r:.200} does not exist", param="model", code="model_not_found")
+    serving = [engine for engine in state.pool.engines if name in engine.names and engine.client is not None]
+    if not serving:
+        raise why_unavailable(state.pool)
+    assert serving[0].client is not None
+    welcome = serving[0].client.welcome
+    return ModelCard(
+        id=name,
+        object="model",
+        created=state.started_at,
+        owned_by="headrace",
+        root=welcome.model,
+        parent=None,
+        max_model_len=welcome.max_model_len,
+        default_sampling_params=welcome.generation_defaults,
+    )
+
+
+# --- the tokenizer ----------------------------------------------------------------------------------------------------
+
+
+async def tokenize(state: ServerState, exchange: Exchange) -> None:
+    await exchange.answer(
+        await exchange.prepare(lambda body: _tokens_of(state, state.decoder.decode(body, TokenizeRequest)))
+    )
+
+
+def _tokens_of(state: ServerState, request: TokenizeRequest) -> bytes:
+    client = _client_of(state, request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise bad_field("prompt", "give either prompt or messages")
+    if request.messages is not None:
+        check_tools(request.tools)
+        prompt = state.of(ChatParts).prompts.render(
+            request,
+            request.messages,
+            client.tokenizer,
+            tools=request.tools or None,
+            enable_thinking=request.enable_thinking,
+            reasoning_effort=request.reasoning_effort,
+            verbosity=request.verbosity,
+            documents=request.documents,
+        )
+        text, special = prompt.text, False
+    else:
+        text, special = request.prompt or "", True
+    if request.add_special_tokens is not None:
+        special = request.add_special_tokens
+    most = MOST_TRUNCATED * client.welcome.max_model_len
+    (tokens,) = tokenize_texts([text], client.tokenizer, special=special, max_tokens=most, param="prompt")
+    spelt = client.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs and client.tokenizer else None
+    return msgspec.json.encode(TokenizeResponse(len(tokens), client.welcome.max_model_len, list(tokens), spelt))
+
+
+async def detokenize(state: ServerState, exchange: Exchange) -> None:
+    await exchange.answer(
+        await exchange.prepare(lambda body: _text_of(state, state.decoder.decode(body, DetokenizeRequest)))
+    )
+
+
+def _text_of(state: ServerState, request: DetokenizeRequest) -> bytes:
+    client = _client_of(state, request.model)
+    if client.tokenizer is None:
+        raise bad_field("tokens", "this engine runs without a tokenizer")
+    size, most = client.welcome.vocab_size, client.welcome.max_model_len
+    if len(request.tokens) > most:
+        raise bad_field("tokens", f"{len(request.tokens)} tokens; the model takes at most {most}")
+    for index, token_id in enumerate(request.tokens):
+        if not 0 <= token_id < size:
+            raise bad_field(f"tokens[{index}]", f"tokens[{index}] is {token_id}; token ids are 0 to {size - 1}")
+    return msgspec.json.encode(DetokenizeResponse(client.tokenizer.decode(request.tokens)))
+
+
+def _client_of(state: ServerState, model: str | None) -> CoreClient:
+    client = engine_for(state.pool, model).client
+    assert client is not None, "an engine is chosen among those that are connected"
+    return client
+
+
+async def tokenizer_info(state: ServerState, exchange: Exchange) -> None:
+    if not state.options.enable_tokenizer_info_endpoint:
+        raise ApiError(404, "this server was started without --enable-tokenizer-info-endpoint")
+    client = engine_for(state.pool, None).client
+    assert client is not None
+    if client.tokenizer is None:
+        raise ApiError(404, "this engine runs without a tokenizer")
+    tokenizer = client.tokenizer
+    special = {
+        name: tokenizer.special_tokens_map.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+    }
+    template = tokenizer.get_chat_template() if tokenizer.chat_template_names else None
+    await exchange.answer(
+        TokenizerInfoResponse(type(tokenizer).__name__, client.welcome.max_model_len, template, **special)
+    )
+
+
+# --- what there is ----------------------------------------------------------------------------------------------------
+
+ROUTES = (
+    post(
+        "/v1/completions",
+        completions,
+        "Complete one or several prompts",
+        CompletionRequest,
+        CompletionResponse,
+        GENERATION,
+        access=Access.CLIENT,
+    ),
+    post(
+        "/v1/chat/completions",
+        chat_completions,
+        "Complete a conversation with the next message",
+        ChatCompletionRequest,
+        ChatResponse,
+        GENERATION,
+        events=ChatChunk,
+        access=Access.CLIENT,
+    ),
+    post(
+        "/v1/chat/completions/batch",
+        chat_batch,
+        "Complete several conversations in one request",
+        ChatBatchRequest,
+        ChatResponse,
+        GENERATION,
+        access=Access.CLIENT,
+    ),
+    post(
+        "/invocations",
+        invocations,
+        "SageMaker: a chat completion if the body has messages, a completion if it has a prompt",
+        None,
+        None,
+        GENERATION,
+        access=Access.CLIENT,
+    ),
+    get("/v1/models", models, "List the served models", ModelList, refusals=UNAVAILABLE, access=Access.CLIENT),
+    get(
+        "/v1/models/{model:path}",
+        one_model,
+        "Describe a served model",
+        ModelCard,
+        refusals=(404, *UNAVAILABLE),
+        access=Access.CLIENT,
+    ),
+    post(
+        "/tokenize",
+        tokenize,
+        "Tokenize a text, or a conversation as the chat template renders it",
+        TokenizeRequest,
+        TokenizeResponse,
+        TOKENS,
+        access=Access.CLIENT,
+    ),
+    post(
+        "/detokenize",
+        detokenize,
+        "Convert token ids to text",
+        DetokenizeRequest,
+        DetokenizeResponse,
+        TOKENS,
+        access=Access.CLIENT,
+    ),
+    get(
+        "/tokenizer_info",
+        tokenizer_info,
+        "Show the special tokens and the chat template; needs --enable-tokenizer-info-endpoint",
+        TokenizerInfoResponse,
+        refusals=(404, *UNAVAILABLE),
+        access=Access.CLIENT,
+    ),
+)
+
+_TEXT = "/v1/chat/completions and /v1/completions generate text"
+_GENERATION = f"{ONLY_GENERATION}; {_TEXT}"
+_TEXT_ONLY = f"models read and write text only; {_TEXT}"
+_ADAPTERS = "LoRA adapters are not supported yet: merge an adapter into the model's weights, and serve the result"
+_NOTHING_STORED = "this server stores files, batches and responses, and nothing else between requests"
+_RENDER = "POST /tokenize returns the tokens of a prompt, or of a conversation as the chat template renders it"
+_GEMINI = f"Gemini's API is not served; {_TEXT}"
+_NOT_SERVED = types.MappingProxyType(
+    {
+        **dict.fromkeys(("/v1/realtime", "/v1/audio", "/v1/images", "/v1/videos"), _TEXT_ONLY),
+        **dict.fromkeys(("/v1/moderations", "/v1/fine_tuning"), _GENERATION),
+        **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
+        **dict.fromkeys(("/v1/assistants", "/v1/threads", "/v1/vector_stores", "/v1/conversations"), _NOTHING_STORED),
+        **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), _RENDER),
+        **dict.fromkeys(("/inference/v1/generate", "/generate", "/generate_stream"), _TEXT),
+        **dict.fromkeys(("/v1beta", "/v1alpha", "/v1beta1"), _GEMINI),
+    }
+)
+"""Paths of OpenAI's and vLLM's APIs, of TGI's and Gemini's."""
+
+API = Api(
+    routes=ROUTES,
+    states=(ChatParts,),
+    bodies=(
+        Body(kind=CompletionRequest, called="completions", lacks=NEUTRAL_OF[CompletionRequest]),
+        Body(kind=ChatCompletionRequest, called="chat completions", lacks=NEUTRAL_OF[ChatCompletionRequest]),
+        Body(kind=ChatBatchRequest, called="batches of chats", lacks=NEUTRAL_OF[ChatBatchRequest]),
+        Body(kind=TokenizeRequest, counts=ChatCompletionRequest),
+    ),
+    not_served=_NOT_SERVED,
+    not_routes={"/v1/models/*:*": _GEMINI},
+)

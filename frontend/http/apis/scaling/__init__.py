@@ -1,0 +1,1 @@
+"""vLLM's routes that change the number of engines."""

@@ -1,0 +1,1 @@
+"""The server's base: the application, without any API (see README.md)."""

@@ -1,0 +1,1 @@
+"""JSON bodies to request structs, and what is known of fields that a struct lacks."""

@@ -1,0 +1,323 @@
+"""Prometheus metrics under vLLM's names, correct with several HTTP processes and several engines.
+
+Each engine's own statistics (load, cache, tokens) are requested from it at each scrape. Request metrics are counted by
+`RequestMeter`s, in one page of float64 numbers per HTTP process:
+
+    file:  | page of process 0 | page of process 1 | ...           page:  | process | engine 0 | engine 1 | ...
+
+Only one process writes a page, by plain stores; any process answers a scrape with the sum over all pages.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from headrace.frontend.client.engine_metrics import ENGINE_METRICS, METRICS_BY_LABEL
+from headrace.frontend.client.request_metrics import (
+    FINISH_REASONS,
+    REJECTIONS,
+    REQUEST_HISTOGRAMS,
+    REQUEST_LAYOUT,
+    SHORT,
+    SUCCESS,
+    Histograms,
+    Layout,
+    cumulative,
+    observe,
+)
+from headrace.frontend.fleet.pool import Engine, EnginePool
+from headrace.frontend.fleet.router import CHOICES, MIGRATIONS, PROMPT_TOKENS
+from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineStats
+
+_ITEM_BYTES = 8
+_PAUSES = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
+_ALSO_KNOWN_AS = {"inter_token_latency_seconds": "time_per_output_token_seconds"}
+"""Names of the same metrics in earlier versions of vLLM, which older dashboards query."""
+_FULL = "max_num_queued_reqs"
+"""The only reason for rejections, under vLLM's name: queues are bounded by their number of requests
+(max_waiting_requests)."""
+_PROCESS_HISTOGRAMS: Histograms = {
+    "gc_pause_seconds": (_PAUSES, "Garbage collections in the HTTP processes."),
+    "router_gap_seconds": (SHORT, "Of requests that lost their engine: from their last token before to the next."),
+}
+_PROCESS_COUNTERS = {
+    "http_requests": "HTTP requests for completions.",
+    "http_disconnects": "Requests whose client left before the end.",
+    "tokens_after_disconnect": "Tokens generated for requests whose client had disconnected.",
+}
+ROUTER_COUNTERS = {
+    "router_choices": ("Requests by why the router chose their engine.", CHOICES),
+    "router_migrations": ("Moves of requests to another engine, by reason.", MIGRATIONS),
+    "router_quarantined": ("Requests that ended because two engines had died with them.", ("died",)),
+    "router_prompt_tokens": ("Prompt tokens: all, expected in a prefix cache, and found there.", PROMPT_TOKENS),
+}
+"""By name: help text, and the values of the label `reason`."""
+_IN_FLIGHT = "requests_in_flight"
+HANDLERS = {
+    "/v1/completions": "POST",
+    "/v1/chat/completions": "POST",
+    "/invocations": "POST",
+    "/tokenize": "POST",
+    "/detokenize": "POST",
+    "/v1/models": "GET",
+    "/health": "GET",
+    "/metrics": "GET",
+    "none": "",
+}
+"""Paths whose HTTP requests are counted separately, and their methods; all others are counted as "none"."""
+_STATUSES = ("2xx", "3xx", "4xx", "5xx")
+_DURATIONS = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_HTTP_DURATION, _HTTP_REQUESTS = "http_request_duration_seconds", "http_requests_total"
+_PROCESS_LAYOUT = Layout(
+    {**_PROCESS_HISTOGRAMS, **{f"{_HTTP_DURATION}{path}": (_DURATIONS, "") for path in HANDLERS}},
+    (
+        *_PROCESS_COUNTERS,
+        _IN_FLIGHT,
+        *(f"{status}{path}" for path in HANDLERS for status in _STATUSES),
+        *(f"{name}/{reason}" for name, (_, reasons) in ROUTER_COUNTERS.items() for reason in reasons),
+    ),
+)
+
+
+MOST_ENGINES = 1024
+"""Engines whose requests are counted separately; those of further engines are counted with the last one's."""
+_PAGE_SIZE = _PROCESS_LAYOUT.size + MOST_ENGINES * REQUEST_LAYOUT.size
+
+
+def pages_bytes(num_processes: int) -> int:
+    """The size of all processes' pages in bytes. They take memory only where something was counted."""
+    return num_processes * _PAGE_SIZE * _ITEM_BYTES
+
+
+def _engine_offset(index: int) -> int:
+    return _PROCESS_LAYOUT.size + min(index, MOST_ENGINES - 1) * REQUEST_LAYOUT.size
+
+
+class Pages:
+    """The pages of all processes, of which this process writes one."""
+
+    def __init__(self, *, file: Path | None = None, num_processes: int = 1, index: int = 0) -> None:
+        """file: shared by all processes of a server; None for a single, private page. index: of this process's page."""
+        size = pages_bytes(num_processes)
+        if file is None:
+            memory = mmap.mmap(-1, size)
+        else:
+            with file.open("r+b") as opened:
+                memory = mmap.mmap(opened.fileno(), size)
+        self._numbers: memoryview[float] = memoryview(memory).cast("d")
+        self._num_processes = num_processes
+        self._start = index * _PAGE_SIZE
+        self.process = self._numbers[self._start : self._start + _PROCESS_LAYOUT.size]
+        self.set(_IN_FLIGHT, 0.0)  # the page may be that of a process which died
+
+    def engine(self, index: int) -> memoryview[float]:
+        """This process's counts of one engine's requests, to be written by a `RequestMeter`."""
+        first = self._start + _engine_offset(index)
+        return self._numbers[first : first + REQUEST_LAYOUT.size]
+
+    def num_generated(self) -> int:
+        """Tokens generated for requests of this process that have ended, over all engines."""
+        bounds, _ = REQUEST_HISTOGRAMS["request_generation_tokens"]
+        at = REQUEST_LAYOUT.at["request_generation_tokens"] + len(bounds) + 1
+        return int(sum(self.engine(index)[at] for index in range(MOST_ENGINES)))
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        self.process[_PROCESS_LAYOUT.at[name]] += amount
+
+    def count_rejection(self, index: int) -> None:
+        """Counts a request that was rejected because the queue of the engine `index` was full."""
+        self.engine(index)[REQUEST_LAYOUT.at[REJECTIONS]] += 1.0
+
+    def set(self, name: str, value: float) -> None:
+        self.process[_PROCESS_LAYOUT.at[name]] = value
+
+    def in_flight(self, change: int) -> None:
+        self.count(_IN_FLIGHT, change)
+
+    def http_request(self, path: str, status: int, seconds: float) -> None:
+        """Counts a request and its duration. A status of 0, without a response, counts as 2xx."""
+        path = path if path in HANDLERS else "none"
+        self.count(f"{min(max(status // 100, 2), 5)}xx{path}")
+        observe(self.process, _PROCESS_LAYOUT.at[f"{_HTTP_DURATION}{path}"], _DURATIONS, seconds)
+
+    def total_in_flight(self) -> int:
+        return int(self.total(_PROCESS_LAYOUT.at[_IN_FLIGHT], 1)[0])
+
+    def total(self, offset: int, count: int) -> list[float]:
+        """The sums over all processes of `count` adjacent numbers at `offset` of the page."""
+        starts = [page * _PAGE_SIZE + offset for page in range(self._num_processes)]
+        return [sum(self._numbers[start + i] for start in starts) for i in range(count)]
+
+    def gc_pause(self, seconds: float) -> None:
+        """Records the duration of a garbage collection in this process."""
+        observe(self.process, _PROCESS_LAYOUT.at["gc_pause_seconds"], _PAUSES, seconds)
+
+    def gap(self, seconds: float) -> None:
+        """Records how long a stream paused because its request moved to another engine."""
+        observe(self.process, _PROCESS_LAYOUT.at["router_gap_seconds"], SHORT, seconds)
+
+
+class Exposition:
+    """The text of /metrics."""
+
+    def __init__(self, pages: Pages, pool: EnginePool, prefix: str) -> None:
+        self._pages, self._pool, self._prefix = pages, pool, prefix
+        self._last_stats: dict[int, EngineStats] = {}
+
+    async def text(self) -> bytes:
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        for engine, stats in (await self._pool.stats()).items():
+            self._last_stats[engine.index] = stats
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry)
+
+    def describe(self) -> list[Any]:
+        """No descriptions, so that registering does not call `collect` to find the names."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """All metric families, as prometheus_client reads them."""
+        yield from self._engine_families()
+        yield from self._request_families()
+        yield from self._process_families()
+
+    def _engine_families(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for kind, name, text, value in ENGINE_METRICS:
+            family_class = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+            family = family_class(f"{self._prefix}:{name}", text, labels=("model_name", "engine"))
+            for engine in self._pool.engines:
+                stats = self._last_stats.get(engine.index)
+                if stats is not None and (number := value(stats)) is not None:
+                    family.add_metric(_labels(engine), number)
+            yield family
+        accepted = CounterMetricFamily(
+            f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that were right, by their place in the draft.",
+            labels=("model_name", "engine", "position"),
+        )
+        for engine in self._pool.engines:
+            if (stats := self._last_stats.get(engine.index)) is not None:
+                for position, count in enumerate(stats.num_accepted_tokens_per_pos):
+                    accepted.add_metric((*_labels(engine), str(position)), count)
+        yield accepted
+        for kind, name, text, label, values in METRICS_BY_LABEL:
+            family_class = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+            family = family_class(f"{self._prefix}:{name}", text, labels=("model_name", "engine", label))
+            for engine in self._pool.engines:
+                if (stats := self._last_stats.get(engine.index)) is not None:
+                    for value_of_label, number in values(stats).items():
+                        family.add_metric((*_labels(engine), value_of_label), number)
+            yield family
+        yield from self._step_families()
+        up = GaugeMetricFamily(f"{self._prefix}:engine_up", "Whether the engine is there.", labels=("engine",))
+        info = GaugeMetricFamily(
+            f"{self._prefix}:cache_config_info",
+            "The cache's shape.",
+            labels=(
+                *("engine", "block_size", "num_gpu_blocks", "enable_prefix_caching"),
+                *("kv_cache_size_tokens", "kv_cache_max_concurrency"),
+            ),
+        )
+        for engine in self._pool.engines:
+            up.add_metric((str(engine.index),), float(engine.usable))
+            if engine.client is not None:
+                welcome = engine.client.welcome
+                shape = (welcome.block_size, welcome.num_blocks, welcome.enable_prefix_caching)
+                size = (welcome.kv_cache_tokens, welcome.kv_cache_requests)
+                info.add_metric(tuple(map(str, (engine.index, *shape, *size))), 1.0)
+        yield from (up, info)
+
+    def _step_families(self) -> Iterator[Any]:
+        from prometheus_client.core import HistogramMetricFamily
+
+        labels = ("model_name", "engine")
+        tokens = HistogramMetricFamily(f"{self._prefix}:iteration_tokens_total", "Tokens of a step.", labels=labels)
+        for engine in self._pool.engines:
+            stats = self._last_stats.get(engine.index)
+            if stats is None:
+                continue
+            counts = stats.times.step_tokens or (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
+            bounds = tuple(map(float, STEP_TOKEN_BOUNDS))
+            tokens.add_metric(_labels(engine), cumulative(bounds, counts), sum_value=stats.times.step_tokens_sum)
+        yield tokens
+
+    def _request_families(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+        labels = ("model_name", "engine")
+        for name, (bounds, text) in REQUEST_HISTOGRAMS.items():
+            for spelt in filter(None, (name, _ALSO_KNOWN_AS.get(name))):
+                family = HistogramMetricFamily(f"{self._prefix}:{spelt}", text, labels=labels)
+                for engine in self._pool.engines:
+                    at = _engine_offset(engine.index) + REQUEST_LAYOUT.at[name]
+                    self._add_histogram(family, _labels(engine), at, bounds)
+                yield family
+        success = CounterMetricFamily(
+            f"{self._prefix}:{SUCCESS}", "Requests that ended, by how.", labels=(*labels, "finished_reason")
+        )
+        for engine in self._pool.engines:
+            for reason in FINISH_REASONS:
+                at = _engine_offset(engine.index) + REQUEST_LAYOUT.at[reason]
+                success.add_metric((*_labels(engine), reason), self._pages.total(at, 1)[0])
+        yield success
+        rejections = CounterMetricFamily(
+            f"{self._prefix}:{REJECTIONS}", "Requests that found a queue full.", labels=("model_name", "reason")
+        )
+        counted: dict[str, float] = {}
+        for engine in self._pool.engines:
+            name, at = _labels(engine)[0], _engine_offset(engine.index) + REQUEST_LAYOUT.at[REJECTIONS]
+            counted[name] = counted.get(name, 0.0) + self._pages.total(at, 1)[0]
+        for name, count in counted.items():
+            rejections.add_metric((name, _FULL), count)
+        yield rejections
+
+    def _process_families(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        for name, text in _PROCESS_COUNTERS.items():
+            (value,) = self._pages.total(_PROCESS_LAYOUT.at[name], 1)
+            yield CounterMetricFamily(f"{self._prefix}:{name}", text, value=value)
+        for name, (text, reasons) in ROUTER_COUNTERS.items():
+            counters = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=("reason",))
+            for reason in reasons:
+                counters.add_metric((reason,), self._pages.total(_PROCESS_LAYOUT.at[f"{name}/{reason}"], 1)[0])
+            yield counters
+        yield GaugeMetricFamily(
+            f"{self._prefix}:{_IN_FLIGHT}", "HTTP requests in progress.", value=self._pages.total_in_flight()
+        )
+        for name, (bounds, text) in _PROCESS_HISTOGRAMS.items():
+            family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=())
+            self._add_histogram(family, (), _PROCESS_LAYOUT.at[name], bounds)
+            yield family
+
+        yield from self._http_families()
+
+    def _http_families(self) -> Iterator[Any]:
+        """Metrics that vLLM gets from prometheus_fastapi_instrumentator: under its names, without a prefix."""
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+        durations = HistogramMetricFamily(
+            _HTTP_DURATION, "From a request's arrival to the end of its answer.", labels=("handler", "method")
+        )
+        requests = CounterMetricFamily(_HTTP_REQUESTS, "HTTP requests.", labels=("handler", "method", "status"))
+        for path, method in HANDLERS.items():
+            self._add_histogram(durations, (path, method), _PROCESS_LAYOUT.at[f"{_HTTP_DURATION}{path}"], _DURATIONS)
+            for status in _STATUSES:
+                (value,) = self._pages.total(_PROCESS_LAYOUT.at[f"{status}{path}"], 1)
+                requests.add_metric((path, method, status), value)
+        yield from (durations, requests)
+
+    def _add_histogram(self, family: Any, labels: tuple[str, ...], at: int, bounds: tuple[float, ...]) -> None:
+        *counts, total = self._pages.total(at, len(bounds) + 2)
+        family.add_metric(labels, cumulative(bounds, counts), sum_value=total)
+
+
+def _labels(engine: Engine) -> tuple[str, str]:
+    return (engine.names[0] if engine.names else "", str(engine.index))

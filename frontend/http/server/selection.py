@@ -1,0 +1,129 @@
+"""Outputs that are chosen among more: `use_beam_search`, and `best_of` of completions.
+
+best_of     the request's jobs run with n = best_of; once all have ended, the n outputs with the highest mean
+            log-probability per token are returned
+beams       a beam search runs in place of the jobs and requests one token per beam and step; its n best sequences
+            become streams that have ended, so that the response is written like any other
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, beam_search
+from headrace.frontend.client.request import LogprobRow, RequestStream, SequenceState, nth_row, one_row
+from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
+from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.request.outputs import LogprobsOfPosition
+from headrace.frontend.request.parameters.pooling_params import PoolingParams
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
+from headrace.frontend.request.prompts import Prompt, check_request
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.messages import LogprobRows, Welcome
+
+if TYPE_CHECKING:
+    from headrace.frontend.http.server.generation import Job
+
+
+class OutputSelection(msgspec.Struct, frozen=True):
+    """How a response's outputs are chosen."""
+
+    num_outputs: int
+    """Outputs that are returned for each prompt."""
+    beams: BeamSearchParams | None = None
+    """Parameters of the beam search; None: the likeliest sampled outputs are chosen."""
+
+
+def likeliest(streams: Sequence[RequestStream], num_outputs: int) -> Sequence[RequestStream]:
+    """Keeps each ended stream's outputs of the highest mean log-probability per token, best first."""
+    for stream in streams:
+        stream.sequences = sorted(stream.sequences, key=_mean_logprob, reverse=True)[:num_outputs]
+        for index, sequence in enumerate(stream.sequences):
+            sequence.index = index
+    return streams
+
+
+def _mean_logprob(sequence: SequenceState) -> float:
+    """The mean log-probability of the tokens; 0, the highest, for an empty output."""
+    rows = sequence.logprob_rows
+    return sum(nth_row(told, nth)[1][0] for told, nth in rows) / len(rows) if rows else 0.0
+
+
+class EngineOfSearch:
+    """A `RequestClient` for one request's beam searches, whose steps prefer the engine that caches their prefixes."""
+
+    def __init__(self, pool: EnginePool, model: str, job: Job, welcome: Welcome, tokenizer: Tokenizer | None) -> None:
+        self.welcome, self.tokenizer = welcome, tokenizer
+        self._pool, self._model, self._job = pool, model, job
+        self._name = f"{job.name}-{uuid.uuid4().hex}"
+        self._affinity = job.affinity if job.affinity != ANYWHERE else Affinity(session=self._name)
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        priority: int = 0,
+        *,
+        max_tokens: int | None = None,
+    ) -> RequestStream:
+        return self._pool.submit(
+            f"{self._name}-{request_id}",
+            prompt,
+            params,
+            self._job.priority,
+            model=self._model,
+            max_tokens=max_tokens,
+            affinity=self._affinity,
+        )
+
+    def abort_stream(self, stream: RequestStream) -> None:
+        self._pool.abort_stream(stream)
+
+
+async def search(
+    jobs: Sequence[Job],
+    beams: BeamSearchParams,
+    pool: EnginePool,
+    model: str,
+    welcome: Welcome,
+    tokenizer: Tokenizer | None,
+) -> list[RequestStream]:
+    """The best sequences for each job's prompt, as streams that have ended. Raises HeadraceError if a request fails."""
+    engine = EngineOfSearch(pool, model, jobs[0], welcome, tokenizer)
+    for job in jobs:
+        check_request(job.prompt, SamplingParams(max_tokens=1), welcome)
+    found = await beam_search(engine, [job.prompt for job in jobs], beams, itertools.count())
+    return [_ended(job, each, beams, tokenizer) for job, each in zip(jobs, found, strict=True)]
+
+
+def _ended(job: Job, found: BeamSearchOutput, beams: BeamSearchParams, tokenizer: Tokenizer | None) -> RequestStream:
+    stream = RequestStream(job.name, job.prompt, job.params, tokenizer, first_slot=0)
+    del stream.sequences[len(found.sequences) :]  # with a small vocabulary, fewer may be found
+    start = len(job.prompt.token_ids or ())
+    for sequence, beam in zip(stream.sequences, found.sequences, strict=False):
+        sequence.token_ids = beam.tokens[start:]
+        if job.params.logprobs is not None:
+            sequence.logprob_rows = _rows(sequence.token_ids, beam, job.params.logprobs)
+        is_silent = beam.finish_reason == "stop" and not beams.include_stop_str_in_output
+        sequence.finish(beam.finish_reason or "length", beam.stop_reason, silent_last_token=is_silent)
+    stream.num_unfinished = 0
+    stream.notify(time.monotonic())
+    return stream
+
+
+def _rows(token_ids: Sequence[int], beam: BeamSearchSequence, num_likeliest: int) -> list[tuple[LogprobRows, int]]:
+    each = zip(token_ids, beam.logprobs, strict=True)
+    return [(one_row(_row(own, position, num_likeliest)), 0) for own, position in each]
+
+
+def _row(own: int, position: LogprobsOfPosition, num_likeliest: int) -> LogprobRow:
+    ranked = sorted(position.items(), key=lambda each: each[1].rank or 0)
+    token_ids = [own, *(token_id for token_id, _ in ranked[:num_likeliest])]
+    return token_ids, [position[each].logprob for each in token_ids], position[own].rank or 0

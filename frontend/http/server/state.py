@@ -1,0 +1,134 @@
+"""The state that the handlers of one HTTP process share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from headrace.frontend.fleet.pool import Engine, EnginePool
+from headrace.frontend.fleet.scaling import Scaler
+from headrace.frontend.http.process.engines import engine_for, why_unavailable
+from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.server.access import Gate, Keys
+from headrace.frontend.http.server.api import Api, ApiState
+from headrace.frontend.http.server.decoding.decoder import RequestDecoder
+from headrace.frontend.http.server.decoding.known_fields import Body, others_of
+from headrace.frontend.http.server.errors import ApiError, unavailable
+from headrace.frontend.http.server.event_stream import KeepAlive
+from headrace.frontend.http.server.exchange import Exchange, LargeBodies
+from headrace.frontend.http.server.generation import Generator, PreparedRequest
+from headrace.frontend.http.server.metrics import Exposition, Pages
+from headrace.frontend.http.server.route_spec import RouteSpec
+from headrace.ipc.process.gc_pauses import IdleCollector
+
+S = TypeVar("S", bound=ApiState)
+
+
+class GeneratingRequest(Protocol):
+    """The fields of a request's body that the server itself reads."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def request_id(self) -> str | None: ...
+
+
+R = TypeVar("R", bound=GeneratingRequest)
+
+
+class ServerState:
+    """Created once by each process, before it serves."""
+
+    def __init__(
+        self,
+        options: ServeOptions,
+        pool: EnginePool,
+        pages: Pages,
+        apis: Sequence[Api],
+        *,
+        keys: Keys,
+        template: str | None,
+    ) -> None:
+        """template: the option chat_template's, if set. Raises OptionError for options that an API refuses."""
+        self.options, self.pool, self.pages, self.keys, self.template = options, pool, pages, keys, template
+        self.apis = [api for api in apis if api.is_served(options)]
+        self.unserved_apis = [api for api in apis if not api.is_served(options)]
+        self.bodies_of_apis: list[Body] = [body for api in apis for body in api.bodies]
+        self.gate = Gate(keys, options)
+        self.decoder = RequestDecoder(strict=options.strict_requests, others=others_of(self.bodies_of_apis))
+        self.bodies = LargeBodies(options.max_body_bytes, len(keys.tenants))
+        self.collector = IdleCollector()
+        self.exposition = Exposition(pages, pool, options.metrics_prefix)
+        self.generator = Generator(
+            KeepAlive(options.sse_keep_alive), options.request_timeout, pages, pool, self.bodies.threads
+        )
+        self.routes: Sequence[RouteSpec] = ()
+        """The routes that are served; set by the application."""
+        self.why_fixed = ""
+        """Why the number of engines is fixed, if there is no scaler."""
+        self.draining = False
+        """Set when the server begins to stop. It is not ready, takes no new connections, and answers what comes over
+        those that there are."""
+        self.refusing = False
+        """Set when the server ends: the time that running requests had is over."""
+        self.scaler: Scaler | None = None
+        """Changes the number of engines; None if it is fixed or the engines are not the server's own."""
+        self.num_scaling = 0
+        self.started_at = int(time.time())
+        self._states: dict[type[ApiState], Any] = {}
+        for api in self.apis:
+            for kind in api.states:
+                self.of(kind)
+
+    def of(self, kind: type[S]) -> S:
+        """The state of this kind that an API's handlers share. Creates it if there is none yet."""
+        if (found := self._states.get(kind)) is None:
+            found = kind.create(self)
+            self._states[kind] = found  # after those that it uses
+        state: S = found
+        return state
+
+    def begin(self) -> None:
+        for each in self._states.values():
+            each.begin()
+
+    async def close(self) -> None:
+        """Closes the APIs' states, each before those that it uses."""
+        for each in reversed(self._states.values()):
+            await each.close()
+
+    async def generate(
+        self,
+        exchange: Exchange,
+        decode: Callable[[bytes], R],
+        prepare: Callable[[R, Engine, str], PreparedRequest],
+    ) -> None:
+        """Answers a request by generating: `decode` makes a struct of its body, and `prepare` makes of that, an engine
+        that serves its model, and the request's id, what is run."""
+
+        def ready(body: bytes) -> PreparedRequest:
+            request = decode(body)
+            name = exchange.request_id(request.request_id)
+            self.check_accepting()
+            return prepare(request, engine_for(self.pool, request.model), name)
+
+        await self.generator.answer(await exchange.prepare(ready), exchange)
+
+    def check_accepting(self) -> None:
+        """Raises ApiError (503) if the server accepts no new requests."""
+        if self.refusing:
+            raise self.stopping()
+
+    def stopping(self) -> ApiError:
+        """A 503 that says why the server ends."""
+        if self.pool.dead.is_set():
+            return why_unavailable(self.pool)
+        return unavailable("the server is shutting down and takes no new requests", code="shutting_down")
+
+    def publish_counts(self) -> None:
+        """Copies the counts of the engine pool and the router to this process's page of metrics."""
+        self.pages.set("tokens_after_disconnect", self.pool.num_late_tokens())
+        for kind, counts in self.pool.router.counts().items():
+            for reason, count in counts.items():
+                self.pages.set(f"router_{kind}/{reason}", count)
