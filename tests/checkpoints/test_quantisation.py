@@ -365,7 +365,7 @@ def test_vllms_names_of_the_format_may_be_asked_for(gptq_folder: Path, asked: st
     ("asked", "message"),
     [
         ("awq", "quantization=awq does not fit this checkpoint, whose weights are stored as gptq"),
-        ("squeezellm", "quantization=squeezellm is not to be had: vLLM took it out in 0.8; quantise the model anew"),
+        ("squeezellm", "quantization=squeezellm is not supported: vLLM took it out in 0.8; quantise the model anew"),
         ("gqtp", r"quantization=gqtp is unknown; did you mean gptq\? known: gguf, int8, int4, fp8, "),
     ],
 )

@@ -143,7 +143,7 @@ BAD_LINES: list[tuple[dict[str, Any] | bytes, str | None, str]] = [
     (line("x", prompt="a", logit_bias={"a": 1}), "logit_bias", "logit_bias has keys that are no token ids: 'a'"),
     (line("x", prompt="a", response_format={"type": "x"}), "response_format", "response_format must be an object"),
     (line("x", prompt="a", stream=True), "stream", "stream: a batch gives whole answers"),
-    (line("x", prompt="a", model="other"), "model", "the model 'other' does not exist; there is fake"),
+    (line("x", prompt="a", model="other"), "model", "the model 'other' does not exist; served: fake"),
     (line("x", prompt="a" * 300), "prompt", "maximum context length is 256 tokens"),
     (line("x", CHAT, messages=[]), "messages", "messages is empty"),
     (line("good", prompt="again"), "custom_id", "custom_id 'good' is already used by an earlier line"),

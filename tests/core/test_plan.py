@@ -387,7 +387,7 @@ def test_a_format_that_a_checkpoint_is_not_stored_in_is_refused_before_anything_
         ("AWQ", r"quantization=AWQ is unknown; did you mean awq\? known: gguf, int8, .*, gptq, .*, torchao"),
         ("compresed-tensors", r"did you mean compressed_tensors\?"),
         ("zzz", "quantization=zzz is unknown; known: gguf, int8"),
-        ("squeezellm", "quantization=squeezellm is not to be had: vLLM took it out in 0.8"),
+        ("squeezellm", "quantization=squeezellm is not supported: vLLM took it out in 0.8"),
     ],
 )
 def test_a_quantization_that_nobody_knows_is_refused_before_anything_is_fetched(

@@ -53,7 +53,7 @@ def test_auto_takes_the_first_gpu_and_else_the_cpu(caplog: pytest.LogCaptureFixt
             "too old: it runs CUDA up to 11.4, and this torch (2.13.0+cu128) is built for CUDA 12.8",
         ),
         ("cuda", facts(torch_cuda=None), "is built without CUDA; the driver runs CUDA 12.9"),
-        ("gpu", GOOD, "device='gpu' is none that there is; auto, cpu, cuda and cuda:INDEX are"),
+        ("gpu", GOOD, "device='gpu' is unknown; allowed: auto, cpu, cuda and cuda:INDEX"),
     ],
 )
 def test_a_device_that_cannot_be_used_is_refused_in_a_sentence(asked: str, found: CudaFacts, expected: str) -> None:

@@ -280,7 +280,7 @@ def with_change(kind: str, tool: Any) -> dict[str, Any]:
         (with_result(2), "messages[0].content[0].content must be a text or a list of"),
         (with_result(0), "messages[0].content[0].content must be a text or a list of"),
         (with_result({}), "messages[0].content[0].content must be a text or a list of"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "run by Anthropic"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "Anthropic"),
         ({"messages": []}, "messages is empty"),
         ({"container": "c"}, "container is refused: tools are run by the client"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is refused"),
