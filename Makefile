@@ -10,7 +10,8 @@ RELAXED := --cache-dir .mypy_cache/tests --allow-untyped-defs --no-warn-unused-i
   --disable-error-code arg-type --disable-error-code union-attr --disable-error-code misc
 FOLDERS := core executor frontend ipc kernels
 
-.PHONY: demo test test-system lint types types-of-tests fmt docs install demo-model bench-check clean distclean
+.PHONY: demo test test-system test-versions lint types types-of-tests fmt docs install demo-model bench-check
+.PHONY: package release-check clean distclean
 .DELETE_ON_ERROR:
 
 # PROMPT="..." is what to ask.
@@ -23,6 +24,10 @@ test: install demo-model lint
 # What takes too long for every change: whole matrices of deaths, long random runs, every model on several ranks.
 test-system: install demo-model
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m system
+
+# With the lowest and the highest versions of the small dependencies that pyproject.toml allows.
+test-versions: install
+	$(BIN)/python tests/support/dependency_versions.py lowest highest
 
 lint: install $(TYPES)
 	$(BIN)/ruff check .
@@ -45,6 +50,27 @@ fmt: install
 # What hot paths cost beside the commit before, by instructions; BASE=REV compares with another.
 bench-check: install
 	$(BIN)/python benchmarks/check.py $(if $(BASE),--base $(BASE))
+
+# The wheel, with the kernels compiled for each level of instruction sets, and the sdist that it is made from: in dist/.
+package: install
+	@rm -rf dist && $(PYTHON) -m venv $(VENV)/build && $(VENV)/build/bin/pip install --quiet build twine
+	$(VENV)/build/bin/python -m build --outdir dist
+	$(VENV)/build/bin/twine check --strict dist/*
+
+# What a release takes, in order; it stops at the first thing that is missing.
+release-check:
+	@git diff --quiet HEAD || { echo "uncommitted changes"; exit 1; }
+	@git describe --tags --exact-match --match 'v[0-9]*' > /dev/null 2>&1 || { \
+	  echo "this commit has no tag: git tag -a v1.2.3"; exit 1; }
+	@grep -q "^## $$(git describe --tags --match 'v[0-9]*' | tail -c +2)$$" CHANGELOG.md || { \
+	  echo "CHANGELOG.md has no section of this version"; exit 1; }
+	$(MAKE) docs && git diff --exit-code
+	$(MAKE) test
+	$(MAKE) test-system
+	$(MAKE) test-versions
+	$(MAKE) package
+	@ls -l dist
+	@echo "left to do: make bench-check BASE=the last release; git push --tags; upload dist/*; an announcement"
 
 docs: install
 	$(BIN)/python -m headrace.core.options.document

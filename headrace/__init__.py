@@ -46,8 +46,8 @@ if TYPE_CHECKING:
         RequestFailedError,
     )
 
-__version__ = "0.1.0"
-__version_tuple__ = (0, 1, 0)
+    __version__: str
+    __version_tuple__: tuple[int | str, ...]
 
 _HOMES = {
     "AsyncEngineArgs": "frontend.api.llm_engine",
@@ -140,8 +140,22 @@ def home_of(name: str) -> str | None:
     return _HOMES.get(name)
 
 
+def _installed_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("headrace")
+    except PackageNotFoundError:  # a source tree that is on the path, and not installed
+        return "0+unknown"
+
+
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
+    if name in ("__version__", "__version_tuple__"):
+        globals()["__version__"] = version = _installed_version()
+        parts = version.replace("+", ".").split(".")
+        globals()["__version_tuple__"] = tuple(int(part) if part.isdigit() else part for part in parts)
+        return globals()[name]
     if home is None and name in vllm_modules.MODULES:
         return importlib.import_module(f"headrace.{name}")
     if home is None and name in vllm_modules.OF_PACKAGE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -44,20 +45,26 @@ def package_files() -> dict[str, str]:
     return {name: name if name.startswith(("headrace/", "headrace-stubs/")) else f"headrace/{name}" for name in kept}
 
 
+def copy_of_sources(folder: Path) -> None:
+    for name in (*package_files(), "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
+        copy = folder / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((ROOT / name).read_bytes())
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built once, from a copy so that the working tree gets no build outputs."""
     folder = tmp_path_factory.mktemp("packaging")
     source = folder / "source"
-    for name in (*package_files(), "pyproject.toml", "README.md", "LICENSE"):
-        copy = source / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes((ROOT / name).read_bytes())
+    copy_of_sources(source)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     command += ["--wheel-dir", str(folder), str(source)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    environment = {**os.environ, "HEADRACE_WHEEL_KERNELS": "none"}
+    built = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert built.returncode == 0, built.stderr
     (path,) = folder.glob("*.whl")
+    assert path.name.endswith("-py3-none-any.whl"), "it has no compiled code"
     return path
 
 
@@ -78,6 +85,43 @@ def test_the_wheel_says_under_which_licence_it_may_be_used(wheel: Path) -> None:
         assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
         (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         assert Parser().parsestr(archive.read(metadata).decode())["License-Expression"] == "Apache-2.0"
+
+
+def version_of(folder: Path) -> str:
+    (folder / "setup.py").write_bytes((ROOT / "setup.py").read_bytes())
+    command = [sys.executable, "setup.py", "--version"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()[-1]
+
+
+def test_the_version_is_that_of_the_last_tag_and_there_is_one_without_any(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        identity = [
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@b",
+            "-c",
+            "commit.gpgsign=false",
+            "-c",
+            "tag.gpgsign=false",
+        ]
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, check=True)
+
+    assert version_of(tmp_path) == "0.1.0.dev0"
+    git("init")
+    git("commit", "--allow-empty", "-m", "one")
+    assert re.fullmatch(r"0\.1\.0\.dev1\+g[0-9a-f]+", version_of(tmp_path))
+    git("tag", "v0.1.0")
+    git("tag", "nightly")
+    assert version_of(tmp_path) == "0.1.0"
+    git("commit", "--allow-empty", "-m", "two")
+    assert re.fullmatch(r"0\.1\.1\.dev1\+g[0-9a-f]+", version_of(tmp_path))
+    git("tag", "v1.0rc1")
+    assert version_of(tmp_path) == "1.0rc1"
+    git("commit", "--allow-empty", "-m", "three")
+    assert re.fullmatch(r"1\.0rc2\.dev1\+g[0-9a-f]+", version_of(tmp_path))
+    (tmp_path / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: headrace\nVersion: 3.2.1\n")
+    assert version_of(tmp_path) == "3.2.1"
 
 
 def test_import_names_resolve_from_the_unpacked_wheel(wheel: Path, tmp_path: Path) -> None:

@@ -57,6 +57,10 @@ MAY_IMPORT_BY_FILE = MappingProxyType(
         "core/structured_output/llguidance_backend.py": {"llguidance"},
         "core/structured_output/token_bytes.py": {"tokenizers"},  # imported by llguidance_backend.py alone
         "core/structured_output/xgrammar_backend.py": {"xgrammar", "tvm_ffi"},
+        "frontend/cli/commands/models.py": {"headrace.executor.checkpoints.hub.kept"},  # no torch, either
+        # What the kernels would be compiled by, and for: no torch comes with it.
+        "frontend/cli/commands/doctor.py": {"headrace.kernels.cpu"},
+        "frontend/cli/commands/collect_env.py": {"headrace.kernels.cpu.compiler"},
         # Where they are asked for by name.
         "frontend/api/helpers.py": {
             *("transformers", "huggingface_hub", "headrace.executor.checkpoints.hub"),

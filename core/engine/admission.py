@@ -9,12 +9,12 @@ import math
 import os
 import time
 from collections.abc import Iterable
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from headrace import __version__
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.schedule.requests import Request
 from headrace.ipc.failure import SHUT_DOWN, Failure
@@ -65,7 +65,7 @@ class Admission:
         self._plan = plan
         self.use_weights(plan.model.weights)
         self._reads_extra_args = has_logits_processors(plan.options.logits_processors)
-        self._version = version("headrace")
+        self._version = __version__
         self._seed = plan.seed
         self._seeds_drawn = 0
 

@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace import __version__
 from headrace.core.coordinator.announcer import Announcer, State, entry_of, reachable
 from headrace.core.engine.control import profile_folder
 from headrace.core.engine.loop import Loop, scheduler_class
@@ -191,7 +191,7 @@ class EngineCore:
             info = TokenizerInfo(content_hash=hashlib.sha256(encoded).hexdigest(), size_bytes=len(encoded))
         kv_cache_tokens, kv_cache_requests = cache_size(facts, plan)
         return Welcome(
-            version=version("headrace"),
+            version=__version__,
             pid=os.getpid(),
             model=plan.model.name,
             served_model_names=plan.served_model_names,

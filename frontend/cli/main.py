@@ -71,7 +71,7 @@ def _set_interrupt(handler: Any) -> None:
 
 
 def _run(given: list[str]) -> int:
-    parser = _parser(given)
+    parser = make_parser(given)
     if given and not given[0].startswith("-") and given[0] not in commands():
         return _misused(_unknown_command(given[0]), "headrace --help")
     parsed = parser.parse_args(given)
@@ -123,7 +123,7 @@ def _unknown_command(name: str) -> OptionError:
     return OptionError(f"unknown command {name}; {hint}")
 
 
-def _parser(given: list[str]) -> OptionParser:
+def make_parser(given: list[str]) -> OptionParser:
     """The parser. Only the named command gets its arguments, since declaring those of all would slow the start-up."""
     usage = "headrace [-h] [--version] COMMAND ..."
     parser = OptionParser(prog="headrace", usage=usage, description="Headrace, an LLM inference engine.")

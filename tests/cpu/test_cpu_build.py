@@ -18,9 +18,11 @@ import psutil
 import pytest
 
 from headrace.kernels.cpu import build, units
+from headrace.kernels.cpu.compiler import BASE_FLAGS, compile_library, file_name, find_compiler, levels, sources_key
 from headrace.kernels.cpu.linear import linear
 from headrace.kernels.cpu.runtime import threads
 
+REAL_FEATURES = build.cpu_features()
 ONE_FUNCTION = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
 
 
@@ -142,6 +144,41 @@ def test_without_a_compiler_a_library_for_lesser_cpus_is_loaded_and_none_for_gre
     found = build.build("native", folder)
     assert (found.path, answer_of(found)) == (portable.path, 42)
     assert f"The CPU kernels are those of {portable.path}, not for just this CPU, as CXX=" in caplog.text
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="levels of x86-64")
+def test_of_a_wheels_libraries_the_one_with_most_of_this_cpus_instructions_is_loaded_and_none_compiled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever can write an installed library can write this module, so that its folder may belong to anyone."""
+    wheel = folder / build.PREBUILT
+    wheel.mkdir()
+    monkeypatch.setattr(build, "FOLDER", folder)
+    names = {}
+    for name, level in levels().items():
+        if level.in_wheels:
+            names[name] = file_name(sources_key(folder, units.CORE), level)
+            compile_library(folder, units.CORE, name, wheel / names[name], level.features)
+    wheel.chmod(0o777)
+    monkeypatch.setenv("CXX", "/nonexistent")
+    for expected, lacks in (("avx512", {"avx512_vnni", "avx512_bf16"}), ("avx2", {"avx512f"}), ("", {"avx2"})):
+        features = levels()["avx512_bf16"].features - lacks
+        monkeypatch.setattr(build, "cpu_features", lambda features=features: features)
+        if not expected:
+            with pytest.raises(build.BuildError, match="was not found"):
+                build.build("native", folder)
+        elif features <= REAL_FEATURES:  # else this CPU could not run it
+            assert build.build("native", folder).path == str(wheel / names[expected])
+
+
+def test_what_was_compiled_for_just_this_cpu_goes_before_the_wheels(folder: Path) -> None:
+    own = build.build("native", folder)
+    (folder / build.PREBUILT).mkdir()
+    of_wheel = folder / build.PREBUILT / file_name(sources_key(folder, units.CORE), levels()["portable"])
+    compile_library(folder, units.CORE, "portable", of_wheel, frozenset())
+    assert build.build("native", folder).path == own.path
+    Path(own.path).unlink()
+    assert build.build("native", folder).path == str(of_wheel)
 
 
 def relink(path: Path) -> None:
@@ -410,9 +447,9 @@ def test_an_unknown_level_lists_the_known_ones(folder: Path) -> None:
         build.build("avx9", folder)
 
 
-@pytest.mark.skipif("x86_64" not in build.LEVELS or os.uname().machine != "x86_64", reason="levels of x86-64")
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="levels of x86-64")
 def test_a_level_beyond_the_cpu_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "cpu_features", lambda: frozenset({"avx2", "fma", "f16c", "bmi2"}))
+    monkeypatch.setattr(build, "cpu_features", lambda: levels()["avx2"].features)
     with pytest.raises(build.BuildError, match=r"this CPU lacks avx512bw, avx512dq, avx512f, avx512vl"):
         build.build("avx512", folder)
 
@@ -435,8 +472,8 @@ def test_a_level_beyond_the_cpu_is_refused(folder: Path, monkeypatch: pytest.Mon
 def test_the_sources_compile_for_every_mixture_of_features(tmp_path: Path, cpu: str) -> None:
     small = tmp_path / "small.cpp"  # which the build compiles as one, too
     small.write_text("".join(unit.text for unit in units.units(build.FOLDER, units.CORE) if not unit.alone))
-    flags = [*build.BASE_FLAGS, "-I", str(build.FOLDER), "-O0", "-fsyntax-only", *cpu.split()]
-    done = subprocess.run([*build.find_compiler(), *flags, str(small)], capture_output=True, text=True, check=False)
+    flags = [*BASE_FLAGS, "-I", str(build.FOLDER), "-O0", "-fsyntax-only", *cpu.split()]
+    done = subprocess.run([*find_compiler(), *flags, str(small)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -447,7 +484,7 @@ CROSS_COMPILER = "aarch64-linux-gnu-g++"
 @pytest.mark.parametrize("cpu", ["armv8-a", "armv8.2-a+dotprod+fp16", "armv8.6-a+bf16+i8mm"])
 def test_the_sources_compile_for_aarch64(tmp_path: Path, cpu: str) -> None:
     source = tmp_path / "unit.cpp"
-    flags = [*build.BASE_FLAGS, "-I", str(build.FOLDER), "-O0", "-Wall", "-Werror", f"-march={cpu}"]
+    flags = [*BASE_FLAGS, "-I", str(build.FOLDER), "-O0", "-Wall", "-Werror", f"-march={cpu}"]
     for unit in {unit for part in units.LIBRARIES for unit in units.units(build.FOLDER, part)}:
         source.write_text(unit.text)
         command = [CROSS_COMPILER, *flags, "-c", str(source)]

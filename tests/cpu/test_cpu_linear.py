@@ -31,7 +31,7 @@ FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 def runtime(request: pytest.FixtureRequest) -> Runtime:
     if request.param != "native":  # the native one must build; a lower one needs what it is made of
         try:
-            build._level_flags(request.param)
+            build._level(request.param)
         except build.BuildError as error:
             pytest.skip(str(error))
     return linear.runtime(request.param, 2)

@@ -29,7 +29,7 @@ FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 def used(request: pytest.FixtureRequest) -> Runtime:
     if request.param != "native":
         try:
-            build._level_flags(request.param)
+            build._level(request.param)
         except build.BuildError as error:
             pytest.skip(str(error))
     return runtime(request.param, 2)

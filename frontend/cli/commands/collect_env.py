@@ -79,7 +79,7 @@ def collect() -> dict[str, dict[str, Any]]:
         "cgroup": _cgroup(),
         "compiler": _compiler(),
         "kernel cache": _kernel_cache(),
-        "GPU": _gpus(),
+        "GPU": gpus(),
         "environment": shown_environment(os.environ),
     }
 
@@ -164,14 +164,12 @@ def cpu_limit(text: str | None) -> float | None:
 
 
 def _compiler() -> dict[str, Any]:
-    """The compiler that would build the kernels: $CXX if set, else the first of g++, clang++, c++."""
-    asked = os.environ.get("CXX")
+    from headrace.kernels.cpu.compiler import BuildError, find_compiler
+
     try:
-        command = shlex.split(asked) if asked else next(
-            [name] for name in ("g++", "clang++", "c++") if shutil.which(name)
-        )  # fmt: skip
-    except (StopIteration, ValueError):
-        return {"command": asked or "none found"}
+        command = find_compiler()
+    except BuildError as error:
+        return {"command": str(error)}
     version = _output([*command, "--version"])
     return {"command": shlex.join(command), "version": version.splitlines()[0] if version else None}
 
@@ -187,7 +185,7 @@ def _kernel_cache() -> dict[str, Any]:
     }
 
 
-def _gpus() -> dict[str, Any]:
+def gpus() -> dict[str, Any]:
     """The GPUs that the NVIDIA driver reports (NVML), or the reason why there is none."""
     import pynvml  # of nvidia-ml-py
 
