@@ -15,11 +15,11 @@ import json
 from pathlib import Path
 
 import msgspec
+from simulation.conversations import Conversations, converse
+from simulation.policies import POLICIES
 
 from headrace.frontend.bench.results.metrics import columns
 from headrace.frontend.bench.results.record import surroundings
-from headrace.frontend.bench.simulation.conversations import Conversations, converse
-from headrace.frontend.bench.simulation.policies import POLICIES
 
 
 def main() -> None:

@@ -124,15 +124,6 @@ cause. The server may be ours, vLLM's, SGLang's or llama.cpp's.""",
 A cold start finds nothing compiled; the model's file may still be in the machine's memory.""",
             (declared.StartupOptions, declared.ResultOptions, Options),
         ),
-        "simulate": Command(
-            "simulate",
-            """Run fleets of simulated engines on virtual time, with faults, and check that no request suffers.
-
-Routers and clients are the real ones; engines, network and clock are not. Equal seeds give equal runs. The exit status
-is 1 when something did not hold that must hold: a token lost, doubled or changed, a request without its one answer, one
-that stands still or fails without need.""",
-            (declared.SimulateOptions, declared.ResultOptions),
-        ),
         "overhead": Command(
             "overhead",
             "Measure what everything but the model costs, with an engine that computes nothing.",

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 
 from headrace.core.options.option import Option, Secret
-from headrace.frontend.fleet.prefixes import MOST_PREFIXES
 from headrace.frontend.request.parameters.sampling_fields import flag_fields
 from headrace.frontend.request.parameters.sampling_params import FIELDS
 
@@ -226,35 +225,6 @@ class StartupOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     num_iters_cold: Annotated[int, Option(RUN, "Starts with nothing compiled", "starts", minimum=0)] = 3
     num_iters_warmup: Annotated[int, Option(RUN, "Warm starts before, not counted", "starts", minimum=0)] = 1
     num_iters_warm: Annotated[int, Option(RUN, "Starts with what others left compiled", "starts", minimum=0)] = 3
-
-
-class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The simulated fleets. Rates are per virtual second."""
-
-    seeds: Annotated[int, Option(RUN, "How many runs, each with a seed of its own", "runs", minimum=1)] = 100
-    seed: Annotated[int, Option(RUN, "Of the first run; the next has the next")] = 0
-    num_engines: Annotated[int, Option(RUN, "Engines", "engines", minimum=1)] = 5
-    num_frontends: Annotated[int, Option(RUN, "Frontends, each with a router and clients of its own", minimum=1)] = 3
-    num_coordinators: Annotated[
-        int, Option(RUN, "Coordinators by which frontends find engines; 0: they know them", minimum=0)
-    ] = 0
-    num_requests: Annotated[int, Option(RUN, "Requests of a run", "requests", minimum=1)] = 100
-    arrivals_per_s: Annotated[float, Option(RUN, "Requests that come to the whole fleet", "1/s", minimum=0.001)] = 20.0
-    faults_per_s: Annotated[
-        float,
-        Option(RUN, "Deaths, freezes, slow engines, cut and late connections, drains, upgrades, crowds", minimum=0),
-    ] = 2.0
-    poison_share: Annotated[
-        float, Option(RUN, "Share of requests that kill the engine that computes them", minimum=0, maximum=1)
-    ] = 0.0
-    max_migrations: Annotated[int, Option(RUN, "Moves of a request without a token between", "moves", minimum=0)] = 3
-    max_output_tokens: Annotated[int, Option(RUN, "Longest answer", "tokens", minimum=1)] = 40
-    mean_prompt_tokens: Annotated[int, Option(RUN, "Mean length of prompts", "tokens", minimum=1)] = 96
-    max_num_seqs: Annotated[int, Option(RUN, "Requests that an engine runs at once", "requests", minimum=1)] = 8
-    num_sessions: Annotated[int, Option(RUN, "Conversations, whose requests begin with the same", minimum=1)] = 12
-    most_prefixes: Annotated[
-        int, Option(RUN, "Beginnings of prompts of which each router knows who holds them", "prefixes", minimum=2)
-    ] = MOST_PREFIXES
 
 
 class OverheadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

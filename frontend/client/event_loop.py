@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -21,21 +20,6 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
-
-
-@contextlib.contextmanager
-def exiting_when_interrupted() -> Iterator[None]:
-    """Meanwhile SIGINT ends the process at once: for work that has nothing to close or to lose, but tasks that would
-    each report an interrupt. Does nothing in a thread, as only the main one handles signals."""
-    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if threading.current_thread() is not threading.main_thread() or is_ignored:
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -47,7 +47,6 @@ COMMANDS = {
     "bench serve": ["bench", "serve", "--base-url", "http://127.0.0.1:9", "--ready-check-timeout-sec", "60"],
     "bench startup": ["bench", "startup", *MODEL],
     "bench overhead": ["bench", "overhead"],
-    "bench simulate": ["bench", "simulate", "--disable-tqdm"],
     "bench sweep": ["bench", "sweep", "--num-runs", "1", "--bench-cmd", "sleep 60"],
     "keys": ["keys", "new.keys"],
     "drain": ["drain", "ipc://nobody.sock"],
@@ -55,19 +54,6 @@ COMMANDS = {
     "coordinator": ["coordinator"],
     "engine-core": NULL,
 }
-SIMULATION = """
-import asyncio, os, signal
-from headrace.frontend.bench import simulate
-from headrace.frontend.bench.simulation.virtual_time import run_virtually
-
-async def interrupted():
-    os.kill(os.getpid(), signal.SIGINT)
-
-async def run():
-    await asyncio.gather(interrupted(), asyncio.sleep(60))
-
-simulate.simulate = lambda seed, scenario: run_virtually(run())
-"""
 DAEMONS = ("serve", "serve with processes", "coordinator", "engine-core")
 """Once they serve, an interrupt is the way to stop them in order, with status 0."""
 NOISE = ("Traceback", "KeyboardInterrupt", "never awaited", "Exception ignored", "Error")
@@ -122,10 +108,3 @@ def test_an_interrupt_at_any_instant_ends_a_command_quietly(command: str, tmp_pa
         if status == 130 or command in DAEMONS:
             assert not any(word in errors for word in NOISE), told
             assert status in (0, 130), told
-
-
-def test_an_interrupt_in_a_task_of_a_simulation_ends_it_quietly() -> None:
-    program = PROGRAM.replace("sys.exit", f"exec({SIMULATION!r}); sys.exit")
-    command = [sys.executable, "-c", program, "headrace", "bench", "simulate"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stderr) == (130, "")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
-from headrace.frontend.bench.simulation.conversations import Conversations, converse
-from headrace.frontend.bench.simulation.policies import POLICIES
+from simulation.conversations import Conversations, converse
+from simulation.policies import POLICIES
 
 SMALL = Conversations(num_engines=4, num_frontends=2, num_users=320, seconds=24.0)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from simulate import main
+from simulation.world import Scenario, simulate
 
 from headrace.core.coordinator.registry import Registry
-from headrace.frontend.bench.simulation.world import Scenario, simulate
-from headrace.frontend.cli.main import main
 from headrace.frontend.client import request_table
 from headrace.frontend.fleet.decisions import RouterOptions
 from headrace.frontend.fleet.directory import Directory
@@ -102,7 +102,7 @@ def test_a_large_fleet() -> None:
 
 
 def test_the_command_tells_what_held(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "simulate", "--seeds", "3", "--disable-tqdm", "--num-requests", "20"]) == 0
+    assert main(["--seeds", "3", "--disable-tqdm", "--num-requests", "20"]) == 0
     output = capsys.readouterr().out
     assert "violations" in output
     assert "runs" in output

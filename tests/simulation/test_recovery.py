@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
+from simulation.engines import MODEL, EngineShape, SimulatedEngine
+from simulation.virtual_time import run_virtually
+from simulation.world import EngineSource
 
-from headrace.frontend.bench.simulation.engines import MODEL, EngineShape, SimulatedEngine
-from headrace.frontend.bench.simulation.virtual_time import run_virtually
-from headrace.frontend.bench.simulation.world import EngineSource
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.request.prompts import Prompt

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from headrace.frontend.bench.simulation.coordinators import Announcing, SimulatedCoordinator
 from headrace.frontend.fleet.directory import FORGET_AFTER_S
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.ipc.coordination import LEASE_S
+from simulation.coordinators import Announcing, SimulatedCoordinator
 
 KNOWN_WITHIN_S = 20.0
 """Allows for several lost announcements and Members messages in a row, and a frontend's request for all members."""

@@ -16,7 +16,6 @@ from collections.abc import Callable
 import msgspec
 
 from headrace import __version__
-from headrace.frontend.bench.simulation.network import Link
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import SHUT_DOWN, Failure, QueueFullError
 from headrace.ipc.messages import (
@@ -38,6 +37,7 @@ from headrace.ipc.messages import (
     Welcome,
 )
 from headrace.ipc.prefix_names import PrefixKey, prefix_names, tell_every_s
+from simulation.network import Link
 
 MODEL = "simulated"
 POISON = 2

@@ -24,18 +24,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.frontend.bench.simulation.answers import AnswerCheck
-from headrace.frontend.bench.simulation.coordinators import Announcing, FollowerLink, SimulatedCoordinator
-from headrace.frontend.bench.simulation.engines import (
-    MODEL,
-    POISON,
-    EngineShape,
-    SimulatedEngine,
-    version_of,
-)
-from headrace.frontend.bench.simulation.membership import Membership
-from headrace.frontend.bench.simulation.network import PEER_TIMEOUT_S, Link
-from headrace.frontend.bench.simulation.virtual_time import run_virtually
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.decisions import Affinity, RouterOptions
@@ -47,6 +35,18 @@ from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import HeadraceError, QueueFullError
 from headrace.ipc.process.gc_pauses import lasting_objects
+from simulation.answers import AnswerCheck
+from simulation.coordinators import Announcing, FollowerLink, SimulatedCoordinator
+from simulation.engines import (
+    MODEL,
+    POISON,
+    EngineShape,
+    SimulatedEngine,
+    version_of,
+)
+from simulation.membership import Membership
+from simulation.network import PEER_TIMEOUT_S, Link
+from simulation.virtual_time import run_virtually
 
 KINDS_WITH_COORDINATORS = ("coordinator", "deaf", "replace")
 _LOOK_EVERY_S = 1.0

@@ -10,10 +10,10 @@ import random
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from headrace.frontend.bench.simulation.virtual_time import virtual_loop
 from headrace.frontend.client.transport import CONNECTION_LOST, OnClosed, OnMessage
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import ClientMessage, CoreMessage
+from simulation.virtual_time import virtual_loop
 
 MEAN_DELAY_S = 0.0005
 PEER_TIMEOUT_S = 60.0

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.frontend.bench.simulation.engines import ends_with, prompt_key_of, token_of, version_of
 from headrace.frontend.client.request import RequestStream
+from simulation.engines import ends_with, prompt_key_of, token_of, version_of
 
 
 class AnswerCheck:

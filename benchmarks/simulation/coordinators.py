@@ -16,10 +16,10 @@ import msgspec
 
 from headrace.core.coordinator.announcer import Announcements, State
 from headrace.core.coordinator.registry import Registry
-from headrace.frontend.bench.simulation.engines import SimulatedEngine
 from headrace.frontend.client.transport import OnClosed, OnMessage
 from headrace.ipc.coordination import ANNOUNCE_EVERY_S, EngineEntry
 from headrace.ipc.failure import Failure
+from simulation.engines import SimulatedEngine
 
 _MEAN_DELAY_S = 0.001
 _LATE_SHARE, _LONGEST_DELAY_S = 0.02, 8.0

@@ -11,16 +11,16 @@ import random
 
 import msgspec
 
-from headrace.frontend.bench.simulation.engines import MODEL, EngineShape, SimulatedEngine
-from headrace.frontend.bench.simulation.policies import POLICIES
-from headrace.frontend.bench.simulation.virtual_time import run_virtually
-from headrace.frontend.bench.simulation.world import EngineSource
 from headrace.frontend.fleet.decisions import RouterOptions
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.request.prompts import Prompt
 from headrace.ipc.codec import Tensor
 from headrace.ipc.prefix_names import CHUNK_TOKENS, PrefixKey, prefix_names
+from simulation.engines import MODEL, EngineShape, SimulatedEngine
+from simulation.policies import POLICIES
+from simulation.virtual_time import run_virtually
+from simulation.world import EngineSource
 
 _VOCABULARY = 30_000
 
