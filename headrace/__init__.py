@@ -13,14 +13,13 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from headrace import vllm_modules
+from headrace.frontend.vllm import modules as vllm_modules
 
 if TYPE_CHECKING:
     from headrace.executor.models.registry import ModelRegistry
     from headrace.frontend.api.async_llm import AsyncLLM
     from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from headrace.frontend.api.llm import LLM, connect
-    from headrace.frontend.api.llm_engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine
     from headrace.frontend.request.outputs import CompletionOutput, Logprob, RequestOutput
     from headrace.frontend.request.parameters.pooling_params import PoolingParams
     from headrace.frontend.request.parameters.repetition import RepetitionDetectionParams
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
         PoolingRequestOutput,
     )
     from headrace.frontend.request.prompts import PromptType, TextPrompt, TokensPrompt
+    from headrace.frontend.vllm.llm_engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine
     from headrace.ipc.failure import (
         EngineAsleepError,
         EngineDeadError,
@@ -50,16 +50,16 @@ if TYPE_CHECKING:
     __version_tuple__: tuple[int | str, ...]
 
 _HOMES = {
-    "AsyncEngineArgs": "frontend.api.llm_engine",
+    "AsyncEngineArgs": "frontend.vllm.llm_engine",
     "AsyncLLM": "frontend.api.async_llm",
-    "AsyncLLMEngine": "frontend.api.llm_engine",
+    "AsyncLLMEngine": "frontend.vllm.llm_engine",
     "BeamSearchOutput": "frontend.api.beam_search",
     "BeamSearchParams": "frontend.api.beam_search",
     "BeamSearchSequence": "frontend.api.beam_search",
     "CompletionOutput": "frontend.request.outputs",
     "EmbeddingOutput": "frontend.request.pooling_outputs",
     "EmbeddingRequestOutput": "frontend.request.pooling_outputs",
-    "EngineArgs": "frontend.api.llm_engine",
+    "EngineArgs": "frontend.vllm.llm_engine",
     "EngineAsleepError": "ipc.failure",
     "EngineDeadError": "ipc.failure",
     "EngineStartError": "ipc.failure",
@@ -68,7 +68,7 @@ _HOMES = {
     "HeadraceError": "ipc.failure",
     "InvalidRequestError": "ipc.failure",
     "LLM": "frontend.api.llm",
-    "LLMEngine": "frontend.api.llm_engine",
+    "LLMEngine": "frontend.vllm.llm_engine",
     "Logprob": "frontend.request.outputs",
     "ModelError": "ipc.failure",
     "ModelRegistry": "executor.models.registry",
@@ -132,7 +132,7 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
 ]
 
 
-vllm_modules.install()
+__path__ = vllm_modules.ModulePath(__path__)
 
 
 def home_of(name: str) -> str | None:
@@ -159,9 +159,9 @@ def __getattr__(name: str) -> Any:
     if home is None and name in vllm_modules.MODULES:
         return importlib.import_module(f"headrace.{name}")
     if home is None and name in vllm_modules.OF_PACKAGE:
-        return importlib.import_module("headrace.frontend.api.unsupported").refused_class(name)
+        return importlib.import_module("headrace.frontend.vllm.unsupported").refused_class(name)
     if home is None:
-        missing = importlib.import_module("headrace.frontend.api.unsupported")
+        missing = importlib.import_module("headrace.frontend.vllm.unsupported")
         error = missing.no_attribute("headrace", name, missing.PACKAGE, missing.reason_of(name))
         raise ImportError(str(error)) if name in missing.PACKAGE else error
     value = globals()[name] = getattr(importlib.import_module(f"headrace.{home}"), name)

@@ -4,107 +4,23 @@
 [ARGUMENTS]` a module. The replacement also applies to processes that the program starts, by multiprocessing or as
 programs (HEADRACE_AS_VLLM and PYTHONPATH in the environment). `vllm.__version__` and importlib.metadata tell the
 version of vLLM whose interface Headrace follows. Importing a module of vLLM that Headrace lacks raises an error with
-the reason. Raises ImportError if vLLM itself has been imported already.
+the reason. Raises ImportError if vLLM itself has been imported already. `import headrace` alone replaces nothing.
 """
 
-import importlib
-import importlib.machinery
 import os
 import runpy
 import sys
-import types
-from collections.abc import Iterable, Iterator
-from importlib.metadata import Distribution, DistributionFinder
-from pathlib import Path
 
-import headrace
-from headrace.vllm_modules import MODULES, is_replaced
+from headrace.frontend.vllm.as_vllm import VLLM_VERSION, VLLM_VERSION_TUPLE, install
 
-VLLM_VERSION = "0.33.0"
-"""The version of vLLM whose interface Headrace follows: scripts check the installed version against it."""
-VLLM_VERSION_TUPLE = tuple(int(part) for part in VLLM_VERSION.split("."))
-_VERSIONS = {"__version__": VLLM_VERSION, "__version_tuple__": VLLM_VERSION_TUPLE}
-_ON_PATH = str(Path(__file__).with_name("on_path"))
-"""A folder with a package `vllm` that imports this module."""
-_USAGE = "usage: python -m headrace.as_vllm SCRIPT [ARGUMENTS], or python -m headrace.as_vllm -m MODULE [ARGUMENTS]"
+__all__ = ["VLLM_VERSION", "VLLM_VERSION_TUPLE", "install"]
 
-
-class VllmPackage(types.ModuleType):
-    """The package `vllm`: Headrace's names, with vLLM's version."""
-
-    def __init__(self) -> None:
-        super().__init__("vllm", headrace.__doc__)
-        self.__path__: list[str] = []
-        self.__spec__ = importlib.machinery.ModuleSpec("vllm", None, origin=headrace.__file__, is_package=True)
-        self.__file__ = headrace.__file__
-        self.__all__ = headrace.__all__
-        vars(self).update(_VERSIONS)
-
-    def __getattr__(self, name: str) -> object:
-        found: object = sys.modules.get(f"vllm.{name}") or getattr(headrace, name)
-        return found
-
-    def __dir__(self) -> Iterable[str]:
-        return dir(headrace)
-
-
-class _Vllm(Distribution):
-    """The metadata that `importlib.metadata` returns for vLLM, as if it were installed."""
-
-    def read_text(self, filename: str) -> str | None:
-        return {
-            "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}\n",
-            "top_level.txt": "vllm\n",
-        }.get(filename)
-
-    def locate_file(self, path: str | os.PathLike[str]) -> Path:
-        return Path(headrace.__file__).parent / path
-
-
-_ALL = DistributionFinder.Context()
-
-
-class _Finder(DistributionFinder):
-    """Finds the distribution `vllm`, but no modules: those are in `sys.modules`."""
-
-    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
-        return None
-
-    def find_distributions(self, context: DistributionFinder.Context = _ALL) -> Iterator[_Vllm]:
-        if context.name is None or context.name.lower() == "vllm":
-            yield _Vllm()
-
-
-def _version_module() -> types.ModuleType:
-    module = types.ModuleType("vllm.version", "The version of vLLM whose interface Headrace follows.")
-    vars(module).update(_VERSIONS)
-    return module
-
-
-def _install() -> None:
-    loaded = sys.modules.get("vllm")
-    if is_replaced():  # also by this module under the name __main__
-        return
-    if loaded is not None and not (loaded.__file__ or "").startswith(_ON_PATH):
-        raise ImportError(f"vllm is imported already, from {loaded.__file__}: import headrace.as_vllm before it")
-    sys.modules["vllm"] = VllmPackage()
-    sys.meta_path.insert(0, _Finder())
-    for name in MODULES:
-        module = _version_module() if name == "version" else importlib.import_module(f"headrace.{name}")
-        sys.modules[f"vllm.{name}"] = module
-    # Processes of multiprocessing get this path, and programs the environment.
-    if _ON_PATH not in sys.path:
-        sys.path.insert(1, _ON_PATH)
-    os.environ["HEADRACE_AS_VLLM"] = "1"
-    before = os.environ.get("PYTHONPATH", "")
-    if _ON_PATH not in before.split(os.pathsep):
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_ON_PATH, before)))
-
-
-_install()
+install()
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1:] == ["-m"]:
-        sys.exit(_USAGE)
+        sys.exit(
+            "usage: python -m headrace.as_vllm SCRIPT [ARGUMENTS], or python -m headrace.as_vllm -m MODULE [ARGUMENTS]"
+        )
     if sys.argv[1] == "-m":
         del sys.argv[:2]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from headrace.vllm_stubs import FOLDER, stubs
+from headrace.frontend.vllm.stubs import FOLDER, stubs
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("core", "executor", "frontend", "ipc", "kernels")

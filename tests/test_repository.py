@@ -62,7 +62,7 @@ MAY_IMPORT_BY_FILE = MappingProxyType(
         "frontend/cli/commands/doctor.py": {"headrace.kernels.cpu"},
         "frontend/cli/commands/collect_env.py": {"headrace.kernels.cpu.compiler"},
         # Where they are asked for by name.
-        "frontend/api/helpers.py": {
+        "frontend/vllm/helpers.py": {
             *("transformers", "huggingface_hub", "headrace.executor.checkpoints.hub"),
             *("numpy", "torch"),
         },
@@ -81,7 +81,12 @@ WITHIN = frozenset(
             *("executor/models/blocks", "executor/models/families"),
             *("executor/gpu/hardware", "executor/gpu/weights", "ipc/process", "ipc/transport"),
             *("frontend/request/parameters", "frontend/bench/results", "frontend/bench/traffic"),
-            *("frontend/cli/commands", "frontend/http/process", "frontend/http/server/decoding"),
+            *(
+                "frontend/vllm/on_path/vllm",
+                "frontend/cli/commands",
+                "frontend/http/process",
+                "frontend/http/server/decoding",
+            ),
             *(
                 f"frontend/http/apis/{api}"
                 for api in ("anthropic", "development", "health", "ollama", "openai", "pooling", "scaling")

@@ -15,7 +15,7 @@ from headrace.core.options.values import UNITS_WITH_SUFFIX, OptionSpec, option_s
 from headrace.core.options.vllm_options import Unsupported, renamed_options, successor, unsupported_options
 
 DOCS_PAGE = "docs/options.md"
-KEYWORDS_FILE = "frontend/api/engine_keywords.py"
+KEYWORDS_FILE = "frontend/vllm/engine_keywords.py"
 MOST_COLUMNS = 120
 """Longest line of code."""
 _KEYWORDS_INTRO = '''"""The engine's options as keywords of LLM and AsyncLLM, for editors and type checkers.

@@ -34,6 +34,7 @@ from headrace.ipc.failure import EngineStartError, Failure, HeadraceError, Optio
 from headrace.ipc.messages import Ready
 from headrace.ipc.process.own_folder import OwnFolder
 from headrace.ipc.process.private_files import make_existing_private
+from headrace.ipc.process.program import FOR_PROGRAMS
 from headrace.ipc.transport.hosts import bare_host
 from headrace.ipc.transport.keys import VARIABLE, key_file, make_key_file
 
@@ -93,7 +94,8 @@ def _check_address(address: str) -> None:
 
 
 def passed_on() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name in PASSED_ON or name.startswith(PASSED_ON_STARTS)}
+    own = {name: value for name, value in os.environ.items() if name in PASSED_ON or name.startswith(PASSED_ON_STARTS)}
+    return {**own, **FOR_PROGRAMS}
 
 
 class RayFleet:

@@ -4,8 +4,7 @@
     ModelRegistry.register_model("TinyForCausalLM", "tiny_models:FAMILY")        # a Family: Headrace's decoder runs it
     ModelRegistry.register_model("OtherForCausalLM", "tiny_models:OtherModel")   # a class: transformers' code runs it
 
-A call's registration reaches the engines that this process starts through an environment variable, which their
-processes inherit.
+A call's registration reaches the engines that this process starts through an environment variable of theirs.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any
 
 from headrace.ipc.failure import OptionError, let_interrupts_pass
 from headrace.ipc.plugins import import_users_module, load_plugins
+from headrace.ipc.process.program import FOR_PROGRAMS
 
 VARIABLE = "HEADRACE_REGISTERED_MODELS"
 """Environment variable: a JSON object from architecture to module:name of its Family or class."""
@@ -39,7 +39,7 @@ class ModelRegistry:
         module, colon, name = registered[model_arch].partition(":")
         if not (module and colon and name):
             raise OptionError(f"{model_arch} is registered as {model_cls!r}; module:name is expected")
-        os.environ[VARIABLE] = json.dumps(registered)
+        FOR_PROGRAMS[VARIABLE] = json.dumps(registered)
 
     @staticmethod
     def get_supported_archs() -> frozenset[str]:
@@ -80,7 +80,7 @@ def class_of_plugin(architecture: str) -> type | None:
 
 
 def _registered() -> dict[str, str]:
-    found: dict[str, str] = json.loads(os.environ.get(VARIABLE) or "{}")
+    found: dict[str, str] = json.loads(FOR_PROGRAMS.get(VARIABLE) or os.environ.get(VARIABLE) or "{}")
     return found
 
 

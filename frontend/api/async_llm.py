@@ -16,12 +16,8 @@ from headrace.frontend.api.batch import params_for
 from headrace.frontend.api.beam_search import BeamSearchParams, as_request_output, beam_search
 from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
 from headrace.frontend.api.chat_prompts import chat_options, chat_prompt
-from headrace.frontend.api.engine_config import EngineConfig, ModelConfig, SchedulerConfig, engine_config, tasks_of
-from headrace.frontend.api.helpers import EngineSignature, TokenizerToAwait, get_tokenizer
 from headrace.frontend.api.pooling_calls import pooling_params_for
-from headrace.frontend.api.stat_loggers import Factory, StatLoggers
 from headrace.frontend.api.streaming_input import StreamingInput, StreamingSession
-from headrace.frontend.api.unsupported import NamesWhatIsMissing, check_arguments
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient, RequestClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.engine_metrics import Metric
@@ -45,14 +41,18 @@ from headrace.frontend.request.prompts import (
     tokenize,
 )
 from headrace.frontend.text.template_renderer import renderer, without_blocking
+from headrace.frontend.vllm.engine_config import EngineConfig, ModelConfig, SchedulerConfig, engine_config, tasks_of
+from headrace.frontend.vllm.helpers import EngineSignature, TokenizerToAwait, get_tokenizer
+from headrace.frontend.vllm.stat_loggers import Factory, StatLoggers
+from headrace.frontend.vllm.unsupported import NamesWhatIsMissing, check_arguments
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from headrace.frontend.api.engine_keywords import EngineOptions
-    from headrace.frontend.api.llm_engine import EngineArgs
     from headrace.frontend.client.request import RequestStream
     from headrace.frontend.fleet.sources import EngineProcess
     from headrace.frontend.text.chat_template import Message
+    from headrace.frontend.vllm.engine_keywords import EngineOptions
+    from headrace.frontend.vllm.llm_engine import EngineArgs
     from headrace.ipc.messages import Welcome
 
 _TOKENIZE_INLINE_CHARACTERS = 16384

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.frontend.api.unsupported import ARGUMENTS, check_arguments, no_argument
 from headrace.frontend.request.embedded_parts import splice, without_parts
 from headrace.frontend.request.lists import elements
 from headrace.frontend.request.prompts import Prompt
 from headrace.frontend.text.chat_template import complete_message
 from headrace.frontend.text.instructions import place_instructions
 from headrace.frontend.text.template_renderer import one_limit
+from headrace.frontend.vllm.unsupported import ARGUMENTS, check_arguments, no_argument
 from headrace.ipc.failure import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -15,12 +15,8 @@ from headrace.frontend.api.batch import SharedBar, enqueue_batch, finish_batch, 
 from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
 from headrace.frontend.api.chat_prompts import chat_options, chat_prompts
-from headrace.frontend.api.engine_config import ModelConfig, engine_config, tasks_of
-from headrace.frontend.api.helpers import EngineSignature, get_tokenizer
 from headrace.frontend.api.pooling_calls import PoolingCalls
-from headrace.frontend.api.stat_loggers import StatLoggers
 from headrace.frontend.api.sync_stream import Pump, Put, SyncStream
-from headrace.frontend.api.unsupported import NamesWhatIsMissing, check_arguments
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient
 from headrace.frontend.client.control import Controls
@@ -49,15 +45,19 @@ from headrace.frontend.request.prompts import (
     tokenize,
 )
 from headrace.frontend.text.template_renderer import renderer
+from headrace.frontend.vllm.engine_config import ModelConfig, engine_config, tasks_of
+from headrace.frontend.vllm.helpers import EngineSignature, get_tokenizer
+from headrace.frontend.vllm.stat_loggers import StatLoggers
+from headrace.frontend.vllm.unsupported import NamesWhatIsMissing, check_arguments
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
     from headrace.core.engine.engine import EngineThread
-    from headrace.frontend.api.engine_keywords import EngineOptions
-    from headrace.frontend.api.llm_engine import EngineArgs, LLMEngine
     from headrace.frontend.client.request import RequestStream
     from headrace.frontend.fleet.sources import EngineProcess
     from headrace.frontend.text.chat_template import Message
+    from headrace.frontend.vllm.engine_keywords import EngineOptions
+    from headrace.frontend.vllm.llm_engine import EngineArgs, LLMEngine
     from headrace.ipc.messages import Welcome
 
 
@@ -409,7 +409,7 @@ class LLM(Controls, PoolingCalls, NamesWhatIsMissing):
     @property
     def llm_engine(self) -> LLMEngine:
         """An LLMEngine over this LLM, to submit requests one by one and to read `model_config` and the like."""
-        from headrace.frontend.api.llm_engine import LLMEngine
+        from headrace.frontend.vllm.llm_engine import LLMEngine
 
         if self._engine is None:
             self._engine = LLMEngine(self)

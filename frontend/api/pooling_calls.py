@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.api.batch import SharedBar, priorities_for, run_requests
-from headrace.frontend.api.unsupported import check_arguments
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.fleet.client import FleetClient
 from headrace.frontend.request.lists import elements
@@ -14,6 +13,7 @@ from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.pooling_outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
 from headrace.frontend.request.pooling_prompts import NOT_POOLING, check_pooling, tokenize_to_pool
 from headrace.frontend.request.prompts import parse_prompts, tokenization_of
+from headrace.frontend.vllm.unsupported import check_arguments
 from headrace.ipc.failure import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -114,7 +114,7 @@ def _load(name: str) -> CommandModule:
 
 
 def _unknown_command(name: str) -> OptionError:
-    from headrace.frontend.api.unsupported import COMMANDS
+    from headrace.frontend.vllm.unsupported import COMMANDS
 
     if name in COMMANDS:
         return OptionError(f"there is no command {name}: {COMMANDS[name]}")

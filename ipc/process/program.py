@@ -15,6 +15,8 @@ import stat
 import sys
 from collections.abc import Sequence
 
+FOR_PROGRAMS: dict[str, str] = {}
+"""Environment variables for the programs that this process starts, beside its own, which is its user's."""
 USER_PATH = "HEADRACE_USER_PATH"
 """JSON list of the folders from which the program that the user started imports."""
 
@@ -55,11 +57,12 @@ def starting_folder() -> str | None:
 
 
 def child_environment(**changed: str) -> dict[str, str]:
-    """This process's environment, with the folders that it imports from for `follow_user_path`, and `changed`."""
+    """This process's environment, with FOR_PROGRAMS, the folders that it imports from for `follow_user_path`, and
+    `changed`."""
     passed_on = os.environ.get(USER_PATH)
     if passed_on is None:
         passed_on = json.dumps(_folders(sys.path))
-    return {**os.environ, USER_PATH: passed_on, **changed}
+    return {**os.environ, **FOR_PROGRAMS, USER_PATH: passed_on, **changed}
 
 
 def follow_user_path() -> list[str]:

@@ -19,7 +19,7 @@ from test_hub import locate_all
 from headrace.core.options.option import Secret
 from headrace.executor.checkpoints.hub import HubChoice, cached_config, locate
 from headrace.executor.checkpoints.hub.model_scope import OF_VLLM, USE, ModelScope
-from headrace.frontend.api.helpers import get_tokenizer
+from headrace.frontend.vllm.helpers import get_tokenizer
 from headrace.ipc.failure import InvalidRequestError, ModelError, OptionError
 
 FILES = ("config.json", "configuration.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json", "onnx/a.onnx")

@@ -24,8 +24,8 @@ from headrace.core.options.document import KEYWORDS_FILE, keywords_module
 from headrace.core.options.parsing import parse_options
 from headrace.core.options.values import option_specs
 from headrace.core.options.vllm_options import taken_options
-from headrace.frontend.api import engine_keywords
-from headrace.vllm_modules import MODULES
+from headrace.frontend.vllm import engine_keywords
+from headrace.frontend.vllm.modules import MODULES
 
 IMPORTS = Path(__file__).with_name("imports_of_vllm.txt")
 """`module name`, below `vllm`: all that the examples and documents of 0.33 import from it."""

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headrace import LLM, AsyncLLM, EngineArgs, InvalidRequestError, LLMEngine, SamplingParams
-from headrace.frontend.api.engine_config import engine_config
-from headrace.frontend.api.stat_loggers import StatLoggers
+from headrace.frontend.vllm.engine_config import engine_config
+from headrace.frontend.vllm.stat_loggers import StatLoggers
 from headrace.v1.metrics.loggers import (
     AggregatedLoggingStatLogger,
     AggregateStatLoggerBase,

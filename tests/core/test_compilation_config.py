@@ -11,7 +11,7 @@ import pytest
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import OptionParser, add_options, options_from_arguments, parse_options
 from headrace.core.options.values import shown_options
-from headrace.frontend.api.config_objects import CUDAGraphMode
+from headrace.frontend.vllm.config_objects import CUDAGraphMode
 from headrace.ipc.failure import OptionError
 
 

@@ -30,7 +30,58 @@ def loaded_by(script: str) -> list[str]:
 
 def test_importing_the_package_loads_next_to_nothing() -> None:
     loaded = [name for name in loaded_by("import headrace") if name.startswith(("headrace.", "zmq", "msgspec"))]
-    assert loaded == ["headrace.vllm_modules"]
+    assert loaded == ["headrace.frontend", "headrace.frontend.vllm", "headrace.frontend.vllm.modules"]
+
+
+HOST = """
+import asyncio, gc, importlib.util, logging, os, signal, sys, threading, warnings
+
+def host():
+    handlers = [signal.getsignal(each) for each in signal.valid_signals()]
+    hooks = sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook, sys.gettrace(), sys.getprofile()
+    limits = sys.getrecursionlimit(), sys.getswitchinterval(), gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
+    logs = logging.root.level, logging.root.handlers[:], logging.getLoggerClass()
+    return (
+        sys.meta_path[:], sys.path_hooks[:], sys.path[:], dict(os.environ), handlers, hooks, limits, logs,
+        warnings.filters[:], threading.enumerate(), asyncio.get_event_loop_policy(), os.getcwd(), os.umask(0o77),
+    )
+
+os.umask(0o77)
+before = host()
+"""
+UNCHANGED = """
+for index, (first, then) in enumerate(zip(before, host())):
+    assert first == then, (index, first, then)
+assert importlib.util.find_spec("vllm") is None
+"""
+IMPORTS = {
+    "the package": "import headrace",
+    "its names": "import headrace; [getattr(headrace, name) for name in headrace.__all__]",
+    "vLLM's names": """
+from headrace.engine.arg_utils import EngineArgs
+from headrace.v1.engine.async_llm import AsyncLLM
+""",
+    "what is missing": """
+import headrace
+for statement in ("import headrace.lora.resolver", "from headrace.config import Nothing", "headrace.nothing"):
+    try:
+        exec(statement)
+    except (ImportError, AttributeError):
+        continue
+    raise AssertionError(statement)
+""",
+    "a model's registration": """
+from headrace import ModelRegistry
+ModelRegistry.register_model("TinyForCausalLM", "tiny_models:FAMILY")
+assert "TinyForCausalLM" in ModelRegistry.get_supported_archs()
+""",
+}
+
+
+@pytest.mark.parametrize("what", IMPORTS)
+def test_an_import_changes_nothing_of_its_host(what: str) -> None:
+    done = run_python(HOST + IMPORTS[what] + UNCHANGED)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_public_face_loads_nothing_heavy() -> None:

@@ -12,9 +12,9 @@ import pytest
 from fake_tokenizers import CHAT_TEMPLATE, bundle_of, byte_level_tokenizer, sentencepiece_tokenizer
 
 from headrace import InvalidRequestError, ModelError
-from headrace.frontend.api.helpers import get_tokenizer
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.frontend.text.tokenizer_cache import load_bundle, store_bundle
+from headrace.frontend.vllm.helpers import get_tokenizer
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo
 
 LLAMA_LIKE = """{{- bos_token }}

@@ -25,6 +25,7 @@ from headrace.executor.models import kv_cache, registry
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.kv_cache import Layout, cache_groups
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
+from headrace.ipc.process.program import FOR_PROGRAMS
 
 FAMILY = '''
 from dataclasses import replace
@@ -77,7 +78,7 @@ def saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str) -> t
     """The checkpoint's folder, and transformers' model of it."""
     (tmp_path / "two_sizes_family.py").write_text(FAMILY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv(registry.VARIABLE, "{}")
+    monkeypatch.setitem(FOR_PROGRAMS, registry.VARIABLE, "{}")
     ModelRegistry.register_model("TwoSizesForCausalLM", "two_sizes_family:FAMILY")
     heads, head_dim = SIZES[size]
     model = reference(heads, head_dim)

@@ -16,6 +16,7 @@ from test_models import reference_logits
 
 from headrace import LLM, HeadraceError, ModelError, ModelRegistry, OptionError, SamplingParams
 from headrace.executor.models import families, registry
+from headrace.ipc.process.program import FOR_PROGRAMS
 
 PROJECT = """
 [build-system]
@@ -204,7 +205,7 @@ def test_what_the_docs_register_is_served(
     (tmp_path / "tiny_family.py").write_text(next(part for part in page.split("```") if "# tiny_family.py" in part)[6:])
     (tmp_path / "other_model.py").write_text(OTHER_MODEL)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv(registry.VARIABLE, "{}")
+    monkeypatch.setitem(FOR_PROGRAMS, registry.VARIABLE, "{}")
     ModelRegistry.register_model(architecture, path)
     assert architecture in ModelRegistry.get_supported_archs()
     folder = tiny_models.save(tiny, tmp_path / "model")
@@ -219,7 +220,7 @@ def test_what_the_docs_register_is_served(
 
 
 def test_what_an_engine_could_not_import_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(registry.VARIABLE, "{}")
+    monkeypatch.setitem(FOR_PROGRAMS, registry.VARIABLE, "{}")
     for model in ("no_colon", type("Local", (), {"__module__": "__main__"})):
         with pytest.raises(OptionError, match=r"module:name"):
             ModelRegistry.register_model("LocalForCausalLM", model)
@@ -270,7 +271,7 @@ def test_a_registered_model_that_cannot_compute_is_refused_by_its_architectures_
     (tmp_path / "odd_models.py").write_text(ODD_MODELS)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "odd_models", raising=False)
-    monkeypatch.setenv(registry.VARIABLE, "{}")
+    monkeypatch.setitem(FOR_PROGRAMS, registry.VARIABLE, "{}")
     ModelRegistry.register_model("OddForCausalLM", name)
     config = {**tiny_models.COMMON, "architectures": ["OddForCausalLM"], "model_type": "odd_llama"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -284,7 +285,7 @@ def test_a_family_that_fails_is_named_with_its_architecture(tmp_path: Path, monk
         'FAMILY = Family(("OddForCausalLM",), lambda config: config["nowhere"])\n'
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv(registry.VARIABLE, "{}")
+    monkeypatch.setitem(FOR_PROGRAMS, registry.VARIABLE, "{}")
     ModelRegistry.register_model("OddForCausalLM", "failing_family:FAMILY")
     said = r"the family of OddForCausalLM \(failing_family\) cannot read the config: KeyError: 'nowhere'"
     with pytest.raises(ModelError, match=said):

@@ -37,7 +37,7 @@ from headrace.ipc.messages import Sampling
 from headrace.ipc.ranges import INT32, Range
 
 if TYPE_CHECKING:
-    from headrace.frontend.api.engine_config import ModelConfig
+    from headrace.frontend.vllm.engine_config import ModelConfig
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy sampling: dividing logits by them would overflow."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.frontend.api.unsupported import ONLY_GENERATION
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.engine_metrics import kv_use
 from headrace.frontend.fleet.pool import Engine
@@ -47,6 +46,7 @@ from headrace.frontend.http.server.exchange import Exchange
 from headrace.frontend.http.server.generation import PreparedRequest
 from headrace.frontend.http.server.route_spec import GENERATION, TOKENS, UNAVAILABLE, get, post
 from headrace.frontend.http.server.state import ServerState
+from headrace.frontend.vllm.unsupported import ONLY_GENERATION
 
 _LOAD_FORMAT, _LOAD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
 """Headers of ORCA (Open Request Cost Aggregation), by which load balancers such as Envoy ask for the engine's load."""

@@ -16,16 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from headrace.frontend.api.unsupported import no_attribute
 from headrace.frontend.client.control import QUICK_S
 from headrace.frontend.client.engine_metrics import kv_use
+from headrace.frontend.vllm.unsupported import no_attribute
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError
 from headrace.ipc.messages import GetStats
 
 if TYPE_CHECKING:
-    from headrace.frontend.api.engine_config import EngineConfig
     from headrace.frontend.client.client import CoreClient
     from headrace.frontend.client.request import RequestStream
+    from headrace.frontend.vllm.engine_config import EngineConfig
     from headrace.ipc.messages import EngineStats
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,9 @@
 """vLLM's module names as a table: `from headrace.engine.arg_utils import EngineArgs` works, and so on for each row.
 
-The modules have no files: a finder at the end of `sys.meta_path` creates one when it is imported. Its names are those
-of `headrace`, or are defined where HOMES says, and are loaded on first use. For a name or module of vLLM that Headrace
-lacks, an error states the reason (frontend/api/unsupported.py): on import, or for classes, which scripts often import
-without using them, on construction.
+The modules have no files: the package's `__path__` leads to a finder that creates one when it is imported. Its names
+are those of `headrace`, or are defined where HOMES says, and are loaded on first use. For a name or module of vLLM that
+Headrace lacks, an error states the reason (frontend/vllm/unsupported.py): on import, or for classes, which scripts
+often import without using them, on construction.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import importlib
 import importlib.machinery
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+_OWN = ("core", "executor", "frontend", "ipc", "kernels")
+"""Headrace's own packages."""
 _NEAR = 0.8
 """Minimum similarity for suggesting a name that the user may have meant."""
 PROMPTS = (
@@ -175,7 +177,7 @@ PROGRAMS: Mapping[str, str] = types.MappingProxyType(
 
 HOMES: Mapping[str, str] = types.MappingProxyType(
     {
-        "CacheConfig": "frontend.api.engine_config:CacheConfig",
+        "CacheConfig": "frontend.vllm.engine_config:CacheConfig",
         "entrypoints.cli.main.main": "frontend.cli.main:main",
         "EngineClient": "frontend.api.async_llm:AsyncLLM",
         "EngineGenerateError": "ipc.failure:RequestFailedError",
@@ -185,10 +187,10 @@ HOMES: Mapping[str, str] = types.MappingProxyType(
         "PromptLogprobs": "frontend.request.outputs:PromptLogprobs",
         "SampleLogprobs": "frontend.request.outputs:SampleLogprobs",
         "EngineInput": "frontend.request.prompts:PromptType",
-        "FinishReason": "frontend.api.stat_loggers:FinishReason",
+        "FinishReason": "frontend.vllm.stat_loggers:FinishReason",
         "PauseMode": "frontend.client.control:PauseMode",
         "SingletonPrompt": "frontend.request.prompts:PromptType",
-        "StatLoggerFactory": "frontend.api.stat_loggers:Factory",
+        "StatLoggerFactory": "frontend.vllm.stat_loggers:Factory",
         "EmbedsInput": "frontend.request.prompts:EmbedsInput",
         "EmbedsPrompt": "frontend.request.prompts:EmbedsPrompt",
         "TokensInput": "frontend.request.prompts:TokensInput",
@@ -197,30 +199,30 @@ HOMES: Mapping[str, str] = types.MappingProxyType(
         "tokens_input": "frontend.request.prompts:tokens_input",
         "FlexibleArgumentParser": "core.options.parsing:OptionParser",
         "GenerationError": "ipc.failure:RequestFailedError",
-        "ModelConfig": "frontend.api.engine_config:ModelConfig",
+        "ModelConfig": "frontend.vllm.engine_config:ModelConfig",
         "PromptType": "frontend.request.prompts:PromptType",
         "QueueOverflowError": "ipc.failure:QueueFullError",
         "RequestMetrics": "frontend.request.outputs:RequestMetrics",
-        "SchedulerConfig": "frontend.api.engine_config:SchedulerConfig",
+        "SchedulerConfig": "frontend.vllm.engine_config:SchedulerConfig",
         "StreamingInput": "frontend.api.streaming_input:StreamingInput",
         "TokenizerLike": "frontend.text.tokenizer:Tokenizer",
-        "UsageContext": "frontend.api.helpers:UsageContext",
+        "UsageContext": "frontend.vllm.helpers:UsageContext",
         "VLLMClientError": "ipc.failure:InvalidRequestError",
         "VLLMError": "ipc.failure:HeadraceError",
         "VLLMValidationError": "ipc.failure:InvalidRequestError",
-        "VllmConfig": "frontend.api.engine_config:EngineConfig",
-        "cached_get_tokenizer": "frontend.api.helpers:get_tokenizer",
+        "VllmConfig": "frontend.vllm.engine_config:EngineConfig",
+        "cached_get_tokenizer": "frontend.vllm.helpers:get_tokenizer",
         "SamplingType": "frontend.request.parameters.sampling_params:SamplingType",
         "process_dict_updates": "executor.sampling.logits_processors:process_dict_updates",
-        "current_platform": "frontend.api.platform:current_platform",
-        "resolve_hf_chat_template": "frontend.api.helpers:resolve_chat_template",
-        "utils.Counter": "frontend.api.helpers:Counter",
-        **{name: f"frontend.api.helpers:{name}" for name in (
+        "current_platform": "frontend.vllm.platform:current_platform",
+        "resolve_hf_chat_template": "frontend.vllm.helpers:resolve_chat_template",
+        "utils.Counter": "frontend.vllm.helpers:Counter",
+        **{name: f"frontend.vllm.helpers:{name}" for name in (
             *GROUPS, *NETWORK, "cached_tokenizer_from_config", "get_tokenizer", "hf_api", "init_logger",
             "is_usage_stats_enabled", "random_uuid", "resolve_chat_template", "set_random_seed", "set_ulimit",
         )},
-        **{name: f"frontend.api.config_objects:{name}" for name in (*COMPILATION, *CONFIG_DICTS)},
-        **{name: f"frontend.api.stat_loggers:{name}" for name in (
+        **{name: f"frontend.vllm.config_objects:{name}" for name in (*COMPILATION, *CONFIG_DICTS)},
+        **{name: f"frontend.vllm.stat_loggers:{name}" for name in (
             "AggregateStatLoggerBase", "AggregatedLoggingStatLogger", "FinishedRequestStats", "IterationStats",
             "LoggingStatLogger", "PrefixCacheStats", "SchedulerStats", "StatLoggerBase",
         )},
@@ -256,7 +258,7 @@ class VllmModule(types.ModuleType):
 def find(row: str, name: str) -> object:
     """The object `name` of a row. Raises ImportError for a name of vLLM's that Headrace lacks, else AttributeError."""
     import headrace
-    from headrace.frontend.api.unsupported import PACKAGE, no_attribute, reason_of, refused_class
+    from headrace.frontend.vllm.unsupported import PACKAGE, no_attribute, reason_of, refused_class
 
     if (answers := ANSWERED.get(row)) is not None and name.isupper():
         module, _, attribute = answers.partition(":")
@@ -281,7 +283,7 @@ def find(row: str, name: str) -> object:
 
 def is_refused_class(name: str) -> bool:
     """Whether `name` is a class of vLLM that Headrace lacks."""
-    from headrace.frontend.api.unsupported import PACKAGE
+    from headrace.frontend.vllm.unsupported import PACKAGE
 
     return name in PACKAGE and name[0].isupper()
 
@@ -292,9 +294,9 @@ def tell_why_not(package: str, row: str) -> None:
     This is also called for `from headrace.config import NAME` if NAME is not an attribute. Python swallows an error
     whose `name` is that module's, so this one has none.
     """
-    if row.partition(".")[0] == "frontend":
-        return  # the reasons are defined there: in an uninstalled clone this would recurse without end
-    from headrace.frontend.api.unsupported import reason_of
+    if row.partition(".")[0] in _OWN:
+        return  # asked for where it lies elsewhere than this package, and below it without end in an uninstalled clone
+    from headrace.frontend.vllm.unsupported import reason_of
 
     if (reason := reason_of(row)) is not None:
         parent, _, last = row.rpartition(".")
@@ -303,24 +305,33 @@ def tell_why_not(package: str, row: str) -> None:
         raise ModuleNotFoundError(f"Headrace has no '{package}.{row}': {reason}{meant}")
 
 
-def is_replaced() -> bool:
-    """Whether `vllm` is Headrace in this process (headrace/as_vllm.py)."""
-    return type(sys.modules.get("vllm")).__name__ == "VllmPackage"
+class ModulePath(list[str]):
+    """The `__path__` of the package and of its modules that the table names: the last entry stands for the table.
+
+    Python asks a finder of the entry, which it keeps in a cache, so nothing is added to `sys.meta_path` or
+    `sys.path_hooks`.
+    """
+
+    def __init__(self, folders: Iterable[str] = ()) -> None:
+        super().__init__([*folders, __file__])
+
+    def __iter__(self) -> Iterator[str]:
+        sys.path_importer_cache[__file__] = _FINDER  # each time, as others may clear the cache
+        return super().__iter__()
 
 
-class VllmModules:
+class TableFinder:
     """Finds and loads the modules of the table. All are packages, as others may be below them."""
 
-    def find_spec(
-        self, fullname: str, path: object = None, target: object = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        prefix, _, row = fullname.partition(".")
-        if prefix not in ("headrace", "vllm") or not (row in MODULES or row in PROGRAMS):
-            if prefix == "headrace" or (prefix == "vllm" and is_replaced()):
-                tell_why_not(prefix, row)
+    def find_spec(self, fullname: str, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        package, _, row = fullname.partition(".")
+        if not (row in MODULES or row in PROGRAMS):
+            tell_why_not(package, row)
             return None
-        is_package = row in MODULES
-        return importlib.machinery.ModuleSpec(fullname, self, origin="headrace/vllm_modules.py", is_package=is_package)  # type: ignore[arg-type]
+        spec = importlib.machinery.ModuleSpec(fullname, self, origin=__file__)  # type: ignore[arg-type]
+        if row in MODULES:
+            spec.submodule_search_locations = ModulePath()
+        return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> VllmModule:
         return VllmModule(spec.name, f"vLLM's module name for what Headrace has of it (row of {__name__}).")
@@ -344,7 +355,4 @@ def _exists(module: str, name: str) -> bool:
     return f"{row}.{name}" in HOMES or name in HOMES or name in headrace.__all__
 
 
-def install() -> None:
-    """Called once per interpreter. The finder comes last, so that modules with files take precedence."""
-    if not any(isinstance(finder, VllmModules) for finder in sys.meta_path):
-        sys.meta_path.append(VllmModules())
+_FINDER = TableFinder()

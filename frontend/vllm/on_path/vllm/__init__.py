@@ -1,3 +1,5 @@
 """`import vllm` in a process that a program under `headrace.as_vllm` has started: Headrace, in this module's place."""
 
-import headrace.as_vllm  # noqa: F401
+from headrace.frontend.vllm.as_vllm import install
+
+install()

@@ -22,7 +22,15 @@ from headrace.core.options.parsing import add_options, fill_namespaces, options_
 from headrace.core.options.values import option_specs
 from headrace.core.options.vllm_options import unsupported_options
 from headrace.frontend.api.async_llm import AsyncLLM
-from headrace.frontend.api.engine_config import (
+from headrace.frontend.api.llm import LLM
+from headrace.frontend.api.sync_stream import Pump
+from headrace.frontend.client.background import take
+from headrace.frontend.client.control import Controls
+from headrace.frontend.client.one_process import OneProcess
+from headrace.frontend.request.outputs import RequestOutput
+from headrace.frontend.request.parameters.sampling_params import SamplingParams
+from headrace.frontend.request.prompts import tokenization_of
+from headrace.frontend.vllm.engine_config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -30,20 +38,12 @@ from headrace.frontend.api.engine_config import (
     asked_config,
     engine_config,
 )
-from headrace.frontend.api.llm import LLM
-from headrace.frontend.api.stat_loggers import Factory, StatLoggers
-from headrace.frontend.api.sync_stream import Pump
-from headrace.frontend.api.unsupported import DECISIONS, METHODS, check_arguments, no_attribute
-from headrace.frontend.client.background import take
-from headrace.frontend.client.control import Controls
-from headrace.frontend.client.one_process import OneProcess
-from headrace.frontend.request.outputs import RequestOutput
-from headrace.frontend.request.parameters.sampling_params import SamplingParams
-from headrace.frontend.request.prompts import tokenization_of
+from headrace.frontend.vllm.stat_loggers import Factory, StatLoggers
+from headrace.frontend.vllm.unsupported import DECISIONS, METHODS, check_arguments, no_attribute
 from headrace.ipc.failure import InvalidRequestError
 
 if TYPE_CHECKING:
-    from headrace.frontend.api.engine_keywords import EngineOptions
+    from headrace.frontend.vllm.engine_keywords import EngineOptions
 
 P = TypeVar("P", bound=argparse.ArgumentParser)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 
-from headrace.frontend.api.unsupported import NamesWhatIsMissing
+from headrace.frontend.vllm.unsupported import NamesWhatIsMissing
 
 
 class Platform(NamesWhatIsMissing):
@@ -63,7 +63,7 @@ class Platform(NamesWhatIsMissing):
         return _num_gpus() or 1
 
     def seed_everything(self, seed: int | None = None) -> None:
-        from headrace.frontend.api.helpers import set_random_seed
+        from headrace.frontend.vllm.helpers import set_random_seed
 
         set_random_seed(seed)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.options.engine_options import Options
-from headrace.frontend.api.unsupported import CONFIG_FIELDS, DECISIONS, no_attribute
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
+from headrace.frontend.vllm.unsupported import CONFIG_FIELDS, DECISIONS, no_attribute
 from headrace.ipc.messages import Welcome
 from headrace.ipc.process.regular_files import read_file
 
