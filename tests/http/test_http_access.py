@@ -13,6 +13,7 @@ import pytest
 from http_server import Server, read_all, serving
 from served_routes import ALL_ROUTES, DEVELOPMENT_ROUTES
 from server_here import ServerHere, serving_here
+from source_tree import ROOT
 
 from headrace.core.options.option import Secret
 from headrace.frontend.http.process.keys import read_admin_keys
@@ -71,9 +72,9 @@ def test_what_changes_the_server_is_declared_so():
     admin = {route.path for route in ALL_ROUTES if route.access is Access.ADMIN}
     assert admin == {"/scale_elastic_ep", *(route.path for route in DEVELOPMENT_ROUTES)}
     assert {route.path for route in ALL_ROUTES if route.access is Access.STATISTICS} == {"/version", "/metrics"}
-    assert {route.path for route in ALL_ROUTES if route.access is Access.PUBLIC} == {
-        *("/", "/health", "/health/live", "/health/ready", "/health/progress", "/ping")
-    }
+    public = {route.path for route in ALL_ROUTES if route.access is Access.PUBLIC}
+    files = {f"/ui/{file.name}" for file in (ROOT / "frontend/http/apis/page/static").iterdir()}
+    assert public - files == {*("/", "/health", "/health/live", "/health/ready", "/health/progress", "/ping")}
 
 
 def call(client: httpx.Client, route: Any, headers: dict[str, str]) -> int:

@@ -135,7 +135,8 @@ def test_the_start_up_line_says_that_nobody_else_is_heard_where_that_is_so() -> 
     hint = "; from this machine alone, unless --host 0.0.0.0 opens it to others"
     for options in (ServeOptions(), ServeOptions(host="127.0.0.1")):
         assert ready_text("http://127.0.0.1:8000", options) == (
-            f"ready: http://127.0.0.1:8000/v1 for clients, http://127.0.0.1:8000/docs to read{hint}"
+            "ready: http://127.0.0.1:8000/v1 for clients, http://127.0.0.1:8000 in a browser, "
+            f"http://127.0.0.1:8000/docs to read{hint}"
         )
     for options in (ServeOptions(host="0.0.0.0"), ServeOptions(uds="http.sock")):
         assert ready_text("http://127.0.0.1:8000", options).endswith("/docs to read")

@@ -1,5 +1,5 @@
 """What pages in a real browser can do: those whose name is re-bound to this machine, those of other sites, and allowed
-ones. Chromium is looked for as `chromium` in the PATH, or where HEADRACE_TEST_CHROMIUM says."""
+ones."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import html
 import http.client
 import http.server
 import json
-import os
 import re
-import shutil
 import socket
 import subprocess
 import threading
@@ -19,13 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import CHROMIUM, FLAGS, needs_chromium
 from http_server import Server, metric, serving
 
-CHROMIUM = os.environ.get("HEADRACE_TEST_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = [
-    pytest.mark.system,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.system, needs_chromium]
 ALLOWED = "allowed.example"
 PAGE = """<!doctype html><meta charset=utf-8><pre id=out></pre><script>
 const server = SERVER, completion = JSON.stringify({prompt: [5], max_tokens: 1});
@@ -119,8 +114,8 @@ def browse(url: str, folder: Path, *rules: str) -> str:
     """The document that Chromium has made of the page. rules: where it finds names of hosts."""
     assert CHROMIUM is not None
     command = [
-        *(CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--no-proxy-server"),
-        *("--disable-background-networking", f"--user-data-dir={folder}", f"--host-resolver-rules={', '.join(rules)}"),
+        *(CHROMIUM, "--headless=new", *FLAGS),
+        *(f"--user-data-dir={folder}", f"--host-resolver-rules={', '.join(rules)}"),
         *("--virtual-time-budget=20000", "--timeout=60000", "--dump-dom", url),
     ]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=180)

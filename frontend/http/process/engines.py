@@ -37,7 +37,7 @@ def engine_for(pool: EnginePool, model: str | None) -> Engine:
 
 
 def why_unavailable(pool: EnginePool) -> ApiError:
-    failure = next(filter(None, map(_failure_of, pool.engines)), None)
+    failure = next(filter(None, map(failure_of, pool.engines)), None)
     if failure is not None and not pool.started.is_set() and not pool.dead.is_set():
         return unavailable(f"waiting for an engine: {without_own_names(failure.message)}", code="loading")
     if failure is not None:
@@ -54,7 +54,7 @@ def why_unavailable(pool: EnginePool) -> ApiError:
     return unavailable("the engine is still loading the model", code="loading")
 
 
-def _failure_of(engine: Engine) -> Failure | None:
+def failure_of(engine: Engine) -> Failure | None:
     """Why the engine is down, also while the pool has not handled its end yet."""
     return engine.failure or (engine.client.failure if engine.client is not None else None)
 

@@ -261,7 +261,8 @@ def ready_text(url: str, options: ServeOptions) -> str:
     if options.uds is None and is_loopback(options.host or LOOPBACK):
         everywhere = "::" if ":" in (options.host or "") else "0.0.0.0"
         reach = f"; from this machine alone, unless --host {everywhere} opens it to others"
-    return f"ready: {url}/v1 for clients, {url}/docs to read{reach}"
+    page = f"{url} in a browser, " if options.ui and options.uds is None else ""
+    return f"ready: {url}/v1 for clients, {page}{url}/docs to read{reach}"
 
 
 _OF_TOOL_SERVERS = ("mcp", "httpx", "httpx2")

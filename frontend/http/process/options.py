@@ -376,6 +376,13 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = 1 << 30
 
+    ui: Annotated[
+        bool,
+        Option(
+            OBSERVED,
+            "Serve a page at / with a chat and a live view of the engines; with API keys it asks for one",
+        ),
+    ] = True
     server_dev_mode: Annotated[
         bool,
         Option(

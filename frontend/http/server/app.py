@@ -110,7 +110,9 @@ class App:
         options = self._state.options
         exchange = Exchange(scope, receive, send, options, self._state.bodies)
         scope[EXCHANGE] = exchange
-        if scope["path"].endswith("/"):
+        if scope["path"] == options.root_path:
+            scope["path"] += "/"
+        elif scope["path"].endswith("/"):
             self._drop_slash(scope, options.root_path)
         self._set_form(exchange, scope["path"].removeprefix(options.root_path))
         # Set here, not by uvicorn, which would prepend it to the path: some proxies strip the prefix, others keep it.

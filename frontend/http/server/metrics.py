@@ -151,6 +151,11 @@ class Pages:
         starts = [page * _PAGE_SIZE + offset for page in range(self._num_processes)]
         return [sum(self._numbers[start + i] for start in starts) for i in range(count)]
 
+    def of_requests(self, index: int, name: str) -> list[float]:
+        """A histogram of one engine's requests, over all processes: the count of each bucket, then the values' sum."""
+        bounds, _ = REQUEST_HISTOGRAMS[name]
+        return self.total(_engine_offset(index) + REQUEST_LAYOUT.at[name], len(bounds) + 2)
+
     def gc_pause(self, seconds: float) -> None:
         """Records the duration of a garbage collection in this process."""
         observe(self.process, _PROCESS_LAYOUT.at["gc_pause_seconds"], _PAUSES, seconds)
@@ -256,8 +261,8 @@ class Exposition:
             for spelt in filter(None, (name, _ALSO_KNOWN_AS.get(name))):
                 family = HistogramMetricFamily(f"{self._prefix}:{spelt}", text, labels=labels)
                 for engine in self._pool.engines:
-                    at = _engine_offset(engine.index) + REQUEST_LAYOUT.at[name]
-                    self._add_histogram(family, _labels(engine), at, bounds)
+                    *counts, total = self._pages.of_requests(engine.index, name)
+                    family.add_metric(_labels(engine), cumulative(bounds, counts), sum_value=total)
                 yield family
         success = CounterMetricFamily(
             f"{self._prefix}:{SUCCESS}", "Requests that ended, by how.", labels=(*labels, "finished_reason")

@@ -30,7 +30,8 @@ def document(
     """The OpenAPI 3.1 document as JSON. bodies: the kinds of requests, of which the fields that they lack are
     described too. keys: those that the server requires."""
     keys = keys or Keys()
-    routes = [route for route in routes if route.header is None]  # of one path and method, a document has one route
+    # Of one path and method, a document has one route.
+    routes = [route for route in routes if route.header is None and route.is_documented]
     structs = {each for route in routes for each in (route.request, route.response, route.events) if each is not None}
     _, components = msgspec.json.schema_components(
         [*sorted(structs, key=lambda each: each.__name__), ErrorResponse], ref_template=_REF

@@ -45,6 +45,8 @@ class RouteSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Encodes the route's errors as a response body."""
     refusals: tuple[int, ...] = ()
     """HTTP statuses of the errors that the route may answer with, besides 401 and 403 of keys."""
+    is_documented: bool = True
+    """Whether the OpenAPI document has it: files of a page are no part of an API."""
     takes_any_type: bool = False
     """A JSON body is accepted without its content type, unless a web page sends it."""
 

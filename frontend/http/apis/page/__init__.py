@@ -1,0 +1,1 @@
+"""The page at `/`: a chat and a live view of the engines."""

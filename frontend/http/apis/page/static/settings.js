@@ -1,0 +1,142 @@
+// System prompt and sampling controls. What is left empty is left to the model, whose own value shows as a hint.
+
+import { make } from "./dom.js";
+import { load, save } from "./storage.js";
+
+const NUMBERS = [
+  { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05, hint: 1, help: "0 takes the likeliest token" },
+  { name: "max_tokens", label: "Most tokens", min: 1, step: 1, hint: "all that fit", help: "Length of an answer" },
+  { name: "top_p", label: "Top p", min: 0, max: 1, step: 0.01, hint: 1, help: "Tokens that make up this share" },
+  { name: "top_k", label: "Top k", min: -1, step: 1, hint: "all", help: "So many of the likeliest tokens" },
+  { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.01, hint: 0, help: "Share of the likeliest one's probability" },
+  { name: "repetition_penalty", label: "Repetition penalty", min: 0.01, step: 0.01, hint: 1, help: "Above 1: repeats less" },
+  { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: 0.1, hint: 0, help: "Of tokens that came" },
+  { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: 0.1, hint: 0, help: "By how often they came" },
+  { name: "seed", label: "Seed", step: 1, hint: "random", help: "The same answer each time" },
+];
+
+export class Settings {
+  #values = load(localStorage, "settings", {});
+  #element;
+  #inputs = new Map();
+
+  /** element: the panel. toggle: the button that shows it. key: the visitor's. */
+  constructor(element, toggle, key) {
+    this.#element = element;
+    const show = (isShown) => {
+      element.hidden = !isShown;
+      toggle.setAttribute("aria-expanded", String(isShown));
+    };
+    const forget = make("button", { type: "button", class: "quiet", hidden: !key.value }, "Forget the API key");
+    forget.addEventListener("click", () => {
+      key.forget();
+      location.reload();
+    });
+    toggle.addEventListener("click", () => {
+      show(element.hidden);
+      forget.hidden = !key.value;
+      if (!element.hidden) element.querySelector("textarea, input").focus();
+    });
+    const close = make("button", { type: "button", class: "quiet" }, "Close");
+    close.addEventListener("click", () => {
+      show(false);
+      toggle.focus();
+    });
+    element.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") close.click();
+    });
+    const reset = make("button", { type: "button", class: "secondary" }, "Leave all to the model");
+    reset.addEventListener("click", () => this.#reset());
+    element.append(
+      make("div", { class: "settings-head" }, make("h2", {}, "Settings"), close),
+      this.#field("system", "System prompt", make("textarea", { rows: "4", placeholder: "None" }), "Before every conversation"),
+      make("h3", {}, "Sampling"),
+      make("div", { class: "fields" }, ...NUMBERS.map((each) => this.#number(each))),
+      this.#field("stop", "Stop at", make("textarea", { rows: "2", placeholder: "Nothing" }), "One text a line"),
+      this.#choice("thinking", "Reasoning", { "": "As the model does", on: "On", off: "Off" }),
+      this.#check("tokens", "Log-probabilities of each token"),
+      make("div", { class: "settings-foot" }, reset, forget),
+    );
+  }
+
+  get systemPrompt() {
+    return this.#values.system ?? "";
+  }
+
+  /** Whether answers come with log-probabilities. */
+  get withTokens() {
+    return this.#values.tokens === true;
+  }
+
+  /** Fields of the request that are not left to the model; null if a value is invalid, which the panel then shows. */
+  fields() {
+    const wrong = [...this.#inputs.values()].find((input) => !input.checkValidity());
+    if (wrong) {
+      this.#element.hidden = false;
+      wrong.reportValidity();
+      return null;
+    }
+    const fields = {};
+    for (const { name } of NUMBERS) {
+      if (this.#values[name] !== undefined && this.#values[name] !== "") fields[name] = Number(this.#values[name]);
+    }
+    const stop = (this.#values.stop ?? "").split("\n").filter(Boolean);
+    if (stop.length) fields.stop = stop;
+    if (this.#values.thinking) fields.chat_template_kwargs = { enable_thinking: this.#values.thinking === "on" };
+    return fields;
+  }
+
+  /** Shows what the model uses where a field is empty. */
+  showDefaults(defaults) {
+    for (const { name, hint } of NUMBERS) {
+      this.#inputs.get(name).placeholder = String(defaults[name] ?? hint);
+    }
+  }
+
+  #number({ name, label, help, hint, ...limits }) {
+    const input = make("input", { type: "number", inputmode: "decimal", placeholder: String(hint), step: "any", ...limits });
+    return this.#field(name, label, input, help);
+  }
+
+  #field(name, label, input, help) {
+    const id = `setting-${name}`;
+    input.id = id;
+    input.value = this.#values[name] ?? "";
+    input.setAttribute("aria-describedby", `${id}-help`);
+    this.#keep(name, input, () => input.value);
+    return make("div", { class: "field" }, make("label", { for: id }, label), input, make("span", { class: "help", id: `${id}-help` }, help));
+  }
+
+  #choice(name, label, choices) {
+    const select = make("select", { id: `setting-${name}` });
+    for (const [value, text] of Object.entries(choices)) select.append(make("option", { value }, text));
+    select.value = this.#values[name] ?? "";
+    this.#keep(name, select, () => select.value);
+    return make("div", { class: "field" }, make("label", { for: select.id }, label), select);
+  }
+
+  #check(name, label) {
+    const input = make("input", { type: "checkbox" });
+    input.checked = this.#values[name] === true;
+    this.#keep(name, input, () => input.checked);
+    return make("label", { class: "check" }, input, label);
+  }
+
+  #keep(name, input, read) {
+    this.#inputs.set(name, input);
+    input.addEventListener("input", () => {
+      this.#values[name] = read();
+      save(localStorage, "settings", this.#values);
+    });
+  }
+
+  #reset() {
+    this.#values = { system: this.#values.system };
+    save(localStorage, "settings", this.#values);
+    for (const [name, input] of this.#inputs) {
+      if (name === "system") continue;
+      if (input.type === "checkbox") input.checked = false;
+      else input.value = "";
+    }
+  }
+}
