@@ -26,7 +26,7 @@ import msgspec
 import psutil
 import zmq
 
-from headrace.core.coordinator.announcer import Announcements, State
+from headrace.core.coordinator.announcer import AnnouncedState, Announcements
 from headrace.frontend.bench.results.record import surroundings
 from headrace.frontend.fleet.directory import Directory
 from headrace.ipc.codec import Codec
@@ -63,7 +63,7 @@ class Engine:
 
     def announce(self, codec: Codec[Any], chance: random.Random) -> None:
         load = Load(num_running=chance.randrange(256), num_waiting=chance.randrange(8))
-        self.socket.send_multipart(codec.encode(self.announcements.next(State(load=load))))
+        self.socket.send_multipart(codec.encode(self.announcements.next(AnnouncedState(load=load))))
 
 
 class Frontend:

@@ -25,7 +25,7 @@ from headrace.kernels.cpu.attention.cache import best_layout
 from headrace.kernels.cpu.linear.limits import limits
 from headrace.kernels.cpu.linear.linear import Runtime
 from headrace.kernels.cpu.ops import CpuOps
-from headrace.kernels.cpu.runtime.threads import Pool
+from headrace.kernels.cpu.runtime.threads import ThreadPool
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 
 BLOCK_SIZE = 16
@@ -103,7 +103,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     library = build.build()
-    runtime = Runtime(library, Pool(library, options.threads))
+    runtime = Runtime(library, ThreadPool(library, options.threads))
     ops, measured = CpuOps(runtime), limits(runtime)
     print({name: round(value, 1) for name, value in measured.items()})
     attention = []

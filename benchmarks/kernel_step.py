@@ -25,7 +25,7 @@ from headrace.kernels.cpu.linear.linear import Arena, Runtime, pack
 from headrace.kernels.cpu.program.parts import AttentionLayer, LayerCache, Norm, Rotary
 from headrace.kernels.cpu.program.program import Builder
 from headrace.kernels.cpu.program.run import Program, ProgramStep
-from headrace.kernels.cpu.runtime.threads import Pool
+from headrace.kernels.cpu.runtime.threads import ThreadPool
 
 BLOCK_SIZE = 16
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS = 576, 1536, 9, 3, 64, 49152, 30
@@ -214,7 +214,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     library = build.build()
-    runtime = Runtime(library, Pool(library, options.threads))
+    runtime = Runtime(library, ThreadPool(library, options.threads))
     measured, probe = limits(runtime), ReadProbe(runtime)
     program = demo_program(runtime, 2048, 64 * 256 // BLOCK_SIZE)
     steps = {}

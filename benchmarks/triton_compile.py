@@ -41,7 +41,7 @@ TYPES = {
     torch.bool: "*i1",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
-DEVICES = {80: configs.Device((8, 0), 108), 90: configs.Device((9, 0), 132)}
+DEVICES = {80: configs.DeviceProperties((8, 0), 108), 90: configs.DeviceProperties((9, 0), 132)}
 """An A100 and an H200."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.coordinator.announcer import Announcements, State
+from headrace.core.coordinator.announcer import AnnouncedState, Announcements
 from headrace.core.coordinator.registry import Registry
 from headrace.frontend.client.transport import OnClosed, OnMessage
 from headrace.ipc.coordination import ANNOUNCE_EVERY_S, EngineEntry
@@ -134,7 +134,7 @@ class Announcing:
         if said is not self._said or not self.engine.listens:
             return
         if not self.engine.is_frozen:
-            self._send(said.next(State(self.engine.load, is_draining=self.engine.is_draining)))
+            self._send(said.next(AnnouncedState(self.engine.load, is_draining=self.engine.is_draining)))
         self._loop.call_later(self._every_s, self._turn, said)
 
     def _send(self, message: Any) -> None:

@@ -57,7 +57,7 @@ _PATIENCE_S = 3.0
 _ANY_HOST = ("0.0.0.0", "[::]", "*", "::")
 
 
-class State(msgspec.Struct, frozen=True):
+class AnnouncedState(msgspec.Struct, frozen=True):
     """The part of an announcement that changes while an engine serves."""
 
     load: Load
@@ -72,7 +72,7 @@ class Announcements:
         self.entry, self._secret = entry, secret
         self._numbers = itertools.count()
 
-    def next(self, state: State) -> Announce:
+    def next(self, state: AnnouncedState) -> Announce:
         load, entry = state.load, self.entry
         if state.is_draining != entry.is_draining:
             entry = self.entry = msgspec.structs.replace(entry, is_draining=state.is_draining)
@@ -114,7 +114,7 @@ def entry_of(welcome: Welcome, address: str, rank: int) -> EngineEntry:
     )
 
 
-class Link:
+class CoordinatorLink:
     """The connection to one coordinator; logs when the coordinator is missing and when it is back."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, patience_s: float) -> None:
@@ -186,7 +186,7 @@ class Announcer:
         self,
         entry: EngineEntry,
         coordinators: Sequence[str],
-        state: Callable[[], State],
+        state: Callable[[], AnnouncedState],
         patience_s: float = _PATIENCE_S,
     ) -> None:
         """state: called on the announcer's thread. patience_s: the log reports a coordinator missing for so long.
@@ -197,7 +197,7 @@ class Announcer:
         self._announcements, self._state = Announcements(entry, secret), state
         self._codec: Codec[FromCoordinator] = Codec(FromCoordinator)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._links = [Link(self._context, address, patience_s) for address in coordinators]
+        self._links = [CoordinatorLink(self._context, address, patience_s) for address in coordinators]
         self._denied: set[str] = set()
         self._hurry = threading.Event()
         self._closing = False
@@ -235,7 +235,7 @@ class Announcer:
             with contextlib.suppress(zmq.Again, CutShortError):  # the next announcement follows soon
                 send_whole(link.socket, frames[0], frames[1:])
 
-    def _read(self, link: Link) -> None:
+    def _read(self, link: CoordinatorLink) -> None:
         """Reads a coordinator's answers. It answers only announcements that it refuses or takes for an ended life's."""
         with contextlib.suppress(zmq.Again):
             while True:

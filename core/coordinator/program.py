@@ -26,7 +26,7 @@ from headrace.ipc.process.child import leave_signals_to_parent
 from headrace.ipc.process.limits import raise_file_limit
 from headrace.ipc.process.log import protect_stderr, set_up_logging
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
-from headrace.ipc.transport.keys import Gatekeeper, key_file, read_engine_keys
+from headrace.ipc.transport.keys import KeyGatekeeper, key_file, read_engine_keys
 from headrace.ipc.transport.sockets import (
     MOST_FRAMES,
     MOST_HEADER_BYTES,
@@ -63,7 +63,7 @@ class Coordinator:
         raise_file_limit()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         keys_path = key_file() if address.startswith("tcp://") else None
-        self._gatekeeper = Gatekeeper(self._context, keys_path) if keys_path else None
+        self._gatekeeper = KeyGatekeeper(self._context, keys_path) if keys_path else None
         try:
             self._secret = read_engine_keys(keys_path).engine.secret_key if keys_path else ""
             self._socket, self.address = bind_router(self._context, address or new_ipc_address("coordinator"))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace import __version__
-from headrace.core.coordinator.announcer import Announcer, State, entry_of, reachable
+from headrace.core.coordinator.announcer import AnnouncedState, Announcer, entry_of, reachable
 from headrace.core.engine.control import profile_folder
 from headrace.core.engine.loop import Loop, scheduler_class
 from headrace.core.engine.memory_port import MemoryPort
@@ -158,9 +158,9 @@ class EngineCore:
             assert self._loop is not None, "an engine announces itself once it has started"
             self._loop.on_stopping = self._announcer.hurry
 
-    def _state(self) -> State:
+    def _state(self) -> AnnouncedState:
         assert self._loop is not None, "an engine announces itself once it has started"
-        return State(self._loop.load, is_draining=self._loop.is_stopping)
+        return AnnouncedState(self._loop.load, is_draining=self._loop.is_stopping)
 
     def run(self) -> None:
         """Serves until `stop`. Raises the error that ended the executor."""

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 
-from headrace.core.schedule.prefix_events import PrefixEvents
+from headrace.core.schedule.prefix_events import PrefixObserver
 from headrace.core.schedule.scheduler import Scheduler
 from headrace.ipc import messages
 from headrace.ipc.codec import Tensor
@@ -22,7 +22,7 @@ class PrefixFollowers:
     def __init__(self, scheduler: Scheduler, send: Callable[[int, messages.CoreMessage], None]) -> None:
         self._scheduler, self._send = scheduler, send
         self._clients: set[int] = set()
-        self._events: PrefixEvents | None = None
+        self._events: PrefixObserver | None = None
         self.due_s = math.inf
         """When `tell` is next due while steps run (monotonic seconds)."""
 
@@ -32,7 +32,7 @@ class PrefixFollowers:
         if hasher is None:  # prefix caching is off
             return
         if self._events is None:
-            self._events = PrefixEvents(self._scheduler.pool, hasher)
+            self._events = PrefixObserver(self._scheduler.pool, hasher)
         if not self._clients:  # changes recorded while nobody followed may be incomplete
             self._events.take()
         self._clients.add(client)

@@ -104,7 +104,7 @@ class Port(Protocol):
     def clients(self) -> list[int]: ...
 
 
-class Runs(Capacity, Protocol):
+class StepExecutor(Capacity, Protocol):
     """The part of an Executor that the loop uses."""
 
     def submit(self, plan: StepPlan) -> None: ...
@@ -137,7 +137,7 @@ def _drafting(plan: Plan) -> Drafting:
 class Loop:
     """Owns the scheduler and the request table. Everything here runs on one thread."""
 
-    def __init__(self, plan: Plan, facts: Facts, executor: Runs, port: Port, inbox: Inbox) -> None:
+    def __init__(self, plan: Plan, facts: Facts, executor: StepExecutor, port: Port, inbox: Inbox) -> None:
         options = plan.options
         self._executor, self._port, self._inbox = executor, port, inbox
         in_flight = steps_in_flight(options, executor)

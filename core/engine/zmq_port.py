@@ -33,7 +33,7 @@ from headrace.ipc.codec import Codec, CodecError, Frame
 from headrace.ipc.failure import Failure, let_interrupts_pass
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
 from headrace.ipc.transport.engine_records import OwnRecord
-from headrace.ipc.transport.keys import Gatekeeper, is_own_file, key_file
+from headrace.ipc.transport.keys import KeyGatekeeper, is_own_file, key_file
 from headrace.ipc.transport.sockets import (
     MOST_FRAMES,
     MOST_HEADER_BYTES,
@@ -127,7 +127,7 @@ class ZmqPort(Broadcaster):
         super().__init__()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         keys_path = key_file() if address.startswith("tcp://") else None
-        self._gatekeeper = Gatekeeper(self._context, keys_path) if keys_path else None
+        self._gatekeeper = KeyGatekeeper(self._context, keys_path) if keys_path else None
         try:
             self._socket, self.address = bind_router(
                 self._context, address, timeout_s=peer_timeout_s, unread_messages=unread_messages

@@ -33,46 +33,48 @@ _WITHOUT_EFFECT = (
 _KNOWN = (*_SAME, "cudagraph_mode", "use_cudagraph", *_WITHOUT_EFFECT)
 
 
-class Parts(msgspec.Struct):
+class ReadConfig(msgspec.Struct):
     options: dict[str, Any] = {}
     """Options of Headrace's, by name."""
     problem: str = ""
     note: str = ""
 
 
-def parts_of(name: str, value: Any, spelled: str) -> Parts:
+def parts_of(name: str, value: Any, spelled: str) -> ReadConfig:
     """What an option of DEFAULTS asks for. spelled: the option as the user writes it."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError:
             if value.lower() != "none":
-                return Parts(problem=f"{spelled}={value}: it must be a JSON object, or a number of 0 to 3")
+                return ReadConfig(problem=f"{spelled}={value}: it must be a JSON object, or a number of 0 to 3")
             value = None
     if value is None or value == DEFAULTS[name]:
-        return Parts()
+        return ReadConfig()
     if isinstance(value, int) and not isinstance(value, bool):
         if value not in range(4):
-            return Parts(problem=f"{spelled}={value}: it must be 0 to 3")
-        return Parts({"enforce_eager": True}) if value == 0 else Parts(note=_no_effect(f"{spelled}={value}"))
+            return ReadConfig(problem=f"{spelled}={value}: it must be 0 to 3")
+        return ReadConfig({"enforce_eager": True}) if value == 0 else ReadConfig(note=_no_effect(f"{spelled}={value}"))
     if not isinstance(value, Mapping) or name != "compilation_config":
-        return Parts(problem=f"{spelled}={value}: it must be {'a JSON object, or ' if value else ''}a number of 0 to 3")
+        return ReadConfig(
+            problem=f"{spelled}={value}: it must be {'a JSON object, or ' if value else ''}a number of 0 to 3"
+        )
     return _of_keys(value, spelled)
 
 
-def _of_keys(given: Mapping[str, Any], spelled: str) -> Parts:
-    found, without_effect = Parts(options={}), []
+def _of_keys(given: Mapping[str, Any], spelled: str) -> ReadConfig:
+    found, without_effect = ReadConfig(options={}), []
     for key, value in given.items():
         if isinstance(value, enum.Enum):
             value = value.name
         if key not in _KNOWN:
-            return Parts(problem=f"{spelled}: unknown key {key}; known: {', '.join(_KNOWN)}")
+            return ReadConfig(problem=f"{spelled}: unknown key {key}; known: {', '.join(_KNOWN)}")
         if value is None:
             continue
         if key in _SAME:
             found.options[key] = value
         elif key == "cudagraph_mode" and str(value).upper() not in (*_MODES, "0", "1", "2"):
-            return Parts(problem=f"{spelled}: cudagraph_mode={value}; it must be one of {', '.join(_MODES)}")
+            return ReadConfig(problem=f"{spelled}: cudagraph_mode={value}; it must be one of {', '.join(_MODES)}")
         elif (key, str(value).upper()) in _NO_GRAPHS:
             found.options["enforce_eager"] = True
         elif key not in ("cudagraph_mode", "use_cudagraph") or str(value).upper() in ("FULL", "PIECEWISE", "1", "2"):

@@ -20,7 +20,7 @@ _SPARE_NAMES = 1 << 12
 """Names kept in addition to twice as many as the cache can hold, before those of blocks not stored are dropped."""
 
 
-class PrefixEvents:
+class PrefixObserver:
     """Observes a pool (`BlockObserver`) and a hasher, from its construction on."""
 
     def __init__(self, pool: BlockPool, hasher: BlockHasher) -> None:

@@ -51,7 +51,7 @@ _REPEATS = ("*", "+", "?", "{")
 _OPERATIONS = ("&&", "--", "~~")
 
 
-class Part(msgspec.Struct):
+class ExpressionPart(msgspec.Struct):
     """A part of an expression: the start or end of a group, `|`, an anchor, a repeat, or (a set of) characters."""
 
     text: str
@@ -67,9 +67,9 @@ class Part(msgspec.Struct):
         return self.text.startswith(_REPEATS)
 
 
-def parts_of(pattern: str) -> list[Part]:
+def parts_of(pattern: str) -> list[ExpressionPart]:
     """Parses an expression. Raises ValueError, with the place, for syntax that not every library reads as `re` does."""
-    found, at = list[Part](), 0
+    found, at = list[ExpressionPart](), 0
     while at < len(pattern):
         text = _PART.match(pattern, at)[0]  # type: ignore[index]  # its last alternative is any character
         if text == "[":
@@ -88,7 +88,7 @@ def parts_of(pattern: str) -> list[Part]:
     return found
 
 
-def written(parts: Iterable[Part]) -> str:
+def written(parts: Iterable[ExpressionPart]) -> str:
     return "".join(each.text for each in parts)
 
 
@@ -177,7 +177,7 @@ def _has_alternatives(pattern: str) -> bool:
     return False
 
 
-def _leave_out_nul(part: Part) -> None:
+def _leave_out_nul(part: ExpressionPart) -> None:
     if part.classes & {"p", "P"} and not part.text.startswith("["):
         part.text = rf"[^\x00\{'P' if 'p' in part.classes else 'p'}{part.text[2:]}]"
     elif part.text.startswith("[^"):
@@ -191,77 +191,81 @@ def _leave_out_nul(part: Part) -> None:
             part.text = _FROM_NUL.sub(r"\\x01", part.text)
 
 
-def _part(pattern: str, text: str, at: int) -> Part:
+def _part(pattern: str, text: str, at: int) -> ExpressionPart:
     if text.startswith("\\"):
         return _escape(text, at)
     if text == "\\":
-        raise _wrong(Part(text, at), "it escapes nothing")
+        raise _wrong(ExpressionPart(text, at), "it escapes nothing")
     if text == "{":  # a literal brace
-        return Part(r"\{", at, ((ord("{"),) * 2,))
+        return ExpressionPart(r"\{", at, ((ord("{"),) * 2,))
     if text.startswith("{,"):
-        return Part(f"{{0{text[1:]}", at)
+        return ExpressionPart(f"{{0{text[1:]}", at)
     if text.startswith("(?"):
         if not text.endswith(">") and not set(text[2:-1]) <= _FLAGS:
-            raise _wrong(Part(text, at), "one of its flags is not followed; i, m and s are")
-        return Part(text, at)
+            raise _wrong(ExpressionPart(text, at), "one of its flags is not followed; i, m and s are")
+        return ExpressionPart(text, at)
     if text == "(" and pattern.startswith("(?", at):
         for beginnings, why in _GROUPS:
             if found := next((each for each in beginnings if pattern.startswith(each, at)), ""):
-                raise _wrong(Part(found, at), why)
-        raise _wrong(Part(pattern[at : at + 3], at), "such groups are not followed")
+                raise _wrong(ExpressionPart(found, at), why)
+        raise _wrong(ExpressionPart(pattern[at : at + 3], at), "such groups are not followed")
     if text[0] in "()|^$*+?.{":
-        return Part(text, at)
-    return Part(text, at, tuple((ord(each), ord(each)) for each in sorted(set(text))))
+        return ExpressionPart(text, at)
+    return ExpressionPart(text, at, tuple((ord(each), ord(each)) for each in sorted(set(text))))
 
 
-def _escape(text: str, at: int, *, in_set: bool = False) -> Part:
+def _escape(text: str, at: int, *, in_set: bool = False) -> ExpressionPart:
     if len(text) == 1:
-        raise _wrong(Part(text, at), "it escapes nothing")
+        raise _wrong(ExpressionPart(text, at), "it escapes nothing")
     letter = text[1]
     if code := _CODE.match(text):
-        return Part(text, at, ((int(code[1], 16),) * 2,))
+        return ExpressionPart(text, at, ((int(code[1], 16),) * 2,))
     if letter in _CONTROLS and (letter != "b" or in_set):
         text = rf"\x{_CONTROLS[letter]:02x}" if letter == "b" else text
-        return Part(text, at, ((_CONTROLS[letter],) * 2,))
+        return ExpressionPart(text, at, ((_CONTROLS[letter],) * 2,))
     if letter in _ESCAPES:
-        return Part(text, at, classes=frozenset(letter))
+        return ExpressionPart(text, at, classes=frozenset(letter))
     if letter.isdigit():
-        raise _wrong(Part(text, at), r"neither references to groups nor octal digits are followed; write \x0a")
+        raise _wrong(
+            ExpressionPart(text, at), r"neither references to groups nor octal digits are followed; write \x0a"
+        )
     if letter.isalpha():
-        raise _wrong(Part(text, at), _WRITE.get(letter, "Python's re has no such escape"))
-    return Part(letter if letter in "<>" else text, at, ((ord(letter),) * 2,))  # \< is a word's start for some
+        raise _wrong(ExpressionPart(text, at), _WRITE.get(letter, "Python's re has no such escape"))
+    return ExpressionPart(
+        letter if letter in "<>" else text, at, ((ord(letter),) * 2,)
+    )  # \< is a word's start for some
 
 
-def _set_at(pattern: str, at: int) -> tuple[Part, int]:
+def _set_at(pattern: str, at: int) -> tuple[ExpressionPart, int]:
     """The set of characters that begins at `at`, and the index after it."""
     start, is_negated = at, pattern.startswith("[^", at)
     at += 1 + is_negated
-    first, items = at, list[Part]()
+    first, items = at, list[ExpressionPart]()
     while at < len(pattern):
         if pattern[at] == "]" and at > first:
             ranges = tuple(_ranges(items))
             classes = frozenset().union(*(each.classes for each in items))
             text = f"[{'^' if is_negated else ''}{written(items)}]"
-            return Part(text, start, ranges, classes, is_negated), at + 1
+            return ExpressionPart(text, start, ranges, classes, is_negated), at + 1
         if pattern.startswith("[:", at) and ":]" in pattern[at : at + 12]:
             raise _wrong(
-                Part(pattern[at : pattern.index(":]", at) + 2], at),
+                ExpressionPart(pattern[at : pattern.index(":]", at) + 2], at),
                 "Python's re has no such class: write its characters, as A-Za-z",
             )
         if pattern.startswith(_OPERATIONS, at):
             text = pattern[at : at + 2]
-            raise _wrong(Part(text, at), rf"some libraries compute with sets there: write \{text[0]}")
+            raise _wrong(ExpressionPart(text, at), rf"some libraries compute with sets there: write \{text[0]}")
         text = _IN_SET.match(pattern, at)[0]  # type: ignore[index]
         if text.startswith("\\"):
             item = _escape(text, at, in_set=True)
         else:
-            item = Part(f"\\{text}" if text in "[]" else text, at, ((ord(text),) * 2,))
+            item = ExpressionPart(f"\\{text}" if text in "[]" else text, at, ((ord(text),) * 2,))
         items.append(item)
         at += len(text)
-    raise _wrong(Part("[", start), r"it is not closed; for the character write \[")
+    raise _wrong(ExpressionPart("[", start), r"it is not closed; for the character write \[")
 
 
-def _ranges(items: Sequence[Part]) -> Iterator[tuple[int, int]]:
+def _ranges(items: Sequence[ExpressionPart]) -> Iterator[tuple[int, int]]:
     at = 0
     while at < len(items):
         is_range = at + 2 < len(items) and items[at + 1].text == "-"
@@ -275,7 +279,7 @@ def _ranges(items: Sequence[Part]) -> Iterator[tuple[int, int]]:
 
 
 def _check_anchors(
-    parts: Sequence[Part], opening: str = "(", closing: str = ")", anchor: str = "^", where: str = "beginning"
+    parts: Sequence[ExpressionPart], opening: str = "(", closing: str = ")", anchor: str = "^", where: str = "beginning"
 ) -> None:
     """Checks that each ^ is at the beginning of the expression, with nothing before it, and is not repeated. Raises
     ValueError.
@@ -305,6 +309,6 @@ def _check_anchors(
             is_at_edge = False
 
 
-def _wrong(part: Part, why: str) -> ValueError:
+def _wrong(part: ExpressionPart, why: str) -> ValueError:
     shown = part.text if part.text.isprintable() else repr(part.text)
     return ValueError(f"{shown} at {part.at}: {why}")

@@ -143,7 +143,7 @@ class Lark:
         return f"@{name}"
 
 
-class Format(msgspec.Struct, tag_field="type", forbid_unknown_fields=True):
+class TagFormat(msgspec.Struct, tag_field="type", forbid_unknown_fields=True):
     """Base class of the formats."""
 
     @property
@@ -166,35 +166,35 @@ class Format(msgspec.Struct, tag_field="type", forbid_unknown_fields=True):
         return self.body(lark)
 
 
-class ConstString(Format, tag="const_string"):
+class ConstString(TagFormat, tag="const_string"):
     value: str
 
     def body(self, lark: Lark) -> str:
         return json.dumps(self.value)
 
 
-class JsonSchema(Format, tag=_SCHEMA):
+class JsonSchema(TagFormat, tag=_SCHEMA):
     json_schema: bool | dict[str, Any]
 
     def body(self, lark: Lark) -> str:
         return lark.schema_of(self.json_schema)
 
 
-class Regex(Format, tag="regex"):
+class Regex(TagFormat, tag="regex"):
     pattern: str
 
     def body(self, lark: Lark) -> str:
         return lark.regex_of(self.pattern)
 
 
-class Grammar(Format, tag="grammar"):
+class Grammar(TagFormat, tag="grammar"):
     grammar: str
 
     def body(self, lark: Lark) -> str:
         return lark.grammar(self.grammar)
 
 
-class AnyText(Format, tag="any_text"):
+class AnyText(TagFormat, tag="any_text"):
     excludes: tuple[str, ...] = ()
 
     @property
@@ -205,7 +205,7 @@ class AnyText(Format, tag="any_text"):
         return lark.upto(lark.text(self.excludes), ends)
 
 
-class InOrder(Format, tag="sequence"):
+class InOrder(TagFormat, tag="sequence"):
     elements: tuple[AnyFormat, ...]
 
     @property
@@ -232,7 +232,7 @@ class InOrder(Format, tag="sequence"):
         return " ".join(written)
 
 
-class Either(Format, tag="or"):
+class Either(TagFormat, tag="or"):
     elements: tuple[AnyFormat, ...]
 
     @property
@@ -246,7 +246,7 @@ class Either(Format, tag="or"):
         return _one_of(each.written(lark, ends) for each in self.elements)
 
 
-class Repeated(Format):
+class RepeatedFormat(TagFormat):
     """Base class of formats that repeat their content."""
 
     content: AnyFormat
@@ -259,25 +259,25 @@ class Repeated(Format):
         return f"({self.content.closed(lark)}){self.times}"
 
 
-class AtMostOnce(Repeated, tag="optional"):
+class AtMostOnce(RepeatedFormat, tag="optional"):
     @property
     def times(self) -> str:
         return "?"
 
 
-class AnyTimes(Repeated, tag="star"):
+class AnyTimes(RepeatedFormat, tag="star"):
     @property
     def times(self) -> str:
         return "*"
 
 
-class OnceOrMore(Repeated, tag="plus"):
+class OnceOrMore(RepeatedFormat, tag="plus"):
     @property
     def times(self) -> str:
         return "+"
 
 
-class BoundedTimes(Repeated, tag="repeat"):
+class BoundedTimes(RepeatedFormat, tag="repeat"):
     min: int
     max: int
     """-1: any number."""
@@ -287,7 +287,7 @@ class BoundedTimes(Repeated, tag="repeat"):
         return f"{{{self.min},{self.max if self.max >= 0 else ''}}}"
 
 
-class Tag(Format, tag="tag"):
+class Tag(TagFormat, tag="tag"):
     begin: str
     content: AnyFormat
     end: str | tuple[str, ...]
@@ -301,7 +301,7 @@ class Tag(Format, tag="tag"):
         return self.content.written(lark, ends if all(ends) else ())
 
 
-class TriggeredTags(Format, tag="triggered_tags"):
+class TriggeredTags(TagFormat, tag="triggered_tags"):
     triggers: tuple[str, ...]
     tags: tuple[Tag, ...]
     at_least_one: bool = False
@@ -340,7 +340,7 @@ class TriggeredTags(Format, tag="triggered_tags"):
             yield f"{lark.upto(text, [trigger])} {_one_of(behind)}"
 
 
-class TagsWithSeparator(Format, tag="tags_with_separator"):
+class TagsWithSeparator(TagFormat, tag="tags_with_separator"):
     tags: tuple[Tag, ...]
     separator: str
     at_least_one: bool = False

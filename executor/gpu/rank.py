@@ -45,7 +45,7 @@ from headrace.kernels.triton.versions import why_no_triton
 logger = logging.getLogger(__name__)
 
 
-class Backend(Protocol):
+class DeviceBackend(Protocol):
     """What the rank needs from a device. `gpu.hardware.cuda.CudaBackend` implements it for a GPU."""
 
     device: torch.device
@@ -73,7 +73,7 @@ class GpuRank(ModelRank):
         self,
         options: Options,
         device: torch.device,
-        backend: Backend | None = None,
+        backend: DeviceBackend | None = None,
         place: RankCoordinates = SINGLE,
     ) -> None:
         super().__init__(options, place, device)
@@ -277,7 +277,7 @@ class GpuRank(ModelRank):
         return AgreedCapturer(capturer, link.agree) if isinstance(link, GpuCollectives) else capturer
 
 
-def offload_of(plan: Plan, spec: ArchSpec, place: RankCoordinates, backend: Backend) -> Offload | None:
+def offload_of(plan: Plan, spec: ArchSpec, place: RankCoordinates, backend: DeviceBackend) -> Offload | None:
     """What keeps layers in the host's memory; None without cpu_offload_gb."""
     offload_bytes = int(plan.options.cpu_offload_gb * (1 << 30))
     if not offload_bytes:

@@ -20,7 +20,7 @@ from headrace.executor.parallel.shared_layout import (
     PIPE_SLOTS,
     SLOT_HEADER_BYTES,
     TOKEN_SLOTS,
-    Layout,
+    SharedLayout,
 )
 from headrace.kernels.cpu.facade import DTYPES, OUTCOMES, GroupC, PeerC, build, declare, pointer
 
@@ -31,7 +31,7 @@ SPIN_US = 50
 
 def open_shared(fd: int, world: World, rank: int, deadline_s: float) -> Collectives:
     """Implements `rank_place.open_collectives`."""
-    layout = Layout(world)
+    layout = SharedLayout(world)
     memory = mmap.mmap(fd, 0)
     if len(memory) < layout.total_bytes:
         raise ValueError(f"the ranks' shared memory has {len(memory)} bytes; {layout.total_bytes} are needed")
@@ -48,7 +48,9 @@ class SharedCollectives:
     """`Collectives` over one shared mapping. Used from one thread; threads of a parallel region may synchronise in
     it."""
 
-    def __init__(self, memory: mmap.mmap, layout: Layout, rank: int, library: build.Library, deadline_s: float) -> None:
+    def __init__(
+        self, memory: mmap.mmap, layout: SharedLayout, rank: int, library: build.Library, deadline_s: float
+    ) -> None:
         world = layout.world
         self._layout, self._memory, self._rank, self._dll = layout, memory, rank, declare(library)
         self._pp_rank, self._tp_rank = divmod(rank, world.tp_size)

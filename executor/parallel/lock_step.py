@@ -62,14 +62,14 @@ class Vote(msgspec.Struct, frozen=True, tag=True):
     num_tokens: int
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class MemberReady(msgspec.Struct, frozen=True, tag=True):
     """This member is ready for what all must do together or, without `can`, is unable to do it."""
 
     what: str
     can: bool
 
 
-class Withdraw(msgspec.Struct, frozen=True, tag=True):
+class MemberWithdraws(msgspec.Struct, frozen=True, tag=True):
     """The member no longer waits for what it was ready for."""
 
 
@@ -117,7 +117,7 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     rank: int
 
 
-ToHub = Join | Vote | Ready | Withdraw | AskMissing
+ToHub = Join | Vote | MemberReady | MemberWithdraws | AskMissing
 FromHub = Joined | Call | Go | Agreed | Withdrawn | Missing | Lost
 
 
@@ -263,13 +263,13 @@ class LockStep:
         """
         end_s = time.monotonic() + limit_s
         self._agreed, self._is_withdrawn = None, False
-        self._send(Ready(what, can))
+        self._send(MemberReady(what, can))
         is_late = False
         while (agreed := self._agreed) is None and not self._is_withdrawn:
             left_s = end_s - time.monotonic()
             if left_s <= 0 and not is_late:
                 is_late = True
-                self._send(Withdraw())
+                self._send(MemberWithdraws())
             self._wait(
                 lambda: self._agreed is not None or self._is_withdrawn or self.is_called,
                 DEADLINE_S if is_late else left_s,
@@ -286,7 +286,7 @@ class LockStep:
         """Like `agree`, but without waiting; returns whether all have announced it. Then `on_call` is called."""
         if not self._announced:
             self._announced = what
-            self._send(Ready(what, True))
+            self._send(MemberReady(what, True))
         return self._agreed is not None and self._agreed.what == what
 
     def close(self) -> None:
@@ -425,7 +425,7 @@ class Hub:
         self._pids: dict[int, tuple[int, ...]] = {}
         self._step = 0
         self._votes: dict[int, int] = {}
-        self._ready: dict[int, Ready] = {}
+        self._ready: dict[int, MemberReady] = {}
         self._is_complete = self._is_over = False
         self._bind(name, end_s)
         self._listener.listen(size)
@@ -549,13 +549,13 @@ class Hub:
                     for each, connection in self._members.items():
                         if each != rank:
                             self._tell(connection, Call(message.step))
-            case Ready():
+            case MemberReady():
                 self._ready[rank] = message
                 if len(self._ready) == self._size and len({each.what for each in self._ready.values()}) == 1:
                     can = all(each.can for each in self._ready.values())
                     self._ready.clear()
                     self._tell_all(Agreed(message.what, can))
-            case Withdraw():
+            case MemberWithdraws():
                 if self._ready.pop(rank, None) is not None:
                     self._tell(self._members[rank], Withdrawn())
             case AskMissing():

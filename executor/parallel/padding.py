@@ -60,7 +60,7 @@ class GrownAxis:
         return found
 
 
-class Piece(NamedTuple):
+class CheckpointPiece(NamedTuple):
     """A rectangle of a part of a matrix that comes from the checkpoint; whatever no piece covers is zero."""
 
     rows: slice
@@ -211,14 +211,14 @@ def _check_size(stored: StoredTensor, packed: tuple[int, int]) -> None:
 
 def _pieces(
     shape: tuple[int, ...], grown: Mapping[int, GrownAxis], rows: slice | None, columns: slice | None
-) -> list[Piece]:
+) -> list[CheckpointPiece]:
     """The pieces of that part of a matrix of this padded shape, in order of rows, then columns."""
     down, across = (
         grown[dimension].within(first, last) if dimension in grown else [Span(0, first, last - first)]
         for dimension, (first, last) in enumerate((bounds(rows, shape[0]), bounds(columns, shape[-1])))
     )
     return [
-        Piece(
+        CheckpointPiece(
             slice(r.start, r.start + r.length),
             slice(c.start, c.start + c.length),
             slice(r.source, r.source + r.length),

@@ -313,9 +313,9 @@ def open_collectives(fd: int, world: World, rank: int, *, deadline_s: float = DE
 
 def collectives_bytes(world: World) -> int:
     """Size of the shared memory. Most of its pages are never touched and so never allocated."""
-    from headrace.executor.parallel.shared_layout import Layout
+    from headrace.executor.parallel.shared_layout import SharedLayout
 
-    return Layout(world).total_bytes
+    return SharedLayout(world).total_bytes
 
 
 def mark_failed(fd: int, rank: int) -> None:

@@ -33,7 +33,7 @@ def _paged(size_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SharedLayout:
     """Offsets and sizes in bytes."""
 
     world: World

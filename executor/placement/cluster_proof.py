@@ -49,7 +49,7 @@ class NoProofError(HeadraceError):
 
 
 @dataclass(frozen=True)
-class Hello:
+class PeerClaims:
     """What one side tells of itself, bound into both proofs. Not to be believed before them."""
 
     node_rank: int
@@ -59,7 +59,7 @@ class Hello:
     nonce: bytes
 
     @classmethod
-    def of(cls, options: Options) -> Hello:
+    def of(cls, options: Options) -> PeerClaims:
         return cls(options.node_rank, options.nnodes, WORKER_SCHEMA_HASH, __version__, os.urandom(NONCE_BYTES))
 
     def encode(self) -> bytes:
@@ -67,7 +67,7 @@ class Hello:
         return _HELLO.pack(PROTOCOL, self.node_rank, self.nnodes, schema, version, self.nonce)
 
     @classmethod
-    def decode(cls, data: bytes) -> Hello:
+    def decode(cls, data: bytes) -> PeerClaims:
         """Raises NoProofError for anything else than a Hello."""
         protocol, node_rank, nnodes, schema, version, nonce = _HELLO.unpack(data)
         if protocol != PROTOCOL:
@@ -92,7 +92,7 @@ class Proofs:
         return hmac.digest(self._key, purpose + b"\0" + self._facts, "sha256")
 
 
-def check_same_version(core: Hello, node: Hello) -> None:
+def check_same_version(core: PeerClaims, node: PeerClaims) -> None:
     """Raises OptionError, with both versions, for programs whose messages differ."""
     if core.schema_hash != node.schema_hash:
         raise OptionError(
@@ -106,10 +106,10 @@ def prove_to_core(sock: socket.socket, options: Options, key: str, deadline: Dea
 
     Raises NoProofError where the other side went away or is no core, and EngineStartError where it has another key.
     """
-    own = Hello.of(options)
+    own = PeerClaims.of(options)
     _send(sock, own.encode())
     theirs = _receive(sock, HELLO_BYTES, deadline)
-    core = Hello.decode(theirs)
+    core = PeerClaims.decode(theirs)
     proofs = Proofs(key, core=theirs, node=own.encode())
     _send(sock, proofs.of(NODE))
     if not hmac.compare_digest(_receive(sock, PROOF_BYTES, deadline), proofs.of(CORE)):

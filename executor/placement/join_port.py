@@ -1,6 +1,6 @@
 """The port at which nodes join: served before the proof of the key as cheaply as possible, beside each other.
 
-    stranger, at most MOST_STRANGERS  --- Hello, proof within PROOF_WITHIN_S --->  member: `on_member`, on its thread
+    stranger, at most MOST_STRANGERS  --- claims, proof within PROOF_WITHIN_S --->  member: `on_member`, on its thread
 
 A stranger may send HELLO_BYTES + PROOF_BYTES, and nothing of it is decoded by a codec. Where there is no room for
 another, the oldest one of the address with the most is dropped: its node, if it is one, tries again.
@@ -26,8 +26,8 @@ from headrace.executor.placement.cluster_proof import (
     OTHER_KEY,
     PROOF_BYTES,
     REFUSED,
-    Hello,
     NoProofError,
+    PeerClaims,
     Proofs,
 )
 from headrace.ipc.failure import OptionError
@@ -44,8 +44,8 @@ PAUSE_S = 0.1
 """The pause after a connection could not be accepted for lack of descriptors or memory."""
 LOG_EVERY_S = 1.0
 """Strangers are many or none: the log has one line about them for this time."""
-OnMember = Callable[[socket.socket, str, Hello, Seal], None]
-"""Gets a node's connection, where it is, its own Hello and the seal of its messages."""
+OnMember = Callable[[socket.socket, str, PeerClaims, Seal], None]
+"""Gets a node's connection, where it is, its own claims and the seal of its messages."""
 
 
 class _Stranger:
@@ -55,7 +55,7 @@ class _Stranger:
         self.sock, self.host, self.where = sock, address[0], host_port(*address[:2])
         self.ends_s = time.monotonic() + PROOF_WITHIN_S
         self.received = b""
-        self.hello: Hello | None = None
+        self.hello: PeerClaims | None = None
         self.proofs: Proofs | None = None
 
 
@@ -124,7 +124,7 @@ class JoinPort:
             stranger = self._strangers[sock] = _Stranger(sock, address)
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
-            self._hear(stranger)  # a node sends its Hello as soon as it is connected
+            self._hear(stranger)  # a node sends its claims as soon as it is connected
 
     def _hear(self, stranger: _Stranger) -> None:
         """Reads what a stranger has sent, and answers it. Drops it where that is not what a node sends."""
@@ -143,11 +143,11 @@ class JoinPort:
             self._drop(stranger, str(error))
 
     def _advance(self, stranger: _Stranger) -> None:
-        """Takes a whole Hello or a whole proof."""
+        """Takes whole claims or a whole proof."""
         received, stranger.received = stranger.received, b""
         if stranger.proofs is None or stranger.hello is None:
-            stranger.hello = Hello.decode(received)
-            own = Hello.of(self._options).encode()
+            stranger.hello = PeerClaims.decode(received)
+            own = PeerClaims.of(self._options).encode()
             stranger.proofs = Proofs(self._key, core=own, node=received)
             _send(stranger.sock, own)
             return
@@ -158,7 +158,7 @@ class JoinPort:
         _send(stranger.sock, stranger.proofs.of(CORE))
         self._admit(stranger, stranger.hello, stranger.proofs.seal(CORE, NODE))
 
-    def _admit(self, stranger: _Stranger, hello: Hello, seal: Seal) -> None:
+    def _admit(self, stranger: _Stranger, hello: PeerClaims, seal: Seal) -> None:
         """Passes a proven node on, on a thread of its own: from here on it may take its time."""
         del self._strangers[stranger.sock]
         self._selector.unregister(stranger.sock)

@@ -26,7 +26,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.core.options.values import with_secrets
 from headrace.executor.placement.base import Executor
-from headrace.executor.placement.cluster_proof import Hello, check_same_version, cluster_key
+from headrace.executor.placement.cluster_proof import PeerClaims, check_same_version, cluster_key
 from headrace.executor.placement.join_port import JoinPort
 from headrace.executor.placement.multiproc import check_equal, merged
 from headrace.executor.placement.node_agent import NodeAgent, keep_alive
@@ -323,7 +323,7 @@ class NodeListener:
     def close(self) -> None:
         self._port.close()
 
-    def _welcome(self, sock: socket.socket, where: str, hello: Hello, seal: Seal) -> None:
+    def _welcome(self, sock: socket.socket, where: str, hello: PeerClaims, seal: Seal) -> None:
         """Admits a node that has proved its key. Called on a thread of its own."""
         keep_alive(sock)
         channel = Channel(sock, FromNode, seal)
@@ -337,9 +337,9 @@ class NodeListener:
             return
         self._on_join(hello.node_rank, channel, where)
 
-    def _admit(self, channel: Channel, hello: Hello) -> None:
+    def _admit(self, channel: Channel, hello: PeerClaims) -> None:
         """Raises OptionError, with both values, for a node that does not fit."""
-        check_same_version(Hello.of(self._options), hello)
+        check_same_version(PeerClaims.of(self._options), hello)
         join = channel.receive(Deadline(JOIN_S))
         if not isinstance(join, JoinNode):
             raise OptionError(f"JoinNode is due, and {type(join).__name__} came")

@@ -27,21 +27,21 @@ from headrace.ipc.step import RowFailure, TokenMasks
 from headrace.kernels.reference.sampling import DeviceDraws
 
 
-class Refused(str):
+class RefusedRow(str):
     """A row's reason for failure that its client's parameters caused."""
 
     __slots__ = ()
 
 
-ALL_FORBIDDEN = Refused(
+ALL_FORBIDDEN = RefusedRow(
     "allowed_token_ids, bad_words, logit_bias, structured_outputs, logits processors and the stop tokens that "
     "min_tokens forbids leave no token to choose"
 )
 
 
 def row_failure(row: int, why: str) -> RowFailure:
-    """A failure that ends the request in `row`: the client's error if `why` is `Refused`, otherwise ours."""
-    kind = "InvalidRequestError" if isinstance(why, Refused) else "SamplingError"
+    """A failure that ends the request in `row`: the client's error if `why` is `RefusedRow`, otherwise ours."""
+    kind = "InvalidRequestError" if isinstance(why, RefusedRow) else "SamplingError"
     return RowFailure(
         row=row,
         failure=Failure(message=f"the request cannot go on: {why}", type=kind, pid=os.getpid(), phase="step"),

@@ -68,12 +68,12 @@ class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         socket.curve_serverkey = self.engine.public_key.encode()
 
     def secure_engine(self, socket: zmq.Socket[bytes]) -> None:
-        """Call before the socket binds, and after a `Gatekeeper` of its context was created."""
+        """Call before the socket binds, and after a `KeyGatekeeper` of its context was created."""
         socket.curve_server = True
         socket.curve_secretkey = self.engine.secret_key.encode()
 
 
-class Gatekeeper:
+class KeyGatekeeper:
     """Admits the clients of a key file to the sockets of a ZeroMQ context, on a thread of pyzmq.
 
     The file is read at each connection, so a client removed from it is refused from its next connection on.

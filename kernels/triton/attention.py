@@ -17,10 +17,10 @@ from torch import Tensor
 
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.triton import configs
-from headrace.kernels.triton.attention_parts import FEW_PARTS, PARTS_AT_ONCE, Parts, num_parts_for
+from headrace.kernels.triton.attention_parts import FEW_PARTS, PARTS_AT_ONCE, SoftmaxParts, num_parts_for
 from headrace.kernels.triton.common import CACHE_KINDS, dot, scale_of, sequence_of_tile, widen_cached
 from headrace.kernels.triton.configs import (
-    Device,
+    DeviceProperties,
     Tiles,
     decode_tiles,
     invariant_tiles,
@@ -111,7 +111,7 @@ class Launch:
         self._cache_strides = (key_cache.stride(0), key_cache.stride(1))
 
     @property
-    def facts(self) -> tuple[Device, int, int, int]:
+    def facts(self) -> tuple[DeviceProperties, int, int, int]:
         """The arguments of the tables of tiles: device, head_dim, group and itemsize."""
         return self.device, self.head_dim, self.group, self.query.element_size()
 
@@ -125,7 +125,7 @@ class Launch:
             longest = self.batch.block_tables.shape[1] * self.batch.block_size
             num_parts = max(1, -(-longest // (split_tiles * tiles.block_n)))
             programs = min(num_parts, programs)
-        parts = Parts.empty(self.query, num_seqs, num_parts) if num_parts > 1 else None
+        parts = SoftmaxParts.empty(self.query, num_seqs, num_parts) if num_parts > 1 else None
         grid = (num_seqs, self.num_kv_heads, programs)
         self.attend(grid, tiles, out if parts is None else parts, SPLIT_TILES=split_tiles, DECODE=True)
         if parts is not None:
@@ -143,13 +143,13 @@ class Launch:
         self,
         grid: tuple[int, int, int],
         tiles: Tiles,
-        into: Tensor | Parts,
+        into: Tensor | SoftmaxParts,
         **options: int | bool,
     ) -> None:
         """Launches `attend_kernel`, into the result or into parts of it."""
         batch = self.batch
-        has_parts = isinstance(into, Parts)
-        out, parts, stats = (None, into.values, into.stats) if isinstance(into, Parts) else (into, None, None)
+        has_parts = isinstance(into, SoftmaxParts)
+        out, parts, stats = (None, into.values, into.stats) if isinstance(into, SoftmaxParts) else (into, None, None)
         flags = {"SPLIT_TILES": 0, "DECODE": False, "SKIP_DECODES": False, **options}
         has_most = has_parts and tiles.part_registers and not self._shape["KIND"]
         most = {"maxnreg": tiles.part_registers} if has_most else {}
@@ -163,7 +163,7 @@ class Launch:
             batch.seq_lens,
             batch.query_start,
             len(batch.seq_lens),
-            into.count if isinstance(into, Parts) else 1,
+            into.count if isinstance(into, SoftmaxParts) else 1,
             *self._scalars,
             self.query.stride(0),
             0 if out is None else out.stride(0),
@@ -179,14 +179,14 @@ class Launch:
             **flags,
         )
 
-    def combine(self, out: Tensor, parts: Parts, split_tokens: int = 0) -> None:
+    def combine(self, out: Tensor, parts: SoftmaxParts, split_tokens: int = 0) -> None:
         """Merges the parts of sequences of one token into out."""
         combine(out, parts, self.batch, self._value_scale, self._window, self._sinks, split_tokens)
 
 
 def combine(
     out: Tensor,
-    parts: Parts,
+    parts: SoftmaxParts,
     batch: PagedBatch,
     value_scale: float = 1.0,
     window: int = 0,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.kernels.triton.configs import Device
+from headrace.kernels.triton.configs import DeviceProperties
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
 """Wanted decode programs per multiprocessor, each of which keeps a few tiles of keys in flight."""
@@ -20,14 +20,14 @@ FEW_PARTS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class SoftmaxParts:
     """Buffers for the softmaxes over parts of the keys."""
 
     values: Tensor  # [num_seqs, num_heads, num_parts, head_dim] float32
     stats: Tensor  # [num_seqs, num_heads, num_parts, 2] float32
 
     @classmethod
-    def empty(cls, query: Tensor, num_seqs: int, num_parts: int) -> Parts:
+    def empty(cls, query: Tensor, num_seqs: int, num_parts: int) -> SoftmaxParts:
         _, num_heads, head_dim = query.shape
         shape = (num_seqs, num_heads, num_parts)
         return cls(
@@ -40,7 +40,7 @@ class Parts:
         return self.values.shape[2]
 
 
-def num_parts_for(device: Device, num_programs: int) -> int:
+def num_parts_for(device: DeviceProperties, num_programs: int) -> int:
     """The number of parts that keys are divided into. num_programs: the programs of an undivided launch."""
     parts = device.num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // max(1, num_programs)
     if parts > PARTS_AT_ONCE:

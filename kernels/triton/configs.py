@@ -39,7 +39,7 @@ assembler limits itself to 128 and spills four."""
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceProperties:
     """The properties of a GPU that launches depend on."""
 
     capability: tuple[int, int]
@@ -61,15 +61,15 @@ class Device:
         return self.capability >= (9, 0) and os.environ.get("HEADRACE_PDL") == "1"
 
 
-def device_of(tensor: Tensor) -> Device:
+def device_of(tensor: Tensor) -> DeviceProperties:
     """The device of a tensor; a small device for the interpreter's CPU tensors."""
-    return _cuda_device(tensor.device.index) if tensor.is_cuda else Device(NO_GPU, 4)
+    return _cuda_device(tensor.device.index) if tensor.is_cuda else DeviceProperties(NO_GPU, 4)
 
 
 @functools.cache
-def _cuda_device(index: int) -> Device:
+def _cuda_device(index: int) -> DeviceProperties:
     properties = torch.cuda.get_device_properties(index)
-    return Device((properties.major, properties.minor), properties.multi_processor_count)
+    return DeviceProperties((properties.major, properties.minor), properties.multi_processor_count)
 
 
 def power_of_two(count: int) -> int:
@@ -77,7 +77,7 @@ def power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-def decode_tiles(device: Device, head_dim: int, group: int, itemsize: int) -> Tiles:
+def decode_tiles(device: DeviceProperties, head_dim: int, group: int, itemsize: int) -> Tiles:
     """The tiles for sequences of one token. group: query heads per key/value head; itemsize: bytes of a query element.
 
     Triton's pipeliner spends half of the stages on loading the block table, which gives the keys' addresses: 5 stages
@@ -92,7 +92,7 @@ def decode_tiles(device: Device, head_dim: int, group: int, itemsize: int) -> Ti
     return Tiles(block_m, 64, 4, stages, PART_REGISTERS if block_m == 16 else 0)
 
 
-def prefill_tiles(device: Device, head_dim: int, group: int, itemsize: int) -> Tiles:
+def prefill_tiles(device: DeviceProperties, head_dim: int, group: int, itemsize: int) -> Tiles:
     """The tiles for sequences of several tokens; a tile holds at least one token's group of heads."""
     least = power_of_two(group)
     has_wgmma = device.capability[0] == 9
@@ -108,14 +108,14 @@ def prefill_tiles(device: Device, head_dim: int, group: int, itemsize: int) -> T
     return Tiles(max(128, least), 64, 8, stages)
 
 
-def invariant_tiles(device: Device, head_dim: int, group: int, itemsize: int) -> Tiles:
+def invariant_tiles(device: DeviceProperties, head_dim: int, group: int, itemsize: int) -> Tiles:
     """The tiles of batch-invariant attention, in which both launches must do the same arithmetic for a row."""
     prefill = prefill_tiles(device, head_dim, group, itemsize)
     block_m = 32 if head_dim > 128 else min(prefill.block_m, 64)
     return Tiles(max(block_m, power_of_two(group)), min(prefill.block_n, 32), 8, min(prefill.num_stages, 3))
 
 
-def latent_tiles(device: Device, latent_dim: int, itemsize: int, *, decode: bool) -> Tiles:
+def latent_tiles(device: DeviceProperties, latent_dim: int, itemsize: int, *, decode: bool) -> Tiles:
     """The tiles of latent attention. A row's sums are as wide as the compressed vector, so tiles have few rows and
     keys."""
     if itemsize == 4:
@@ -146,7 +146,7 @@ LEAST_SPLIT_BLOCKS = 8
 
 
 def matrix_tiles(
-    device: Device, num_rows: int, itemsize: int, shape: tuple[int, int], is_int4: bool = False
+    device: DeviceProperties, num_rows: int, itemsize: int, shape: tuple[int, int], is_int4: bool = False
 ) -> MatrixTiles:
     """Narrow tiles for few tokens, so that all multiprocessors read weights; wide ones for many.
 
@@ -162,7 +162,7 @@ def matrix_tiles(
     return replace(tiles, splits=splits)
 
 
-def _matrix_tiles(device: Device, num_rows: int, itemsize: int, is_int4: bool) -> MatrixTiles:
+def _matrix_tiles(device: DeviceProperties, num_rows: int, itemsize: int, is_int4: bool) -> MatrixTiles:
     if itemsize == 4:
         return MatrixTiles(32, 32, 32, 4, 2)
     stages = 4 if device.has_large_shared_memory else 3
@@ -175,18 +175,18 @@ def _matrix_tiles(device: Device, num_rows: int, itemsize: int, is_int4: bool) -
     return MatrixTiles(128, 128, 64, 8, 3)
 
 
-def least_scaled_mm_rows(device: Device, out_features: int) -> int:
+def least_scaled_mm_rows(device: DeviceProperties, out_features: int) -> int:
     """The fewest rows of x for torch's fp8 product, whose tiles are 128 wide and do not divide the inputs."""
     return 17 if -(-out_features // 128) >= device.num_multiprocessors else SPLIT_ROWS + 1
 
 
-def invariant_matrix_tiles(device: Device, itemsize: int) -> MatrixTiles:
+def invariant_matrix_tiles(device: DeviceProperties, itemsize: int) -> MatrixTiles:
     """One block size for every number of tokens."""
     return MatrixTiles(32, 32, 32, 4, 2) if itemsize == 4 else MatrixTiles(64, 64, 64, 4, 3)
 
 
 def experts_tiles(
-    device: Device, num_pairs: int, num_experts: int, itemsize: int, is_int4: bool, *, invariant: bool
+    device: DeviceProperties, num_pairs: int, num_experts: int, itemsize: int, is_int4: bool, *, invariant: bool
 ) -> MatrixTiles:
     """The tiles for the rows that chose the same expert, on average num_pairs / num_experts."""
     if invariant:
@@ -225,7 +225,12 @@ def most_small_rows(bits: int, rounds_input: bool) -> int:
 
 
 def small_tiles(
-    device: Device, num_rows: int, shape: tuple[int, int], itemsize: int, is_int4: bool = False, least: int = 1
+    device: DeviceProperties,
+    num_rows: int,
+    shape: tuple[int, int],
+    itemsize: int,
+    is_int4: bool = False,
+    least: int = 1,
 ) -> SmallTiles:
     """shape: (rows of the weight, elements of `itemsize` bytes in a row); least: the fewest columns of a program.
 

@@ -20,7 +20,7 @@ from headrace.kernels.reference.attention import AttentionParams, CacheScales, P
 from headrace.kernels.reference.latent import LatentUp, absorb, project_values
 from headrace.kernels.triton import configs
 from headrace.kernels.triton.attention import E4M3_IN_HARDWARE, LOG2_E, combine
-from headrace.kernels.triton.attention_parts import Parts, num_parts_for
+from headrace.kernels.triton.attention_parts import SoftmaxParts, num_parts_for
 from headrace.kernels.triton.common import CACHE_KINDS, dot, scale_of, sequence_of_tile, widen_cached
 from headrace.kernels.triton.configs import latent_tiles, power_of_two
 
@@ -49,7 +49,7 @@ def latent_attention(
     launch = _Launch(absorbed, cache, batch, params, scales or CacheScales(), latent_dim)
     groups = -(-num_heads // HEADS_AT_ONCE)
     num_parts = num_parts_for(device, num_seqs * groups)
-    parts = Parts.empty(out, num_seqs, num_parts) if num_parts > 1 else None
+    parts = SoftmaxParts.empty(out, num_seqs, num_parts) if num_parts > 1 else None
     tiles = latent_tiles(device, latent_dim, query.element_size(), decode=True)
     launch((num_seqs, groups, num_parts), tiles, out, parts, decode=True)
     if parts is not None:
@@ -100,7 +100,7 @@ class _Launch:
         }
 
     def __call__(
-        self, grid: tuple[int, int, int], tiles: configs.Tiles, out: Tensor, parts: Parts | None, *, decode: bool
+        self, grid: tuple[int, int, int], tiles: configs.Tiles, out: Tensor, parts: SoftmaxParts | None, *, decode: bool
     ) -> None:
         batch = self._batch
         latent_kernel[grid](

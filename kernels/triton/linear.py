@@ -92,7 +92,7 @@ class Fusable:
     """A weight that multiplies few rows of x by `small_linear_kernel`, fused with the ops around it."""
 
     _packed: Packed
-    _device: configs.Device
+    _device: configs.DeviceProperties
     most_fused_rows = 0
     """The most rows of x that `apply_fused` supports; 0 if none."""
 

@@ -17,7 +17,7 @@ from quantised_checkpoints import write
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.checkpoints.formats import Format, formats
-from headrace.executor.checkpoints.formats._keys import ANY, READ, Keys, Refused
+from headrace.executor.checkpoints.formats._keys import ANY, READ, Keys, RefusedKey
 from headrace.ipc.failure import HeadraceError, ModelError
 
 Path_ = tuple[str, ...]
@@ -186,7 +186,7 @@ def test_keys_without_an_effect_have_none_whatever_their_value(case: str, folder
     harmless = {name: OTHER for name, each in declared.items() if isinstance(each, str) and each != READ}
     assert outcome(folder, config | harmless) == plain
     for name, each in declared.items():
-        if isinstance(each, Refused):
+        if isinstance(each, RefusedKey):
             found = outcome(folder, {**config, name: {OTHER: OTHER}})
             assert isinstance(found, str), name
             assert name in found

@@ -8,7 +8,7 @@ import pytest
 from engine_parts import SteppedCore
 
 from headrace.core.schedule import prefix_events
-from headrace.core.schedule.prefix_events import PrefixEvents
+from headrace.core.schedule.prefix_events import PrefixObserver
 from headrace.ipc.codec import Tensor
 from headrace.ipc.messages import FollowPrefixes
 from headrace.ipc.messages import PrefixEvents as Told
@@ -78,7 +78,7 @@ def test_a_later_follower_is_told_all_and_the_first_goes_on() -> None:
 def test_what_nobody_takes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_events, "MOST_UNTAKEN", 3)
     core = SteppedCore(num_blocks=200, max_model_len=512)
-    events = PrefixEvents(core.loop.scheduler.pool, core.loop.scheduler.hasher)
+    events = PrefixObserver(core.loop.scheduler.pool, core.loop.scheduler.hasher)
     core.open().add(0, [3 + each % 30 for each in range(400)], max_tokens=2, ignore_eos=True)
     settle(core)
     assert len(events) == 3

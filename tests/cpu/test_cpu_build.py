@@ -554,7 +554,7 @@ def library() -> build.Library:
     return found
 
 
-def sum_of(pool: threads.Pool) -> bool:
+def sum_of(pool: threads.ThreadPool) -> bool:
     """Whether a product over all threads of the pool is right."""
     import torch
 
@@ -570,7 +570,7 @@ def test_barriers_hold_with_more_threads_than_cores(
     monkeypatch.setattr(threads, "cpu_quota", lambda: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_threads)))
     monkeypatch.setattr(threads, "claim_cpus", lambda cpus, folder=None: None)
-    pool = threads.Pool(library, num_threads)
+    pool = threads.ThreadPool(library, num_threads)
     assert pool.num_threads == num_threads
     pool.run_barriers(500)
     assert sum_of(pool)
@@ -580,7 +580,7 @@ def test_barriers_hold_with_more_threads_than_cores(
 def test_an_idle_pool_uses_no_cpu(library: build.Library) -> None:
     import resource
 
-    pool = threads.Pool(library, 2)
+    pool = threads.ThreadPool(library, 2)
     pool.run_barriers(10)
     done = threading.Event()
     before = resource.getrusage(resource.RUSAGE_SELF)
@@ -592,7 +592,7 @@ def test_an_idle_pool_uses_no_cpu(library: build.Library) -> None:
 
 
 def test_several_callers_share_a_pool(library: build.Library) -> None:
-    pool = threads.Pool(library, 2)
+    pool = threads.ThreadPool(library, 2)
     right: list[bool] = []
 
     def call() -> None:
@@ -608,7 +608,7 @@ def test_several_callers_share_a_pool(library: build.Library) -> None:
 
 
 def test_a_forked_child_can_use_the_pool(library: build.Library) -> None:
-    pool = threads.Pool(library, 2)
+    pool = threads.ThreadPool(library, 2)
     assert sum_of(pool)
     child = os.fork()
     if child == 0:
@@ -622,7 +622,7 @@ def test_a_forked_child_can_use_the_pool(library: build.Library) -> None:
 
 def test_threads_end_with_the_pool(library: build.Library) -> None:
     before = len(os.listdir("/proc/self/task"))
-    pools = [threads.Pool(library, 2) for _ in range(3)]
+    pools = [threads.ThreadPool(library, 2) for _ in range(3)]
     assert len(os.listdir("/proc/self/task")) == before + sum(pool.num_threads - 1 for pool in pools)
     for pool in pools:
         pool.close()

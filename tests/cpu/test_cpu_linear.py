@@ -19,7 +19,7 @@ from headrace.kernels import ops
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import linear
 from headrace.kernels.cpu.linear.linear import LinearArgs, PackedLinear, Runtime
-from headrace.kernels.cpu.runtime.threads import Pool, Step
+from headrace.kernels.cpu.runtime.threads import Step, ThreadPool
 
 UNIT = 2.0**-24
 """Largest relative error of one fp32 rounding."""
@@ -38,8 +38,8 @@ def runtime(request: pytest.FixtureRequest) -> Runtime:
 
 
 @pytest.fixture
-def one_thread(runtime: Runtime) -> Iterator[Pool]:
-    pool = Pool(runtime.library, 1)
+def one_thread(runtime: Runtime) -> Iterator[ThreadPool]:
+    pool = ThreadPool(runtime.library, 1)
     yield pool
     pool.close()
 
@@ -139,7 +139,7 @@ def test_quantised_products_differ_by_the_rounding_of_x_to_two_bytes(runtime: Ru
 
 @pytest.mark.parametrize("type_name", [*FLOATS, *QUANTISED])
 def test_a_row_is_the_same_to_the_bit_in_any_batch_and_on_any_number_of_threads(
-    runtime: Runtime, one_thread: Pool, type_name: str
+    runtime: Runtime, one_thread: ThreadPool, type_name: str
 ) -> None:
     alone = Runtime(runtime.library, one_thread)
     # The last shape makes float panels larger than one pass over K takes.

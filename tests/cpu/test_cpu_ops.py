@@ -17,7 +17,7 @@ from headrace import kernels
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear.linear import Runtime
 from headrace.kernels.cpu.ops import CpuOps
-from headrace.kernels.cpu.runtime.threads import Pool, Step
+from headrace.kernels.cpu.runtime.threads import Step, ThreadPool
 from headrace.kernels.reference import rows as reference
 from headrace.kernels.reference.attention import PagedBatch
 
@@ -101,7 +101,7 @@ def test_every_instruction_set_level_computes_the_same_things(level: str) -> Non
         library = build.build(level)
     except build.BuildError as error:
         pytest.skip(str(error))
-    ops = CpuOps(Runtime(library, Pool(library, 2)))
+    ops = CpuOps(Runtime(library, ThreadPool(library, 2)))
     for heads in ((9, 3, 64), (5, 1, 72), (7, 7, 8)):
         for params in test_cpu_attention.PARAMS.values():
             test_cpu_attention.test_fp32_attention_is_exact_to_rounding(ops, heads, params)

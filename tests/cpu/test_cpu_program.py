@@ -15,7 +15,7 @@ from headrace.kernels.cpu.linear.linear import PackedLinear, Runtime, pack
 from headrace.kernels.cpu.program.parts import AttentionLayer, LayerCache, Norm, Rotary
 from headrace.kernels.cpu.program.program import Builder
 from headrace.kernels.cpu.program.run import Program, ProgramStep
-from headrace.kernels.cpu.runtime.threads import Pool
+from headrace.kernels.cpu.runtime.threads import ThreadPool
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 
@@ -122,7 +122,7 @@ class Model:
     def __init__(self, weights: Weights, cache_dtype: torch.dtype, num_threads: int = 1) -> None:
         shape, dtype = weights.shape, weights.dtype
         library = build.build()
-        self.runtime = Runtime(library, Pool(library, num_threads))
+        self.runtime = Runtime(library, ThreadPool(library, num_threads))
         cache_shape = (NUM_BLOCKS, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
         # Slots that were never written hold NaN: whatever reads one is found out.
         self.caches = [

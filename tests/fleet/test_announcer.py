@@ -17,7 +17,7 @@ from engine_parts import make_plan, welcome_of
 from http_server import wait_until
 
 from headrace import LLM
-from headrace.core.coordinator.announcer import Announcer, State
+from headrace.core.coordinator.announcer import AnnouncedState, Announcer
 from headrace.core.coordinator.program import Coordinator
 from headrace.core.coordinator.registry import Outgoing, Registry
 from headrace.core.engine.sessions import Inbox, Sessions
@@ -70,7 +70,7 @@ def coordinator(address: str = "tcp://127.0.0.1:*") -> Iterator[Coordinator]:
 
 @contextmanager
 def announcer(address: str) -> Iterator[None]:
-    running = Announcer(ENTRY, [address], lambda: State(Load(num_running=0, num_waiting=0)), patience_s=0.05)
+    running = Announcer(ENTRY, [address], lambda: AnnouncedState(Load(num_running=0, num_waiting=0)), patience_s=0.05)
     try:
         yield
     finally:

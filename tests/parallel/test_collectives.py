@@ -26,7 +26,7 @@ from headrace.executor.parallel.rank_place import (
     mark_failed,
     open_collectives,
 )
-from headrace.executor.parallel.shared_layout import TOKEN_SLOTS, Layout
+from headrace.executor.parallel.shared_layout import TOKEN_SLOTS, SharedLayout
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.runtime import collectives as kernels
@@ -191,7 +191,7 @@ def test_memory_that_is_too_small_is_refused(shared: None, memory: int) -> None:
 
 def test_areas_of_the_shared_memory_do_not_overlap() -> None:
     for tp_size, pp_size in ((1, 2), (2, 1), (2, 3), (4, 2)):
-        layout = Layout(world_of(tp_size, pp_size))
+        layout = SharedLayout(world_of(tp_size, pp_size))
         starts = [layout.lines_at]
         if tp_size > 1:
             starts += [layout.stage_parts_at(stage) for stage in range(pp_size)] + [layout.logits_at]

@@ -26,8 +26,8 @@ from headrace.executor.placement.cluster_proof import (
     KEY_VARIABLE,
     PROOF_BYTES,
     REFUSED,
-    Hello,
     NoProofError,
+    PeerClaims,
     Proofs,
     cluster_key,
     prove_to_core,
@@ -117,7 +117,7 @@ def test_a_leader_without_the_key_makes_a_node_run_nothing(speaks: str, key: str
             sock.sendall(framed(NodeChallenge(nonce=b"n" * 32)) + run_evil(own))
             return
         theirs = _read(sock, HELLO_BYTES)
-        core = theirs if speaks == "and reflects" else Hello.of(own).encode()
+        core = theirs if speaks == "and reflects" else PeerClaims.of(own).encode()
         sock.sendall(core)
         proof = _read(sock, PROOF_BYTES)
         if speaks == "as a core with another key":
@@ -153,7 +153,7 @@ class Joined:
     """A JoinPort and what it let in."""
 
     def __init__(self, asked: Options, key: str = KEY) -> None:
-        self.members: list[tuple[socket.socket, Hello, Seal]] = []
+        self.members: list[tuple[socket.socket, PeerClaims, Seal]] = []
         self.port = JoinPort(asked, key, lambda sock, where, hello, seal: self.members.append((sock, hello, seal)))
         self.address = self.port.address
 
@@ -206,7 +206,7 @@ def test_both_prove_the_key_and_what_follows_is_sealed() -> None:
 @pytest.mark.parametrize("attack", ["changed", "repeated", "left out", "sent back", "another session"])
 def test_no_relay_can_say_anything_of_its_own(attack: str) -> None:
     """The one that passes both proofs on holds both connections; each message has its session, direction and number."""
-    seal, other_seal = (Proofs(KEY, Hello.of(ASKED).encode(), Hello.of(SECOND).encode()) for _ in range(2))
+    seal, other_seal = (Proofs(KEY, PeerClaims.of(ASKED).encode(), PeerClaims.of(SECOND).encode()) for _ in range(2))
     core = seal.seal(b"core", b"node")
     receives = seal.seal(b"node", b"core")
     first, second = framed(RunNode(first_rank=1, num_ranks=1)), framed(RunNode(first_rank=2, num_ranks=1))
@@ -240,7 +240,7 @@ def test_no_relay_can_say_anything_of_its_own(attack: str) -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_a_proof_is_of_no_use_beside_other_facts(change: dict[str, Any]) -> None:
-    core, node = Hello.of(ASKED), Hello.of(SECOND)
+    core, node = PeerClaims.of(ASKED), PeerClaims.of(SECOND)
     proofs = Proofs(KEY, core.encode(), node.encode())
     for others in (
         Proofs(KEY, core.encode(), replace(node, **change).encode()),
@@ -253,7 +253,7 @@ def test_a_proof_is_of_no_use_beside_other_facts(change: dict[str, Any]) -> None
 
 def test_a_node_without_the_key_learns_nothing_to_guess_it_with() -> None:
     with join_at(ASKED) as joined, joined.connect() as sock:
-        sock.sendall(Hello.of(SECOND).encode())
+        sock.sendall(PeerClaims.of(SECOND).encode())
         _read(sock, HELLO_BYTES)
         sock.sendall(os.urandom(PROOF_BYTES))
         assert _read(sock, PROOF_BYTES) == REFUSED
@@ -265,8 +265,8 @@ def test_a_node_without_the_key_learns_nothing_to_guess_it_with() -> None:
 
 STRANGERS: dict[str, Callable[[socket.socket], object]] = {
     "idle": lambda sock: None,
-    "half a hello": lambda sock: sock.sendall(Hello.of(SECOND).encode()[:-1]),
-    "a hello and no proof": lambda sock: sock.sendall(Hello.of(SECOND).encode()),
+    "half a hello": lambda sock: sock.sendall(PeerClaims.of(SECOND).encode()[:-1]),
+    "a hello and no proof": lambda sock: sock.sendall(PeerClaims.of(SECOND).encode()),
     "garbage": lambda sock: sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100),
     "half closed": lambda sock: sock.shutdown(socket.SHUT_WR),
 }
@@ -292,7 +292,7 @@ def test_a_slow_stranger_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(join_port, "PROOF_WITHIN_S", 0.3)
     with join_at(ASKED) as joined, joined.connect() as sock:
         began_s = time.monotonic()
-        data = iter(Hello.of(SECOND).encode())
+        data = iter(PeerClaims.of(SECOND).encode())
 
         def is_dropped() -> bool:
             try:
@@ -349,7 +349,7 @@ def test_another_address_keeps_its_turn_beside_a_full_one() -> None:
     with join_at(ASKED) as joined, ExitStack() as open_until_the_end:
         patient = socket.create_connection(joined.address, source_address=("127.0.0.2", 0), timeout=10.0)
         open_until_the_end.enter_context(patient)
-        patient.sendall(Hello.of(SECOND).encode())
+        patient.sendall(PeerClaims.of(SECOND).encode())
         _read(patient, HELLO_BYTES)
         for _ in range(2 * MOST_STRANGERS):
             open_until_the_end.enter_context(joined.connect())
@@ -430,8 +430,8 @@ def test_a_host_alone_has_a_key_that_no_other_user_reads(address: str, runtime_d
 
 def test_a_core_of_another_version_is_named_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
     with join_at(ASKED) as joined:
-        made = Hello.of
-        monkeypatch.setattr(Hello, "of", lambda asked: replace(made(asked), schema_hash=f"{asked.node_rank}" * 16))
+        made = PeerClaims.of
+        monkeypatch.setattr(PeerClaims, "of", lambda asked: replace(made(asked), schema_hash=f"{asked.node_rank}" * 16))
         with pytest.raises(OptionError, match=r"runs headrace .* with message schema 0000.* and the node .* with 1111"):
             joined.join(SECOND)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear.linear import Runtime
 from headrace.kernels.cpu.ops import CpuOps
-from headrace.kernels.cpu.runtime.threads import Pool
+from headrace.kernels.cpu.runtime.threads import ThreadPool
 from headrace.kernels.cpu.sampling import sampling
 from headrace.kernels.cpu.sampling.sampling import SampleBuffers, sample
 from headrace.kernels.reference.sampling import DeviceDraws, choose_tokens
@@ -131,7 +131,7 @@ def test_every_instruction_set_level_chooses_alike(level: str) -> None:
         library = build.build(level)
     except build.BuildError as error:
         pytest.skip(str(error))
-    ops = CpuOps(Runtime(library, Pool(library, 2)))
+    ops = CpuOps(Runtime(library, ThreadPool(library, 2)))
     test_sampling_chooses_as_the_reference(ops, [], 1000)
     test_a_thousand_seeds_draw_as_the_reference(ops, 2000, 0.6)
     test_a_thousand_seeds_draw_as_the_reference(ops, 2000, 1.0)

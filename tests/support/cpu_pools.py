@@ -10,10 +10,10 @@ import pytest
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear.linear import Runtime
 from headrace.kernels.cpu.ops import CpuOps
-from headrace.kernels.cpu.runtime.threads import Pool
+from headrace.kernels.cpu.runtime.threads import ThreadPool
 
 
-class ManyThreads(Pool):
+class ManyThreads(ThreadPool):
     """A pool with any number of threads, also more than this machine has cores, to divide the work differently."""
 
     def __init__(self, library: build.Library, count: int) -> None:
@@ -27,7 +27,7 @@ class ManyThreads(Pool):
 @pytest.fixture(scope="module", name="ops")
 def two_threads_ops() -> CpuOps:
     library = build.build()
-    return CpuOps(Runtime(library, Pool(library, 2)))
+    return CpuOps(Runtime(library, ThreadPool(library, 2)))
 
 
 @pytest.fixture(scope="module", name="other_ops")

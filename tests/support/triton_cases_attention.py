@@ -100,7 +100,7 @@ def case_scaled_caches() -> None:
             expected = paged_attention(query, stored_keys, stored_values, batch, params, scales)
             found = attention.paged_attention(query, stored_keys, stored_values, batch, params, scales)
             assert_close(found, expected)
-    large = configs.Device((8, 0), 16)
+    large = configs.DeviceProperties((8, 0), 16)
     assert num_parts_for(large, 2 * len(batch.seq_lens)) > 1
     with mock.patch.object(configs, "device_of", return_value=large):  # each sequence of one token in several parts
         for scales in (CacheScales(*of_heads), CacheScales(0.04, 0.05)):
@@ -113,7 +113,7 @@ def case_one_sequence_is_divided_into_many_parts() -> None:
     """More parts than are merged at a time, most of them empty."""
     batch, keys, values = make_batch([(1, 300)], 16, 1, 24, torch.float32)
     query, params = torch.randn(1, 3, 24), AttentionParams(24**-0.5)
-    with mock.patch.object(configs, "device_of", return_value=configs.Device((8, 0), 40)):
+    with mock.patch.object(configs, "device_of", return_value=configs.DeviceProperties((8, 0), 40)):
         assert num_parts_for(configs.device_of(query), 1) == 64
         found = attention.paged_attention(query, keys, values, batch, params)
     assert_close(found, paged_attention(query, keys, values, batch, params))

@@ -19,13 +19,13 @@ DETAILS = 60
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedKey:
     """The meaning of keys that must not be set."""
 
     reason: str
 
 
-Meaning = str | Refused | Mapping[str, Any]
+Meaning = str | RefusedKey | Mapping[str, Any]
 """READ, or the reason why the key does not matter; else Refused, or the meanings of the keys of a nested object or of
 the objects in a list."""
 Keys = Mapping[str, Meaning]
@@ -102,10 +102,10 @@ OF_TOOLS: Keys = MappingProxyType(
     )
     | {"pack_dtype": BY_TENSORS}
     | keys(
-        Refused("inputs of some layers are rotated while the model computes, which is not supported"),
+        RefusedKey("inputs of some layers are rotated while the model computes, which is not supported"),
         *("rotation", "rotation_config", "rotation_configs"),
     )
-    | {"adapter": Refused("low-rank corrections beside the weights are not supported")}
+    | {"adapter": RefusedKey("low-rank corrections beside the weights are not supported")}
 )
 """Keys that GPTQModel, AutoGPTQ, AutoAWQ, AutoRound and transformers write."""
 
@@ -125,7 +125,7 @@ def check_keys(config: Mapping[str, Any], known: Keys, subject: str) -> None:
                 hint='where it changes nothing, hf_overrides={"quantization_config": {"' + name + '": null}} leaves it '
                 "aside",
             )
-        elif isinstance(meaning, Refused) and value not in (None, False, "", [], {}):
+        elif isinstance(meaning, RefusedKey) and value not in (None, False, "", [], {}):
             raise ModelError(f"{subject} has {name}={_shown(value)}: {meaning.reason}")
 
 

@@ -14,7 +14,7 @@ from headrace.executor.checkpoints.formats._keys import (
     OF_TOOLS,
     READ,
     Keys,
-    Refused,
+    RefusedKey,
     keys,
 )
 from headrace.executor.checkpoints.formats.awq import Awq
@@ -46,7 +46,7 @@ class AutoRound(Format):
         **OF_TOOLS,
         **keys(READ, "bits", "group_size", "sym", "packing_format", "data_type"),
         **keys(
-            Refused("scales that are quantised themselves are not supported"),
+            RefusedKey("scales that are quantised themselves are not supported"),
             *("super_bits", "super_group_size"),
         ),
         "extra_config": {ANY: {**OF_TOOLS, **keys(READ, "bits", "group_size", "sym"), "data_type": BY_TENSORS}},

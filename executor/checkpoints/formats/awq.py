@@ -26,7 +26,7 @@ from headrace.executor.checkpoints.formats import (
     expect,
     number,
 )
-from headrace.executor.checkpoints.formats._keys import COMMON, OF_TOOLS, READ, SEARCH, Keys, Refused, keys
+from headrace.executor.checkpoints.formats._keys import COMMON, OF_TOOLS, READ, SEARCH, Keys, RefusedKey, keys
 from headrace.executor.checkpoints.formats.gptq import integers
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
@@ -51,7 +51,7 @@ class Awq(Format):
         **keys(READ, "bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "format", "backend"),
         **keys(READ, "checkpoint_format", "sym"),
         **keys(SEARCH, "method", "data_type", "desc_act"),
-        "dynamic": Refused("AWQ weights whose settings differ between modules are not supported"),
+        "dynamic": RefusedKey("AWQ weights whose settings differ between modules are not supported"),
     }
     group_size: int
     """Inputs that share a scale; -1: each row has one scale."""

@@ -98,7 +98,7 @@ SPARSE = "2:4 sparse weights are not supported; a checkpoint of the same scheme 
 
 
 @dataclass(frozen=True)
-class Scheme:
+class GroupScheme:
     """How one group of modules is stored."""
 
     layout: str
@@ -115,7 +115,7 @@ class Scheme:
     """For inputs that are rounded to int8: `dynamic` and `symmetric`; None: inputs are not rounded."""
 
     @classmethod
-    def of(cls, name: str, config: Config, layout: str) -> Scheme:
+    def of(cls, name: str, config: Config, layout: str) -> GroupScheme:
         weights = config.get("weights") if isinstance(config, Mapping) else None
         if not isinstance(weights, Mapping):
             raise ModelError(f"the group {name} of the compressed-tensors config says nothing of weights")
@@ -212,7 +212,7 @@ class CompressedTensors(Format):
         **keys(SEARCH, "global_compression_ratio"),
         **keys(OF_CACHE, "kv_cache_scheme"),
     }
-    schemes: tuple[Scheme, ...]
+    schemes: tuple[GroupScheme, ...]
 
     @classmethod
     def is_of_cache(cls, config: Config) -> bool:
@@ -230,13 +230,13 @@ class CompressedTensors(Format):
         # The list is only validated: a module's tensors show whether it is quantised.
         patterns(config.get("ignore"), "the compressed-tensors config's ignore")
         layout = str(config.get("format", ""))
-        return cls(tuple(Scheme.of(name, group, layout) for name, group in groups.items()))
+        return cls(tuple(GroupScheme.of(name, group, layout) for name, group in groups.items()))
 
     @property
     def rounds_inputs(self) -> bool:
         return any(scheme.inputs is not None for scheme in self.schemes)
 
-    def _scheme(self, module: str) -> Scheme:
+    def _scheme(self, module: str) -> GroupScheme:
         """The scheme whose targets name the module, else the one of all linear layers. Whether a module is quantised is
         judged by its tensors, not by `ignore`, which may have the name of the matrix that it is fused into."""
         by_class = [scheme for scheme in self.schemes if "Linear" in scheme.targets]
@@ -317,7 +317,7 @@ class CompressedTensors(Format):
         inputs, zeros = scheme.rounding(module, tensors), tensors.get("zeros")
         return integers_in_bytes(module, weight, scales, zeros, inputs=inputs, bits=scheme.bits, group=size)
 
-    def _packed(self, module: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> GroupedWeight:
+    def _packed(self, module: str, scheme: GroupScheme, tensors: Mapping[str, Tensor]) -> GroupedWeight:
         weight, scales, bits = tensors["weight"], tensors["scales"], scheme.bits
         n, k = self.shape(module, {"weight": tuple(weight.shape)})
         size = self.group(module, k)

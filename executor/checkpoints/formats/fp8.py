@@ -34,7 +34,7 @@ from headrace.executor.checkpoints.formats._keys import (
     READ,
     SEARCH,
     Keys,
-    Refused,
+    RefusedKey,
     keys,
 )
 from headrace.executor.checkpoints.formats._scaled import floats_of_8_bits
@@ -67,7 +67,7 @@ class Fp8(Format):
         **keys(OF_INPUTS, "activation_scale_ub"),
         **keys(OF_CACHE, "kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method"),
         **keys(SEARCH, "method", "data_type", "desc_act", "quant_type"),
-        "dynamic": Refused("fp8 weights whose settings differ between modules are not supported"),
+        "dynamic": RefusedKey("fp8 weights whose settings differ between modules are not supported"),
     }
     block: tuple[int, int] | None
     """Rows and columns of a block that shares a scale; None: the matrix or each row has one."""

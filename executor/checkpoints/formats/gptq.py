@@ -38,7 +38,7 @@ from headrace.executor.checkpoints.formats import (
     expect,
     number,
 )
-from headrace.executor.checkpoints.formats._keys import ANY, COMMON, OF_TOOLS, READ, SEARCH, Keys, Refused, keys
+from headrace.executor.checkpoints.formats._keys import ANY, COMMON, OF_TOOLS, READ, SEARCH, Keys, RefusedKey, keys
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight, two_in_a_byte
 
@@ -93,7 +93,7 @@ class Gptq(Format):
         **keys(READ, "bits", "group_size", "sym", "desc_act", "checkpoint_format", "format"),
         **keys(SEARCH, "method", "data_type"),
         "dynamic": {ANY: {**OF_TOOLS, **keys(READ, "bits", "group_size", "sym", "desc_act")}},
-        "is_marlin_format": Refused(
+        "is_marlin_format": RefusedKey(
             "the weights lie in the order of one GPU kernel; use the checkpoint they were made of"
         ),
     }

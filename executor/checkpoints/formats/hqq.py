@@ -36,7 +36,7 @@ from headrace.executor.checkpoints.formats._keys import (
     READ,
     SEARCH,
     Keys,
-    Refused,
+    RefusedKey,
     keys,
 )
 from headrace.executor.checkpoints.formats.gptq import integers
@@ -49,7 +49,7 @@ OF_WEIGHTS = {
     **keys(SEARCH, "optimize", "round_zero"),
     **keys(BY_TENSORS, "channel_wise", "view_as_float", "bitpack"),
 }
-QUANTISED_SCALES = Refused("scales and zero points that are quantised themselves are not supported")
+QUANTISED_SCALES = RefusedKey("scales and zero points that are quantised themselves are not supported")
 OF_LAYER = {
     "weight_quant_params": OF_WEIGHTS,
     **keys(QUANTISED_SCALES, "scale_quant_params", "zero_quant_params"),

@@ -35,7 +35,7 @@ from headrace.executor.checkpoints.formats._keys import (
     READ,
     SEARCH,
     Keys,
-    Refused,
+    RefusedKey,
     keys,
 )
 from headrace.executor.checkpoints.formats._scaled import floats_of_4_bits, floats_of_8_bits
@@ -46,8 +46,8 @@ GROUP = 16
 """Weights that share a scale in NVFP4."""
 BESIDE_ALGORITHM = "quant_algo says it"
 NOT_COMPUTED = {
-    **keys(Refused("weights with zero points are not supported in ModelOpt's formats"), "has_zero_point"),
-    **keys(Refused("inputs that are scaled before they are multiplied are not supported"), "pre_quant_scale"),
+    **keys(RefusedKey("weights with zero points are not supported in ModelOpt's formats"), "has_zero_point"),
+    **keys(RefusedKey("inputs that are scaled before they are multiplied are not supported"), "pre_quant_scale"),
 }
 OF_ALGORITHM = {
     **keys(READ, "quant_algo", "group_size"),

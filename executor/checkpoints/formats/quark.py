@@ -47,7 +47,7 @@ from headrace.executor.checkpoints.formats._keys import (
     READ,
     SEARCH,
     Keys,
-    Refused,
+    RefusedKey,
     keys,
 )
 from headrace.executor.checkpoints.formats._scaled import (
@@ -74,7 +74,7 @@ OF_WEIGHT = {
         SEARCH,
         *("round_method", "observer_cls", "scale_calculation_mode", "enable_buffer_reuse", "max_input_numel"),
     ),
-    **keys(Refused("scales that are quantised themselves are not supported"), "is_scale_quant"),
+    **keys(RefusedKey("scales that are quantised themselves are not supported"), "is_scale_quant"),
 }
 OF_LAYER = {
     "weight": OF_WEIGHT,
@@ -90,7 +90,7 @@ CORRECTED = "svdquant"
 
 
 @dataclass(frozen=True)
-class Scheme:
+class QuarkScheme:
     """How a module's matrix is stored."""
 
     dtype: str
@@ -139,7 +139,7 @@ class Quark(Format):
         **COMMON,
         "global_quant_config": OF_LAYER,
         "layer_quant_config": {ANY: OF_LAYER},
-        "layer_type_quant_config": Refused("schemes by type of layer are not supported; those by name are"),
+        "layer_type_quant_config": RefusedKey("schemes by type of layer are not supported; those by name are"),
         "algo_config": READ,
         "export": {
             "pack_method": READ,
@@ -151,8 +151,8 @@ class Quark(Format):
         **keys(OF_INPUTS, "softmax_quant_spec"),
         **keys(SEARCH, "quant_mode"),
     }
-    everywhere: Scheme
-    by_pattern: tuple[tuple[str, Scheme], ...]
+    everywhere: QuarkScheme
+    by_pattern: tuple[tuple[str, QuarkScheme], ...]
     """(pattern of module names, scheme); the first match applies."""
     outputs: tuple[int, ...]
     """For 4-bit codes: the output of each code of a word, lowest bits first."""
@@ -163,15 +163,15 @@ class Quark(Format):
         patterns(list(by_pattern), "the Quark config's layer_quant_config")
         # The list is only validated: a module's tensors show whether it is quantised.
         patterns(config.get("exclude"), "the Quark config's exclude")
-        pairs = tuple((pattern, Scheme.of(own)) for pattern, own in by_pattern.items())
+        pairs = tuple((pattern, QuarkScheme.of(own)) for pattern, own in by_pattern.items())
         export = config.get("export")
         _check_algorithms(config.get("algo_config"))
         method = export.get("pack_method") if isinstance(export, Mapping) else None
         if method not in (None, "reorder", "order"):
             raise ModelError(f"the Quark config's pack_method is {method!r}; reorder and order are known")
-        return cls(Scheme.of(config.get("global_quant_config")), pairs, IN_ORDER if method == "order" else OUTPUTS)
+        return cls(QuarkScheme.of(config.get("global_quant_config")), pairs, IN_ORDER if method == "order" else OUTPUTS)
 
-    def _scheme(self, module: str) -> Scheme:
+    def _scheme(self, module: str) -> QuarkScheme:
         for pattern, scheme in self.by_pattern:
             if pattern == module or fnmatch.fnmatch(module, pattern):
                 return scheme

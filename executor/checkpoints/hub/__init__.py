@@ -19,7 +19,7 @@ from headrace.core.options.model_path import is_path, nearest_path
 from headrace.core.options.option import Secret
 from headrace.executor.checkpoints.hub.hugging_face import HuggingFace
 from headrace.executor.checkpoints.hub.model_scope import ModelScope, is_asked_for
-from headrace.executor.checkpoints.hub.sources import Source, first_line
+from headrace.executor.checkpoints.hub.sources import HubLibrary, first_line
 from headrace.ipc.failure import ModelError, OptionError
 
 CODE_PATTERN = "*.py"
@@ -118,12 +118,12 @@ def cached_config(model: str, choice: HubChoice, file: str = "config.json") -> P
     return _source().cached_file(match["repo"], file, choice)
 
 
-def _source() -> Source:
+def _source() -> HubLibrary:
     """The hub to use. Raises OptionError if its library is not installed."""
     return ModelScope() if is_asked_for() else HuggingFace()
 
 
-def _fetch(source: Source, repo: str, tag: str | None, choice: HubChoice) -> Path:
+def _fetch(source: HubLibrary, repo: str, tag: str | None, choice: HubChoice) -> Path:
     """The folder of the downloaded snapshot, or the .gguf file in it. Raises ModelError and OptionError."""
     files: list[str] | None = None
     reason = ""
@@ -204,7 +204,7 @@ def _split_parts(gguf: str, files: Sequence[str]) -> list[str]:
     return [file for file in files if re.fullmatch(rf"{re.escape(match[1])}-\d{{5}}-of-{match[2]}\.gguf", file)]
 
 
-def _explained(source: Source, repo: str, error: Exception, choice: HubChoice, reason: str) -> ModelError:
+def _explained(source: HubLibrary, repo: str, error: Exception, choice: HubChoice, reason: str) -> ModelError:
     refusal = source.refusal(repo, error, choice)
     if refusal is not None:
         return refusal

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.executor.checkpoints.hub.sources import Source, first_line
+from headrace.executor.checkpoints.hub.sources import HubLibrary, first_line
 from headrace.ipc.failure import ModelError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ TOKEN_HINT = "give a token of yours by HF_TOKEN in the environment, or hf_token"
 NOT_OPENED = "give another hf_token: this one does not open it"
 
 
-class HuggingFace(Source):
+class HuggingFace(HubLibrary):
     name = "the Hugging Face hub"
     cache_name = "the hub's cache"
     default_revision = "main"

@@ -8,7 +8,7 @@ from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.executor.checkpoints.hub.sources import Source, first_line
+from headrace.executor.checkpoints.hub.sources import HubLibrary, first_line
 from headrace.ipc.failure import ModelError, OptionError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def is_asked_for() -> bool:
     return text in ("1", "true")
 
 
-class ModelScope(Source):
+class ModelScope(HubLibrary):
     name = "ModelScope"
     cache_name = "ModelScope's cache"
     default_revision = "master"

@@ -1,4 +1,4 @@
-"""`Source`, the interface of a hub from which `hub.locate` downloads models."""
+"""`HubLibrary`, the interface of a hub from which `hub.locate` downloads models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headrace.executor.checkpoints.hub import HubChoice
 
 
-class Source(ABC):
+class HubLibrary(ABC):
     """A hub, accessed through its library. Methods raise the library's errors, which `refusal` translates."""
 
     name: str

@@ -17,7 +17,7 @@ from headrace.ipc.failure import ModelError, OptionError
 
 
 @dataclass(frozen=True)
-class Library:
+class ReaderLibrary:
     package: str
     """The module's name; the extra in pyproject.toml has the load format's name."""
     tensors: Callable[[Sequence[Path]], Iterator[tuple[str, Tensor]]]
@@ -50,10 +50,10 @@ def _by_fastsafetensors(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
         loader.close()
 
 
-LIBRARIES: Mapping[str, Library] = MappingProxyType(
+LIBRARIES: Mapping[str, ReaderLibrary] = MappingProxyType(
     {
-        "runai_streamer": Library("runai_model_streamer", _by_runai),
-        "fastsafetensors": Library("fastsafetensors", _by_fastsafetensors),
+        "runai_streamer": ReaderLibrary("runai_model_streamer", _by_runai),
+        "fastsafetensors": ReaderLibrary("fastsafetensors", _by_fastsafetensors),
     }
 )
 """The libraries, by load format."""

@@ -82,7 +82,7 @@ def latent_args(query: Buffer, absorbed: Buffer, latent: Buffer, layer: LatentLa
 
 
 @dataclass(frozen=True, eq=False)
-class LatentUp:
+class PackedLatentUp:
     """A layer's up-projections from compressed vectors to keys and values, in the layout of `hr_op_latent_expanded`:
     bf16 or float32, whichever attention over the layer's cache multiplies in."""
 
@@ -93,7 +93,7 @@ class LatentUp:
     value_dim: int
 
     @classmethod
-    def of(cls, up: Tensor, nope_dim: int, cache: Tensor, library: Library) -> LatentUp:
+    def of(cls, up: Tensor, nope_dim: int, cache: Tensor, library: Library) -> PackedLatentUp:
         """Packs up [num_heads, nope_dim + value_dim, latent_dim] for attention over the layer's `cache`."""
         count = library.dll.hr_latent_weight_bytes
         count.restype, count.argtypes = ctypes.c_int64, (ctypes.c_int32,)
@@ -105,7 +105,7 @@ class LatentUp:
         return cls(keys, groups, values.shape[1])
 
 
-def expanded_args(latent: LatentArgs, out: Buffer, layer: LatentLayer, up: LatentUp) -> LatentExpandedArgs:
+def expanded_args(latent: LatentArgs, out: Buffer, layer: LatentLayer, up: PackedLatentUp) -> LatentExpandedArgs:
     """The arguments of the expanded form, which runs after the cache write with the arguments `latent`. Raises
     ValueError for shapes that do not match the layer's."""
     require_same(out.columns, layer.num_heads * up.value_dim, "expanded attention's output", "its heads'")

@@ -57,7 +57,7 @@ from headrace.kernels.cpu.linear.args import (
 )
 from headrace.kernels.cpu.linear.reference import dequantise, quantise, quantise_wide, reference
 from headrace.kernels.cpu.runtime.pointers import pointer
-from headrace.kernels.cpu.runtime.threads import Pool
+from headrace.kernels.cpu.runtime.threads import ThreadPool
 from headrace.kernels.grouped import GroupedWeight
 from headrace.kernels.registry import Version
 
@@ -148,7 +148,7 @@ class Runtime:
     """A library, the pool that runs its ops, and the memory for packed weights."""
 
     library: build.Library
-    pool: Pool
+    pool: ThreadPool
     arena: Arena = field(default_factory=Arena)
 
 
@@ -162,7 +162,7 @@ def runtime(level: str = "native", num_threads: int | None = None) -> Runtime:
     dll.hr_linear_bytes.restype = ctypes.c_int64
     dll.hr_linear_bytes.argtypes = [ctypes.c_void_p]
     dll.hr_linear_scratch.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    return Runtime(library, Pool(library, num_threads))
+    return Runtime(library, ThreadPool(library, num_threads))
 
 
 @dataclass(frozen=True)

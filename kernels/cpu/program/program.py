@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.cpu.attention.args import AttentionArgs, RotaryArgs
-from headrace.kernels.cpu.attention.latent import LatentLayer, LatentUp, expanded_args, latent_args
+from headrace.kernels.cpu.attention.latent import LatentLayer, PackedLatentUp, expanded_args, latent_args
 from headrace.kernels.cpu.elementwise.args import (
     ActivationArgs,
     AddArgs,
@@ -387,7 +387,7 @@ class Builder:
 
         up: [num_heads, nope_dim + value_dim, latent_dim]."""
         keys = layer.cache.keys
-        packed = LatentUp.of(up, layer.nope_dim, keys, self.runtime.library)
+        packed = PackedLatentUp.of(up, layer.nope_dim, keys, self.runtime.library)
         args = expanded_args(latent_args(query, absorbed, latent, layer), out, layer, packed)
         self._need(0, self.runtime.library.dll.hr_latent_expanded_scratch_bytes(ctypes.byref(args)))
         reads, name = (query, absorbed, pointer(keys)), "hr_op_latent_expanded"

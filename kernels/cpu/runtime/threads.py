@@ -139,7 +139,7 @@ def claim_cpus(cpus: list[int], folder: Path | None = None) -> list[int] | None:
     return held
 
 
-class Pool:
+class ThreadPool:
     """Threads that run ops of one library. Owns the threads, their scratch and the CPU locks until `close` or garbage
     collection."""
 
