@@ -199,7 +199,7 @@ def test_both_prove_the_key_and_what_follows_is_sealed() -> None:
                 core.send(RunNode(first_rank=first_rank, num_ranks=1))
             assert [node.receive(Deadline(10.0)).first_rank for _ in range(3)] == [0, 1, 2]
             sock.sendall(framed(JoinNode(options=SECOND)) + bytes(Seal.BYTES))
-            with pytest.raises(CodecError, match="none of the process that proved its key"):
+            with pytest.raises(CodecError, match="proved its key"):
                 core.receive(Deadline(10.0))
 
 
