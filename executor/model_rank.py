@@ -28,6 +28,7 @@ from headrace.executor.parallel.divisibility import check_experts, check_shares
 from headrace.executor.parallel.expert_exchange import ExpertExchange
 from headrace.executor.parallel.rank_place import Collectives, RankCoordinates
 from headrace.executor.parallel.rendezvous import Rendezvous
+from headrace.executor.pooling.head import Head
 from headrace.executor.pooling.pooler import Pooler
 from headrace.executor.rank import Rank, Report, reader_of
 from headrace.executor.sampling.logits_processors import looks_at_params, make_processors, processor_classes, refusal_of
@@ -101,7 +102,11 @@ class ModelRank(Rank):
         batch.sampling.logits_processors = make_processors(self._processor_classes, self.plan, self._device)
         if (pooling := self.plan.model.pooling) is None:
             return None
-        pooler = batch.columns["pooling"] = Pooler(pooling, self.found.spec.logit_scale)
+        found = self.found
+        layers = found.tasks.layers
+        weights = None if all(each.folder for each in layers) else found.checkpoint.weights(place=self._place)
+        head = Head(layers, weights, found.spec.names.prefixes, self._token_id) if layers else None
+        pooler = batch.columns["pooling"] = Pooler(pooling, head, found.spec.logit_scale)
         return pooler
 
     def describe(self, report: Report) -> ModelDescription:
@@ -170,6 +175,17 @@ class ModelRank(Rank):
         own = end_of_tokenizer(checkpoint, self._options)
         ends = (*(() if own is None else (own,)), *checkpoint.eos_token_ids)
         return tuple(each for each in dict.fromkeys(ends) if each < spec.vocab_size)
+
+    def _token_id(self, token: str) -> int | None:
+        import tokenizers
+
+        from headrace.executor.checkpoints.tokenizers.tokenizer import load_bundle
+
+        bundle = load_bundle(self.found.checkpoint, self._options)
+        if bundle is None:
+            return None
+        found: int | None = tokenizers.Tokenizer.from_buffer(bundle.tokenizer_json).token_to_id(token)
+        return found
 
     def tokenizer(self) -> TokenizerBundle | None:
         if self._options.skip_tokenizer_init:

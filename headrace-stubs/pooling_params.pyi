@@ -5,11 +5,11 @@ from typing import Never
 __all__ = ["PoolingParams", "LateChunkingParams", "LateInteractionParams"]
 
 class LateChunkingParams:
-    """Refused: of pooling, only embeddings are supported so far (LLM.embed)."""
+    """Refused: late chunking and late interaction are not computed yet."""
 
     def __init__(self, *_: Never) -> None: ...
 
 class LateInteractionParams:
-    """Refused: of pooling, only embeddings are supported so far (LLM.embed)."""
+    """Refused: late chunking and late interaction are not computed yet."""
 
     def __init__(self, *_: Never) -> None: ...

@@ -26,10 +26,14 @@ if TYPE_CHECKING:
     from headrace.frontend.request.parameters.sampling_params import RequestOutputKind, SamplingParams
     from headrace.frontend.request.parameters.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
     from headrace.frontend.request.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
         PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
     )
     from headrace.frontend.request.prompts import PromptType, TextPrompt, TokensPrompt
     from headrace.frontend.vllm.llm_engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine
@@ -56,6 +60,8 @@ _HOMES = {
     "BeamSearchOutput": "frontend.api.beam_search",
     "BeamSearchParams": "frontend.api.beam_search",
     "BeamSearchSequence": "frontend.api.beam_search",
+    "ClassificationOutput": "frontend.request.pooling_outputs",
+    "ClassificationRequestOutput": "frontend.request.pooling_outputs",
     "CompletionOutput": "frontend.request.outputs",
     "EmbeddingOutput": "frontend.request.pooling_outputs",
     "EmbeddingRequestOutput": "frontend.request.pooling_outputs",
@@ -83,6 +89,8 @@ _HOMES = {
     "RequestOutput": "frontend.request.outputs",
     "RequestOutputKind": "frontend.request.parameters.sampling_params",
     "SamplingParams": "frontend.request.parameters.sampling_params",
+    "ScoringOutput": "frontend.request.pooling_outputs",
+    "ScoringRequestOutput": "frontend.request.pooling_outputs",
     "StructuredOutputsParams": "frontend.request.parameters.structured_outputs",
     "TextPrompt": "frontend.request.prompts",
     "TokensPrompt": "frontend.request.prompts",
@@ -99,6 +107,8 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
@@ -123,6 +133,8 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
     "RequestFailedError",
     "RequestOutput",
     "RequestOutputKind",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "PromptType",
     "TextPrompt",

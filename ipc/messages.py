@@ -166,6 +166,8 @@ class Pool(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True)
     """Whether the kind's activation is applied; that of `embed` scales a vector to length 1."""
     skip_reading_prefix_cache: bool = False
     """As in `Sampling`."""
+    second_text: Annotated[int, Range(0, INT32)] | None = None
+    """Position of the first token of the second text of a pair, for models with token types; None: there is one."""
 
     def most_cached(self, num_tokens: int) -> int:
         """As in `Generate`."""
@@ -376,15 +378,26 @@ class TokenizerBundle(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     """Whether special tokens in a text are read as text."""
 
 
+class PairFormat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How a pair of texts is written for a model that reads it as one prompt."""
+
+    segments: tuple[str, ...]
+    """Tokenised apart, with {instruction}, {query} and {document} in them."""
+    cut: int
+    """The segment that is cut if the prompt is too long."""
+    instruction: str
+    """If the request has none."""
+
+
 class Pooling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How an engine makes vectors of hidden states."""
 
     kinds: tuple[str, ...]
     """The kinds of `Pool` that it computes."""
     tokens: str
-    """Of which of a prompt's tokens a vector is made, under vLLM's names of pooling types: LAST, CLS, MEAN."""
+    """Of which of a prompt's tokens a vector is made, under vLLM's names of pooling types where it has one."""
     width: int
-    """Number of values in a whole vector."""
+    """Number of values in a whole vector; of a classifier, of labels."""
     dimensions: tuple[int, ...] | None = None
     """To how many first values a vector may be cut: these numbers, or any if there are none. None: it may not be cut
     (the model was not trained for it: matryoshka)."""
@@ -396,6 +409,20 @@ class Pooling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """It needs the states of all tokens, so that none may come from the prefix cache."""
     lower_case: bool = False
     """Whether texts are put in lower case before they are tokenised."""
+    activation: str = "normalize"
+    """The kind's activation: normalize scales a vector to length 1; softmax, sigmoid and identity are of classes."""
+    labels: tuple[str, ...] = ()
+    """The names of a classifier's classes."""
+    has_token_types: bool = False
+    """Whether the model distinguishes the second text of a pair."""
+    prompts: dict[str, str] = {}
+    """What is put before a text, by name."""
+    default_prompt: str | None = None
+    """The name of the prompt of a text for which none is named."""
+    pair_format: PairFormat | None = None
+    """None: the tokenizer joins pairs."""
+    similarity: str = "cosine"
+    """How vectors are compared: cosine, dot, euclidean or manhattan."""
 
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -132,6 +132,8 @@ class Admission:
             return self.refusal(
                 f"the task is to pool ({task.kind}), and this engine's tasks for {self._model} are {known}"
             )
+        if task.second_text is not None and not self._pooling.has_token_types:
+            return self.refusal(f"second_text is given, and {self._model} has one type of tokens")
         if task.dimensions is not None and task.dimensions > self._pooling.width:
             return self.refusal(f"dimensions is {task.dimensions}, and vectors have {self._pooling.width} values")
         return None
@@ -190,7 +192,7 @@ class Admission:
         if isinstance(task, Generate):
             task = Generate(sampling=self._fitted(task.sampling, num_prompt_tokens))
             seed = self._next_seed() if task.sampling.seed is None else task.sampling.seed
-        elif self._pooling is not None and self._pooling.reads_all:
+        elif task.kind.startswith("token_") or (self._pooling is not None and self._pooling.reads_all):
             task = msgspec.structs.replace(task, skip_reading_prefix_cache=True)
         request = Request(
             client=client,

@@ -15,6 +15,8 @@ SCALE_BYTES = 4
 """Size of the float32 scale of each row in an fp8 or int8 cache."""
 CPU_CACHE_BYTES = 4 << 30
 """Default size of the cache on a CPU, whose memory other programs share."""
+STEPS_IN_FLIGHT = 2
+"""Most steps whose rows hold blocks at once."""
 NULL_BLOCKS = 1
 """Block 0 never holds a token (see blocks.py)."""
 
@@ -151,8 +153,11 @@ def _group_rows(facts: Facts, plan: Plan) -> list[tuple[str, int, str]]:
 
 def _useful_blocks(plan: Plan, reading: MemoryReading) -> int:
     """The most blocks that can be in use at once, with two kept states for each request. On a CPU also at most
-    CPU_CACHE_BYTES, but enough for one request of max_model_len."""
+    CPU_CACHE_BYTES, but enough for one request of max_model_len. Prompts that are computed whole leave with their
+    step."""
     one = blocks_for(plan.max_model_len, plan)
+    if plan.model.whole_prompts:
+        return STEPS_IN_FLIGHT * (plan.max_num_batched_tokens // plan.block_size + plan.max_num_seqs) + NULL_BLOCKS
     useful = one + (plan.max_num_seqs - 1) * decode_blocks_for(plan.max_model_len, plan) + NULL_BLOCKS
     useful += 2 * plan.max_num_seqs * sum(group.pages for group in plan.model.cache_groups)
     if reading.device == "cpu":

@@ -97,15 +97,17 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Option(
             MODEL,
             "What the model does: generate tokens, or pool its hidden states into vectors; auto pools if the folder "
-            "has sentence-transformers' files or with convert=embed, and else generates",
-            words={"embed": "pooling", "embedding": "pooling"},
+            "has sentence-transformers' files, for encoders, for classifiers and with convert, and else generates",
+            words=dict.fromkeys(("embed", "embedding", "classify", "score", "reward"), "pooling"),
         ),
     ] = "auto"
     convert: Annotated[
-        Literal["auto", "none", "embed"],
+        Literal["auto", "none", "embed", "classify"],
         Option(
             MODEL,
-            "embed makes vectors of a model that generates; beside runner=generate the engine does both",
+            "embed makes vectors of a model that generates or has a classifier; beside runner=generate the engine does "
+            "both. classify uses the classifier",
+            words={"reward": "classify"},
         ),
     ] = "auto"
     pooler_config: Annotated[

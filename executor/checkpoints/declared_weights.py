@@ -37,11 +37,25 @@ def as_declared(spec: ArchSpec, source: WeightSource) -> Weights:
     weights = each_expert(spec, Weights.of(source))
     if spec.unit_head:
         weights = _with_unit_head(spec, weights)
+    weights = _in_each_layer(spec, weights)
     if places := _places(spec, weights.names()):
         gone = frozenset(place.name for place in places.values())
         stored = partial(_placed, weights, places)
         weights = weights.then("rows as the model declares them", frozenset(places), stored, gone)
     return weights if weights.as_loaded is None else quantised_as_loaded(weights, weights.as_loaded, spec)
+
+
+def _in_each_layer(spec: ArchSpec, weights: Weights) -> Weights:
+    """The weights with those that all layers share in each of them."""
+    names, held = spec.names, weights.names()
+    prefix, sources = names.prefix_in(held), dict[str, str]()
+    for name, stored in spec.shared:
+        if (source := f"{prefix}{stored}.weight") in held:
+            sources |= {f"{names.layer(prefix, i)}{name}.weight": source for i in range(spec.num_layers)}
+    if not sources:
+        return weights
+    gone = frozenset(sources.values())
+    return weights.then("shared tables", frozenset(sources), lambda name: weights.stored(sources[name]), gone)
 
 
 def with_own_head(spec: ArchSpec, source: WeightSource, place: RankCoordinates) -> ArchSpec:

@@ -1,8 +1,10 @@
 """What the files of sentence-transformers beside a model say about its vectors.
 
-    modules.json                     the chain of modules: Transformer, Pooling, Normalize; each may have a folder
-    1_Pooling/config.json            of which tokens a vector is made: flags before version 5.4, one word since
-    sentence_bert_config.json        max_seq_length, do_lower_case
+    modules.json                        the chain of modules, in order; each may have a folder
+    1_Pooling/config.json               of which tokens a vector is made: flags before version 5.4, one word since
+    2_Dense/config.json                 sizes and activation of a layer, whose weights are beside it; likewise LayerNorm
+    sentence_bert_config.json           max_seq_length, do_lower_case
+    config_sentence_transformers.json   prompts by name, the default one, how vectors are compared
 
 A module of another class is refused by name, since it would change every vector, and so is a way of pooling that is not
 known. A Pooling config that says no way is read as sentence-transformers' class reads it: MEAN.
@@ -15,23 +17,47 @@ import logging
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from headrace.executor.models.heads import HeadActivation, HeadLayer, HeadLinear, HeadNorm
 from headrace.ipc.failure import ModelError
 from headrace.ipc.process.regular_files import is_there, read_text
 
 logger = logging.getLogger(__name__)
 
 MODULES = "modules.json"
+SETTINGS = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Names of the Transformer module's settings, of which a folder has one."""
 FLAGS = {
     "pooling_mode_cls_token": "CLS",
     "pooling_mode_mean_tokens": "MEAN",
     "pooling_mode_lasttoken": "LAST",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_max_tokens": "MAX",
+    "pooling_mode_mean_sqrt_len_tokens": "MEAN_SQRT_LEN",
+    "pooling_mode_weightedmean_tokens": "WEIGHTED_MEAN",
 }
-"""Old flags, and vLLM's name of the pooling type or, where it has none, sentence-transformers'."""
-WORDS = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
-_KNOWN = ("Transformer", "Pooling", "Normalize")
+"""Old flags, and the name of the pooling type (`executor/pooling/pooler.py`)."""
+WORDS = {
+    "cls": "CLS",
+    "mean": "MEAN",
+    "lasttoken": "LAST",
+    "max": "MAX",
+    "mean_sqrt_len_tokens": "MEAN_SQRT_LEN",
+    "weightedmean": "WEIGHTED_MEAN",
+}
+SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
+ACTIVATIONS: dict[str, HeadActivation] = {
+    "Identity": "identity",
+    "Tanh": "tanh",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "SiLU": "silu",
+    "Sigmoid": "sigmoid",
+}
+"""Of torch's modules, by class."""
+NORM_EPS = 1e-5
+_KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normalize")
 
 
 class SentenceFolder(NamedTuple):
@@ -40,47 +66,115 @@ class SentenceFolder(NamedTuple):
     normalizes: bool
     """Whether vectors are scaled to length 1."""
     width: int | None
-    """The vectors' number of values."""
+    """The number of values of pooled states."""
     max_tokens: int | None
     """Most tokens of a text; None: as many as the model takes."""
     lower_case: bool
     """Whether texts are put in lower case before they are tokenised."""
+    layers: tuple[HeadLayer, ...]
+    """Layers behind the pooling, which change the vectors' width."""
+    prompts: dict[str, str]
+    """What is put before a text, by name."""
+    default_prompt: str | None
+    similarity: str
+    """How vectors are compared."""
+
+
+class _Module(NamedTuple):
+    kind: str
+    folder: Path
 
 
 def sentence_folder(folder: Path) -> SentenceFolder | None:
     """None for a folder without these files. Raises ModelError, naming the file, for what cannot be followed."""
+    found = _modules(folder)
+    by_kind = {module.kind: module.folder for module in found}
+    if "Pooling" not in by_kind:
+        return None
+    kinds = [module.kind for module in found if module.kind != "Dropout"]
+    begin, behind = kinds[:2], [kind for kind in kinds[2:] if kind != "Normalize"]
+    if begin != ["Transformer", "Pooling"] or any(kind in _KNOWN[:2] for kind in behind) or "Normalize" in kinds[:-1]:
+        raise ModelError(
+            f"{folder / MODULES} has the modules {', '.join(kinds)}; computed are Transformer, Pooling, then layers of "
+            "Dense and LayerNorm, then Normalize or nothing"
+        )
+    file = by_kind["Pooling"] / "config.json"
+    pooling = _read(file)
+    if not isinstance(pooling, dict):
+        raise ModelError(f"{file} is missing or no JSON object: it says how {folder.name} pools")
+    own = next((each for name in SETTINGS if (each := _read(by_kind["Transformer"] / name)) is not None), None)
+    settings = own if isinstance(own, dict) else {}
+    general = _read(folder / "config_sentence_transformers.json")
+    prompts, default, similarity = _general(general if isinstance(general, dict) else {}, folder)
+    if not pooling.get("include_prompt", True) and any(prompts.values()):
+        raise ModelError(f"{file} leaves prompts out of the pooled tokens (include_prompt), which is not computed here")
+    return SentenceFolder(
+        tokens=_tokens(pooling, file),
+        normalizes="Normalize" in by_kind,
+        width=pooling.get("word_embedding_dimension", pooling.get("embedding_dimension")),
+        max_tokens=settings.get("max_seq_length"),
+        lower_case=bool(settings.get("do_lower_case", False)),
+        layers=tuple(_layer(module) for module in found if module.kind in ("Dense", "LayerNorm")),
+        prompts=prompts,
+        default_prompt=default,
+        similarity=similarity,
+    )
+
+
+def _modules(folder: Path) -> list[_Module]:
     modules = _read(folder / MODULES)
     if modules is None:
-        return None
+        return []
     if not (isinstance(modules, list) and all(isinstance(each, dict) for each in modules)):
         raise ModelError(f"{folder / MODULES} is no list of modules")
-    found: dict[str, Path] = {}
+    found: list[_Module] = []
     for module in modules:
-        kind = str(module.get("type", "")).rpartition(".")[2]
-        if kind not in _KNOWN:
+        package, _, kind = str(module.get("type", "")).rpartition(".")
+        if kind not in _KNOWN or package.partition(".")[0] != "sentence_transformers":
             raise ModelError(
                 f"{folder / MODULES} has the module {module.get('type')!r}, which is not computed here; known: "
-                f"{', '.join(_KNOWN)}"
+                f"{', '.join(_KNOWN)} of sentence_transformers"
             )
         path = PurePosixPath(str(module.get("path", "")))
         if path.is_absolute() or ".." in path.parts:
             raise ModelError(f"{folder / MODULES} gives {kind} the path {str(path)!r}, which leaves the folder")
-        found[kind] = folder / path
-    if "Pooling" not in found:
-        return None
-    file = found["Pooling"] / "config.json"
-    pooling = _read(file)
-    if not isinstance(pooling, dict):
-        raise ModelError(f"{file} is missing or no JSON object: it says how {folder.name} pools")
-    own = _read(folder / "sentence_bert_config.json")
-    settings = own if isinstance(own, dict) else {}
-    return SentenceFolder(
-        tokens=_tokens(pooling, file),
-        normalizes="Normalize" in found,
-        width=pooling.get("word_embedding_dimension", pooling.get("embedding_dimension")),
-        max_tokens=settings.get("max_seq_length"),
-        lower_case=bool(settings.get("do_lower_case", False)),
-    )
+        found.append(_Module(kind, folder / path))
+    return found
+
+
+def _layer(module: _Module) -> HeadLayer:
+    file = module.folder / "config.json"
+    config = _read(file)
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} is missing or no JSON object: it says the layer's sizes")
+    names = ("in_features", "out_features") if module.kind == "Dense" else ("dimension",)
+    sizes = [config.get(name) for name in names]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ModelError(f"{file} says no {' or '.join(names)}, whole numbers above 0")
+    if module.kind == "LayerNorm":
+        return HeadNorm("norm", sizes[0], NORM_EPS, folder=str(module.folder))  # type: ignore[arg-type]
+    named = config.get("activation_function", "torch.nn.modules.activation.Tanh")
+    activation = ACTIVATIONS.get(str(named).rpartition(".")[2])
+    if activation is None or not str(named).startswith("torch.nn."):
+        raise ModelError(
+            f"{file} has the activation_function {named!r:.100}; known: torch.nn's {', '.join(ACTIVATIONS)}"
+        )
+    bias = bool(config.get("bias", True))
+    return HeadLinear("linear", sizes[1], sizes[0], bias, activation, str(module.folder))  # type: ignore[arg-type]
+
+
+def _general(given: dict[str, Any], folder: Path) -> tuple[dict[str, str], str | None, str]:
+    """Prompts by name, the name of the default one, and how vectors are compared."""
+    file = folder / "config_sentence_transformers.json"
+    prompts, default = given.get("prompts") or {}, given.get("default_prompt_name")
+    if not (isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())):
+        raise ModelError(f"{file} has prompts that are no texts by name")
+    if default is not None and default not in prompts:
+        raise ModelError(f"{file} has the default_prompt_name {default!r:.100}; its prompts are {', '.join(prompts)}")
+    similarity = given.get("similarity_fn_name") or SIMILARITIES[0]
+    if similarity not in SIMILARITIES:
+        raise ModelError(f"{file} compares vectors by {similarity!r:.100}; known: {', '.join(SIMILARITIES)}")
+    return {str(name): text for name, text in prompts.items()}, default, similarity
 
 
 def _tokens(pooling: dict[str, Any], file: Path) -> str:

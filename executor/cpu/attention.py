@@ -25,13 +25,16 @@ class CpuAttend:
     """[heads of this rank] float32"""
     alibi: Tensor | None
     """[heads of this rank] float32"""
+    distance_bias: Tensor | None
+    """Of `CheckedWeights.distance_bias`."""
 
     @classmethod
     def read(cls, weights: CpuWeights, declared: Attend, prefix: str) -> CpuAttend:
         norms = (declared.query_norm, declared.key_norm)
         query_norm, key_norm = (None if each is None else weights.norm(each, prefix).constants for each in norms)
         sinks = None if declared.sinks is None else weights.values(declared.sinks, prefix)
-        return cls(declared, query_norm, key_norm, sinks, own_slopes(declared, weights.place))
+        bias = None if declared.distance_bias is None else weights.distance_bias(declared.distance_bias, prefix)
+        return cls(declared, query_norm, key_norm, sinks, own_slopes(declared, weights.place), bias)
 
     def write(self, ops: ProgramOps, qkv: Buffer) -> Buffer:
         declared, builder = self.declared, ops.builder
@@ -47,6 +50,8 @@ class CpuAttend:
             soft_cap=declared.soft_cap,
             sinks=self.sinks,
             alibi=self.alibi,
+            distance_bias=self.distance_bias,
+            both_sides=not declared.causal,
         )
         attended = ops.room(num_heads * declared.head_dim, ops.inner)
         builder.write_cache(qkv, attention)

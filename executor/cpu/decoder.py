@@ -156,6 +156,8 @@ class CpuDecoder:
         step.only_highest = not arrays.reads_logits
         buffers.token_ids[:num_tokens] = arrays.token_ids
         buffers.positions[:num_tokens] = arrays.positions
+        if self.spec.token_types:
+            buffers.token_types[:num_tokens] = 0 if arrays.token_types is None else arrays.token_types
         buffers.slot_mapping[:, :num_tokens] = arrays.slot_mapping
         buffers.query_start[: num_seqs + 1] = arrays.query_start
         buffers.seq_lens[:num_seqs] = arrays.seq_lens

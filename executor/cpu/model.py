@@ -26,6 +26,7 @@ class CpuModel:
     table: PackedLinear | None  # for this rank's tokens
     embedding_norm: CpuNorm | None
     positions: Tensor | None  # [rows, hidden]
+    token_types: Tensor | None  # [types, hidden]
     project_in: CpuLinear | None
     layers: tuple[LayerHeld, ...]  # of this stage
     final_norm: CpuNorm | None
@@ -40,7 +41,7 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
     """Reads the weights of the reader's rank. Raises ModelError, naming the tensor, when weights and spec disagree."""
     names, hidden, width, place = spec.names, spec.hidden_size, spec.embedding_width, weights.place
     prefix = names.prefix_in(weights)
-    table = embedding_norm = positions = project_in = project_out = final_norm = head = None
+    table = embedding_norm = positions = token_types = project_in = project_out = final_norm = head = None
     own_tokens = place.vocabulary(spec.vocab_size) if place.tp_size > 1 else None
     if place.is_first_stage or (place.is_last_stage and spec.tied_head):
         table = weights.table(Part(prefix + names.embedding, spec.vocab_size, own_tokens), width)
@@ -49,6 +50,8 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
     if place.is_first_stage and spec.learned_position_offset is not None:
         rows = spec.max_positions + spec.learned_position_offset
         positions = weights.matrix(f"{prefix}{names.positions}.weight", rows, hidden)
+    if place.is_first_stage and spec.token_types:
+        token_types = weights.matrix(f"{prefix}{names.token_types}.weight", spec.token_types, hidden)
     if place.is_first_stage and width != hidden:
         project_in = weights.linear(Linear(((names.project_in, hidden),), width), prefix)
     layers = tuple(
@@ -73,6 +76,7 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
         table=table,
         embedding_norm=embedding_norm,
         positions=positions,
+        token_types=token_types,
         project_in=project_in,
         layers=layers,
         final_norm=final_norm,

@@ -376,10 +376,12 @@ class ProgramWriter:
             rank_sum(builder, self._ranks.group, parts, embedded, add=False)
         if model.project_in is not None:
             self._ops.multiply(model.project_in, embedded, self._hidden)
-        if model.embedding_norm is not None:
-            builder.norm(self._hidden, self._hidden, model.embedding_norm.constants)
         if model.positions is not None:
             builder.add_positions(model.positions, self._hidden, spec.learned_position_offset or 0)
+        if model.token_types is not None:
+            builder.add_types(model.token_types, self._hidden)
+        if model.embedding_norm is not None:
+            builder.norm(self._hidden, self._hidden, model.embedding_norm.constants)
         return own.tensor
 
     def _last_states(self, hidden: Buffer, dtype: torch.dtype | None = None) -> Buffer:

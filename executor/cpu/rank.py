@@ -291,7 +291,7 @@ def as_program(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankCoo
         plan.max_num_seqs,
         plan.max_model_len,
         plan.max_num_batched_tokens
-        if pooling is not None and pooling.reads_all
+        if pooling is not None and not plan.model.generates
         else plan.max_logits - plan.max_num_seqs,
         pools=pooling is not None,
         batch_invariant=plan.options.batch_invariant,

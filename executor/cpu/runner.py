@@ -136,8 +136,9 @@ class ModelRunner:
     ) -> tuple[StepLogits, tuple[float, float]]:
         """The step's logits, and when it began and ended. Pools the rows that ask for it."""
         wanted = None if self._pooler is None else self._pooler.wanted(plan, arrays.query_start)
-        if wanted is not None:
-            arrays = replace(arrays, pooled_indices=wanted.indices)
+        if self._pooler is not None and wanted is not None:
+            types = self._pooler.token_types(plan, arrays.query_start, arrays.positions)
+            arrays = replace(arrays, pooled_indices=wanted.indices, token_types=types)
         began_s = time.monotonic()
         computed = self._model.step(arrays, self._kv_cache, draws)
         times_s = began_s, time.monotonic()

@@ -1,4 +1,5 @@
-"""`ArchSpec`: a decoder-only transformer as data. A family's adapter fills one in from a checkpoint's config."""
+"""`ArchSpec`: a transformer of one stack as data, a decoder or an encoder. A family's adapter fills one in from a
+checkpoint's config."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from headrace.ipc.failure import ModelError
 
 if TYPE_CHECKING:
     from headrace.executor.models.blocks import Ffn, Mixer, Stream, Weight
+    from headrace.executor.models.heads import Classifier
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Placement = Literal["pre", "sandwich", "output", "parallel", "post", "normed"]
@@ -99,6 +101,8 @@ class LayerSpec:
     ffn: Ffn
     cache_of: int | None = None
     """Index of the earlier layer whose cached keys and values the mixer reads; None if the layer has its own cache."""
+    mixer_norm: bool = True
+    """Whether there is a norm before the mixer, where the spec's placement has one."""
 
     @property
     def sliding_window(self) -> int | None:
@@ -175,6 +179,7 @@ class WeightNames:
     layers: str = "layers"
     embedding: str = "embed_tokens"
     positions: str = "embed_positions"
+    token_types: str = "token_type_embeddings"
     embedding_norm: str = "word_embeddings_layernorm"
     project_in: str = "project_in"
     project_out: str = "project_out"
@@ -185,6 +190,7 @@ class WeightNames:
     output: str = "self_attn.o_proj"
     sinks: str = "self_attn.sinks"
     """A complete name: no `.weight` follows."""
+    distance_bias: str = "self_attn.relative_attention_bias"
     query_norm: str = "self_attn.q_norm"
     query_down: str = "self_attn.q_a_proj"
     query_down_norm: str = "self_attn.q_a_layernorm"
@@ -257,7 +263,14 @@ class ArchSpec:
     unit_head: bool = False
     """Whether the head's rows are divided by their L2 norms on reading."""
     embedding_norm: bool = False
-    """Whether embeddings are normed before the first layer."""
+    """Whether embeddings, with positions and token types, are normed before the first layer."""
+    token_types: int = 0
+    """Rows of a table of token types, which says of each token to which text of a pair it belongs; 0: there is none."""
+    classifier: Classifier | None = None
+    """What computes classes of texts or tokens from hidden states; None: nothing does."""
+    shared: tuple[tuple[str, str], ...] = ()
+    """Weights that a checkpoint has once for all layers: (name in each layer, stored name relative to the model's
+    prefix), without `.weight`."""
     foreign: tuple[Weight, ...] = ()
     """All weights of a model that transformers' code computes: names and shapes, since its blocks declare none."""
     fused: tuple[Fused, ...] = ()

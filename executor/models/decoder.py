@@ -68,6 +68,7 @@ class Decoder:
         self.spec, self.dtype, self.device, self._place = spec, dtype, torch.device(device), place
         self._embedding: VocabParallelEmbedding | None = None
         self._positions: Tensor | None = None
+        self._token_types: Tensor | None = None
         self._project_in: EagerLinear | None = None
         self._project_out: EagerLinear | None = None
         self._embedding_norm: EagerNorm | None = None
@@ -106,6 +107,8 @@ class Decoder:
         if spec.learned_position_offset is not None:
             rows = spec.max_positions + spec.learned_position_offset
             self._positions = checked.matrix(f"{prefix}{names.positions}.weight", rows, hidden)
+        if spec.token_types:
+            self._token_types = checked.matrix(f"{prefix}{names.token_types}.weight", spec.token_types, hidden)
         if spec.embedding_norm:
             self._embedding_norm = EagerNorm(checked, Norm.of_stream(spec, names.embedding_norm), prefix)
         if (width := spec.embedding_width) != hidden:
@@ -167,12 +170,14 @@ class Decoder:
             put_given(hidden, inputs.given, self.dtype, given_scale(self.spec, self.dtype))
         if self._project_in is not None:
             hidden = self._project_in(hidden)
+        if self._positions is not None:
+            hidden = hidden + self._positions[inputs.positions + (self.spec.learned_position_offset or 0)]
+        if self._token_types is not None:
+            hidden = hidden + self._token_types[0 if inputs.token_types is None else inputs.token_types]
         if self._embedding_norm is not None:
             hidden = self._embedding_norm(hidden)[0]
         if self._stream is not None:
             hidden = self._stream.begin(inputs.token_ids, hidden)
-        if self._positions is not None:
-            hidden = hidden + self._positions[inputs.positions + (self.spec.learned_position_offset or 0)]
         return hidden, None
 
     def _send(self, hidden: Tensor, delta: Tensor | None) -> None:

@@ -259,6 +259,9 @@ class EagerAttend:
             sinks=sinks,
             alibi=alibi,
             causal=declared.causal,
+            distance_bias=None
+            if declared.distance_bias is None
+            else weights.distance_bias(declared.distance_bias, prefix),
         )
         self._chunk_size, self._query_growth = declared.chunk_size, declared.query_growth
         self._reads_only = declared.reads_only

@@ -44,12 +44,7 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
     if options.model_impl != "transformers":
         try:
             spec = spec_from_config(checkpoint.config).for_context(options.max_model_len)
-            tasks = tasks_of(checkpoint, options, spec.embedding_width)
-            if tasks.generates and not spec.is_causal:
-                raise ModelError(
-                    f"the tokens of {checkpoint.name} attend to the tokens after them, so that it cannot generate: use "
-                    "runner=pooling"
-                )
+            tasks = tasks_of(checkpoint, options, spec)
             if not tasks.generates:
                 spec = replace(spec, has_head=False, tied_head=False, unit_head=False, head_bias=False)
             return FoundModel(checkpoint, spec, tasks=tasks)
@@ -69,7 +64,7 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
         if options.model_impl != "transformers":
             said = f"{str(reason).partition('; known are')[0]}, and {said}"
         raise ModelError(said, hint=HOW_TO_ADD) from error
-    if tasks_of(checkpoint, options, spec.hidden_size).pooling is not None:
+    if tasks_of(checkpoint, options, spec).pooling is not None:
         raise ModelError(
             f"{shown} is computed by transformers' code, which gives logits alone: nothing is pooled of it"
         )

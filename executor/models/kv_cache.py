@@ -106,7 +106,10 @@ def cache_groups(
     windows_apart: bool = True,
 ) -> tuple[CacheGroup, ...]:
     """The cache groups of a model whose requests have at most max_model_len tokens. A sliding window of at least that
-    size hides nothing, so its layers count as full attention; without windows_apart, all of them do."""
+    size hides nothing, so its layers count as full attention; without windows_apart, all of them do. Where a token
+    reads those after it, prompts are computed whole, and all layers are one group."""
+    if not spec.is_causal:
+        return ONE_GROUP
     longest = min(spec.max_positions, max_model_len or spec.max_positions)
     caches = spec.own_caches(tp_size)
     sizes = {
@@ -169,6 +172,9 @@ class Layout:
         same place, w      [    w0   ] [    w0   ] [    w0   ]   w0 uses entries 0, 1, 2
 
     So kernels see one ordinary tensor per layer, and the group's block tables name every `sharing`th entry of it.
+
+    Where a token reads those after it, prompts are computed whole, and no step reads what another has written: all
+    layers have the same place, which each overwrites.
     """
 
     layers: tuple[LayerPlace, ...]
@@ -188,7 +194,8 @@ class Layout:
                 continue
             sharing = groups[group].layers_in_place
             at, nth = divmod(counts[group], sharing)
-            counts[group] += 1
+            if spec.is_causal:
+                counts[group] += 1
             found[layer] = LayerPlace(layer, group, at, nth, sharing, cache)
         return cls(tuple(found.values()), place.layers(spec.num_layers))
 

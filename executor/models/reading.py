@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from headrace.executor.models.blocks import (
     Axis,
     Declared,
     Dimension,
+    DistanceBias,
     ExpertStack,
     LayerDeclaration,
     LayerHeld,
@@ -33,6 +35,7 @@ from headrace.executor.parallel.load_balancing import BalancedExperts
 from headrace.executor.parallel.rank_place import SINGLE, RankCoordinates
 from headrace.ipc.failure import ModelError
 from headrace.kernels.expert_places import ExpertPlaces
+from headrace.kernels.reference.attention import BIAS_PADDING
 from headrace.kernels.reference.moe import MovableExperts
 
 logger = logging.getLogger(__name__)
@@ -64,6 +67,15 @@ def own_slopes(declared: Attend, place: RankCoordinates, device: torch.device | 
 def own_part(dimension: Dimension, place: RankCoordinates) -> slice | None:
     """A rank's slice of a dimension; None: all of it."""
     return dimension.own(place) if isinstance(dimension, Axis) else None
+
+
+def distance_buckets(distances: Tensor, num_buckets: int, most_distance: int) -> Tensor:
+    """The bucket of each distance (key - query position): see `blocks.DistanceBias`."""
+    of_side = num_buckets // 2
+    near, away = of_side // 2, distances.abs()
+    growth = torch.log(away.clamp(min=1).float() / near) / math.log(most_distance / near)
+    far = (near + (growth * (of_side - near)).long()).clamp(max=of_side - 1)
+    return (distances > 0) * of_side + torch.where(away < near, away, far)
 
 
 @functools.cache
@@ -149,6 +161,16 @@ class CheckedWeights:
         weight = torch.cat(weights).contiguous()
         self.nbytes += weight.nbytes
         return weight, torch.cat(biases) if biases else None
+
+    def distance_bias(self, declared: DistanceBias, prefix: str) -> Tensor:
+        """[heads of this rank, 2 * (reach + BIAS_PADDING)] float32, by distance of key and query; 0 in the middle."""
+        name, half = f"{prefix}{declared.name}.weight", declared.reach + BIAS_PADDING
+        self._check(name, (declared.num_buckets, declared.heads.size))
+        table = self._floats(name, None, own_part(declared.heads, self.place)).to(self.device, torch.float32)
+        buckets = distance_buckets(torch.arange(-half, half), declared.num_buckets, declared.most_distance)
+        found = table.T[:, buckets.to(self.device)].contiguous()
+        self.nbytes += found.nbytes
+        return found
 
     def matrix(self, name: str, rows: int, columns: int, take: slice | None = None) -> Tensor:
         """Rows `take` of a [rows, columns] matrix in the model's dtype, not packed."""
@@ -249,7 +271,7 @@ def _not_read(spec: ArchSpec, place: RankCoordinates, prefix: str) -> list[str]:
     names, own = spec.names, place.layers(spec.num_layers)
     excused = names.lm_heads if not (place.is_last_stage and spec.has_head) else ()
     if not place.is_first_stage:
-        firsts = (names.embedding, names.positions, names.embedding_norm, names.project_in)
+        firsts = (names.embedding, names.positions, names.token_types, names.embedding_norm, names.project_in)
         excused += tuple(prefix + name for name in firsts)
     if not place.is_last_stage:
         excused += tuple(prefix + name for name in (names.final_norm, names.project_out))
@@ -261,6 +283,8 @@ def _not_read(spec: ArchSpec, place: RankCoordinates, prefix: str) -> list[str]:
     patterns = [rf"^{re.escape(name)}\.(weight|bias)$" for name in excused]
     if spec.tied_head:  # a checkpoint may hold a copy of the embedding as its head: see `with_own_head`
         patterns += [rf"^{re.escape(name)}\.weight$" for name in names.lm_heads]
+    if spec.classifier is not None:  # read by executor/pooling
+        patterns += [rf"(^|\.){re.escape(name)}$" for each in spec.classifier.layers for name, _ in each.weights()]
     return [*names.ignorable, *patterns, *(f"^{re.escape(start)}" for start in others)]
 
 

@@ -43,6 +43,8 @@ def outer_weights(spec: ArchSpec, prefix: str) -> Iterator[Weight]:
     if spec.learned_position_offset is not None:
         rows = spec.max_positions + spec.learned_position_offset
         yield Weight(f"{prefix}{names.positions}.weight", (rows, hidden), "embedding")
+    if spec.token_types:
+        yield Weight(f"{prefix}{names.token_types}.weight", (spec.token_types, hidden), "embedding")
     if spec.embedding_norm:
         yield from Norm.of_stream(spec, prefix + names.embedding_norm).weights()
     if width != hidden:

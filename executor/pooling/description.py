@@ -1,17 +1,30 @@
-"""What a model's folder and the options say about its tasks: whether it generates, and how it pools."""
+"""What a model's folder and the options say about its tasks: whether it generates, and how it pools.
+
+runner=pooling, or by rule: a folder of sentence-transformers, a model without a head, an encoder, a classifier
+|-- a classifier's architecture         > classify, or token_classify of each token
+`-- any other                           > embed, token_embed
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.pooler_config import PoolerConfig, pooler_config_of
 from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.checkpoints.sentence_folder import SentenceFolder, sentence_folder
+from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import causal_architecture
+from headrace.executor.models.heads import HeadLayer
 from headrace.executor.pooling.pooler import TOKEN_POOLINGS
+from headrace.executor.pooling.yes_no import classifier_of, yes_no_of
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import Pooling
+
+IDENTITY = "identity"
 
 
 @dataclass(frozen=True)
@@ -22,49 +35,123 @@ class Tasks:
     pooling: Pooling | None = None
     max_tokens: int | None = None
     """Most tokens of a prompt by the folder's own files; None: as many as the model takes."""
+    layers: tuple[HeadLayer, ...] = ()
+    """What is computed of pooled hidden states."""
 
 
 GENERATES = Tasks()
 
 
-def tasks_of(checkpoint: Checkpoint, options: Options, width: int) -> Tasks:
-    """width: that of the model's last hidden states. Raises ModelError and OptionError for what is not computed here.
+def tasks_of(checkpoint: Checkpoint, options: Options, spec: ArchSpec) -> Tasks:
+    """Raises ModelError and OptionError for what is not computed here.
 
-    runner=auto pools if the folder has sentence-transformers' files or its config names a model without a head, or with
-    convert=embed. runner=generate with convert=embed does both.
+    runner=auto pools if the folder has sentence-transformers' files, if its config names a model without a head or with
+    a classifier, or an encoder, or with convert. runner=generate with convert=embed does both.
     """
     config, folder = pooler_config_of(options.pooler_config), None
     if options.runner != "generate":
         folder = sentence_folder(checkpoint.config_folder or checkpoint.path)
-    headless = causal_architecture(checkpoint.config) is not None
+    if options.runner == "generate" and not spec.is_causal:
+        raise ModelError(
+            f"the tokens of {checkpoint.name} attend to the tokens after them, so that it cannot generate: use "
+            "runner=pooling"
+        )
+    yes_no = None
+    if options.runner != "generate" and options.convert in ("auto", "classify"):
+        yes_no = yes_no_of((options.model, str(checkpoint.config.get("_name_or_path", ""))), checkpoint.config)
+    if yes_no is not None:
+        heads = (*spec.names.lm_heads, spec.names.embedding)
+        spec = replace(spec, classifier=classifier_of(yes_no, heads, spec.vocab_size, spec.embedding_width))
+    by_itself = not spec.is_causal or spec.classifier is not None or causal_architecture(checkpoint.config) is not None
     pools = options.runner == "pooling" or (
-        options.runner == "auto" and (folder is not None or headless or options.convert == "embed")
+        options.runner == "auto" and (folder is not None or by_itself or options.convert not in ("auto", "none"))
     )
-    if not pools and options.convert != "embed":
+    if not pools and options.convert in ("auto", "none"):
         if options.pooler_config:
             raise OptionError("pooler_config is of models that pool: add runner=pooling, or leave it out")
         return GENERATES
-    if options.convert == "none" and folder is None and not headless:
+    if options.convert == "none" and folder is None and not by_itself:
         raise OptionError(
             f"convert=none leaves {checkpoint.name} as it is, a model that generates, and runner={options.runner} asks "
             "for one that pools: use convert=embed, or leave it out"
         )
+    if options.convert == "classify" and spec.classifier is None:
+        raise OptionError(
+            f"convert=classify makes classes with the classifier of a model, and {spec.architecture} has none; "
+            "architectures with one end with ForSequenceClassification or ForTokenClassification"
+        )
+    if spec.classifier is not None and pools and options.convert != "embed":
+        tasks = _classifying(checkpoint, config, folder, spec)
+        if yes_no is None or tasks.pooling is None:
+            return tasks
+        return replace(tasks, pooling=msgspec.structs.replace(tasks.pooling, pair_format=yes_no.pair_format))
+    return _embedding(checkpoint, config, folder, spec, pools=pools)
+
+
+def _classifying(checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceFolder | None, spec: ArchSpec) -> Tasks:
+    classifier = spec.classifier
+    assert classifier is not None
+    of_tokens = classifier.tokens == "ALL"
+    kind = "token_classify" if of_tokens else "classify"
+    if config.task not in (None, kind):
+        raise OptionError(f"pooler_config.task is {config.task}; this classifier's task is {kind}")
+    if config.tokens not in (None, classifier.tokens):
+        raise OptionError(
+            f"pooler_config asks for pooling type {config.tokens}; this classifier is of {classifier.tokens} tokens"
+        )
+    return Tasks(
+        generates=False,
+        pooling=Pooling(
+            kinds=(kind,),
+            tokens="LAST" if of_tokens else classifier.tokens,
+            width=classifier.num_labels,
+            activate=config.use_activation is not False,
+            reads_all=of_tokens or TOKEN_POOLINGS[classifier.tokens].reads_all,
+            lower_case=folder is not None and folder.lower_case,
+            activation=_class_activation(checkpoint.config, classifier.num_labels),
+            labels=_labels(checkpoint.config, classifier.num_labels),
+            has_token_types=spec.token_types > 1,
+        ),
+        max_tokens=None if folder is None else folder.max_tokens,
+        layers=classifier.layers,
+    )
+
+
+def _class_activation(config: dict[str, Any], num_labels: int) -> str:
+    """As vLLM's: what the config names for cross-encoders, else by problem_type, else by the number of labels."""
+    own = config.get("sentence_transformers")
+    named = own.get("activation_fn") if isinstance(own, dict) else None
+    named = named or config.get("sbert_ce_default_activation_function")
+    if isinstance(named, str):
+        kind = named.rpartition(".")[2]
+        known = {"Identity": IDENTITY, "Sigmoid": "sigmoid", "Softmax": "softmax"}
+        if kind not in known:
+            raise ModelError(f"the config's activation of scores is {named!r:.100}; known: {', '.join(known)}")
+        return known[kind]
+    match config.get("problem_type"):
+        case "regression":
+            return IDENTITY
+        case "multi_label_classification":
+            return "sigmoid"
+    return "sigmoid" if num_labels == 1 else "softmax"
+
+
+def _labels(config: dict[str, Any], num_labels: int) -> tuple[str, ...]:
+    given = config.get("id2label")
+    named = {str(key): str(label) for key, label in given.items()} if isinstance(given, dict) else {}
+    return tuple(named.get(str(number), f"LABEL_{number}") for number in range(num_labels))
+
+
+def _embedding(
+    checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceFolder | None, spec: ArchSpec, *, pools: bool
+) -> Tasks:
+    """pools: nothing is generated beside it."""
+    width = spec.embedding_width
     if folder is not None and folder.width not in (None, width):
         raise ModelError(
             f"the folder's Pooling module makes vectors of {folder.width} values, and the model of {width}"
         )
-    return Tasks(
-        generates=not pools,
-        pooling=_pooling(checkpoint, config, folder, width, pools=pools),
-        max_tokens=None if folder is None else folder.max_tokens,
-    )
-
-
-def _pooling(
-    checkpoint: Checkpoint, config: PoolerConfig, folder: SentenceFolder | None, width: int, *, pools: bool
-) -> Pooling:
-    """pools: nothing is generated beside it."""
-    tokens = config.tokens or (folder.tokens if folder is not None else "LAST")
+    tokens = config.tokens or (folder.tokens if folder is not None else "LAST" if spec.has_head else "CLS")
     if tokens not in TOKEN_POOLINGS:
         where = "pooler_config" if config.tokens else "the model's folder"
         raise ModelError(
@@ -76,16 +163,19 @@ def _pooling(
         raise OptionError(
             f"pooling type {tokens} reads all tokens of a prompt, beside which nothing is generated: add runner=pooling"
         )
-    if config.task not in (None, "embed"):
-        raise OptionError(f"pooler_config.task is {config.task}, which is not supported yet; embed is")
+    if config.task not in (None, "embed", "token_embed"):
+        raise OptionError(f"pooler_config.task is {config.task}, and {checkpoint.name} embeds: embed or token_embed")
     activate = config.use_activation
     if activate is None:
         activate = folder is None or folder.normalizes
+    layers = () if folder is None else folder.layers
+    for layer in layers:
+        width = getattr(layer, "rows", width)
     dimensions = _dimensions(checkpoint)
     if config.dimensions is not None:
         _check_dimensions(config.dimensions, width, dimensions)
-    return Pooling(
-        kinds=("embed",),
+    pooling = Pooling(
+        kinds=(config.task,) if config.task else ("embed", "token_embed") if pools else ("embed",),
         tokens=tokens,
         width=width,
         dimensions=dimensions,
@@ -93,7 +183,12 @@ def _pooling(
         activate=activate,
         reads_all=reads_all,
         lower_case=folder is not None and folder.lower_case,
+        has_token_types=spec.token_types > 1,
+        prompts={} if folder is None else folder.prompts,
+        default_prompt=None if folder is None else folder.default_prompt,
+        similarity="cosine" if folder is None else folder.similarity,
     )
+    return Tasks(not pools, pooling, None if folder is None else folder.max_tokens, layers)
 
 
 def _dimensions(checkpoint: Checkpoint) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""MEAN: the mean of the hidden states of all tokens of the prompt."""
+"""MEAN and its relatives: sums of the hidden states of all tokens of the prompt, each times a weight."""
 
 from __future__ import annotations
 
@@ -21,11 +21,35 @@ class Mean:
 
     def add(self, row: int, hidden: Tensor, *, is_end: bool) -> Tensor | None:
         before, count = self._sums.pop(row, (0.0, 0))
-        total, count = before + hidden.sum(0, dtype=torch.float64), count + len(hidden)
+        total, count = before + self.weighed(hidden, count).sum(0, dtype=torch.float64), count + len(hidden)
         if is_end:
-            return (total / count).float()[None]
+            return (total / self.divisor(count)).float()[None]
         self._sums[row] = total, count
         return None
 
     def leave(self, row: int) -> None:
         self._sums.pop(row, None)
+
+    def weighed(self, hidden: Tensor, first: int) -> Tensor:
+        """The hidden states [num_tokens, width] of the tokens from position `first` on, times their weights."""
+        return hidden
+
+    def divisor(self, count: int) -> float:
+        return count
+
+
+class MeanSquareRoot(Mean):
+    """The sum over the square root of the number of tokens."""
+
+    def divisor(self, count: int) -> float:
+        return count**0.5
+
+
+class WeightedMean(Mean):
+    """The n-th token has the weight n."""
+
+    def weighed(self, hidden: Tensor, first: int) -> Tensor:
+        return hidden.double() * torch.arange(first + 1, first + len(hidden) + 1)[:, None]
+
+    def divisor(self, count: int) -> float:
+        return count * (count + 1) / 2

@@ -36,6 +36,8 @@ class StepArrays:
     block_size: int
     pooled_indices: np.ndarray = field(default_factory=lambda: _NONE)
     """[num_pooled] int32: the tokens whose hidden states are pooled"""
+    token_types: np.ndarray | None = None
+    """[num_tokens] int32: 1 in the second text of a pair; None: all are 0."""
     given: tuple[PlacedInput, ...] = ()
     reads_logits: bool = True
     """False where all rows are greedy and only the highest logit of each row is read."""

@@ -64,6 +64,8 @@ class StepInputs:
     None, such a model uses `seq_lens`, so its results beyond the trained context depend on how prompts are chunked."""
     max_query_len: int | None = None
     """Upper bound of the tokens that any one sequence computes; None: not known on the host. See `PagedBatch`."""
+    token_types: Tensor | None = None
+    """[num_tokens] int64: 1 in the second text of a pair; None: all are 0."""
     given: tuple[GivenRows, ...] = ()
     """What takes the place of tokens' embeddings."""
     states: StateBatch | None = None
@@ -96,9 +98,12 @@ class StepInputs:
         block_size, states = values.pop("block_size"), values.pop("states")
         del values["reads_logits"]
         given = GivenRows.of(values.pop("given"))
+        if arrays.token_types is None:
+            del values["token_types"]
         tensors: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
-        for name in ("token_ids", "positions", "logits_indices", "pooled_indices"):
-            tensors[name] = tensors[name].long()
+        for name in ("token_ids", "positions", "logits_indices", "pooled_indices", "token_types"):
+            if name in tensors:
+                tensors[name] = tensors[name].long()
         longest = int(np.diff(arrays.query_start).max(initial=0))
         for name in ("slot_mapping", "block_tables"):
             tensors[name] = tuple(tensors[name])

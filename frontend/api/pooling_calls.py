@@ -1,4 +1,4 @@
-"""The calls of `LLM` for vectors of prompts: `embed` and `encode`."""
+"""The calls of `LLM` for vectors, classes and scores of prompts: `embed`, `encode`, `classify`, `reward`, `score`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,21 @@ from headrace.frontend.api.batch import SharedBar, priorities_for, run_requests
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.fleet.client import FleetClient
 from headrace.frontend.request.lists import elements
+from headrace.frontend.request.pair_prompts import paired, scoring_task, similarity, tokenize_pairs
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
-from headrace.frontend.request.pooling_outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
-from headrace.frontend.request.pooling_prompts import NOT_POOLING, check_pooling, tokenize_to_pool
-from headrace.frontend.request.prompts import parse_prompts, tokenization_of
+from headrace.frontend.request.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from headrace.frontend.request.pooling_prompts import NOT_POOLING, check_pooling, most_tokens, tokenize_to_pool
+from headrace.frontend.request.prompts import Prompt, parse_prompts, tokenization_of
 from headrace.frontend.vllm.unsupported import check_arguments
 from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import Welcome
 
 if TYPE_CHECKING:
     from headrace.frontend.client.client import CoreClient
@@ -74,18 +83,92 @@ class PoolingCalls:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """The vectors of each prompt, in order. pooling_task: what they are, by default the model's only task. The rest
         is as in `embed`."""
-        self._check_usable()
         check_arguments("encode", {"lora_request": lora_request, **others})
+        client = self._pooling_client("LLM.encode() and LLM.embed()")
+        parsed = parse_prompts(prompts)
+        params = pooling_params_for(pooling_params, len(parsed), pooling_task, truncate_prompt_tokens)
+        tokenize_to_pool(parsed, params, client.tokenizer, tokenization_of(tokenization_kwargs), client.welcome)
+        return self._pool(parsed, params, priority, use_tqdm)
+
+    def classify(
+        self,
+        prompts: Any,
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **others: Any,
+    ) -> list[ClassificationRequestOutput]:
+        """The classes' probabilities of each prompt, in order, by a classifier. The rest is as in `encode`."""
+        outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="classify", **others)
+        return [ClassificationRequestOutput.from_base(output) for output in outputs]
+
+    def reward(
+        self,
+        prompts: Any,
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **others: Any,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The rewards of each prompt's tokens, in order, by a reward model. The rest is as in `encode`."""
+        return self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="token_classify", **others)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        **others: Any,
+    ) -> list[ScoringRequestOutput]:
+        """The score of each pair of texts, 1:1, 1:N or N:N: of a classifier with one label, which reads both, or the
+        similarity of their embeddings. truncate_prompt_tokens: as in `embed`, of both texts together for a classifier.
+        Raises InvalidRequestError before any request runs."""
+        check_arguments("score", {"lora_request": lora_request, **others})
+        client = self._pooling_client("LLM.score()")
+        pairs, task = paired(data_1, data_2), scoring_task(client.welcome)
+        how = tokenization_of(tokenization_kwargs)
+        if task == "embed":
+            texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+            embedded = self.encode(
+                texts,
+                pooling_params,
+                use_tqdm=use_tqdm,
+                pooling_task=task,
+                tokenization_kwargs=tokenization_kwargs,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+            )
+            return compared(pairs, dict(zip(texts, embedded, strict=True)), client.welcome)
+        (params,) = pooling_params_for(pooling_params, 1, task, truncate_prompt_tokens)
+        most = most_tokens(how, params, client.welcome)
+        prompts = tokenize_pairs(pairs, client.tokenizer, client.welcome, most, how)
+        outputs = self._pool(prompts, [params] * len(prompts), None, use_tqdm)
+        return [ScoringRequestOutput.from_base(output) for output in outputs]
+
+    def _pooling_client(self, what: str) -> CoreClient | FleetClient:
+        """The client, once it can be used. Raises InvalidRequestError for a model that does not pool."""
+        self._check_usable()
         client = self._client
         if isinstance(client, FleetClient) and not client.is_usable:
             self._background.run(client.until_usable())
+        if client.welcome.pooling is None:
+            raise InvalidRequestError(f"{what} want a model that pools: {NOT_POOLING}")
+        return client
+
+    def _pool(
+        self,
+        parsed: Sequence[Prompt],
+        params: Sequence[PoolingParams],
+        priority: int | Sequence[int] | None,
+        use_tqdm: bool | Callable[..., Any],
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        client = self._client
         welcome = client.welcome
-        if welcome.pooling is None:
-            raise InvalidRequestError(f"LLM.encode() and LLM.embed() want a model that pools: {NOT_POOLING}")
-        parsed = parse_prompts(prompts)
-        params = pooling_params_for(pooling_params, len(parsed), pooling_task, truncate_prompt_tokens)
-        how = tokenization_of(tokenization_kwargs)
-        tokenize_to_pool(parsed, params, client.tokenizer, how, welcome)
         for index, (prompt, each) in enumerate(zip(parsed, params, strict=True)):
             try:
                 check_pooling(prompt, each, welcome)
@@ -99,6 +182,24 @@ class PoolingCalls:
         with self._bars.open(len(parsed), use_tqdm) as bar:
             outputs: list[Any] = self._background.run(run_requests(client, requests, bar.add), bar.show)
         return outputs
+
+
+def compared(
+    pairs: Sequence[tuple[str, str]],
+    embedded: Mapping[str, PoolingRequestOutput[PoolingOutput]],
+    welcome: Welcome,
+) -> list[ScoringRequestOutput]:
+    """The scores of pairs whose texts are embedded."""
+    assert welcome.pooling is not None, "it embeds"
+    scores = []
+    for pair in pairs:
+        first, second = (embedded[text] for text in pair)
+        alike = similarity(welcome.pooling, first.outputs.values, second.outputs.values)
+        tokens = first.prompt_token_ids + second.prompt_token_ids
+        cached = first.num_cached_tokens + second.num_cached_tokens
+        name = f"{first.request_id}_{second.request_id}"
+        scores.append(ScoringRequestOutput(name, ScoringOutput(alike), tokens, cached, finished=True))
+    return scores
 
 
 def pooling_params_for(

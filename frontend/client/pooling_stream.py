@@ -35,7 +35,7 @@ class PoolingStream(RequestStream):
         vectors: memoryview[Any] = self.vectors if self.vectors is not None else memoryview(b"").cast("f")
         return PoolingRequestOutput(
             request_id=self.request_id,
-            outputs=PoolingOutput(vectors, None if self._task.kind in ("embed", "classify") else self.width),
+            outputs=PoolingOutput(vectors, self.width if self._task.kind.startswith("token_") else None),
             prompt_token_ids=list(self.prompt.token_ids or ()),
             num_cached_tokens=self.num_cached_tokens or 0,
             finished=self._ended,

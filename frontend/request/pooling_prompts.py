@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.prompts import Prompt, Tokenization, check_token_ids, tokenize
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Pool, Welcome
 
+EMBEDDING = ("embed", "token_embed")
+"""Tasks with prompts by name."""
 NOT_POOLING = (
     "it is only supported for pooling models. Try passing `--runner pooling` to use the model as a pooling model, or "
     "`--runner generate --convert embed` to use it for both"
@@ -24,11 +28,26 @@ def tokenize_to_pool(
     welcome: Welcome,
 ) -> None:
     """Sets the token ids of prompts that have only text, and truncates prompts as `how` and `params` ask."""
-    if welcome.pooling is not None and welcome.pooling.lower_case:
-        for prompt in prompts:
-            prompt.text = prompt.text and prompt.text.lower()
+    for prompt, each in zip(prompts, params, strict=True):
+        if prompt.text is not None and prompt.token_ids is None:
+            prompt.text = as_pooled(prompt.text, welcome, each.task)
     tokenize(prompts, tokenizer, how)
     cut_to_pool(prompts, params, tokenizer, how, welcome)
+
+
+def as_pooled(text: str, welcome: Welcome, task: str | None, prompt_name: str | None = None) -> str:
+    """The text as the model's folder wants it: behind the prompt of this name, or the default one, and in lower case.
+    Raises InvalidRequestError for a name that the folder does not have."""
+    pooling = welcome.pooling
+    if pooling is None:
+        return text
+    name = pooling.default_prompt if prompt_name is None else prompt_name
+    if name is not None and (task or pooling.kinds[0]) in EMBEDDING:
+        if name not in pooling.prompts:
+            known = ", ".join(pooling.prompts) or "none"
+            raise InvalidRequestError(f"the model has no prompt with the name {name!r:.100}; it has {known}")
+        text = pooling.prompts[name] + text
+    return text.lower() if pooling.lower_case else text
 
 
 def cut_to_pool(
@@ -41,13 +60,14 @@ def cut_to_pool(
     """Truncates tokenised prompts as `how` and `params` ask. The special tokens around a text are kept: the last may be
     the one whose hidden state is pooled."""
     for prompt, each in zip(prompts, params, strict=True):
-        most = _most_tokens(how, each, welcome)
+        most = most_tokens(how, each, welcome)
         if most is not None and len(prompt.token_ids or ()) > most:
             inner = tokenizer.encode(prompt.text, False) if prompt.text is not None and tokenizer is not None else None
             prompt.token_ids = _cut(list(prompt.token_ids or ()), inner, most, from_left=how.truncates_left(False))
 
 
-def _most_tokens(how: Tokenization, params: PoolingParams, welcome: Welcome) -> int | None:
+def most_tokens(how: Tokenization, params: PoolingParams, welcome: Welcome) -> int | None:
+    """Most tokens of a prompt that are kept; None: all."""
     asked = [params.truncate_prompt_tokens, how.truncate_prompt_tokens]
     if how.truncation:
         asked.append(-1 if how.max_length is None else how.max_length)
@@ -81,4 +101,4 @@ def check_pooling(prompt: Prompt, params: PoolingParams, welcome: Welcome) -> Po
             f"model's maximum context length is {welcome.max_model_len} tokens): shorten the prompt, or let "
             "truncate_prompt_tokens=-1 truncate it"
         )
-    return task
+    return task if prompt.second_text is None else msgspec.structs.replace(task, second_text=prompt.second_text)

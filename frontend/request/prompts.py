@@ -95,6 +95,8 @@ class Prompt(msgspec.Struct):
     cache_salt: str = ""
     inputs: tuple[RowInput, ...] = ()
     """What stands in the place of tokens, where `token_ids` has PLACEHOLDER."""
+    second_text: int | None = None
+    """Position of the first token of the second text of a pair, for a model that distinguishes it."""
     reasoning: ReasoningFormat | None = None
     """How reasoning is marked in the answer, if the prompt was rendered for a known format."""
     reasoning_has_form: bool = False

@@ -16,6 +16,17 @@ from headrace.ipc.failure import InvalidRequestError, ModelError
 from headrace.ipc.messages import TokenizerBundle
 
 
+def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of two texts are kept in a room, as the `tokenizers` library cuts them: the longer one first."""
+    if first + second <= room:
+        return first, second
+    shorter = min(first, second)
+    longer = max(shorter, room - shorter)
+    if shorter + longer > room:
+        shorter, longer = room // 2, room - room // 2
+    return (shorter, longer) if first <= second else (longer, shorter)
+
+
 class Encoding(dict[str, Any]):
     """The result of calling a tokenizer: a dict whose fields are attributes too."""
 
@@ -115,6 +126,28 @@ class Tokenizer(TransformersNames):
         """`encode` for many texts at once, on several threads."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [each.ids for each in encoded]
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], max_length: int | None = None, *, from_left: bool = False
+    ) -> list[tuple[list[int], int | None]]:
+        """For each pair its token ids, as the model joins two texts, and the index of the second text's first token, if
+        the model has a token type for it. max_length: the longer text is cut first, at its end or its beginning."""
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        encoded = dict(zip(texts, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True))
+        num_special, found = self._tokenizer.num_special_tokens_to_add(True), list[tuple[list[int], int | None]]()
+        for pair in pairs:
+            parts = [encoded[text] for text in pair]
+            if max_length is not None:
+                room = max(0, max_length - num_special)
+                kept = _longest_first(len(parts[0].ids), len(parts[1].ids), room)
+                for index, most in enumerate(kept):
+                    if len(parts[index].ids) > most:
+                        (parts[index],) = self._tokenizer.encode_batch_fast([pair[index]], add_special_tokens=False)
+                        parts[index].truncate(most, direction="left" if from_left else "right")
+            joined = self._tokenizer.post_process(parts[0], parts[1], True)
+            ids, types = joined.ids, joined.type_ids
+            found.append((ids, types.index(1) if 1 in types else None))
+        return found
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **others: Any) -> str:
         """The text of a token id, or of several in a list, an array or a tensor. Raises InvalidRequestError."""

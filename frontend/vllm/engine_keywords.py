@@ -22,7 +22,7 @@ class EngineOptions(TypedDict, total=False):
     quantization: str | None
     quantization_group_size: int | None
     runner: Literal["auto", "generate", "pooling"] | str | None
-    convert: Literal["auto", "none", "embed"] | str | None
+    convert: Literal["auto", "none", "embed", "classify"] | str | None
     pooler_config: dict[str, Any] | None
     max_model_len: int | str | None
     load_format: (

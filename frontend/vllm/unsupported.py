@@ -13,7 +13,7 @@ from headrace.frontend.request.parameters.sampling_fields import LIKELY
 from headrace.ipc.failure import InvalidRequestError
 
 ONLY_GENERATION = "only generation is supported so far"
-ONLY_EMBEDDINGS = "of pooling, only embeddings are supported so far (LLM.embed)"
+ONLY_POOLING = "of pooling there are LLM.embed, classify, score, reward and encode"
 ANY = object()
 """In ARGUMENTS: any value is accepted, because none has an effect."""
 NO_ADAPTERS = "LoRA adapters are not supported yet; merge the adapter into the model's weights"
@@ -25,7 +25,6 @@ CONFIG_FIELDS = {
     "lora_config": NO_ADAPTERS,
 }
 METHODS = {
-    **dict.fromkeys(("classify", "reward", "score"), ONLY_EMBEDDINGS),
     "apply_model": "the model is in another process, and no code is sent to it; a worker extension "
     "(worker_extension_cls) and collective_rpc reach it",
     "from_vllm_config": "from_engine_args takes EngineArgs",
@@ -110,7 +109,7 @@ def no_argument(method: str, name: str, value: Any, others: str = "") -> Invalid
     from headrace.frontend.request.parameters.pooling_params import PoolingParams
     from headrace.frontend.request.parameters.sampling_params import SamplingParams, UnknownFieldError
 
-    params = PoolingParams if method in ("embed", "encode") else SamplingParams
+    params = PoolingParams if method in ("embed", "encode", "score") else SamplingParams
     near = difflib.get_close_matches(name, params.__struct_fields__, n=1, cutoff=LIKELY)
     hint = f"; give it as {params.__name__}({near[0]}={value!r:.100})" if near else others
     return UnknownFieldError(f"{method} has no argument {name!r}{hint}")
@@ -141,7 +140,7 @@ ABSENT_MODULES: Mapping[str, str] = types.MappingProxyType(
         "distributed.weight_transfer": "POST /reload_weights and LLM.reload_weights read weights again from files",
         "engine": "an engine takes EngineArgs, LLMEngine and AsyncLLM run it, and it is a program of its own",
         "entrypoints.openai": "the server is a program, `headrace serve`, whose types OpenAI's own package has",
-        "entrypoints.pooling": ONLY_EMBEDDINGS,
+        "entrypoints.pooling": ONLY_POOLING,
         "entrypoints": _INSIDE,
         "envs": "docs/server.md lists the variables of the environment that have an effect",
         "collect_env": "`headrace collect-env` prints what it collects",
@@ -152,8 +151,8 @@ ABSENT_MODULES: Mapping[str, str] = types.MappingProxyType(
         "logits_process": "SamplingParams(bad_words=...) forbids words; processors of one's own derive from those of "
         "headrace.v1.sample.logits_processor",
         "logprobs": "the engine makes outputs' log-probabilities; the types of them are here",
-        "outputs": f"an output is a RequestOutput with its CompletionOutputs, or of LLM.embed; {ONLY_EMBEDDINGS}",
-        "pooling_params": ONLY_EMBEDDINGS,
+        "outputs": f"an output is a RequestOutput with its CompletionOutputs; {ONLY_POOLING}",
+        "pooling_params": ONLY_POOLING,
         "profiler": "start_profile and stop_profile record, with the option profiler_config",
         "sampling_params": "SamplingParams checks its fields by itself when it is made",
         "snapshot": "an engine's process is not stored and restored; sleep gives its memory back",
@@ -224,11 +223,7 @@ PACKAGE = {
     "PrometheusStatLogger": "`headrace serve` has /metrics; get_metrics() gives the same numbers to a script",
     "ModelRegistry": "a package with an entry point in headrace.plugins brings a model family",
     **dict.fromkeys(
-        (
-            *("ClassificationOutput", "ClassificationRequestOutput", "LateChunkingParams", "LateInteractionParams"),
-            *("ScoringOutput", "ScoringRequestOutput"),
-        ),
-        ONLY_EMBEDDINGS,
+        ("LateChunkingParams", "LateInteractionParams"), "late chunking and late interaction are not computed yet"
     ),
 }
 

@@ -204,11 +204,14 @@ class CpuOps:
             output_stride=num_heads * head_dim,
             sinks=None if sinks is None else pointer(sinks),
             alibi=None if alibi is None else pointer(alibi),
+            distance_bias=None if params.distance_bias is None else pointer(params.distance_bias),
+            bias_stride=0 if params.distance_bias is None else params.distance_bias.shape[1],
             workspace=pointer(self._workspace),
             workspace_bytes=self._workspace.nbytes,
             scale=params.scale,
             soft_cap=params.soft_cap or 0.0,
             window=params.sliding_window or 0,
+            both_sides=not params.causal,
             value_dim=head_dim,
             output_type=DTYPES[out.dtype],
         )
@@ -253,9 +256,7 @@ def _why_no_norm(
     return why_no_op(device, dtype)
 
 
-def _why_no_paged_attention(is_causal: bool = True, **facts: Any) -> str:
-    if not is_causal:
-        return "the CPU kernels' attention is causal."
+def _why_no_paged_attention(**facts: Any) -> str:
     return why_no_op(**facts) or why_no_attention(**facts)
 
 

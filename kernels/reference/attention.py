@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 QUERY_TILE_TOKENS = 256
+BIAS_PADDING = 64
+"""Elements beyond the largest distances that kernels may read (`kBiasPadding` in kernels/cpu/attention/attention.h)."""
 PADDING_SLACK = 1.25
 """Sequences share a batch while the longest has at most this many times the blocks of the shortest, plus one."""
 MAX_GATHER_ROWS = 1 << 16
@@ -67,6 +69,9 @@ class AttentionParams:
     """[num_heads] float32: ALiBi slopes (Press et al. 2022): a score loses slope * distance of key and query."""
     causal: bool = True
     """False: a token attends to the tokens after it too, as far as they are in the cache after this step."""
+    distance_bias: Tensor | None = None
+    """[num_heads, 2 * reach] float32: value reach + (key position - query position) is added to a score. The first and
+    last BIAS_PADDING values are of distances that must not occur."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +266,8 @@ def _attend_decodes(
         keys[:, :, group.tail_start :].masked_fill_(group.tail_unwritten, 0)
         values[:, :, group.tail_start :].masked_fill_(group.tail_unwritten, 0)
     sinks = None if params.sinks is None else params.sinks.view(num_kv_heads, -1, 1)
-    bias = None if params.alibi is None else params.alibi.view(num_kv_heads, -1, 1) * group.distances[:, None, None]
+    bias = _bias(params, group.distances, num_kv_heads)
+    bias = None if bias is None else bias.permute(2, 0, 1, 3)
     attended = _attend(q, keys, values, group.visible[:, None, None, :], params, sinks, bias)
     out.index_copy_(0, group.tokens, attended.reshape(count, num_heads, head_dim))
 
@@ -279,8 +285,7 @@ def _attend_prompt(
     keys = _gather(key_cache, prompt.rows, num_kv_heads, 1)[:, :, : end - prompt.first_position]
     values = _gather(value_cache, prompt.rows, num_kv_heads, 1)[:, :, : end - prompt.first_position]
     sinks = None if params.sinks is None else params.sinks.view(num_kv_heads, -1, 1, 1)
-    alibi = None if params.alibi is None else params.alibi.view(num_kv_heads, -1, 1, 1)
-    is_plain = params.soft_cap is None and sinks is None and alibi is None
+    is_plain = params.soft_cap is None and sinks is None and params.alibi is None and params.distance_bias is None
     if prompt.start == 0 and params.sliding_window is None and is_plain:
         keys, values = keys.expand(-1, q.shape[1], -1, -1), values.expand(-1, q.shape[1], -1, -1)
         into.copy_(F.scaled_dot_product_attention(q, keys, values, is_causal=params.causal, scale=params.scale))
@@ -297,10 +302,20 @@ def _attend_prompt(
         if params.sliding_window is not None:
             visible &= (positions - at).abs() < params.sliding_window
         columns = slice(low - prompt.first_position, high - prompt.first_position)
-        bias = None if alibi is None else -alibi * (positions - at).abs()
+        bias = _bias(params, positions - at, num_kv_heads)
         tiles = q[:, :, tile:tile_end], keys[:, :, columns], values[:, :, columns]
         attended = _attend(*tiles, visible, params, sinks, bias)
         into[:, :, tile:tile_end] = attended
+
+
+def _bias(params: AttentionParams, distances: Tensor, num_kv_heads: int) -> Tensor | None:
+    """What is added to scores: [num_kv_heads, heads of each, *distances.shape]. distances: key - query position."""
+    if params.distance_bias is not None:
+        reach = params.distance_bias.shape[1] // 2
+        return params.distance_bias[:, reach + distances].unflatten(0, (num_kv_heads, -1))
+    if params.alibi is None:
+        return None
+    return -params.alibi.view(num_kv_heads, -1, 1, 1) * distances.abs()
 
 
 def _attend(

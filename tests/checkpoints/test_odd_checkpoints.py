@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
 from headrace import LLM, SamplingParams, kernels
@@ -61,6 +62,8 @@ def test_every_model_type_has_the_architecture_that_transformers_gives_it() -> N
     }
     named |= dict(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     named.pop("internlm3")  # of which transformers has no class of its own
+    encoders = ("bert", "camembert", "distilbert", "gte", "modernbert", "mpnet", "nomic_bert", "roberta", "xlm-roberta")
+    named |= {kind: MODEL_MAPPING_NAMES[kind] for kind in encoders}
     assert set(MODEL_TYPES.values()) <= families().keys()
     assert {kind: name for kind, name in MODEL_TYPES.items() if named.get(kind, name) != name} == {}
     assert named_architecture({"model_type": "qwen3"}) == "Qwen3ForCausalLM"

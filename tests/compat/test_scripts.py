@@ -105,20 +105,20 @@ llm.generate("The future of AI is", SamplingParams(max_tokens=4))
 llm.stop_profile()
 assert glob.glob(folder + "/*")
 """,
-    "what is not there yet is told by name": """
+    "what a model does not do is told by name": """
 from vllm import LLM
 llm = LLM(model=MODEL, runner="generate", **SETTINGS)
-for name in ("classify", "reward", "score"):
+for name, given in (("classify", ["Hello"]), ("reward", ["Hello"]), ("score", ["Hello"])):
     try:
-        getattr(llm, name)(["Hello, my name is"])
-    except AttributeError as error:
-        assert f"LLM has no {name!r}: of pooling, only embeddings are supported so far" in str(error), error
+        getattr(llm, name)(given, *([given] if name == "score" else []))
+    except ValueError as error:
+        assert "want a model that pools" in str(error), error
     else:
         raise AssertionError(name)
 try:
     LLM(model=MODEL, runner="pooling", convert="classify", **SETTINGS)
 except ValueError as error:
-    assert "convert" in str(error) and "pooling makes embeddings" in str(error), error
+    assert "convert=classify" in str(error) and "has none" in str(error), error
 """,
     "a logits processor of its own": """
 from vllm import LLM, SamplingParams

@@ -135,12 +135,12 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_what_vllm_has_and_headrace_lacks_is_named_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="ScoringOutput is refused: of pooling, only embeddings are supported"):
-        headrace.ScoringOutput()
+    with pytest.raises(ValueError, match="LateInteractionParams is refused: late chunking and late interaction"):
+        headrace.pooling_params.LateInteractionParams()
     assert headrace.PoolingParams is headrace.pooling_params.PoolingParams
     llm: Any = object.__new__(headrace.LLM)
-    with pytest.raises(AttributeError, match="LLM has no 'score': of pooling, only embeddings are supported"):
-        llm.score("x", "y")
+    with pytest.raises(AttributeError, match="LLM has no 'apply_model': the model is in another process"):
+        llm.apply_model("x")
     with pytest.raises(AttributeError, match=r"LLM has no 'generrate'$"):
         llm.generrate("x")
 

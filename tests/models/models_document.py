@@ -15,6 +15,7 @@ from gguf_cases import CASES
 from multimodal_models import config_of as multimodal_config
 from published_models import PUBLISHED
 from published_models import config_of as published_config
+from tiny_encoders import ENCODERS, JINA_BERT, encoder_config
 from tiny_families import FOREIGN, foreign
 from tiny_models import COMMON, TinyModel
 
@@ -58,6 +59,10 @@ def native_rows() -> Iterator[Row]:
     for name, published in PUBLISHED.items():
         tested.setdefault(published.architecture, ("test_published_layouts", partial(published_config, name)))
     tested[LANGUAGE_MODEL] = ("test_odd_checkpoints", partial(multimodal_config, "llava with llama"))
+    for name in ENCODERS:
+        (architecture,) = encoder_config(name)["architectures"]
+        tested.setdefault(architecture, ("test_encoders", partial(encoder_config, name)))
+    tested[JINA_BERT["architectures"][0]] = ("test_encoders", lambda: JINA_BERT)
     for architecture in sorted(known, key=str.lower):
         twin = next((name for name in tested if known.get(name) is known[architecture]), None)
         assert twin is not None, f"no test runs a model of {architecture}"

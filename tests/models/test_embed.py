@@ -126,7 +126,7 @@ def both(plain: Path) -> Iterator[LLM]:
 def test_vectors_are_those_of_transformers(llm: LLM, folder: Path) -> None:
     prompts = prompts_of()
     assert_close(vectors(llm, prompts), expected(folder, prompts))
-    assert llm.supported_tasks == ("embed",)
+    assert llm.supported_tasks == ("embed", "token_embed")
 
 
 def test_a_prompt_gives_the_same_bits_alone_in_a_batch_and_after_a_hit(llm: LLM) -> None:
@@ -170,7 +170,7 @@ def test_an_engine_in_a_process_of_its_own_and_async_calls(folder: Path) -> None
 
     async def embed() -> tuple[Any, list[torch.Tensor]]:
         async with AsyncLLM(str(folder), **ENGINE) as llm:
-            assert await llm.get_supported_tasks() == ("embed",)
+            assert await llm.get_supported_tasks() == ("embed", "token_embed")
 
             async def one(prompt: Any, **given: Any) -> Any:
                 (output,) = [each async for each in llm.encode(prompt, PoolingParams(task="embed"), **given)]
@@ -243,7 +243,7 @@ def test_outputs_have_vllms_fields(llm: LLM) -> None:
     [
         ({"dimensions": 8}, "does not support Matryoshka embeddings; dimensions must be unset"),
         ({"task": "classify"}, r"Classification API \(classify\) is not supported by this model"),
-        ({"task": "token_embed"}, r"Embedding API \(token_embed\) is not supported by this model"),
+        ({"task": "token_classify"}, r"Classification API \(token_classify\) is not supported by this model"),
     ],
 )
 def test_parameters_that_the_model_cannot_follow(llm: LLM, params: dict[str, Any], why: str) -> None:
@@ -310,7 +310,7 @@ def test_a_folder_that_the_base_model_wrote_pools_by_itself(name: str, tmp_path:
     with LLM(str(tmp_path / "whole"), in_process=True, runner="pooling", **options) as whole:
         wanted = vectors(whole, prompts)
     with LLM(str(folder), in_process=True, **options) as llm:
-        assert llm.supported_tasks == ("embed",)
+        assert llm.supported_tasks == ("embed", "token_embed")
         assert torch.equal(vectors(llm, prompts), wanted)
     config = json.loads((tmp_path / "whole" / "config.json").read_text()) | {"architectures": [written]}
     (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
@@ -337,7 +337,7 @@ def test_a_checkpoint_as_the_base_model_writes_it(folder: Path, tmp_path: Path, 
     ("pooling", "kinds", "error", "why"),
     [
         ({"pooling_mode": "lasttoken"}, None, None, "LAST"),
-        ({"pooling_mode_max_tokens": True}, None, ModelError, "pooling type max, which is not computed here yet"),
+        ({"pooling_mode_max_tokens": True}, None, None, "MAX"),
         ({"pooling_mode_foo_tokens": True}, None, ModelError, "asks for pooling_mode_foo_tokens, which is not known"),
         (LAST | {"pooling_mode_foo": True}, None, ModelError, "asks for pooling_mode_foo, which is not known"),
         ({"pooling_mode_mean_tokens": False}, None, ModelError, "pooling_mode_mean_tokens is false, and no other"),
@@ -349,7 +349,7 @@ def test_a_checkpoint_as_the_base_model_writes_it(folder: Path, tmp_path: Path, 
             ModelError,
             "MEAN and LAST: vectors of several kinds joined",
         ),
-        (LAST, ("Transformer", "Pooling", "Dense"), ModelError, "the module 'sentence_transformers.models.Dense'"),
+        (LAST, ("Transformer", "Pooling", "CNN"), ModelError, "the module 'sentence_transformers.models.CNN'"),
         (LAST | {"word_embedding_dimension": 32}, None, ModelError, "vectors of 32 values"),
     ],
     ids=[
@@ -361,7 +361,7 @@ def test_a_checkpoint_as_the_base_model_writes_it(folder: Path, tmp_path: Path, 
         "cls off",
         "no mode",
         "joined",
-        "dense",
+        "unknown module",
         "width",
     ],
 )
@@ -370,18 +370,18 @@ def test_what_the_folder_says_is_followed_or_refused(
 ) -> None:
     from headrace.core.options.engine_options import Options
     from headrace.executor.checkpoints.checkpoint import open_checkpoint
-    from headrace.executor.pooling.description import tasks_of
+    from headrace.executor.models.implementations import find_model
 
     as_sentence_folder(folder, pooling, *([kinds] if kinds else []))
     options = Options(model=str(folder))
     try:
         if error is None:
-            found = tasks_of(open_checkpoint(options), options, 64).pooling
+            found = find_model(open_checkpoint(options), options).tasks.pooling
             assert found is not None
             assert (found.tokens, found.activate) == (why, True)
         else:
             with pytest.raises(error, match=why):
-                tasks_of(open_checkpoint(options), options, 64)
+                find_model(open_checkpoint(options), options)
     finally:
         as_sentence_folder(folder)
 
@@ -406,8 +406,8 @@ def test_a_module_outside_the_folder_is_refused(tmp_path: Path, path: str) -> No
         ({"runner": "pooling", "pooler_config": {"logit_mean": 1.0}}, "scores of a classifier"),
         ({"runner": "pooling", "convert": "none"}, "use convert=embed"),
         ({"runner": "pooling", "pooler_config": {"dimensions": 8}}, "is_matryoshka"),
-        ({"task": "score"}, "pooling makes embeddings"),
-        ({"convert": "classify"}, "pooling makes embeddings"),
+        ({"task": "transcription"}, "models take text alone"),
+        ({"runner": "pooling", "convert": "classify"}, "Qwen3ForCausalLM has none; architectures with one end with"),
     ],
 )
 def test_options_that_contradict_each_other_or_ask_for_what_is_missing(

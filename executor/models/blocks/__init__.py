@@ -151,6 +151,26 @@ class Norm(Declared):
 
 
 @dataclass(frozen=True)
+class DistanceBias(Declared):
+    """What is added to a score by the distance of key and query, in buckets: near ones of one distance each, far ones
+    by its logarithm (Raffel et al. 2020, section 2.1), to both sides apart."""
+
+    eager_reader = program_reader = "headrace.executor.models.reading:CheckedWeights.distance_bias"
+
+    name: str
+    """Of the table, [num_buckets, heads], without `.weight`."""
+    num_buckets: int
+    most_distance: int
+    """Keys at least this far away share the last bucket of their side."""
+    heads: Axis
+    reach: int
+    """Distances are below it: the longest context."""
+
+    def weights(self) -> Iterator[Weight]:
+        yield Weight(f"{self.name}.weight", (self.num_buckets, self.heads), "bias")
+
+
+@dataclass(frozen=True)
 class Attend(Declared):
     """Attention over the paged cache, with the norms and rotation of queries and keys before it.
 
@@ -181,11 +201,12 @@ class Attend(Declared):
     """positions_per_step and share of `executor.models.chunks.query_growth`; None: queries are not scaled."""
     causal: bool = True
     """False: a token attends to the tokens after it too. The whole prompt must be in one step."""
+    distance_bias: DistanceBias | None = None
     reads_only: bool = False
     """Whether the layer has queries only and attends to keys and values that another layer writes."""
 
     def weights(self) -> Iterator[Weight]:
-        for each in (self.query_norm, self.key_norm, self.sinks):
+        for each in (self.query_norm, self.key_norm, self.sinks, self.distance_bias):
             if each is not None:
                 yield from each.weights()
 
@@ -488,7 +509,8 @@ class LayerDeclaration:
         names, placement = spec.names, spec.norm_placement
         norms: dict[str, Norm] = {}
         if placement != "output":
-            norms["mixer"] = Norm.of_stream(spec, names.attention_norm)
+            if layer.mixer_norm:
+                norms["mixer"] = Norm.of_stream(spec, names.attention_norm)
             if placement != "parallel" or names.mlp_norm != names.attention_norm:
                 norms["ffn"] = Norm.of_stream(spec, names.mlp_norm)
         if placement in ("sandwich", "output"):

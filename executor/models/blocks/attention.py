@@ -12,6 +12,7 @@ from headrace.executor.models.blocks import (
     Attend,
     Axis,
     Declared,
+    DistanceBias,
     Held,
     LayerOps,
     Linear,
@@ -48,6 +49,8 @@ class Attention(Mixer):
     """ALiBi slope of each head, by which a score falls per token of distance; empty: no ALiBi."""
     causal: bool = True
     """False: a token attends to the tokens after it too."""
+    distance_bias: tuple[int, int, int] | None = None
+    """num_buckets, most_distance and reach of a `DistanceBias`; None: there is none."""
 
     @property
     def cache(self) -> TokenCache:
@@ -77,6 +80,7 @@ class Attention(Mixer):
             sinks=Vector(names.sinks, Axis(self.num_heads, groups=self.num_kv_heads)) if self.sinks else None,
             alibi=self.alibi,
             causal=self.causal,
+            distance_bias=self._distance_bias(names.distance_bias),
             query_norm=head_norms.get("query_norm"),
             key_norm=head_norms.get("key_norm"),
         )
@@ -118,6 +122,12 @@ class Attention(Mixer):
             self, num_heads=kv_heads * group, num_kv_heads=kv_heads, alibi=tuple(s for each in padded for s in each)
         )
 
+    def _distance_bias(self, name: str) -> DistanceBias | None:
+        if self.distance_bias is None:
+            return None
+        num_buckets, most_distance, reach = self.distance_bias
+        return DistanceBias(name, num_buckets, most_distance, Axis(self.num_heads, groups=self.num_kv_heads), reach)
+
     def values_per_token(self, tp_size: int) -> int:
         """Queries, keys and values, and attention's results."""
         return 2 * (self.num_heads // tp_size + max(1, self.num_kv_heads // tp_size)) * self.head_dim
@@ -143,8 +153,6 @@ class Attention(Mixer):
             return "the program norms queries and keys by RMS norms with weights alone."
         if self.clip_qkv is not None:
             return "the program clips no queries, keys and values."
-        if not self.causal:
-            return "the program's attention is causal."
         if self.qk_norm == "whole" and tp_size > 1:
             return "the program norms the queries of all heads as one row, and ranks have a part of it each."
         return ""

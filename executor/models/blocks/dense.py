@@ -18,12 +18,15 @@ class Dense(Ffn):
     activation: Activation
     gated: bool = True
     bias: bool = False
+    down_bias: bool | None = None
+    """Whether the down projection has a bias; None: as `bias`."""
 
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
         names, inner = spec.names, Axis(self.inner)
         matrices = ((names.gate, inner), (names.up, inner)) if self.gated else ((names.up, inner),)
         up = Linear(matrices, spec.hidden_size, self.bias, activation=self.activation, gated=self.gated)
-        return {"up": up, "down": Linear(((names.down, spec.hidden_size),), inner, self.bias)}
+        down_bias = self.bias if self.down_bias is None else self.down_bias
+        return {"up": up, "down": Linear(((names.down, spec.hidden_size),), inner, down_bias)}
 
     def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
         return [ops.product(held["down"], ops.linear(held["up"], x))]

@@ -9,7 +9,7 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,7 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.config import Config
 from headrace.executor.models.families._model_types import MODEL_TYPES
 from headrace.executor.models.families._unread import check_unread
+from headrace.executor.models.heads import Classifier, HeadLayer, HeadLinear, num_labels
 from headrace.executor.models.registry import class_of_plugin, registered_model
 from headrace.ipc.failure import HeadraceError, ModelError, let_interrupts_pass
 from headrace.ipc.plugins import load_plugins
@@ -31,6 +32,17 @@ class UnknownArchitectureError(ModelError):
 
 class NotNativeError(ModelError):
     """Headrace's blocks do not support something that this model needs; transformers' code may compute it."""
+
+
+CLASSIFIERS: Mapping[str, str] = MappingProxyType(
+    {
+        "ForSequenceClassification": "LAST",
+        "ForTokenClassification": "ALL",
+        "ForRewardModel": "ALL",
+        "ForProcessRewardModel": "ALL",
+    }
+)
+"""Ends of the names of decoders with a classifier, and of which tokens it is."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
         read = Config({**config, "architectures": [named]})
         spec = family.build(read)
         check_unread(read, family, refuses=family in families().values())
-        return spec
+        return _with_classifier(spec, read, str((config.get("architectures") or [""])[0]))
     except HeadraceError:
         raise
     except BaseException as error:  # whatever a package's own family does
@@ -95,6 +107,24 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
             f"the family of {named} ({getattr(family.build, '__module__', 'unknown')}) cannot read the config: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _with_classifier(spec: ArchSpec, config: Config, named: str) -> ArchSpec:
+    """The spec of a decoder with the classifier that its architecture's name says; the spec itself if it says none."""
+    tokens = next((tokens for end, tokens in CLASSIFIERS.items() if named.endswith(end)), None)
+    if tokens is None or spec.classifier is not None or config.get("classifier_from_token") is not None:
+        return spec
+    width, layers = spec.embedding_width, tuple[HeadLayer, ...]()
+    if named.startswith("InternLM2"):
+        labels, layers = 1, (HeadLinear("v_head", 1, width, bias=False),)
+    elif named.endswith("RewardModel"):
+        labels = 2 if named.endswith("ForProcessRewardModel") else 1
+        layers = HeadLinear("score.0", width, width, activation="relu"), HeadLinear("score.2", labels, width)
+    else:
+        labels = num_labels(config)
+        layers = (HeadLinear("score", labels, width, bias=tokens == "ALL"),)
+    found: Any = tokens
+    return replace(spec, classifier=Classifier(found, layers, labels))
 
 
 def named_architecture(config: Mapping[str, Any]) -> str:
@@ -118,13 +148,14 @@ def named_architecture(config: Mapping[str, Any]) -> str:
 
 
 def causal_architecture(config: Mapping[str, Any]) -> str | None:
-    """Where the config names a model without a head (`Qwen3Model`), which pools: the architecture that generates, which
-    has the same layers, if a family has it. None for all others."""
+    """Where the config names a model without a head (`Qwen3Model`) or with a classifier, which pools: the architecture
+    that generates, which has the same layers, if a family has it. None for all others."""
     named = named_architecture(config) if config.get("architectures") else ""
-    if not named.endswith("Model") or _is_known(named):
+    end = next((end for end in ("Model", *CLASSIFIERS) if named.endswith(end)), "")
+    if not end or _is_known(named):
         return None
     kinds = ("ForConditionalGeneration", "ForCausalLM") if config.get("text_config") else ("ForCausalLM",)
-    stems = (named.removesuffix("Model"), named.removesuffix("TextModel"))
+    stems = (named.removesuffix(end), named.removesuffix(f"Text{end}"))
     return next(
         (name for stem in stems for kind in (*kinds, "LMHeadModel") if _is_known(name := f"{stem}{kind}")), None
     )

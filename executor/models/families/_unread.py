@@ -59,7 +59,9 @@ _REASONS: Mapping[str, str] = {
         attention_softmax_in_fp32 attn_impl bf16 bias_dropout_fusion fp16 fp32 masked_softmax_fusion
         reorder_and_upcast_attn scale_attention_softmax_in_fp32 slow_but_exact softmax_in_fp32""",
     "read by executor/checkpoints/formats": "compression_config quantization_config",
-    "read by executor/pooling/description.py": "is_matryoshka matryoshka_dimensions",
+    "read by executor/pooling/description.py": """
+        is_matryoshka matryoshka_dimensions sbert_ce_default_activation_function sentence_transformers
+        classifier_from_token is_original_qwen3_reranker""",
     "further layers, for multi-token prediction, which are not run": """
         mtp_transformer_layers num_mtp_modules num_nextn_predict_layers use_mtp""",
     "other media than text, which are not served": """

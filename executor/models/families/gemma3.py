@@ -18,7 +18,6 @@ from headrace.executor.models.families._config import (
     rope_section,
     text_part,
 )
-from headrace.ipc.failure import ModelError
 
 LOCAL_THETA, GLOBAL_THETA = 10_000.0, 1_000_000.0
 # Multimodal configs leave out fields with these values.
@@ -42,8 +41,7 @@ NAMES = WeightNames(
 
 def build(config: Config) -> ArchSpec:
     text = DEFAULTS | text_part(config)
-    if flag(text, "use_bidirectional_attention", False):
-        raise ModelError("a Gemma 3 with bidirectional attention embeds text; it does not generate")
+    both_sides = flag(text, "use_bidirectional_attention", False)  # EmbeddingGemma
     num_layers, head_dim = integer(text, "num_hidden_layers"), integer(text, "head_dim")
     pattern = integer(text, "sliding_window_pattern", integer(text, "_sliding_window_pattern", 6))
     default = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
@@ -51,7 +49,9 @@ def build(config: Config) -> ArchSpec:
     # The fields before transformers 5 scale the full layers only, and have a separate base for sliding layers.
     local = text if "sliding_attention" in rope_section(text) else Config({})
     theta = number(text, "rope_local_base_freq", LOCAL_THETA)
-    sliding = Positions(rope(local, head_dim, theta, "sliding_attention"), integer(text, "sliding_window", 4096))
+    window = integer(text, "sliding_window", 4096)
+    reach = window // 2 + 1 if both_sides else window  # to each side
+    sliding = Positions(rope(local, head_dim, theta, "sliding_attention"), reach)
     types = layer_types(text, num_layers, default)
     bias = flag(text, "attention_bias", False)
     return llama_like(
@@ -67,6 +67,7 @@ def build(config: Config) -> ArchSpec:
             "bias": bias,
             "output_bias": bias,
             "qk_norm": "head",
+            "causal": not both_sides,
             "soft_cap": optional_number(text, "attn_logit_softcapping"),
         },
         ffn=dense(text, "hidden_activation", "gelu_pytorch_tanh"),

@@ -109,6 +109,8 @@ class PoolingParams(ParamsStruct, metaclass=_ReadsRetiredNames, omit_defaults=Tr
                 f"{group} API ({kind}) is not supported by this model. Supported tasks: {', '.join(pooling.kinds)}. "
                 f"Try converting the model using `--convert {name}`."
             )
+        if self.dimensions is not None and "embed" not in kind:
+            raise InvalidRequestError(f"PoolingParams.dimensions cuts embeddings, and the task is {kind}; leave it out")
         if self.dimensions is not None:
             self._check_dimensions(self.dimensions, pooling, model)
         return Pool(

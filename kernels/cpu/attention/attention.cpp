@@ -71,7 +71,7 @@ class Division {
  private:
   int64_t cost(const Item& item) const {
     const int first = first_visible(item.first_position, args_.window) / kGroupKeys;
-    return (item.last_position() / kGroupKeys + 1 - first) * (kReadingRows + item.tokens * shape_.group);
+    return ((item.end_key - 1) / kGroupKeys + 1 - first) * (kReadingRows + item.tokens * shape_.group);
   }
 
   // Calls visit(item) for each item of KV head 0, in the order of the step.
@@ -84,9 +84,10 @@ class Division {
       if (args_.most_tokens > 0 && end - first > args_.most_tokens) continue;
       const int past = step_.seq_lens[seq] - (end - first);
       for (int row = first; row < end; row += shape_.tokens_per_item) {
-        Item item = {seq, row, std::min(shape_.tokens_per_item, end - row), past + row - first, 0, 0, 0};
+        Item item = {seq, row, std::min(shape_.tokens_per_item, end - row), past + row - first, 0, 0, 0, 0};
+        item.end_key = end_visible(item.first_position + item.tokens - 1, step_.seq_lens[seq], args_);
         item.first_tile = first_visible(item.first_position, args_.window) / kTileKeys;
-        item.end_tile = item.last_position() / kTileKeys + 1;
+        item.end_tile = (item.end_key - 1) / kTileKeys + 1;
         if (all || is_wanted(item)) visit(item);
       }
     }

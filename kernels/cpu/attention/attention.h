@@ -34,17 +34,24 @@ struct AttentionArgs {
   int64_t output_stride;
   const float* sinks;  // [num_heads]: attention sinks, the score of an extra key whose value is 0; or null
   const float* alibi;  // [num_heads]: ALiBi slopes: a score loses slope * distance of key and query; or null
+  // [num_heads, bias_stride], or null: the element at bias_stride / 2 + (key position - query position) is added to a
+  // score. Up to kBiasPadding elements beyond those of the largest distances are read.
+  const float* distance_bias;
+  int64_t bias_stride;
   char* workspace;  // zeroed once by its owner; attention ops with a barrier between them may share it
   int64_t workspace_bytes;
   float scale;
   float soft_cap;  // 0: none
-  int32_t window;  // a token attends to itself and the window - 1 tokens before it; 0: to all before it
+  int32_t window;  // a token attends to tokens that are less than `window` away; 0: to all
+  int32_t both_sides;  // 1: a token attends also to the tokens after it, all of which are in the cache
   int32_t value_dim;  // the cache's head_dim, or less if a value is the first part of its key (latent attention)
   int32_t most_tokens;  // sequences that compute more tokens are skipped; 0: no limit
   DType output_type;
   // 1: only the rows in step.logits_rows need to be computed; all keys and values are still written.
   int32_t only_logits;
 };
+
+constexpr int kBiasPadding = 64;
 
 // Whether attention does the pass before it itself. If every sequence computes one token, this saves the op and a
 // barrier.

@@ -20,11 +20,14 @@ struct ScoreRule {
   float soft_cap;             // 0: none
   const float* key_scales;    // [keys], or null
   const float* value_scales;  // [keys], or null
-  float slope = 0.0f;         // ALiBi: slope * (key position - query position) is added
+  float slope = 0.0f;         // ALiBi: slope * |key position - query position| is subtracted
   float distance = 0.0f;      // key position - query position of the tile's first key
+  const float* bias = nullptr;  // [keys]: added to the scores, or null
 
   // Scores are the products times a positive scale, so their order is that of the products.
-  bool is_plain() const { return soft_cap == 0.0f && key_scales == nullptr && slope == 0.0f && scale > 0.0f; }
+  bool is_plain() const {
+    return soft_cap == 0.0f && key_scales == nullptr && slope == 0.0f && bias == nullptr && scale > 0.0f;
+  }
   // The factor from the results of score_row to scores in base 2.
   float power_scale() const { return is_plain() ? scale * kLog2E : 1.0f; }
 };
@@ -61,7 +64,8 @@ inline float score_row(float* scores, const Sight& sight, const ScoreRule& rule)
       if (rule.key_scales != nullptr) score *= load_floats(rule.key_scales + key);
       if (rule.soft_cap != 0.0f) score = hyperbolic_tangent(score / rule.soft_cap) * rule.soft_cap;
       if (rule.slope != 0.0f)
-        score += rule.slope * (__builtin_convertvector(lane_numbers() + key, Floats) + rule.distance);
+        score -= rule.slope * magnitude(__builtin_convertvector(lane_numbers() + key, Floats) + rule.distance);
+      if (rule.bias != nullptr) score += load_floats(rule.bias + key);
       score *= kLog2E;
       store_floats(scores + key, score);
     }

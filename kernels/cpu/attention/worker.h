@@ -35,6 +35,12 @@ inline Shape shape_of(const AttentionArgs& args) {
 
 inline int first_visible(int position, int window) { return window > 0 ? std::max(0, position - window + 1) : 0; }
 
+// One more than the last position that the token at `position` sees in a context of `length` tokens.
+inline int end_visible(int position, int length, const AttentionArgs& args) {
+  if (args.both_sides == 0) return position + 1;
+  return args.window > 0 ? std::min(length, position + args.window) : length;
+}
+
 inline char* head_at(const void* base, int64_t row, int64_t stride, int head, const RotaryArgs& args) {
   return const_cast<char*>(row_at(base, row, stride, args.type)) + head * args.cache.head_dim * size_of(args.type);
 }
@@ -45,10 +51,9 @@ struct Item {
   int64_t first_row;  // the item's first row of the step
   int tokens;
   int first_position;
+  int end_key;  // one more than the last position that any of these tokens sees
   int kv_head;
   int first_tile, end_tile;  // the tiles that these tokens see
-
-  int last_position() const { return first_position + tokens - 1; }
 };
 
 // One tile of an item. Without partials one thread computes all tiles of an item in order. With partials several
@@ -213,7 +218,7 @@ class Worker {
   // Computes every row's softmax over the tile at places_, merged into the item's output if `joined`, else left in
   // tile_states and tile_output.
   void compute_tile(const Item& item, bool joined) {
-    const int rows = item.tokens * shape_.group, padded = shape_.padded;
+    const int rows = item.tokens * shape_.group, padded = shape_.padded, length = step_.seq_lens[item.seq];
     score_product(scratch_.queries, padded, rows, key_groups(item), places_->groups, padded / kPairs<T>,
                   scratch_.scores, fetch_);
 
@@ -222,13 +227,16 @@ class Worker {
     for (int token = 0, row = 0; token < item.tokens; ++token) {
       const int position = item.first_position + token;
       const Sight sight(std::max(0, first_visible(position, args_.window) - places_->base),
-                        std::min(places_->count, position + 1 - places_->base));
+                        std::min(places_->count, end_visible(position, length, args_) - places_->base));
       for (int g = 0; g < shape_.group; ++g, ++row) {
         for (int i = 0; i < kRowSteps; ++i) fetch_.step();
         if (args_.alibi != nullptr) {
           rule.slope = args_.alibi[item.kv_head * shape_.group + g];
           rule.distance = static_cast<float>(places_->base - position);
         }
+        if (args_.distance_bias != nullptr)
+          rule.bias = args_.distance_bias + (item.kv_head * shape_.group + g) * args_.bias_stride +
+                      args_.bias_stride / 2 + places_->base - position;
         float* const scores = scratch_.scores + row * kTileKeys;
         const float largest = scratch_.tile_states.largest[row] = score_row(scores, sight, rule);
         scratch_.tile_states.sums[row] =
@@ -277,7 +285,7 @@ class Worker {
     const int tile_start = unit.tile * kTileKeys;
     const int hidden = std::max(0, first_visible(item.first_position, args_.window) - tile_start);
     places.base = tile_start + hidden / kWeightKeys * kWeightKeys;
-    places.count = std::min(tile_start + kTileKeys, item.last_position() + 1) - places.base;
+    places.count = std::min(tile_start + kTileKeys, item.end_key) - places.base;
     places.groups = round_up_to(places.count, kGroupKeys) / kGroupKeys;
     if (cache_.layout != CacheLayout::kGroups) return;
     for (int group = 0; group < places.groups; ++group) {
@@ -369,7 +377,7 @@ class Worker {
   }
 
   ScoreRule rule_for(const Item& item) {
-    ScoreRule rule = {args_.scale, args_.soft_cap, nullptr, nullptr, 0.0f, 0.0f};
+    ScoreRule rule = {args_.scale, args_.soft_cap, nullptr, nullptr};
     if (!is_scaled(cache_.type)) return rule;
     if (cache_.key_scales == nullptr) rule.scale *= scale_of_head(cache_, true, item.kv_head);
     if (cache_.key_scales != nullptr) rule.key_scales = scales_of(item, cache_.key_scales, scratch_.key_scales);

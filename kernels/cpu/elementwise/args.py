@@ -60,6 +60,7 @@ class EmbeddingArgs(ctypes.Structure):
         ("output_stride", ctypes.c_int64),
         ("size", ctypes.c_int64),
         ("position_offset", ctypes.c_int64),
+        ("by_type", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("table_type", ctypes.c_int32),
         ("positions_type", ctypes.c_int32),

@@ -132,6 +132,7 @@ void activation_multiply(const void* raw, const Step& step, int thread, int num_
 
 void embedding(const void* raw, const Step& step, int thread, int num_threads) {
   const EmbeddingArgs& args = *static_cast<const EmbeddingArgs*>(raw);
+  const int32_t* const numbers = args.by_type != 0 ? step.token_types : step.positions;
   const Range rows = split(step.num_tokens, thread, num_threads);
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     if (args.table != nullptr && step.token_ids[row] == kGivenRow) continue;
@@ -140,7 +141,7 @@ void embedding(const void* raw, const Step& step, int thread, int num_threads) {
                             ? row_at(args.table, step.token_ids[row], args.table_stride, args.table_type)
                             : nullptr;
     const void* learned = args.positions != nullptr
-                              ? row_at(args.positions, step.positions[row] + args.position_offset,
+                              ? row_at(args.positions, numbers[row] + args.position_offset,
                                        args.positions_stride, args.positions_type)
                               : nullptr;
     for (int64_t i = 0; i < args.size; ++i) {

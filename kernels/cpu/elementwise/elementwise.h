@@ -68,6 +68,7 @@ struct EmbeddingArgs {
   int64_t output_stride;
   int64_t size;
   int64_t position_offset;  // row of the learned table for position 0
+  int64_t by_type;          // 1: `positions` has a row for each token type instead
   float scale;              // factor of the table's rows
   DType table_type;
   DType positions_type;

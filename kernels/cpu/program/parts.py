@@ -139,6 +139,10 @@ class AttentionLayer:
     """[num_heads] float32: attention sinks, the score of an extra key whose value is 0."""
     alibi: Tensor | None = None
     """[num_heads] float32: ALiBi slopes: a score loses slope * distance of key and query."""
+    distance_bias: Tensor | None = None
+    """Of `AttentionParams.distance_bias`."""
+    both_sides: bool = False
+    """Whether a token attends to the tokens after it too, which are all in the cache after the step."""
 
 
 def rotary_args(qkv: Buffer, layer: AttentionLayer) -> RotaryArgs:

@@ -59,6 +59,7 @@ from headrace.kernels.cpu.program.parts import (
 from headrace.kernels.cpu.program.run import Program, Written
 from headrace.kernels.cpu.runtime.pointers import pointer
 from headrace.kernels.cpu.sampling.sampling import SampleBuffers
+from headrace.kernels.reference.attention import BIAS_PADDING
 
 NORM_KINDS = {"rms": 0, "layer": 1}
 ROW_COUNTS = {"tokens": ROWS_TOKENS, "logits": ROWS_LOGITS}
@@ -137,19 +138,31 @@ class Builder:
             self._need(0, 4 * table.k)
             self._add("embedding", "hr_op_embed", packed, (), (out,), keep=(table,))
             return
-        self._dense_embedding(table, None, out, scale, 0)
+        self._dense_embedding(table, None, out, scale)
 
     def add_positions(self, table: Tensor, out: Buffer, offset: int = 0) -> None:
         """out += table[position + offset]. table: [positions, columns], learned."""
         require_same(table.shape[1], out.columns, "the position table's width", "its output's")
         self._limit_positions(table.shape[0] - offset)
-        self._dense_embedding(None, table, out, 1.0, offset)
+        self._dense_embedding(None, table, out, offset=offset)
+
+    def add_types(self, table: Tensor, out: Buffer) -> None:
+        """out += table[token type]. table: [types, columns]; the steps' types must be below `types`."""
+        require_same(table.shape[1], out.columns, "the type table's width", "its output's")
+        self._dense_embedding(None, table, out, by_type=True)
 
     def _dense_embedding(
-        self, table: Tensor | None, positions: Tensor | None, out: Buffer, scale: float, offset: int
+        self,
+        table: Tensor | None,
+        positions: Tensor | None,
+        out: Buffer,
+        scale: float = 1.0,
+        *,
+        offset: int = 0,
+        by_type: bool = False,
     ) -> None:
         args = EmbeddingArgs(output=out.address, output_stride=out.stride, size=out.columns, scale=scale)
-        args.output_type, args.position_offset = out.type, offset
+        args.output_type, args.position_offset, args.by_type = out.type, offset, by_type
         if table is not None:
             args.table, args.table_stride, args.table_type = matrix_of(table)
         if positions is not None:
@@ -341,9 +354,14 @@ class Builder:
             scale=layer.scale,
             soft_cap=layer.soft_cap or 0.0,
             window=layer.window or 0,
+            both_sides=layer.both_sides,
             value_dim=layer.cache.keys.shape[3],
             only_logits=only_logits,
         )
+        if (bias := layer.distance_bias) is not None:
+            require_same((bias.dtype, len(bias)), (torch.float32, layer.num_heads), "attention's bias", "its heads'")
+            args.distance_bias, args.bias_stride = pointer(bias), bias.shape[1]
+            self._limit_positions(bias.shape[1] // 2 - BIAS_PADDING)
         self._attend(args, qkv, out, layer)
 
     def write_latent(self, query: Buffer, absorbed: Buffer, latent: Buffer, layer: LatentLayer) -> None:

@@ -50,6 +50,7 @@ class StepBuffers:
     ) -> None:
         self.token_ids = np.zeros(max_tokens, np.int32)
         self.positions = np.zeros(max_tokens, np.int32)
+        self.token_types = np.zeros(max_tokens, np.int32)
         self.slot_mapping = np.zeros((num_groups, max_tokens), np.int64)
         self.query_start = np.zeros(max_seqs + 1, np.int32)
         self.seq_lens = np.zeros(max_seqs, np.int32)
@@ -58,6 +59,7 @@ class StepBuffers:
         self.step = Step(
             token_ids=self.token_ids.ctypes.data,
             positions=self.positions.ctypes.data,
+            token_types=self.token_types.ctypes.data,
             slot_mapping=self.slot_mapping.ctypes.data,
             query_start=self.query_start.ctypes.data,
             seq_lens=self.seq_lens.ctypes.data,

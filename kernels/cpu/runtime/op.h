@@ -50,6 +50,7 @@ struct Step {
 
   const int32_t* token_ids;     // [num_tokens]; kGivenRow: see there
   const int32_t* positions;     // [num_tokens]
+  const int32_t* token_types;   // [num_tokens]: 1 in the second text of a pair
   const int64_t* slot_mapping;  // [num_tokens] cache slot of each token; negative: do not write
   const int32_t* query_start;   // [num_seqs + 1] first row of each sequence
   const int32_t* seq_lens;      // [num_seqs] tokens of context, including those of the step

@@ -42,6 +42,7 @@ class Step(ctypes.Structure):
         ("num_logits", ctypes.c_int64),
         ("token_ids", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
+        ("token_types", ctypes.c_void_p),
         ("slot_mapping", ctypes.c_void_p),
         ("query_start", ctypes.c_void_p),
         ("seq_lens", ctypes.c_void_p),

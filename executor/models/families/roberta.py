@@ -1,0 +1,25 @@
+"""RoBERTa (Liu et al. 2019), XLM-RoBERTa and CamemBERT: BERT whose positions begin behind the padding token's id."""
+
+from dataclasses import replace
+
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.families import Config, Family
+from headrace.executor.models.families._config import integer
+from headrace.executor.models.families._encoders import check_positions, classifier, encoder, heads_of, pooler
+from headrace.executor.models.families.bert import NAMES as BERT
+
+NAMES = replace(BERT, prefixes=("roberta.", "model.", ""))
+
+
+def build(config: Config) -> ArchSpec:
+    check_positions(config)
+    return encoder(
+        config,
+        names=NAMES,
+        learned_position_offset=integer(config, "pad_token_id", 1) + 1,
+        default_types=1 if config["architectures"][0].startswith("XLM") else 2,
+        classifier=classifier(config, pooler(config, "classifier.dense"), name="classifier.out_proj"),
+    )
+
+
+FAMILY = Family((*heads_of("Roberta"), *heads_of("XLMRoberta"), *heads_of("Camembert")), build)

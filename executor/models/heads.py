@@ -1,0 +1,94 @@
+"""What a model computes of pooled hidden states: the layers of a classifier, as data. Imports no torch.
+
+BertForSequenceClassification    CLS > pooler.dense, tanh > classifier
+Qwen3ForSequenceClassification   LAST > score
+RobertaForTokenClassification    ALL > classifier
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from headrace.ipc.failure import ModelError
+
+HeadActivation = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh", "silu", "sigmoid"]
+
+MOST_LABELS = 1 << 20
+
+
+@dataclass(frozen=True)
+class HeadLinear:
+    """activation(x W^T + b)"""
+
+    name: str
+    """Without `.weight`; relative to the checkpoint or to the model's prefix, under whichever it is stored."""
+    rows: int
+    columns: int
+    bias: bool = True
+    activation: HeadActivation = "identity"
+    folder: str = ""
+    """Where its weights are; "": in the checkpoint."""
+
+    def weights(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of its tensors."""
+        yield f"{self.name}.weight", (self.rows, self.columns)
+        if self.bias:
+            yield f"{self.name}.bias", (self.rows,)
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """Layer norm."""
+
+    name: str
+    size: int
+    eps: float
+    bias: bool = True
+    folder: str = ""
+
+    def weights(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{self.name}.weight", (self.size,)
+        if self.bias:
+            yield f"{self.name}.bias", (self.size,)
+
+
+@dataclass(frozen=True)
+class HeadTokens:
+    """The logit of a token, less that of a second one if there are two: rows of the model's output matrix."""
+
+    tokens: tuple[str, ...]
+    """As the vocabulary spells them."""
+    matrices: tuple[str, ...]
+    """Names of the matrix, without `.weight`: the first that the checkpoint has is read."""
+    vocab_size: int
+    columns: int
+    folder: str = ""
+
+    def weights(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """None of its own."""
+        return iter(())
+
+
+HeadLayer = HeadLinear | HeadNorm | HeadTokens
+
+
+@dataclass(frozen=True)
+class Classifier:
+    tokens: Literal["CLS", "MEAN", "LAST", "ALL"]
+    """Of which tokens' hidden states it is computed: of ALL for each by itself."""
+    layers: tuple[HeadLayer, ...]
+    num_labels: int
+
+
+def num_labels(config: Mapping[str, Any]) -> int:
+    """A config's number of classes, as transformers counts them: by id2label, else num_labels, else two. Raises
+    ModelError."""
+    if isinstance(labels := config.get("id2label"), Mapping) and labels:
+        return len(labels)
+    found = config.get("num_labels")
+    found = 2 if found is None else found
+    if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= MOST_LABELS:
+        raise ModelError(f"the config's num_labels must be a whole number from 1 to {MOST_LABELS}, got {found!r:.80}")
+    return found

@@ -1,0 +1,25 @@
+"""ALL: the hidden states of all tokens, one vector for each."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+class AllTokens:
+    reads_all: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[Tensor]] = {}
+
+    def wanted(self, begin: int, end: int, num_tokens: int) -> slice:
+        return slice(begin, end)
+
+    def add(self, row: int, hidden: Tensor, *, is_end: bool) -> Tensor | None:
+        self._parts.setdefault(row, []).append(hidden if is_end else hidden.clone())
+        return torch.cat(self._parts.pop(row)) if is_end else None
+
+    def leave(self, row: int) -> None:
+        self._parts.pop(row, None)

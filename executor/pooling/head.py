@@ -1,0 +1,124 @@
+"""The layers between pooled hidden states and vectors or logits, in float32, and the functions that end them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from headrace import kernels
+from headrace.executor.checkpoints.sources.safetensors_weights import SafetensorsWeights
+from headrace.executor.checkpoints.sources.torch_files import TorchWeights
+from headrace.executor.checkpoints.weights import WeightSource
+from headrace.executor.models.heads import HeadLayer, HeadLinear, HeadNorm, HeadTokens
+from headrace.ipc.failure import ModelError
+
+F = torch.nn.functional
+Function = Callable[[Tensor], Tensor]
+TokenId = Callable[[str], int | None]
+"""From a token as the vocabulary spells it to its id."""
+FUNCTIONS: MappingProxyType[str, Function] = MappingProxyType(
+    {
+        "identity": lambda x: x,
+        "tanh": torch.tanh,
+        "relu": F.relu,
+        "gelu": F.gelu,
+        "gelu_tanh": partial(F.gelu, approximate="tanh"),
+        "silu": F.silu,
+        "sigmoid": torch.sigmoid,
+        "softmax": partial(torch.softmax, dim=-1),
+        "normalize": partial(F.normalize, dim=-1),
+    }
+)
+"""Of rows. They are computed in float64 (see `exact`)."""
+
+
+def exact(function: str, x: Tensor) -> Tensor:
+    """The function of float32 rows, computed in float64: so a row's bits do not depend on where it is among the others,
+    since torch computes what fills a vector register in another way than the rest."""
+    return x if function == "identity" else FUNCTIONS[function](x.double()).float()
+
+
+class Head:
+    """The layers with their weights. A row's bits do not depend on the others."""
+
+    def __init__(
+        self,
+        layers: Sequence[HeadLayer],
+        checkpoint: WeightSource | None,
+        prefixes: Sequence[str] = (),
+        token_id: TokenId = lambda token: None,
+    ) -> None:
+        """checkpoint: None if no layer is in it. Raises ModelError, naming the weight, for one that is missing or of
+        another shape."""
+        self._steps: list[Function] = []
+        for layer in layers:
+            if isinstance(layer, HeadTokens):
+                assert checkpoint is not None, "it has the output matrix"
+                self._steps.append(_linear(_rows(layer, checkpoint, prefixes, token_id), None, "identity"))
+                continue
+            source = _beside(Path(layer.folder)) if layer.folder else checkpoint
+            assert source is not None, "a layer without a folder is in the checkpoint"
+            self._steps.append(_step(layer, source, "" if layer.folder else None, prefixes))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_rows, width] float32 -> [num_rows, values] float32"""
+        for step in self._steps:
+            x = step(x)
+        return x
+
+
+def _step(layer: HeadLayer, source: WeightSource, prefix: str | None, prefixes: Sequence[str]) -> Function:
+    held, found = source.names(), list[Tensor]()
+    for name, shape in layer.weights():
+        tried = [f"{each}{name}" for each in ("", *prefixes)] if prefix is None else [prefix + name]
+        full = next((each for each in tried if each in held), None)
+        if full is None:
+            raise ModelError(f"the checkpoint has no weight {name}; expected one of shape {list(shape)}")
+        if source.shape(full) != shape:
+            raise ModelError(f"weight {full} has shape {list(source.shape(full))}, but {list(shape)} is expected")
+        found.append(source.get(full).float())
+    weight, bias = found[0], found[1] if len(found) > 1 else None
+    if isinstance(layer, HeadLinear):
+        return _linear(weight, bias, layer.activation)
+    assert isinstance(layer, HeadNorm)
+    size, eps = (layer.size,), layer.eps
+    wide, offset = weight.double(), None if bias is None else bias.double()
+    return lambda x: F.layer_norm(x.double(), size, wide, offset, eps).float()
+
+
+def _linear(weight: Tensor, bias: Tensor | None, activation: str) -> Function:
+    choice = kernels.choose(
+        "linear", device=torch.device("cpu"), dtype=torch.float32, shape=tuple(weight.shape), role="matrix"
+    )
+    linear = choice(weight, bias)
+    return lambda x: exact(activation, linear.apply(x.contiguous()))
+
+
+def _rows(layer: HeadTokens, checkpoint: WeightSource, prefixes: Sequence[str], token_id: TokenId) -> Tensor:
+    """[1, columns]"""
+    held = checkpoint.names()
+    names = [f"{prefix}{name}.weight" for name in layer.matrices for prefix in ("", *prefixes)]
+    name = next((each for each in names if each in held), None)
+    if name is None or checkpoint.shape(name) != (layer.vocab_size, layer.columns):
+        raise ModelError(f"the checkpoint has no output matrix of shape {[layer.vocab_size, layer.columns]}")
+    rows = []
+    for token in layer.tokens:
+        number = token_id(token)
+        if number is None or number >= layer.vocab_size:
+            raise ModelError(f"the tokenizer has no token {token!r}, whose logit is to be the score")
+        rows.append(checkpoint.get(name, rows=slice(number, number + 1)).float())
+    return rows[0] if len(rows) == 1 else rows[0] - rows[1]
+
+
+def _beside(folder: Path) -> WeightSource:
+    """The weights of one of sentence-transformers' modules."""
+    if (file := folder / "model.safetensors").is_file():
+        return SafetensorsWeights([file])
+    if (file := folder / "pytorch_model.bin").is_file():
+        return TorchWeights([file])
+    raise ModelError(f"{folder} has neither model.safetensors nor pytorch_model.bin")

@@ -1,0 +1,121 @@
+"""Prompts of pairs of texts, which scores are of: a classifier reads both at once, embeddings are compared."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.frontend.request.pooling_prompts import NOT_POOLING
+from headrace.frontend.request.prompts import Prompt, Tokenization
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import PairFormat, Pooling, Welcome
+
+_FIELD = re.compile(r"\{(?:instruction|query|document)\}")
+
+
+def scoring_task(welcome: Welcome) -> str:
+    """The task whose results make scores: classify, of pairs, or embed. Raises InvalidRequestError if there is none."""
+    pooling = welcome.pooling
+    if pooling is None:
+        raise InvalidRequestError(f"scores are of models that pool: {NOT_POOLING}")
+    if "embed" in pooling.kinds:
+        return "embed"
+    if "classify" not in pooling.kinds:
+        raise InvalidRequestError(
+            f"Score API is not supported by this model, whose tasks are {', '.join(pooling.kinds)}; it needs classify "
+            "with one label, or embed"
+        )
+    if pooling.width != 1:
+        raise InvalidRequestError(
+            f"Score API is only enabled for num_labels == 1, and this classifier has {pooling.width} labels"
+        )
+    return "classify"
+
+
+def paired(first: Any, second: Any, names: tuple[str, str] = ("data_1", "data_2")) -> list[tuple[str, str]]:
+    """The pairs of 1:1, 1:N or N:N texts. Raises InvalidRequestError."""
+    lists = [_texts(each, name) for each, name in zip((first, second), names, strict=True)]
+    one, several = lists
+    if len(one) not in (1, len(several)):
+        raise InvalidRequestError(
+            f"Input lengths must be either 1:1, 1:N or N:N; {names[0]} has {len(one)} texts and {names[1]} "
+            f"{len(several)}"
+        )
+    return list(zip(one * len(several) if len(one) == 1 else one, several, strict=True))
+
+
+def _texts(given: Any, name: str) -> list[str]:
+    found = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else []
+    if not found:
+        raise InvalidRequestError(f"{name} must be a text or a list of at least one, not {given!r:.80}")
+    for index, text in enumerate(found):
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{name}[{index}] must be a text, not {type(text).__name__}")
+    return found
+
+
+def tokenize_pairs(
+    pairs: Sequence[tuple[str, str]],
+    tokenizer: Tokenizer | None,
+    welcome: Welcome,
+    most_tokens: int | None = None,
+    how: Tokenization | None = None,
+    instruction: str | None = None,
+) -> list[Prompt]:
+    """One prompt for each pair, as the tokenizer joins two texts. most_tokens: the longer text is cut to fit into it.
+    Raises InvalidRequestError."""
+    if tokenizer is None:
+        raise InvalidRequestError(
+            "this engine runs without a tokenizer (`skip_tokenizer_init=True`), and scores are of texts"
+        )
+    pooling = welcome.pooling
+    assert pooling is not None, "scoring_task comes first"
+    if pooling.lower_case:
+        pairs = [(first.lower(), second.lower()) for first, second in pairs]
+    if pooling.pair_format is not None:
+        return _written(pairs, pooling.pair_format, tokenizer, most_tokens, instruction)
+    from_left = how is not None and how.truncates_left(False)
+    encoded = tokenizer.encode_pairs(pairs, most_tokens, from_left=from_left)
+    prompts = [Prompt(token_ids=token_ids) for token_ids, _ in encoded]
+    if pooling.has_token_types:
+        for prompt, (_, second) in zip(prompts, encoded, strict=True):
+            prompt.second_text = second
+    return prompts
+
+
+def _written(
+    pairs: Sequence[tuple[str, str]],
+    form: PairFormat,
+    tokenizer: Tokenizer,
+    most_tokens: int | None,
+    instruction: str | None,
+) -> list[Prompt]:
+    said, prompts = form.instruction if instruction is None else instruction, list[Prompt]()
+    for query, document in pairs:
+        given = {"{instruction}": said, "{query}": query, "{document}": document}
+        texts = [_FIELD.sub(lambda found: given[found.group()], segment) for segment in form.segments]  # noqa: B023
+        segments = tokenizer.encode_batch(texts, False)
+        if most_tokens is not None:
+            others = sum(map(len, segments)) - len(segments[form.cut])
+            segments[form.cut] = segments[form.cut][: max(0, most_tokens - others)]
+        prompts.append(Prompt(token_ids=[each for segment in segments for each in segment]))
+    return prompts
+
+
+def similarity(pooling: Pooling, first: Sequence[float], second: Sequence[float]) -> float:
+    """How alike two embeddings are, as the folder says; more is more alike."""
+    if pooling.similarity == "euclidean":
+        return -(sum((a - b) ** 2 for a, b in zip(first, second, strict=True)) ** 0.5)
+    if pooling.similarity == "manhattan":
+        return -sum(abs(a - b) for a, b in zip(first, second, strict=True))
+    product = _dot(first, second)
+    if pooling.similarity == "dot":
+        return product
+    lengths = (_dot(first, first) * _dot(second, second)) ** 0.5
+    return product / lengths if lengths else 0.0
+
+
+def _dot(first: Sequence[float], second: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(first, second, strict=True))
