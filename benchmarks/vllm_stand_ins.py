@@ -32,6 +32,7 @@ from headrace import LLM, BeamSearchParams, SamplingParams
 
 INSIDE = "inside vLLM: "
 START_S = 240
+ENDS_S = 30.0
 
 
 AS_VLLM = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "vllm"}
@@ -170,10 +171,13 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self._shutdown()
 
+    def _get_process_termination_timeout(self) -> float:
+        return ENDS_S
+
     def _shutdown(self) -> None:
         self.proc.terminate()
         try:
-            self.proc.wait(30)
+            self.proc.wait(ENDS_S)
         except subprocess.TimeoutExpired:
             self.proc.kill()
 
@@ -313,6 +317,10 @@ class HfRunner:
 
     def get_inputs(self, prompts: Sequence[str], **_: Any) -> list[Any]:
         return [self.tokenizer(each, return_tensors="pt") for each in prompts]
+
+    def get_prompt_embeddings(self, prompts: Sequence[str]) -> list[Any]:
+        table = self.model.get_input_embeddings()
+        return [table(each["input_ids"]).squeeze(0).detach() for each in self.get_inputs(prompts)]
 
     def _run(self, prompts: Sequence[str], max_tokens: int, **others: Any) -> list[Any]:
         return [

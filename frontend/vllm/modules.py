@@ -110,6 +110,9 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
         "entrypoints.chat_utils": ("resolve_hf_chat_template",),
         "entrypoints.cli": (),
         "entrypoints.cli.main": ("main",),
+        "entrypoints.launchers": (),
+        "entrypoints.launchers.api_server": (),
+        "entrypoints.launchers.api_server.entry": (),
         "entrypoints.llm": ("LLM",),
         "entrypoints.openai": (),
         "entrypoints.openai.api_server": ("build_app", "init_app_state", "run_server"),
@@ -169,6 +172,7 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
 PROGRAMS: Mapping[str, str] = types.MappingProxyType(
     {
         "entrypoints.cli.main.__main__": "headrace",
+        "entrypoints.launchers.api_server.entry.__main__": "openai_server",
         "entrypoints.openai.api_server.__main__": "openai_server",
         "entrypoints.openai.run_batch.__main__": "run_batch",
     }

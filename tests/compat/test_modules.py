@@ -343,7 +343,10 @@ def test_a_chat_template_is_resolved_as_evaluation_harnesses_ask_for_it() -> Non
         resolve_chat_template(Templates(), None, None, template="x")
 
 
-@pytest.mark.parametrize("program", ["entrypoints.openai.api_server", "entrypoints.cli.main serve"])
+@pytest.mark.parametrize(
+    "program",
+    ["entrypoints.openai.api_server", "entrypoints.launchers.api_server.entry", "entrypoints.cli.main serve"],
+)
 @pytest.mark.parametrize("package", ["headrace", "headrace.as_vllm -m vllm", "vllm"])
 def test_the_server_starts_as_a_module(program: str, package: str) -> None:
     command = [*f"-m {package}.{program}".split(), "--help=Server limits"]
