@@ -64,6 +64,8 @@ MOST_GROWTH_BYTES = 10_000_000
 """Over the last half of a run."""
 IDLE_S = 1.5
 """Wait before memory is read: an engine that is idle for a second returns what it has freed."""
+LEAST_SAMPLES = 20
+"""A run takes so many, however long: memory grows until the largest messages have come a few times."""
 RESTS_USING_S, RESTS_WITHIN_S, MOST_PROCESSOR_S = 0.02, 20.0, 60.0
 """An engine rests if it uses no more processor time than this within so many seconds. It needs at most so many seconds
 of processor time for what waits."""
@@ -595,7 +597,9 @@ def main() -> int:
     problems: list[str] = []
     numbers, began_s = random.Random(arguments.seed), time.monotonic()
     with tempfile.TemporaryDirectory() as folder, engine(Path(folder)) as (address, process, child):
-        while (elapsed_s := time.monotonic() - began_s) < 60 * arguments.minutes and not problems:
+        while not problems and (
+            (elapsed_s := time.monotonic() - began_s) < 60 * arguments.minutes or len(samples) < LEAST_SAMPLES
+        ):
             problems = fuzz(address, numbers, counts, rounds=5, acts=200, burst=500, largest_bytes=64 << 20)
             if child.failure is not None:
                 problems.append(f"the engine ended: {child.failure.describe()}")
