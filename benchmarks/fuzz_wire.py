@@ -593,7 +593,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.adds_and_aborts:
         return run_adds_and_aborts(arguments.adds_and_aborts)
-    counts, samples = Counts(), []
+    counts, samples = Counts(), list[dict[str, Any]]()
     problems: list[str] = []
     numbers, began_s = random.Random(arguments.seed), time.monotonic()
     with tempfile.TemporaryDirectory() as folder, engine(Path(folder)) as (address, process, child):

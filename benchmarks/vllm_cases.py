@@ -115,6 +115,8 @@ DOCUMENTED: dict[str, str] = {
     "*test_unset_max_tokens_rejects_oversized_min_tokens": "the message of a number out of range",
     "*test_require_mm_embeds": "images, audio and video in prompts",
     "*test_sleep.py::test_sleep_mode": "names begin with `vllm:` in Python, and with `--metrics-prefix`",
+    "*test_wait_timeout_completes_requests": "names begin with `vllm:` in Python, and with `--metrics-prefix`",
+    " is refused: multimodal input is not supported": "images, audio and video in prompts",
 }
 """Patterns of a case, or of its message, and the row of docs/coming-from-vllm.md that says what is otherwise."""
 WORDS = "words, or a form of answer, that the demo model does not produce"
@@ -149,6 +151,14 @@ ELSEWHERE: dict[str, str] = {
     "*test_anthropic_tool_call*": WORDS,
     "*test_anthropic_structured_output*": WORDS,
     "*test_simple.py::test_*reasoning_*": "the demo model does not reason",
+    "*test_include_reasoning.py*": "the demo model does not reason",
+    "*test_thinking_token_budget_limits_reasoning*": "the demo model does not reason",
+    "*test_completion_with_function_calling.py::test_function_tool_use*": "the demo model neither reasons nor calls",
+    "*test_function_call.py::test_function_tool_use*": "the demo model does not call",
+    "*test_multi_api_servers.py::test_completion_streaming*": WORDS,
+    "Harmony tests require gpt_oss": "it needs gpt-oss",
+    "No module named 'openai_harmony'": "it needs openai-harmony",
+    "*test_remote_vllm_server.py*": "it tests the server of vLLM's own tests",
 }
 """Patterns of a case, or of its message, and why it cannot run or be judged here."""
 
