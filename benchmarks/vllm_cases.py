@@ -158,6 +158,8 @@ ELSEWHERE: dict[str, str] = {
     "*test_multi_api_servers.py::test_completion_streaming*": WORDS,
     "Harmony tests require gpt_oss": "it needs gpt-oss",
     "No module named 'openai_harmony'": "it needs openai-harmony",
+    "*test_engine_metrics": WORDS,
+    "LLMEngine has no '_llm'": "it replaces vLLM's engine by a mock",
     "*test_remote_vllm_server.py*": "it tests the server of vLLM's own tests",
 }
 """Patterns of a case, or of its message, and why it cannot run or be judged here."""

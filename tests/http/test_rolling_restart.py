@@ -186,7 +186,9 @@ def answers(client: httpx.Client) -> bool:
 def drained(*arguments: str, kept: int = 0) -> Iterator[tuple[Server, list[socket.socket]]]:
     """A server that drains: a stream holds it. With this many connections that it has answered on before."""
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serving("--allowed-origins", '["*"]', *arguments, null_model=SLOW))
+        server = stack.enter_context(
+            serving("--allowed-origins", '["*"]', "--shutdown-timeout", "120", *arguments, null_model=SLOW)
+        )
         client = stack.enter_context(server.client())
         socks = [stack.enter_context(connection(server)) for _ in range(kept)]
         for sock in socks:
