@@ -278,6 +278,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_de
     with_last_token: bool = False
     """The last token belongs to the answer, unlike an end-of-sequence token: it completes the required form."""
     failure: Failure | None = None
+    gated_s: float = 0.0
+    """From arrival at the core until no gate (core/engine/gates.py) held it; 0 if none did."""
     queued_s: float = 0.0
     """From arrival at the core to its first scheduling."""
     prefill_s: float = 0.0

@@ -46,6 +46,7 @@ MAY_IMPORT_LAZILY = MappingProxyType(
             *("headrace.core.engine.engine", "headrace.core.engine.memory_port"),  # a core on a thread of this process
             "matplotlib",  # headrace bench plot
             "mcp",  # an extra: tools of /v1/responses
+            "opentelemetry",  # an extra: traces
         },
     }
 )

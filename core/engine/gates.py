@@ -112,6 +112,7 @@ class Gates:
             gated.closed.discard(gate)
             if not gated.closed:
                 self._forget(gated)
+                request.gated_s = time.monotonic() - request.arrived_s
                 ready.append((request, gated.priority))
         if not waiting:
             self._of_gate.pop(gate, None)

@@ -92,6 +92,7 @@ def finish_of(
         reason=reason,
         stop_token=stop_token,
         failure=failure,
+        gated_s=request.gated_s,
         queued_s=scheduled_s - request.arrived_s,
         prefill_s=token_s - scheduled_s,
         decode_s=now_s - token_s,

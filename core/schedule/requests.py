@@ -48,6 +48,7 @@ class Request:
         "client",
         "first_scheduled_s",
         "first_token_s",
+        "gated_s",
         "matcher",
         "num_given_tokens",
         "num_preemptions",
@@ -95,6 +96,7 @@ class Request:
         )  # with output_interval > 1: tokens that were sent (the prompt counts as sent)
         self.num_prompt_logprobs = max(1, sampling.prompt_logprob_start)  # positions sent; position 0 has no logprob
         self.arrived_s = self.first_scheduled_s = self.first_token_s = 0.0
+        self.gated_s = 0.0  # how long it waited for gates, such as the one of its grammar
 
 
 class WaitingQueue:

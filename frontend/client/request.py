@@ -313,6 +313,7 @@ class RequestStream(OneProcess):
     def note_finish(self, finish: Finish) -> None:
         """Records the core's times; of several outputs the longest count."""
         metrics = self.metrics
+        metrics.gated_s = max(metrics.gated_s, finish.gated_s)
         metrics.queued_s = max(metrics.queued_s or 0.0, finish.queued_s)
         metrics.prefill_s = max(metrics.prefill_s or 0.0, finish.prefill_s)
         metrics.decode_s = max(metrics.decode_s or 0.0, finish.decode_s)

@@ -100,6 +100,8 @@ class RequestMetrics:
     """From submission until the client received the last token."""
     queued_s: float | None = None
     """In the core: from arrival to first scheduling."""
+    gated_s: float = 0.0
+    """The part of queued_s in which it waited for its grammar, or for what else it needs before it may be scheduled."""
     prefill_s: float | None = None
     """In the core: from first scheduling to the first token."""
     decode_s: float | None = None

@@ -391,6 +391,15 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             default_text="the environment's HEADRACE_SERVER_DEV_MODE=1",
         ),
     ] = False
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Option(
+            OBSERVED,
+            "OpenTelemetry collector to which a trace of each request goes, such as http://HOST:4317 by gRPC or, with "
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf, http://HOST:4318/v1/traces. Needs the extra otel",
+            default_text="no traces",
+        ),
+    ] = None
     metrics_prefix: Annotated[
         str, Option(OBSERVED, "Prefix of the metrics' names; vllm suits dashboards made for vLLM")
     ] = "headrace"

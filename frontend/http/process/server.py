@@ -33,6 +33,7 @@ from headrace.frontend.http.server.metrics import Pages
 from headrace.frontend.http.server.state import ServerState
 from headrace.frontend.text.chat_template import load_template
 from headrace.frontend.text.template_renderer import renderer
+from headrace.frontend.tracing.tracer import Tracer
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.process.gc_pauses import gc_watched
 from headrace.ipc.process.limits import raise_file_limit
@@ -136,6 +137,7 @@ class HttpServer:
         self._options, self._sock, self._pages = options, sock, pages
         self._keys = Keys(read_keys(options), read_admin_keys(options))
         self._template = load_template(options.chat_template)
+        self._tracer = None if options.otlp_traces_endpoint is None else Tracer(options.otlp_traces_endpoint)
         self._tls_arguments = tls_arguments(options)
         self._stop_at_s: float | None = None
         self._stop_asked: asyncio.Event | None = None
@@ -193,7 +195,15 @@ class HttpServer:
         )
         pool = EnginePool(sources, router_options, discovery=discovery, serves_early=True)
         pool.on_death, pool.on_return = self.on_engine_end, self.on_engine_return
-        state = ServerState(self._options, pool, self._pages, apis.found(), keys=self._keys, template=self._template)
+        state = ServerState(
+            self._options,
+            pool,
+            self._pages,
+            apis.found(),
+            keys=self._keys,
+            template=self._template,
+            tracer=self._tracer,
+        )
         state.scaler, state.why_fixed = self.scaler, self.why_fixed
         if self.scaler is not None:
             self.scaler.pool = pool
@@ -213,6 +223,8 @@ class HttpServer:
             await pool.close(max(0.0, (self._stop_at_s or 0.0) - time.monotonic()))
             state.bodies.close()
             renderer().end()
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
         if failure is None:
             return EXIT_DONE
         if not pool.started.is_set():

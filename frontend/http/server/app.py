@@ -30,6 +30,7 @@ from headrace.frontend.http.server.request_log import RequestLine
 from headrace.frontend.http.server.route_spec import RouteSpec
 from headrace.frontend.http.server.state import ServerState
 from headrace.frontend.text.guarded_tokenizer import is_panic
+from headrace.frontend.tracing.tracer import CONTEXT_HEADERS
 from headrace.ipc.failure import HeadraceError
 
 _LONGEST_PATH = 200
@@ -121,6 +122,9 @@ class App:
         began_s = time.monotonic()
         outcome = "done"
         line = RequestLine.begin() if options.enable_log_requests else None
+        if self._state.tracer is not None:
+            told = {name: exchange.header(name.encode()) for name in CONTEXT_HEADERS}
+            self._state.tracer.begin({name: value for name, value in told.items() if value is not None})
         self._state.pages.in_flight(1)
         self._state.collector.busy(1)
         try:

@@ -25,6 +25,7 @@ from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.server.connection import EXTENSION, Arrival
 from headrace.frontend.http.server.errors import ApiError
 from headrace.frontend.text.template_renderer import without_blocking
+from headrace.frontend.tracing.tracer import tokenizing
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.gc_pauses import CollectorHold
 from headrace.ipc.process.memory import give_back_freed_memory
@@ -250,7 +251,8 @@ class Exchange:
     async def prepare(self, make: Callable[[bytes], T]) -> T:
         """Returns make(JSON body), run in a thread if the body is large. Raises ApiError and ClientGoneError."""
         try:
-            return await self._bodies.run(await self._json_body(), make)
+            with tokenizing():
+                return await self._bodies.run(await self._json_body(), make)
         finally:
             self._bodies.release(self._num_body_bytes, self.tenant)
 

@@ -32,6 +32,7 @@ from headrace.frontend.request.parameters.pooling_params import PoolingParams
 from headrace.frontend.request.parameters.sampling_params import SamplingParams
 from headrace.frontend.request.pooling_prompts import check_pooling
 from headrace.frontend.request.prompts import Prompt, check_request
+from headrace.frontend.tracing.tracer import follow
 from headrace.ipc.failure import (
     EngineDeadError,
     HeadraceError,
@@ -146,6 +147,7 @@ class Running:
             engine = self._pool.engine_of(stream) or self.engine
             self._meters[stream] = RequestMeter(self._pages.engine(engine.index), self._pages.gap)
             stream.on_step, stream.on_done = self._on_step, self._on_done
+            follow(stream)
             self.streams.append(stream)
             await pace.step()
 

@@ -20,6 +20,7 @@ from headrace.frontend.http.server.exchange import Exchange, LargeBodies
 from headrace.frontend.http.server.generation import Generator, PreparedRequest
 from headrace.frontend.http.server.metrics import Exposition, Pages
 from headrace.frontend.http.server.route_spec import RouteSpec
+from headrace.frontend.tracing.tracer import Tracer
 from headrace.ipc.process.gc_pauses import IdleCollector
 
 S = TypeVar("S", bound=ApiState)
@@ -49,9 +50,12 @@ class ServerState:
         *,
         keys: Keys,
         template: str | None,
+        tracer: Tracer | None = None,
     ) -> None:
-        """template: the option chat_template's, if set. Raises OptionError for options that an API refuses."""
+        """template: the option chat_template's, if set. tracer: exports a trace of each request; None: nobody asked for
+        traces. Raises OptionError for options that an API refuses."""
         self.options, self.pool, self.pages, self.keys, self.template = options, pool, pages, keys, template
+        self.tracer = tracer
         self.apis = [api for api in apis if api.is_served(options)]
         self.unserved_apis = [api for api in apis if not api.is_served(options)]
         self.bodies_of_apis: list[Body] = [body for api in apis for body in api.bodies]
