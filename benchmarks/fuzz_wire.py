@@ -485,7 +485,7 @@ def engine(folder: Path) -> Iterator[tuple[str, psutil.Process, Any]]:
     import tiny_models
 
     from headrace.core.options.parsing import parse_options
-    from headrace.core.process.supervisor import start_engine
+    from headrace.core.process.child import start_engine
 
     tiny_models.save("llama", folder)
     child = start_engine(

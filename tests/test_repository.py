@@ -20,7 +20,7 @@ MAY_IMPORT = MappingProxyType(
         "core": {"headrace.core", "headrace.ipc", "msgspec", "zmq", "numpy", "psutil", "xxhash", "yaml"},
         "executor": {
             *("headrace.executor", "headrace.kernels", "headrace.ipc"),
-            *("headrace.core.options", "headrace.core.process.supervisor", "headrace.core.process.ray_engines"),
+            *("headrace.core.options", "headrace.core.process.child", "headrace.core.process.ray_engines"),
             *("torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub"),
             *("numpy", "msgspec", "psutil", "tqdm", "pynvml"),
         },

@@ -21,9 +21,9 @@ from headrace import __version__
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import OptionParser, add_options, options_from_arguments, parse_options
 from headrace.core.options.vllm_environment import take_vllm_variables
+from headrace.core.process.child import START_GRACE_S
 from headrace.core.process.child_output import LoadBar
 from headrace.core.process.installed import CLIENT_ALONE
-from headrace.core.process.supervisor import START_GRACE_S
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, Interrupt, OptionError, let_interrupts_pass
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start, WeightsRead
 from headrace.ipc.process.child import (

@@ -29,7 +29,7 @@ import msgspec
 
 from headrace.core.coordinator.program import Coordinator
 from headrace.core.options.engine_options import Options
-from headrace.core.process.supervisor import START_GRACE_S, OnExit, OnProgress, start_engine
+from headrace.core.process.child import START_GRACE_S, OnExit, OnProgress, start_engine
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError, OptionError
 from headrace.ipc.messages import Ready
 from headrace.ipc.process.own_folder import OwnFolder

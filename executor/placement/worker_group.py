@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.core.process.supervisor import Child, ChildOptions, ask_for_stacks
+from headrace.core.process.child import Child, ChildOptions, ask_for_stacks
 from headrace.executor.placement.worker_messages import (
     WAIT_FOR_CORE,
     WAIT_FOR_TURN,

@@ -229,7 +229,7 @@ class _Session:
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> _Session:
-        from headrace.core.process.supervisor import start_engine
+        from headrace.core.process.child import start_engine
 
         self._child = start_engine(self._options)
         ready = await asyncio.to_thread(self._child.wait_ready, START_TIMEOUT_S)

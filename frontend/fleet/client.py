@@ -70,7 +70,7 @@ def start_ranks(
 
         fleet = RayFleet(options)
         return [fleet.start(rank) for rank in range(options.data_parallel_size)]
-    from headrace.core.process.supervisor import start_engine
+    from headrace.core.process.child import start_engine
 
     children: list[EngineProcess] = []
     try:
@@ -92,8 +92,8 @@ def owned_ranks(
     options: Options, children: Sequence[EngineProcess], restarts: int, ranks: Sequence[int] | None = None
 ) -> list[Owned]:
     """The sources of started engines; each restarts its engine under the same rank."""
+    from headrace.core.process.child import start_engine
     from headrace.core.process.ray_engines import RayEngine
-    from headrace.core.process.supervisor import start_engine
 
     def starter(rank: int, first: EngineProcess) -> Callable[[str], EngineProcess]:
         if isinstance(first, RayEngine):

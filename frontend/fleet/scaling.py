@@ -157,7 +157,7 @@ def _check_memory(size: int, num_more: int, pids: Sequence[int]) -> None:
 
 
 def _start(options: Options, restarts: int, weights_path: str) -> Owned:
-    from headrace.core.process.supervisor import start_engine
+    from headrace.core.process.child import start_engine
 
     def start(path: str) -> EngineProcess:
         return start_engine(options, weights_path=path)

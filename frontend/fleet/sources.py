@@ -18,7 +18,7 @@ from headrace.ipc.transport.sockets import is_ipv6
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.core.process.supervisor import OnExit, OnProgress
+    from headrace.core.process.child import OnExit, OnProgress
 
 STABLE_AFTER_S = 60.0
 """An engine that served for this long before it died is restarted without delay."""

@@ -20,7 +20,7 @@ from source_tree import PYTHONPATH
 from wire_client import WireClient, request_message
 
 from headrace.core.options.engine_options import Options
-from headrace.core.process.supervisor import Child, start_engine
+from headrace.core.process.child import Child, start_engine
 from headrace.ipc.control import PauseGeneration, ReloadWeights
 from headrace.ipc.failure import EngineStartError, Failure
 from headrace.ipc.messages import (
@@ -294,7 +294,7 @@ def test_a_core_dies_with_the_process_that_started_it():
     script = (
         "import sys, time; sys.path[:0] = sys.argv[1].split(':')\n"
         "from test_daemon import null_options\n"
-        "from headrace.core.process.supervisor import start_engine\n"
+        "from headrace.core.process.child import start_engine\n"
         "child = start_engine(null_options()); print(child.wait_ready(30).address, child.pid, flush=True)\n"
         "time.sleep(60)\n"
     )

@@ -33,7 +33,7 @@ READY = r"ready: \S+/v1"
 HELD = "import sys; print('ready', flush=True); sys.stdin.read()"
 OWN = f"from headrace import LLM\nif __name__ == '__main__':\n    llm = LLM({{model!r}}, {{options}})\n    {HELD}\n"
 COORDINATOR = (
-    "from headrace.core.process.supervisor import start_coordinator\n"
+    "from headrace.core.process.child import start_coordinator\n"
     f"coordinator = start_coordinator()\ncoordinator.wait_ready(100)\n{HELD}"
 )
 START_TIMEOUT_S = 240.0

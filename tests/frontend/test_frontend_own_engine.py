@@ -112,7 +112,7 @@ def test_a_bad_option_starts_nothing() -> None:
 
 
 def test_a_path_without_a_model_is_told_before_a_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("headrace.core.process.supervisor.Child")
+    monkeypatch.delattr("headrace.core.process.child.Child")
     with pytest.raises(ModelError, match="there is no model at /nonexistent/model"):
         LLM("/nonexistent/model")
 

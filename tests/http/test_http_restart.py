@@ -23,7 +23,7 @@ from null_with_tokenizer import BACKEND, VOCAB_SIZE
 from test_http_lifecycle import COMPLETIONS, ENDLESS, SLOW, streaming
 
 from headrace.core.options.parsing import parse_options
-from headrace.core.process.supervisor import Child, start_engine
+from headrace.core.process.child import Child, start_engine
 
 NULL_ENGINE: dict[str, Any] = {
     **{"model": "null", "distributed_executor_backend": BACKEND},

@@ -13,7 +13,7 @@ from test_http_restart import NULL_ENGINE, engine_at
 from test_rolling_restart import free_port
 
 from headrace.core.options.parsing import parse_options
-from headrace.core.process.supervisor import start_coordinator, start_engine
+from headrace.core.process.child import start_coordinator, start_engine
 from headrace.frontend.api.llm import connect
 from headrace.ipc.failure import EngineDeadError
 

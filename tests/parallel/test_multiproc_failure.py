@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from multiproc_parts import HERE, Ranks, options, wait_until
 
-from headrace.core.process.supervisor import start_engine
+from headrace.core.process.child import start_engine
 from headrace.executor.placement import worker_group
 from headrace.ipc.control import DescribeEngine
 from headrace.ipc.failure import EngineDeadError, EngineStartError

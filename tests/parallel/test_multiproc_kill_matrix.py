@@ -40,7 +40,7 @@ from wire_client import WireClient
 
 from headrace import LLM, SamplingParams
 from headrace.core.options.engine_options import Options
-from headrace.core.process.supervisor import START_GRACE_S, Child, start_engine
+from headrace.core.process.child import START_GRACE_S, Child, start_engine
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.own_engine import CAUSE_GRACE_S
 from headrace.frontend.client.transport import ZmqTransport
@@ -303,7 +303,7 @@ CLIENT = """
 import os, signal, sys, threading, time
 import msgspec
 from headrace.core.options.engine_options import Options
-from headrace.core.process.supervisor import start_engine
+from headrace.core.process.child import start_engine
 from headrace import LLM, SamplingParams
 
 phase, how = sys.argv[1:3]

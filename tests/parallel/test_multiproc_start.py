@@ -19,8 +19,8 @@ from test_multinode import cluster
 from headrace import LLM
 from headrace.core.engine.engine import EngineThread
 from headrace.core.options.engine_options import Options
+from headrace.core.process.child import start_engine
 from headrace.core.process.child_output import REST, startup_table
-from headrace.core.process.supervisor import start_engine
 from headrace.executor.placement.load_turn import turn_to_load
 from headrace.ipc.failure import EngineStartError, OptionError
 
@@ -164,7 +164,7 @@ def hanging(**changes: Any) -> Options:
 
 
 def test_a_core_that_hangs_while_it_starts_is_ended_and_its_stacks_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.core.process.supervisor.START_GRACE_S", 0.5)
+    monkeypatch.setattr("headrace.core.process.child.START_GRACE_S", 0.5)
     for limit_s in PATIENCE_S:
         child = start_engine(hanging(startup_timeout=limit_s))
         with pytest.raises(

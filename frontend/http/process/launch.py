@@ -21,8 +21,8 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.vllm_environment import take_vllm_variables
+from headrace.core.process.child import Child, start_coordinator
 from headrace.core.process.child_output import startup_table
-from headrace.core.process.supervisor import Child, start_coordinator
 from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.fleet.client import owned_ranks, start_ranks, with_meeting
 from headrace.frontend.fleet.sources import EngineProcess

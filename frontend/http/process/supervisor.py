@@ -15,13 +15,23 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import msgspec
 
 from headrace.core.options.engine_options import Options
-from headrace.core.process.supervisor import Child, ChildOptions, start_coordinator, start_engine
+from headrace.core.process.child import Child, ChildOptions, start_coordinator, start_engine
+from headrace.core.process.supervisor import (
+    ChildEnded,
+    ChildReady,
+    Place,
+    Restarts,
+    StartDue,
+    Stopped,
+    Supervisor,
+    newly_stopped,
+    stop_at_once,
+)
 from headrace.frontend.fleet.client import of_rank
 from headrace.frontend.fleet.scaling import DRAIN_GRACE_S, MOST_ENGINES
 from headrace.frontend.http.process.launch import PhaseLog, ready_text, say, say_workers
@@ -58,44 +68,14 @@ _ENGINE_STOP_S = 5.0
 _TELL_S = 1.0
 _LAST_EVENTS_S = 2.0
 """How long the HTTP processes have to tell their clients why the engine ended."""
-_LONG_LIFE_S = 60.0
-"""A process that dies after it has served this long is restarted as if for the first time."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
-_MOST_PROCESS_STARTS = 5
-"""Most starts in a row of one HTTP process that dies each time before it has served for _LONG_LIFE_S."""
+_MOST_RESTARTS = Restarts(most=4, first_pause_s=0.5)
+"""Of an HTTP process: the server ends after five in a row that do not last."""
 _LOOK_S = 5.0
 """How often to check whether an HTTP process is stopped by a signal, since its connections wait meanwhile."""
 
 
-class EngineReady(msgspec.Struct, frozen=True):
-    rank: int
-    child: Child
-    """Which of the engines that have this rank one after another."""
-    address: str
-    peer_timeout_s: float | None
-
-
-class EngineEnded(msgspec.Struct, frozen=True):
-    rank: int
-    child: Child
-    failure: Failure
-
-
-class ProcessReady(msgspec.Struct, frozen=True):
-    index: int
-
-
-class ProcessEnded(msgspec.Struct, frozen=True):
-    index: int
-    failure: Failure
-
-
-class EngineStartDue(msgspec.Struct, frozen=True):
-    """The pause before the engine's next start is over."""
-
-    rank: int
-    child: Child
-    """The one that has ended."""
+class Signal(msgspec.Struct, frozen=True):
+    number: int
 
 
 class ScaleAsked(msgspec.Struct, frozen=True):
@@ -103,40 +83,6 @@ class ScaleAsked(msgspec.Struct, frozen=True):
 
     by: Child
     wanted: ScaleTo
-
-
-class CoordinatorEnded(msgspec.Struct, frozen=True):
-    failure: Failure
-
-
-class ProcessStartDue(msgspec.Struct, frozen=True):
-    """The pause before an HTTP process's next start is over."""
-
-    index: int
-
-
-class Stopped(msgspec.Struct, frozen=True):
-    """All HTTP processes have ended after they were asked to stop."""
-
-
-class Signal(msgspec.Struct, frozen=True):
-    number: int
-
-
-SupervisorEvent = (
-    EngineReady
-    | EngineEnded
-    | EngineLost
-    | EngineStartDue
-    | ScaleAsked
-    | CoordinatorEnded
-    | ProcessReady
-    | ProcessEnded
-    | ProcessStartDue
-    | Stopped
-    | Signal
-)
-Events = queue.SimpleQueue[SupervisorEvent]
 
 
 def serve_with_processes(
@@ -162,23 +108,23 @@ def serve_with_processes(
         if options.port == 0:
             options = msgspec.structs.replace(options, port=sock.getsockname()[1])
     raise_file_limit()
-    events: Events = queue.SimpleQueue()
+    supervisor = Supervisor()
     for number in heeded_signals():
-        signal.signal(number, lambda number, frame: _on_signal(events, number, frame))
+        signal.signal(number, lambda number, frame: supervisor.events.put(Signal(number)))
     with sock or contextlib.nullcontext(), _shared_stores(options) as options:
         restarts = options.num_restarts(engine_options.data_parallel_size if ranks.coordinator else len(engines))
         keepers = [
-            _EngineKeeper(of_rank(engine_options, rank), restarts, each, events)
+            _Engine(of_rank(engine_options, rank), restarts, each)
             for rank, each in zip(ranks.here, engines, strict=True)
         ]
-        processes = [_HttpProcess(index) for index in range(0 if sock is None else options.api_server_count)]
-        service = _Service(options, keepers, events, engine_options, processes, coordinator, ranks)
+        num_processes = 0 if sock is None else options.api_server_count
+        service = _Service(options, keepers, supervisor, engine_options, num_processes, coordinator, ranks)
         try:
             service.start_all()
             for keeper in keepers[1:]:  # which pass through the same phases
-                keeper.watch_start()
+                supervisor.watch(keeper)
             if keepers:
-                keepers[0].watch_start(lambda phase: phases.enter(f"engine: {phase}"))
+                supervisor.watch(keepers[0], lambda phase: phases.enter(f"engine: {phase}"))
             if not keepers:
                 phases.enter(f"start {options.api_server_count} HTTP processes")
             if sock is not None:
@@ -205,54 +151,29 @@ def _shared_stores(options: ServeOptions) -> Iterator[ServeOptions]:
         yield msgspec.structs.replace(options, **missing)
 
 
-class _EngineKeeper:
-    """An engine-core child, which is restarted up to `restarts` times."""
+class _Engine(Place):
+    """An engine-core child of a rank."""
 
-    def __init__(self, options: Options, restarts: int, child: Child, events: Events) -> None:
-        self._options, self._events = options, events
-        self._address = ""
-        """With a coordinator, the address at which a restarted engine must listen too: frontends know it by rank."""
+    child: Child
+
+    def __init__(self, options: Options, restarts: int, child: Child) -> None:
+        super().__init__("engine-core", Restarts(restarts), self._start_again, child)
+        self._options = options
+        self.address = ""
+        """Where it is to listen: with a coordinator, as frontends know it by rank, a restarted one must listen there
+        too."""
         self.rank = options.data_parallel_rank
-        self.is_ready = self.is_leaving = False
-        self.stopped_since_s: float | None = None
-        """When it was first seen stopped by a signal."""
-        self._restarts = self._restarts_left = restarts
-        self._began_s = time.monotonic()
-        self.child = child
+        self.is_leaving = False
 
-    def watch_start(self, on_phase: Callable[[str], None] = lambda phase: None) -> None:
-        """Later puts EngineReady into the queue and, when the engine ends or its start fails, EngineEnded."""
+    def _start_again(self) -> Child:
+        say("starting the engine again")
+        return start_engine(self._options, self.address, self.child.weights_path)
 
-        child = self.child
-
-        def on_ready(ready: Ready) -> None:
-            say_workers(ready)
-            if self._options.coordinator:
-                self._address = ready.address
-            self._events.put(EngineReady(self.rank, child, ready.address, ready.peer_timeout_s))
-
-        _watch_start(
-            child,
-            on_ready,
-            lambda failure: self._events.put(EngineEnded(self.rank, child, failure)),
-            on_phase,
-        )
-
-    def on_end(self, failure: Failure) -> bool:
-        """Returns whether the engine will be restarted, at EngineStartDue after a pause, which doubles each time."""
-        say(f"the engine has ended: {failure.message}", logging.ERROR)
-        self.is_ready, self.stopped_since_s = False, None
-        if time.monotonic() - self._began_s > _LONG_LIFE_S:
-            self._restarts_left = self._restarts
-        if not self._restarts_left:
-            return False
-        num_before = self._restarts - self._restarts_left
-        pause_s = min(_FIRST_PAUSE_S * 2**num_before, _LONGEST_PAUSE_S)
-        self._restarts_left -= 1
-        timer = threading.Timer(pause_s, self._events.put, (EngineStartDue(self.rank, self.child),))
-        timer.daemon = True
-        timer.start()
-        return True
+    def on_ready(self, ready: Ready) -> None:
+        say_workers(ready)
+        self.is_ready = True
+        if self._options.coordinator:
+            self.address = ready.address
 
     def end_lost(self, lost: EngineLost) -> Failure | None:
         """Kills an engine that was silent for too long. Returns why; None if it has ended or was replaced already."""
@@ -264,31 +185,23 @@ class _EngineKeeper:
         message = f"{child.name} (pid {child.pid}) {how}: {lost.failure.message}; it was ended"
         return msgspec.structs.replace(lost.failure, message=message)
 
-    def drain(self, deadline_s: float) -> None:
-        """Lets the engine finish its requests and end, within `deadline_s`; EngineEnded follows."""
-        child, self.is_leaving = self.child, True
-
-        def drain() -> None:
-            child.stop(deadline_s)
-            self._events.put(EngineEnded(self.rank, child, Failure(message="it was drained", type="Drained")))
-
-        threading.Thread(target=drain, name=f"drain-{self.rank}", daemon=True).start()
-
-    def restart(self) -> None:
-        """Raises EngineStartError if the engine's program cannot be started."""
-        say("starting the engine again")
-        self._began_s = time.monotonic()
-        self.child = start_engine(self._options, self._address, self.child.weights_path)
-        self.watch_start()
-
     @property
     def serves(self) -> bool:
-        """It is ready and has not ended, also where the news of its end are still to come."""
-        return self.is_ready and not self.is_leaving and self.child.runs
+        return self.runs and not self.is_leaving
 
     def stop(self) -> None:
         # An engine that is still loading cannot be asked to stop, and has no requests to lose.
         self.child.kill() if self.child.ready is None else self.child.stop(_ENGINE_STOP_S)
+
+
+class _HttpProcess(Place):
+    def __init__(self, index: int, launch: Callable[[int], Child]) -> None:
+        super().__init__(f"http-{index}", _MOST_RESTARTS, lambda: launch(index))
+        self.index = index
+
+
+class _Coordinator(Place):
+    """It is replaced at its address, which engines and HTTP processes know; they work on without it meanwhile."""
 
 
 class _Scaling:
@@ -302,42 +215,34 @@ class _Scaling:
         """Why the first engine that failed did."""
 
 
-class _HttpProcess:
-    """One of the HTTP processes: its index, and its current child, which is replaced when it dies."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.child: Child | None = None
-        self.is_ready = False
-        self.began_s = 0.0
-        self.num_starts = 0
-        """In a row, without a long life in between."""
-        self.stopped_since_s: float | None = None
-        """When it was first seen stopped by a signal."""
-
-
 class _Service:
     """The HTTP processes and the engines, from their start to their end."""
 
     def __init__(
         self,
         options: ServeOptions,
-        keepers: list[_EngineKeeper],
-        events: Events,
+        keepers: list[_Engine],
+        supervisor: Supervisor,
         engine_options: Options,
-        processes: list[_HttpProcess],
+        num_processes: int,
         coordinator: Child | None,
         ranks: Ranks,
     ) -> None:
-        self._options, self._events = options, events
+        self._options, self._supervisor, self._events = options, supervisor, supervisor.events
         self._keepers = {keeper.rank: keeper for keeper in keepers}
-        self._engine_options, self._coordinator, self._ranks = engine_options, coordinator, ranks
+        self._engine_options, self._ranks = engine_options, ranks
+        self._coordinator: _Coordinator | None = None
+        if coordinator is not None:
+            (address,) = engine_options.coordinator
+            self._coordinator = _Coordinator(
+                "coordinator", Restarts(0), lambda: start_coordinator(address), coordinator
+            )
         self._are_found = bool(engine_options.coordinator)
         """HTTP processes find engines through coordinators; else this process reports its single engine to them."""
-        self._why_fixed = why_fixed(engine_options, ranks, len(processes))
+        self._why_fixed = why_fixed(engine_options, ranks, num_processes)
         self._shutdown_timeout_s, self._peer_timeout_s = engine_options.shutdown_timeout, engine_options.peer_timeout
         self._logs_stats = not engine_options.disable_log_stats
-        self._processes = processes
+        self._processes = [_HttpProcess(index, self._launch_process) for index in range(num_processes)]
         self._pages = os.memfd_create("headrace-metrics")  # no name that could stay behind
         os.ftruncate(self._pages, pages_bytes(options.api_server_count))
         self._engine_news: EngineUp | EngineDown | None = None
@@ -352,7 +257,8 @@ class _Service:
         """Called once, when all engines and HTTP processes are ready."""
 
     def start_all(self) -> None:
-        self._watch_coordinator()
+        if self._coordinator is not None:
+            self._supervisor.watch(self._coordinator)
         for process in self._processes:
             self._start(process)
 
@@ -375,11 +281,16 @@ class _Service:
         for process in self._processes:
             if process.child is not None:
                 process.child.kill()
-        if self._coordinator is not None:
-            self._coordinator.kill()
+        if self._coordinator is not None and self._coordinator.child is not None:
+            self._coordinator.child.kill()
         os.close(self._pages)
 
     def _start(self, process: _HttpProcess) -> None:
+        self._supervisor.start(process)
+        if self._engine_news is not None:
+            self._tell(self._engine_news, [process])
+
+    def _launch_process(self, index: int) -> Child:
         told = WorkerOptions(
             server=self._options,
             parent_has_engine=bool(self._keepers) and not self._are_found,
@@ -389,29 +300,17 @@ class _Service:
             peer_timeout_s=self._peer_timeout_s,
             pages_file=f"/proc/self/fd/{self._pages}",
             num_processes=len(self._processes),
-            index=process.index,
-            logs_stats=self._logs_stats and process.index == 0,
+            index=index,
+            logs_stats=self._logs_stats and index == 0,
         )
         kind = ChildOptions(
             pass_fds=(self._pages,),
             receives=ChildMessage | EngineLost | ScaleTo,
-            on_message=lambda message: self._on_message(process, message),
+            on_message=lambda message: self._on_message(self._processes[index], message),
             startup_timeout_s=None,  # it waits for engines, and those of this server have a limit of their own
         )
         start = Start(schema_hash=SCHEMA_HASH, options=msgspec.to_builtins(told), bind="")
-        process.is_ready, process.began_s, process.stopped_since_s = False, time.monotonic(), None
-        process.num_starts += 1
-        child = process.child = Child(
-            f"http-{process.index}", ["-m", "headrace.frontend.http.process.worker"], start, kind
-        )
-        if self._engine_news is not None:
-            self._tell(self._engine_news, [process])
-        index = process.index
-        _watch_start(
-            child,
-            lambda ready: self._events.put(ProcessReady(index)),
-            lambda failure: self._events.put(ProcessEnded(index, failure)),
-        )
+        return Child(f"http-{index}", ["-m", "headrace.frontend.http.process.worker"], start, kind)
 
     def _on_message(self, process: _HttpProcess, message: Any) -> None:
         if isinstance(message, EngineLost):
@@ -428,37 +327,33 @@ class _Service:
             except queue.Empty:
                 self._look_for_stopped()
                 continue
-            if isinstance(event, EngineReady | EngineEnded | EngineStartDue) and not self._is_of_present(event):
+            if isinstance(event, ChildReady | ChildEnded | StartDue) and not self._is_of_present(event):
                 continue
             match event:
                 case Signal():
                     say("stopping; a second signal does not wait")
                     return EXIT_DONE, self._shutdown_timeout_s
-                case EngineReady():
-                    self._keepers[event.rank].is_ready = True
-                    self._joining.discard(event.rank)
-                    if not self._was_ready and all(keeper.is_ready for keeper in self._keepers.values()):
-                        self.on_engine()
-                    self._check_ready()
-                    if not self._are_found:
-                        self._tell(EngineUp(address=event.address, peer_timeout_s=event.peer_timeout_s))
-                case EngineEnded() | ProcessEnded() if not self._serves:
+                case ChildEnded(place=_Coordinator()):
+                    self._restart_coordinator(event.failure)
+                case ChildEnded() if not self._serves:
                     raise EngineStartError.from_failure(event.failure)
-                case EngineEnded() | EngineLost():
-                    if not self._on_engine_end(event):
-                        return EXIT_ENGINE_FAILED, _LAST_EVENTS_S
-                case ProcessEnded():
-                    status = self._on_process_end(self._processes[event.index], event.failure)
+                case ChildEnded(place=_HttpProcess() as process):
+                    status = self._on_process_end(process, event.failure)
                     if status is not None:
                         return status, _LAST_EVENTS_S if status == EXIT_ENGINE_FAILED else 0.0
+                case ChildEnded() | EngineLost():
+                    if not self._on_engine_end(event):
+                        return EXIT_ENGINE_FAILED, _LAST_EVENTS_S
                 case _:
                     self._take(event)
 
-    def _is_of_present(self, event: EngineReady | EngineEnded | EngineStartDue) -> bool:
-        """Whether the event is about the engine that has this rank now: one that is killed while it is drained ends
-        twice, and another may have its rank by the second time."""
-        keeper = self._keepers.get(event.rank)
-        return keeper is not None and keeper.child is event.child
+    def _is_of_present(self, event: ChildReady | ChildEnded | StartDue) -> bool:
+        """Whether the event is about the child that has this place now: one that is killed while it is drained ends
+        twice, and another engine may have its rank by the second time."""
+        place = event.place
+        if isinstance(place, _Engine) and self._keepers.get(place.rank) is not place:
+            return False
+        return place.child is event.child
 
     @property
     def _serves(self) -> bool:
@@ -467,27 +362,30 @@ class _Service:
             any(keeper.is_ready for keeper in self._keepers.values()) and any(each.is_ready for each in self._processes)
         )
 
-    def _take(self, event: SupervisorEvent) -> None:
+    def _take(self, event: Any) -> None:
         """Handles an event that never ends the service."""
         match event:
-            case EngineStartDue() if not self._keepers[event.rank].is_leaving:
-                try:
-                    self._keepers[event.rank].restart()
-                except HeadraceError as error:  # the model's files may be back later
-                    failure = Failure.of(error, process="engine-core", phase="start")
-                    self._events.put(EngineEnded(event.rank, event.child, failure))
+            case ChildReady(place=_Engine() as engine):
+                self._on_engine_ready(engine, event.ready)
+            case ChildReady(place=_HttpProcess() as process):
+                process.is_ready = True
+                self._check_ready()
+            case StartDue(place=_Engine() as engine):
+                if not engine.is_leaving:
+                    self._supervisor.start(engine)
+            case StartDue(place=_HttpProcess() as process):
+                self._start(process)
             case ScaleAsked():
                 self._scalings.append(_Scaling(event))
-            case CoordinatorEnded():
-                self._restart_coordinator(event.failure)
-            case ProcessReady():
-                self._on_process_ready(self._processes[event.index])
-            case ProcessStartDue():
-                self._start(self._processes[event.index])
 
-    def _on_process_ready(self, process: _HttpProcess) -> None:
-        process.is_ready = True
+    def _on_engine_ready(self, engine: _Engine, ready: Ready) -> None:
+        engine.on_ready(ready)
+        self._joining.discard(engine.rank)
+        if not self._was_ready and all(each.is_ready for each in self._keepers.values()):
+            self.on_engine()
         self._check_ready()
+        if not self._are_found:
+            self._tell(EngineUp(address=ready.address, peer_timeout_s=ready.peer_timeout_s))
 
     def _check_ready(self) -> None:
         """The start is over once all engines and all processes are ready."""
@@ -496,18 +394,18 @@ class _Service:
             self._was_ready = True
             self.on_ready()
 
-    def _on_engine_end(self, event: EngineEnded | EngineLost) -> bool:
+    def _on_engine_end(self, event: ChildEnded | EngineLost) -> bool:
         """Returns whether an engine is left or will be restarted."""
         if isinstance(event, EngineLost):  # comes only for the single engine that this process reports
             (keeper,) = self._keepers.values()
             if (failure := keeper.end_lost(event)) is None:
                 return True
         else:
-            keeper, failure = self._keepers[event.rank], event.failure
+            keeper, failure = event.place, event.failure
         has_left = keeper.is_leaving or (self._are_found and keeper.child.status == EXIT_DONE)
         if has_left:
             say(f"the engine of rank {keeper.rank} was drained and has left")
-        comes_back = not has_left and keeper.rank not in self._joining and keeper.on_end(failure)
+        comes_back = not has_left and keeper.rank not in self._joining and self._replace(keeper, failure)
         if not self._are_found:
             self._tell(EngineDown(failure=failure, comes_back=comes_back))
             return comes_back
@@ -521,6 +419,10 @@ class _Service:
                 self._scalings[0].why = self._scalings[0].why or failure.message
         self._check_ready()
         return bool(self._keepers)
+
+    def _replace(self, engine: _Engine, failure: Failure) -> bool:
+        say(f"the engine has ended: {failure.message}", logging.ERROR)
+        return self._supervisor.replace(engine)
 
     def _go_on_scaling(self) -> None:
         """Answers the scaling under way once every engine that starts or leaves has done so; then begins the next."""
@@ -548,7 +450,7 @@ class _Service:
 
     def _scale(self, scaling: _Scaling) -> None:
         """Starts the engines that lack, or drains some: first those that do not serve, then those of the highest ranks.
-        EngineReady or EngineEnded follow."""
+        ChildReady or ChildEnded follow."""
         size, drain_timeout_s = scaling.wanted.size, scaling.wanted.drain_timeout_s
         say(f"there are to be {size} engines")
         scaling.end_s = time.monotonic() + drain_timeout_s + DRAIN_GRACE_S + self._engine_options.startup_timeout
@@ -562,67 +464,47 @@ class _Service:
                 say(f"the engine of rank {rank} did not start: {scaling.why}", logging.ERROR)
                 break
             self._joining.add(rank)
-            self._keepers[rank].watch_start()
+            self._supervisor.watch(self._keepers[rank])
         for rank in sorted(staying, key=lambda each: (not self._keepers[each].serves, each))[size:]:
-            self._keepers[rank].drain(drain_timeout_s)
+            self._keepers[rank].is_leaving = True
+            self._supervisor.drain(self._keepers[rank], drain_timeout_s)
 
-    def _new_keeper(self, rank: int, size: int) -> _EngineKeeper:
+    def _new_keeper(self, rank: int, size: int) -> _Engine:
         """Starts an engine. Raises EngineStartError."""
         options = of_rank(msgspec.structs.replace(self._engine_options, data_parallel_size=size), rank)
         weights_path = next((each.child.weights_path for each in self._keepers.values() if each.is_ready), "")
         child = start_engine(options, self._ranks.new_address(), weights_path)
-        return _EngineKeeper(options, self._options.num_restarts(size), child, self._events)
+        return _Engine(options, self._options.num_restarts(size), child)
 
     def _restart_coordinator(self, failure: Failure) -> None:
-        """Restarts it at its address, which engines and HTTP processes know; they work on without it meanwhile."""
         say(f"the coordinator has ended and is started again: {failure.message}")
-        (address,) = self._engine_options.coordinator
-        self._coordinator = start_coordinator(address)
-        self._watch_coordinator()
-
-    def _watch_coordinator(self) -> None:
-        if self._coordinator is not None:
-            self._coordinator.on_exit(lambda failure: self._events.put(CoordinatorEnded(failure)))
+        assert self._coordinator is not None, "it has ended"
+        self._supervisor.start(self._coordinator)
 
     def _on_process_end(self, process: _HttpProcess, failure: Failure) -> int | None:
         """Restarts the process after a pause; the others serve on. Returns an exit status if the server must end."""
         assert process.child is not None
         if process.child.status == EXIT_ENGINE_FAILED:
             return EXIT_ENGINE_FAILED
-        if process.is_ready and time.monotonic() - process.began_s > _LONG_LIFE_S:
-            process.num_starts = 0
-        process.is_ready = False
-        if process.num_starts >= _MOST_PROCESS_STARTS:
+        if not self._supervisor.replace(process):
             say(f"an HTTP process ends again and again: {failure.message}")
             return EXIT_ERROR
         say(f"an HTTP process has ended and is started again: {failure.message}")
-        pause_s = _FIRST_PAUSE_S * 2**process.num_starts
-        timer = threading.Timer(pause_s, self._events.put, (ProcessStartDue(process.index),))
-        timer.daemon = True
-        timer.start()
         return None
 
     def _look_for_stopped(self) -> None:
         """Reports children that a signal has stopped, and kills them after the peer timeout: their connections wait."""
-        now_s = time.monotonic()
         engines = self._keepers.values() if self._coordinator is not None else ()  # else processes send EngineLost
-        watched: list[_HttpProcess | _EngineKeeper] = [*self._processes, *engines]
-        for each in watched:
-            child = each.child
-            if child is None or not child.alive or not child.is_stopped:
-                each.stopped_since_s = None
-            elif each.stopped_since_s is None:
-                each.stopped_since_s = now_s
-                waits = "its connections wait" if isinstance(each, _HttpProcess) else "others have its requests"
-                say(f"{child.name} (pid {child.pid}) is stopped by a signal or a debugger; {waits}")
-            elif now_s - each.stopped_since_s > (self._peer_timeout_s or peer_timeout_s()):
-                os.kill(child.pid, signal.SIGKILL)  # ProcessEnded or EngineEnded follows
+        most_s = self._peer_timeout_s or peer_timeout_s()
+        for place, child in newly_stopped([*self._processes, *engines], most_s):
+            waits = "its connections wait" if isinstance(place, _HttpProcess) else "others have its requests"
+            say(f"{child.name} (pid {child.pid}) is stopped by a signal or a debugger; {waits}")
 
     def _tell(self, news: EngineUp | EngineDown, processes: Sequence[_HttpProcess] = ()) -> None:
         """processes: by default all."""
         self._engine_news = news
         for process in processes or self._processes:
-            with contextlib.suppress(ChannelClosedError, WaitTimeoutError):  # ProcessEnded follows
+            with contextlib.suppress(ChannelClosedError, WaitTimeoutError):  # ChildEnded follows
                 if process.child is not None:
                     process.child.send(news, Deadline(_TELL_S))
 
@@ -632,23 +514,16 @@ class _Service:
         children = [process.child for process in self._processes if process.child is not None]
         if not self._processes:  # engines that still load are killed afterwards
             children = [keeper.child for keeper in self._keepers.values() if keeper.child.ready is not None]
-        drains = _begin_stops(children, deadline_s)
-
-        def report_end() -> None:
-            for drain in drains:
-                drain.join()
-            self._events.put(Stopped())
-
-        threading.Thread(target=report_end, daemon=True).start()
+        self._supervisor.ask_to_stop(children, deadline_s)
         status = EXIT_DONE
         while True:
             match event := self._events.get():
                 case Signal():
                     say("stopping at once")
-                    _begin_stops(children, 0.0)
-                case EngineEnded() if self._has_left(event.rank):
+                    stop_at_once(children, 0.0)
+                case ChildEnded(place=_Engine() as engine) if engine.child.status == EXIT_DONE:
                     say("the engine was asked to end as well, and has left")
-                case EngineEnded():
+                case ChildEnded(place=_Engine()):
                     say(f"the engine has ended: {event.failure.message}", logging.ERROR)
                     status = EXIT_ENGINE_FAILED
                     self._tell(EngineDown(failure=event.failure, comes_back=False))
@@ -659,38 +534,3 @@ class _Service:
                 say(f"{child.name} did not finish what it served: {child.failure.message if child.failure else ''}")
                 status = EXIT_ERROR
         return status
-
-    def _has_left(self, rank: int) -> bool:
-        keeper = self._keepers.get(rank)
-        return keeper is not None and keeper.child.status == EXIT_DONE
-
-
-def _begin_stops(children: Sequence[Child], deadline_s: float) -> list[threading.Thread]:
-    stops = [threading.Thread(target=child.stop, args=(deadline_s,), daemon=True) for child in children]
-    for stop in stops:
-        stop.start()
-    return stops
-
-
-def _watch_start(
-    child: Child,
-    on_ready: Callable[[Ready], None],
-    on_end: Callable[[Failure], None],
-    on_phase: Callable[[str], None] = lambda phase: None,
-) -> None:
-    """Calls back from other threads: `on_phase`, `on_ready`, then `on_end`; if the start fails, no `on_ready`."""
-
-    def watch() -> None:
-        try:
-            ready = child.wait_ready(on_progress=lambda progress: on_phase(progress.phase))
-        except EngineStartError as error:
-            on_end(Failure.of(error, process=child.name, phase="start"))
-        else:
-            on_ready(ready)
-            child.on_exit(on_end)
-
-    threading.Thread(target=watch, name=f"start-{child.name}", daemon=True).start()
-
-
-def _on_signal(events: Events, number: int, frame: FrameType | None) -> None:
-    events.put(Signal(number))

@@ -1,0 +1,111 @@
+"""A parent's waits for its child end: it is never executed, does not read, or sends half of a message."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.core.options.engine_options import Options
+from headrace.core.process.child import Child, ChildOptions, start_coordinator, start_engine
+from headrace.ipc.failure import EngineStartError
+from headrace.ipc.messages import SCHEMA_HASH, Start
+from headrace.ipc.process.runtime_directory import AddressError
+from headrace.ipc.process.runtime_directory import runtime_directory as runtime_directory_now
+
+NULL: dict[str, Any] = {"distributed_executor_backend": "headrace.executor.testing.null:NullExecutor", "model": "null"}
+SLEEPER = ["-c", "import time; time.sleep(60)"]
+HALF_A_MESSAGE = """
+import os, sys, time
+fd = int(sys.argv[1])
+os.write(fd, (1000).to_bytes(4, "little") + b"half")
+print("still here", flush=True)
+time.sleep(60)
+"""
+
+
+def start_message(**options: Any) -> Start:
+    return Start(schema_hash=SCHEMA_HASH, options=options, bind="")
+
+
+def test_a_program_whose_execution_hangs_is_given_up_at_the_starts_deadline(monkeypatch):
+    mount_is_back = threading.Event()
+    popen = subprocess.Popen
+
+    def hang(*arguments: Any, **keywords: Any) -> Any:  # as execve of a program on a dead mount does
+        mount_is_back.wait(30)
+        process = popen(*arguments, **keywords)
+        started.append(process)
+        return process
+
+    started: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(subprocess, "Popen", hang)
+    with pytest.raises(EngineStartError, match=r"sleeper could not be started: executing .* within 0\.2 s"):
+        Child("sleeper", SLEEPER, start_message(), ChildOptions(startup_timeout_s=0.2))
+    mount_is_back.set()
+    deadline_s = time.monotonic() + 20
+    while not started or started[0].poll() is None:  # one that comes late serves nobody
+        assert time.monotonic() < deadline_s, "what was started late lives on"
+        time.sleep(0.01)
+
+
+def test_a_child_that_does_not_read_what_it_is_to_start_with_is_ended_at_the_deadline():
+    options = ChildOptions(startup_timeout_s=0.3)
+    with pytest.raises(EngineStartError, match="did not read what it is to start with") as raised:
+        Child("sleeper", SLEEPER, start_message(model="x" * 4_000_000), options)
+    assert raised.value.failure is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(raised.value.failure.pid, 0)
+
+
+def test_a_child_that_hangs_in_mid_message_is_still_watched():
+    child = Child("halting", ["-c", HALF_A_MESSAGE], start_message())
+    deadline_s = time.monotonic() + 20
+    while "still here" not in child.log_tail:
+        assert time.monotonic() < deadline_s, "its log is not relayed"
+        time.sleep(0.01)
+    child.kill()
+    assert not child.alive
+
+
+@pytest.mark.parametrize("how", ["open to others", "a file", "below a file"])
+def test_a_runtime_directory_that_cannot_be_used_is_told_and_the_childs_end_is_still_heard(
+    how: str, runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = start_engine(Options(**NULL))
+    child.wait_ready(60)
+    directory = runtime_directory
+    if how == "open to others":
+        directory.chmod(0o755)
+    else:
+        directory = directory / "file"
+        directory.touch()
+        directory = directory / "below" if how == "below a file" else directory
+    monkeypatch.setenv("HEADRACE_RUNTIME_DIR", str(directory))
+    os.kill(child.pid, signal.SIGKILL)
+    heard = threading.Event()
+    child.on_exit(lambda failure: heard.set())
+    assert heard.wait(20), "the watching thread ended before it could tell"
+    with pytest.raises(AddressError, match="directory"):
+        runtime_directory_now()
+    second, ended = start_engine(Options(**NULL)), threading.Event()
+    with pytest.raises(EngineStartError, match="directory"):
+        second.wait_ready(60)
+    second.on_exit(lambda failure: ended.set())
+    assert ended.wait(20), "what watches it would still look for its sockets while the folder is removed"
+
+
+def test_a_killed_coordinator_leaves_no_socket_though_its_address_has_the_parents_number(
+    runtime_directory: Path,
+) -> None:
+    coordinator = start_coordinator()
+    coordinator.wait_ready()
+    assert len(list(runtime_directory.glob("coordinator-*.sock"))) == 1
+    coordinator.kill()
+    assert not list(runtime_directory.iterdir())
