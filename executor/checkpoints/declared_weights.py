@@ -42,6 +42,8 @@ def as_declared(spec: ArchSpec, source: WeightSource) -> Weights:
         gone = frozenset(place.name for place in places.values())
         stored = partial(_placed, weights, places)
         weights = weights.then("rows as the model declares them", frozenset(places), stored, gone)
+    if spec.scaled:
+        weights = _with_scales(spec, weights)
     return weights if weights.as_loaded is None else quantised_as_loaded(weights, weights.as_loaded, spec)
 
 
@@ -134,6 +136,24 @@ def _with_unit_head(spec: ArchSpec, weights: Weights) -> Weights:
         return StoredTensor.plain(found.shape, found.format, partial(_of_length_1, found))
 
     return weights.then("rows of the head have length 1", frozenset({head}), stored)
+
+
+def _with_scales(spec: ArchSpec, weights: Weights) -> Weights:
+    """The weights multiplied by the factors of the spec, in floats."""
+    names, prefix, held = spec.names, spec.names.prefix_in(weights.names()), weights.names()
+    starts = [names.layer(prefix, index) for index in range(spec.num_layers)]
+    factors = {start + name: factor for start in starts for name, factor in spec.scaled if start + name in held}
+
+    def stored(name: str) -> StoredTensor:
+        found, factor = weights.stored(name), factors[name]
+        return StoredTensor.plain(found.shape, found.format, partial(_times, found, factor))
+
+    return weights.then("weights times the config's multipliers", frozenset(factors), stored)
+
+
+def _times(found: StoredTensor, factor: float, rows: slice | None, columns: slice | None) -> Tensor:
+    part = found.numbers.part(rows, columns)
+    return (part.float() * factor).to(part.dtype)
 
 
 def _of_length_1(found: StoredTensor, rows: slice | None, columns: slice | None) -> Tensor:

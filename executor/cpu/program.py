@@ -6,6 +6,7 @@ the weights are bf16 (the layers would round them themselves), and stay float32 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 from headrace.executor.cpu.model import CpuModel, rotary_tables
 from headrace.executor.cpu.weights import CpuLinear, CpuNorm
 from headrace.executor.models.arch import RopeSpec
-from headrace.executor.models.blocks import Routing, emit_layer
+from headrace.executor.models.blocks import NoMixer, Routing, emit_layer
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.models.vocabulary import stream_scale
 from headrace.executor.parallel.collectives import SharedCollectives
@@ -137,13 +138,17 @@ class ProgramOps:
             delta=builder.buffer(spec.hidden_size, torch.float32),
         )
         self.cache: Any
-        """The layer's: a `LayerCache` or a `LayerState`, as its declared ops need."""
+        """The layer's `LayerCache`, which attention needs."""
+        self.state: Any = None
+        """The layer's `LayerState`, if it keeps one."""
         self._is_last = False
 
-    def begin_layer(self, cache: LayerCache | LayerState, *, is_last: bool) -> None:
-        """is_last: this layer's output goes to the head."""
-        self.cache, self._is_last = cache, is_last
+    def begin_layer(self, cache: LayerCache, state: LayerState | None, *, is_last: bool, mixes: bool = True) -> None:
+        """is_last: this layer's output goes to the head. mixes: it reads other tokens."""
+        self.cache, self.state, self._is_last = cache, state, is_last
         self._taken.clear()
+        if is_last and not mixes:
+            self._narrow()
 
     def linear(self, weight: CpuLinear, x: Buffer) -> Buffer:
         if weight.activation == "none":
@@ -215,6 +220,10 @@ class ProgramOps:
     def experts(
         self, stack: PackedExperts, x: Buffer, logits: Buffer, routing: Routing, correction: Tensor | None = None
     ) -> ChosenExperts:
+        if x.address == self.at.hidden.address:  # to which their results are added
+            read = self.room(x.columns, x.tensor.dtype)
+            self.builder.copy(x, read)
+            x = read
         expert_ids = self.room(routing.num_chosen, torch.int32)
         weights = self.room(routing.num_chosen, torch.float32)
         self.builder.route(
@@ -233,8 +242,15 @@ class ProgramOps:
     def gathered(self, x: Any) -> Any:
         raise NotImplementedError("a program gathers no columns of ranks: the block's why_no_program should say so")
 
-    def total(self, contributions: Sequence[Any]) -> Any:
-        raise NotImplementedError("a program's sums are of its stream: the block's why_no_program should say so")
+    def total(self, contributions: Sequence[Buffer]) -> Buffer:
+        """The sum over the ranks of one result of `linear`."""
+        (own,) = contributions
+        if self.ranks is None:
+            return own
+        parts, out = self.ranks.next_parts(own.columns), self.room(own.columns, torch.float32)
+        self.builder.copy(own, Buffer(parts[self.place.tp_rank], own.rows))
+        rank_sum(self.builder, self.ranks.group, parts, out, add=False)
+        return out
 
     def stream(self) -> Buffer:
         return self.at.hidden
@@ -326,8 +342,11 @@ class ProgramWriter:
         own = place.layers(spec.num_layers)
         for index, held in enumerate(self._model.layers):
             is_last = place.is_last_stage and index == len(own) - 1
-            self._ops.begin_layer(self._layer_cache(index), is_last=is_last)
-            emit_layer(spec, spec.layers[own[index]], held, self._ops)
+            layer = spec.layers[own[index]]
+            mixes = not isinstance(layer.mixer, NoMixer)
+            state = self._kv_cache.states[index] if self._kv_cache.states else None
+            self._ops.begin_layer(self._layer_cache(index), state, is_last=is_last, mixes=mixes)
+            emit_layer(spec, layer, held, self._ops)
         states, logits = torch.empty(0, spec.hidden_size), torch.empty(0, spec.vocab_size)
         sampling = SampleBuffers(self._runtime, 0, spec.vocab_size)
         output = self._hidden
@@ -344,17 +363,15 @@ class ProgramWriter:
             self._kv_cache, program, self._buffers, embedded, self._hidden.tensor, states, logits, sampling
         )
 
-    def _layer_cache(self, index: int) -> LayerCache | LayerState:
+    def _layer_cache(self, index: int) -> LayerCache:
         cache, buffers = self._kv_cache, self._buffers
-        if cache.states and (state := cache.states[index]) is not None:
-            return state
         group = cache.groups[index]
         return LayerCache(
             cache.keys[index],
             cache.values[index],
             cache.scales(index),
-            slots_offset=group * buffers.slot_mapping[0].size,
-            tables_offset=group * buffers.block_tables[0].size,
+            slots_offset=group * math.prod(buffers.slot_mapping.shape[1:]),
+            tables_offset=group * math.prod(buffers.block_tables.shape[1:]),
         )
 
     def _embed(self) -> Tensor:

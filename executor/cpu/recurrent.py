@@ -1,5 +1,5 @@
-"""Layers that keep a state per sequence, in a CPU program: what they declare, with its weights, and the ops that they
-write. A step changes the states that it reads, so none of these may be computed again."""
+"""Layers that keep a state per sequence, and gates, in a CPU program: what they declare, with its weights, and the ops
+that they write. A step changes the states that it reads, so none of these may be computed again."""
 
 from __future__ import annotations
 
@@ -10,10 +10,27 @@ from torch import Tensor
 
 from headrace.executor.cpu.program import ProgramOps
 from headrace.executor.cpu.weights import CpuWeights
-from headrace.executor.models.blocks.recurrent import GroupNorm, Scan
+from headrace.executor.models.blocks.gated_norm import Gate, GatedNorm
+from headrace.executor.models.blocks.linear_attention import LinearAttention
+from headrace.executor.models.blocks.recurrent import Scan
+from headrace.executor.models.blocks.selective import SelectiveScan
 from headrace.executor.models.blocks.short_convolution import Convolve
-from headrace.executor.models.eager_states import convolve_params, scan_params
-from headrace.kernels.cpu.facade import Buffer, Norm, write_convolve, write_scan
+from headrace.executor.models.eager_states import (
+    convolve_params,
+    gated_norm_weight,
+    linear_attention_params,
+    scan_params,
+    selective_params,
+)
+from headrace.kernels.cpu.facade import (
+    Buffer,
+    write_convolve,
+    write_linear_attention,
+    write_scan,
+    write_selective_scan,
+)
+from headrace.kernels.reference.linear_attention import LinearAttentionParams
+from headrace.kernels.reference.selective import SelectiveParams
 from headrace.kernels.reference.states import ConvolveParams, ScanParams
 
 
@@ -31,7 +48,7 @@ class CpuConvolve:
         params = self.params
         # A gated result is a linear layer's input; the others are read by a scan.
         out = ops.room(len(params.weight), ops.inner if params.gated else torch.float32)
-        write_convolve(ops.builder, x, out, params, ops.states, ops.cache)
+        write_convolve(ops.builder, x, out, params, ops.states, ops.state)
         return out
 
 
@@ -47,25 +64,76 @@ class CpuScan:
 
     def write(self, ops: ProgramOps, mixed: Buffer, steps: Buffer, gate: Buffer) -> Buffer:
         out = ops.room(gate.columns, torch.float32)
-        write_scan(ops.builder, mixed, steps, gate, out, self.params, ops.states, ops.cache)
+        write_scan(ops.builder, mixed, steps, gate, out, self.params, ops.states, ops.state)
         return out
 
 
 @dataclass(frozen=True)
-class CpuGroupNorm:
-    """A `GroupNorm` with its weight, [columns of this rank] float32."""
+class CpuLinearAttention:
+    """A `LinearAttention` with its vectors."""
 
-    declared: GroupNorm
+    params: LinearAttentionParams
+
+    @classmethod
+    def read(cls, weights: CpuWeights, declared: LinearAttention, prefix: str) -> CpuLinearAttention:
+        return cls(linear_attention_params(weights, declared, prefix))
+
+    def write(
+        self, ops: ProgramOps, mixed: Buffer, decays: Buffer | None = None, rates: Buffer | None = None
+    ) -> Buffer:
+        out = ops.room(self.params.num_heads * self.params.value_dim, torch.float32)
+        write_linear_attention(ops.builder, mixed, decays, rates, out, self.params, ops.states, ops.state)
+        return out
+
+
+@dataclass(frozen=True)
+class CpuSelectiveScan:
+    """A `SelectiveScan` with its decays."""
+
+    params: SelectiveParams
+
+    @classmethod
+    def read(cls, weights: CpuWeights, declared: SelectiveScan, prefix: str) -> CpuSelectiveScan:
+        return cls(selective_params(weights, declared, prefix))
+
+    def write(self, ops: ProgramOps, x: Buffer, steps: Buffer, shared: Buffer, gate: Buffer) -> Buffer:
+        out = ops.room(x.columns, ops.inner)
+        inputs = {"x": x, "steps": steps, "shared": shared, "gate": gate}
+        write_selective_scan(ops.builder, inputs, out, self.params, ops.states, ops.state)
+        return out
+
+
+@dataclass(frozen=True)
+class CpuGatedNorm:
+    """A `GatedNorm` with its weight, float32."""
+
+    declared: GatedNorm
     weight: Tensor
 
     @classmethod
-    def read(cls, weights: CpuWeights, declared: GroupNorm, prefix: str) -> CpuGroupNorm:
-        name = f"{prefix}{declared.name}.weight"
-        return cls(declared, weights.vector(name, declared.size.size, take=declared.size.own(weights.place)))
+    def read(cls, weights: CpuWeights, declared: GatedNorm, prefix: str) -> CpuGatedNorm:
+        return cls(declared, gated_norm_weight(weights, declared, prefix))
 
-    def write(self, ops: ProgramOps, x: Buffer) -> Buffer:
-        size, out = self.declared.group, ops.room(x.columns, ops.inner)
-        for first in range(0, x.columns, size):
-            norm = Norm("rms", self.declared.eps, self.weight[first : first + size])
-            ops.builder.norm(x.part(first, size), out.part(first, size), norm)
+    def write(self, ops: ProgramOps, x: Buffer, gate: Buffer | None = None) -> Buffer:
+        declared, out = self.declared, ops.room(x.columns, ops.inner)
+        kind = "none" if gate is None else declared.activation
+        ops.builder.gated_norm(x, gate, self.weight, out, group=declared.group, eps=declared.eps, activation=kind)
+        return out
+
+
+@dataclass(frozen=True)
+class CpuGate:
+    """A `Gate`."""
+
+    activation: str
+
+    @classmethod
+    def read(cls, weights: CpuWeights, declared: Gate, prefix: str) -> CpuGate:
+        return cls(declared.activation)
+
+    def write(self, ops: ProgramOps, x: Buffer, gate: Buffer) -> Buffer:
+        if x.rows != gate.rows:  # of x, the last attention has kept the rows alone whose logits are needed
+            gate = ops.narrowed(gate, own=False)
+        out = ops.room(x.columns, ops.inner)
+        ops.builder.gated_norm(x, gate, None, out, group=x.columns, activation=self.activation)
         return out

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headrace.executor.models.blocks import Ffn, Mixer, Stream, Weight
     from headrace.executor.models.heads import Classifier
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["none", "default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Placement = Literal["pre", "sandwich", "output", "parallel", "post", "normed"]
 
 
@@ -27,6 +27,7 @@ class RopeSpec:
     rotary_dim: int
     """Number of leading dimensions of a head that are rotated."""
     kind: RopeKind = "default"
+    """none: the dimensions are there and stay as they are."""
     factor: float = 1.0
     original_max_positions: int = 0
     """The context length, in tokens, that the model was trained for before scaling: dynamic, llama3, yarn, longrope."""
@@ -103,6 +104,8 @@ class LayerSpec:
     """Index of the earlier layer whose cached keys and values the mixer reads; None if the layer has its own cache."""
     mixer_norm: bool = True
     """Whether there is a norm before the mixer, where the spec's placement has one."""
+    norm_placement: Placement | None = None
+    """In the place of the spec's, where layers differ."""
 
     @property
     def sliding_window(self) -> int | None:
@@ -185,6 +188,7 @@ class WeightNames:
     project_out: str = "project_out"
     final_norm: str = "norm"
     query: str = "self_attn.q_proj"
+    query_gate: str = "self_attn.q_gate"
     key: str = "self_attn.k_proj"
     value: str = "self_attn.v_proj"
     output: str = "self_attn.o_proj"
@@ -281,6 +285,8 @@ class ArchSpec:
     """Row of the table of learned positions for position 0; None: there are no learned positions."""
     final_norm: bool = True
     names: WeightNames = WeightNames()
+    scaled: tuple[tuple[str, float], ...] = ()
+    """(name of a layer's weight, factor), by which the weight is multiplied on reading. The names are complete."""
     stacked: StackedExperts | None = None
     stream: Stream | None = None
     """Replaces the residual stream of one row of hidden values per token. It needs norm_placement "sandwich"."""
@@ -431,9 +437,9 @@ class ArchSpec:
         return tuple(each and replace(each, num_heads=max(1, each.num_heads // tp_size)) for each in whole)
 
     def own_states(self, tp_size: int) -> tuple[tuple[Kept, ...], ...]:
-        """What each layer keeps per sequence on one of `tp_size` ranks; empty for a layer that caches tokens."""
+        """What each layer keeps per sequence on one of `tp_size` ranks; empty for a layer that only caches tokens."""
         return tuple(layer.mixer.state(tp_size) for layer in self.for_ranks(tp_size).layers)
 
     @property
     def has_states(self) -> bool:
-        return any(mixer.cache is None for mixer in self.mixers)
+        return any(mixer.cache is None or mixer.state(1) for mixer in self.mixers)

@@ -37,9 +37,8 @@ from headrace.executor.step.batch import StepArrays
 from headrace.executor.step.inputs import StepInputs, StepLogits, no_logits, step_in_two
 from headrace.kernels.expert_places import replica_keys
 from headrace.kernels.reference.rotary_cache import LayerCache
-from headrace.kernels.reference.states import LayerState
 
-CallLayer = Callable[[Tensor, Tensor | None, SharedInputs, LayerCache | LayerState], tuple[Tensor, Tensor | None]]
+CallLayer = Callable[[Tensor, Tensor | None, SharedInputs, LayerCache], tuple[Tensor, Tensor | None]]
 """A `Layer`, or a wrapper around one."""
 KeepLayer = Callable[[int, Layer], CallLayer]
 
@@ -150,7 +149,7 @@ class Decoder:
         hidden, delta = self._embed(inputs) if self._place.is_first_stage else self._receive(len(inputs.token_ids))
         cos_sin = tuple(rotary.cos_sin(inputs) for rotary in self._rotaries)
         keys = replica_keys(inputs.token_ids, inputs.positions) if self.balanced else None
-        steps = [SharedInputs(batch, cos_sin, keys) for batch in inputs.batches]
+        steps = [SharedInputs(batch, cos_sin, keys, inputs.states) for batch in inputs.batches]
         for layer, cache, group in zip(self._layers, kv_cache.layers, kv_cache.groups, strict=True):
             hidden, delta = layer(hidden, delta, steps[group], cache)
         if not self._place.is_last_stage:

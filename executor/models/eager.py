@@ -28,7 +28,7 @@ from headrace.kernels.reference.latent import LatentUp
 from headrace.kernels.reference.moe import ExpertWeights
 from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
 from headrace.kernels.reference.rows import LinearWeight
-from headrace.kernels.reference.states import LayerState
+from headrace.kernels.reference.states import StateBatch
 
 ChooseKernel = Callable[..., Callable[..., Any]]
 """(op's name, **facts) -> the function that computes the op; `kernels.choose` is one."""
@@ -58,12 +58,14 @@ class SharedInputs:
     """Inputs that all layers of one forward pass share."""
 
     batch: Any
-    """Of the layer's cache group: a PagedBatch, or a StateBatch where layers keep a state per sequence."""
+    """The PagedBatch of the layer's cache group; of no meaning for a layer that caches no tokens."""
     cos_sin: tuple[tuple[Tensor, Tensor], ...]
     """One pair per distinct rotary spec, each [num_tokens, rotary_dim / 2] float32"""
     replica_keys: Tensor | None = None
     """[num_tokens] int64: keys by which tokens choose among an expert's replicas (`kernels.expert_places`); None
     without load balancing of experts."""
+    states: StateBatch | None = None
+    """For layers that keep a state per sequence."""
 
 
 class EagerNorm:
@@ -451,7 +453,7 @@ class EagerLayerOps(EagerOps):
         hidden: Tensor,
         delta: Tensor | None,
         step: SharedInputs,
-        cache: LayerCache | LayerState,
+        cache: LayerCache,
     ) -> None:
         """hidden, delta: [num_tokens, hidden]"""
         super().__init__(place, step.replica_keys)
@@ -536,7 +538,7 @@ class Layer:
         self._most_fused_rows = self._rows_to_fuse()
 
     def __call__(
-        self, hidden: Tensor, delta: Tensor | None, step: SharedInputs, cache: LayerCache | LayerState
+        self, hidden: Tensor, delta: Tensor | None, step: SharedInputs, cache: LayerCache
     ) -> tuple[Tensor, Tensor | None]:
         """hidden, delta: [num_tokens, hidden] -> the same after this layer"""
         kind = FusedOps if len(hidden) <= self._most_fused_rows else EagerLayerOps

@@ -1,15 +1,27 @@
-"""Layers that keep a state per sequence, op by op: what `blocks.short_convolution` and `blocks.recurrent` declare, with
-its weights and kernels."""
+"""Layers that keep a state per sequence, and gates, op by op: what `blocks.short_convolution`, `blocks.recurrent`,
+`blocks.linear_attention` and `blocks.gated_norm` declare, with weights and kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from headrace.executor.models.blocks.recurrent import GroupNorm, Scan
+from headrace.executor.models.blocks import Axis, size_of
+from headrace.executor.models.blocks.gated_norm import Gate, GatedNorm
+from headrace.executor.models.blocks.linear_attention import LinearAttention
+from headrace.executor.models.blocks.recurrent import Scan
+from headrace.executor.models.blocks.selective import SelectiveScan
 from headrace.executor.models.blocks.short_convolution import Convolve
 from headrace.executor.models.eager import EagerWeights, SharedInputs
-from headrace.executor.models.reading import CheckedWeights
-from headrace.kernels.reference.states import ConvolveParams, LayerState, ScanParams
+from headrace.executor.models.reading import CheckedWeights, own_part
+from headrace.kernels.reference.linear_attention import LinearAttentionParams
+from headrace.kernels.reference.rotary_cache import LayerCache
+from headrace.kernels.reference.selective import SelectiveParams
+from headrace.kernels.reference.states import ConvolveParams, ScanParams
 
 
 def convolve_params(weights: CheckedWeights, declared: Convolve, prefix: str) -> ConvolveParams:
@@ -21,29 +33,87 @@ def scan_params(weights: CheckedWeights, declared: Scan, prefix: str) -> ScanPar
     size = weights.place.tp_size
     vectors = (declared.decay, declared.skip, declared.step_bias)
     decay, skip, step_bias = (weights.values(each, prefix) for each in vectors)
+    heads, groups = declared.num_heads // size, max(1, declared.num_groups // size)
     return ScanParams(
         decay=-decay.exp(),
         skip=skip,
         step_bias=step_bias,
         step_limits=declared.step_limits,
-        num_heads=declared.num_heads // size,
+        num_heads=heads,
         head_dim=declared.head_dim,
         state_size=declared.state_size,
-        num_groups=declared.num_groups // size,
-        first_draft_element=declared.convolved // size,
+        num_groups=groups,
+        first_draft_element=heads * declared.head_dim + 2 * groups * declared.state_size,
     )
 
 
-class EagerGroupNorm:
-    """A `GroupNorm`'s weight with its kernel."""
+def linear_attention_params(weights: CheckedWeights, declared: LinearAttention, prefix: str) -> LinearAttentionParams:
+    size, place = weights.place.tp_size, weights.place
+    heads, key_heads = declared.num_heads // size, max(1, declared.num_key_heads // size)
+    bias = None if declared.decay_bias is None else weights.values(declared.decay_bias, prefix)
+    if declared.decay is None:
+        own = Axis(declared.num_heads).own(place)
+        decay = torch.tensor(declared.rates if own is None else declared.rates[own], device=weights.device)
+    else:
+        decay = weights.values(declared.decay, prefix).exp()
+    convolved = 2 * key_heads * declared.key_dim + heads * declared.value_dim
+    return LinearAttentionParams(
+        num_heads=heads,
+        num_key_heads=key_heads,
+        key_dim=declared.key_dim,
+        value_dim=declared.value_dim,
+        decay=-decay,
+        decay_bias=bias,
+        correction=declared.correction,
+        unit_keys=declared.unit_keys,
+        scale=declared.scale,
+        first_draft_element=convolved if declared.convolved else 0,
+    )
 
-    def __init__(self, weights: EagerWeights, declared: GroupNorm, prefix: str) -> None:
-        name = f"{prefix}{declared.name}.weight"
-        self._weight = weights.vector(name, declared.size.size, take=declared.size.own(weights.place))
-        self._declared, self._norm = declared, weights.kernel("group_norm")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        normed: Tensor = self._norm(x, self._weight, self._declared.group, self._declared.eps)
+def selective_params(weights: CheckedWeights, declared: SelectiveScan, prefix: str) -> SelectiveParams:
+    channels, size = declared.channels, declared.state_size
+    own = own_part(channels, weights.place)
+    decay = weights.exact_matrix(f"{prefix}{declared.decay}", channels.size, size, own)
+    return SelectiveParams(-decay.exp().T.contiguous(), weights.values(declared.skip, prefix))
+
+
+def gated_norm_weight(weights: CheckedWeights, declared: GatedNorm, prefix: str) -> Tensor:
+    own = own_part(declared.weight_size, weights.place)
+    return weights.vector(f"{prefix}{declared.name}.weight", size_of(declared.weight_size), take=own)
+
+
+@dataclass(frozen=True)
+class EagerGate:
+    """A `Gate` with its kernel."""
+
+    activation: str
+    kernel: Callable[..., Tensor]
+
+    @classmethod
+    def read(cls, weights: EagerWeights, declared: Gate, prefix: str) -> EagerGate:
+        return cls(declared.activation, weights.kernel("gated_norm"))
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self.kernel(x, gate, None, 1, 0.0, self.activation)
+
+
+class EagerGatedNorm:
+    """A `GatedNorm`'s weight with its kernel."""
+
+    def __init__(self, weights: EagerWeights, declared: GatedNorm, prefix: str) -> None:
+        self._weight = gated_norm_weight(weights, declared, prefix)
+        self._declared, self._place = declared, weights.place
+        self._norm = weights.kernel("gated_norm")
+
+    def __call__(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        declared = self._declared
+        if x.shape[1] < declared.group:  # a part of the only group
+            wide = x.float()
+            mean = self._place.all_reduce(wide.square().sum(-1, keepdim=True)) / declared.group
+            x = (wide * torch.rsqrt(mean + declared.eps) * self._weight).to(x.dtype)
+            return x if gate is None else self._norm(x, gate, None, 1, 0.0, declared.activation)
+        normed: Tensor = self._norm(x, gate, self._weight, declared.group, declared.eps, declared.activation)
         return normed
 
 
@@ -54,8 +124,8 @@ class EagerConvolve:
         self._params = convolve_params(weights, declared, prefix)
         self._convolve = weights.kernel("convolve")
 
-    def __call__(self, x: Tensor, step: SharedInputs, state: LayerState) -> Tensor:
-        result: Tensor = self._convolve(x, self._params, step.batch, state)
+    def __call__(self, x: Tensor, step: SharedInputs, cache: LayerCache) -> Tensor:
+        result: Tensor = self._convolve(x, self._params, step.states, cache.state)
         return result
 
 
@@ -66,6 +136,35 @@ class EagerScan:
         self._params = scan_params(weights, declared, prefix)
         self._scan = weights.kernel("scan")
 
-    def __call__(self, mixed: Tensor, steps: Tensor, gate: Tensor, step: SharedInputs, state: LayerState) -> Tensor:
-        result: Tensor = self._scan(mixed, steps, gate, self._params, step.batch, state)
+    def __call__(self, mixed: Tensor, steps: Tensor, gate: Tensor, step: SharedInputs, cache: LayerCache) -> Tensor:
+        result: Tensor = self._scan(mixed, steps, gate, self._params, step.states, cache.state)
+        return result
+
+
+class EagerLinearAttention:
+    """A `LinearAttention`'s vectors with its kernel."""
+
+    def __init__(self, weights: EagerWeights, declared: LinearAttention, prefix: str) -> None:
+        self._params = linear_attention_params(weights, declared, prefix)
+        self._attend = weights.kernel("linear_attention")
+
+    def __call__(self, mixed: Tensor, *values: Any) -> Tensor:
+        """values: decays and rates unless there are none, the step's inputs and what the layer keeps"""
+        *given, step, cache = values
+        decays, rates = given or (None, None)
+        result: Tensor = self._attend(mixed, decays, rates, self._params, step.states, cache.state)
+        return result
+
+
+class EagerSelectiveScan:
+    """A `SelectiveScan`'s decays with its kernel."""
+
+    def __init__(self, weights: EagerWeights, declared: SelectiveScan, prefix: str) -> None:
+        self._params = selective_params(weights, declared, prefix)
+        self._scan = weights.kernel("selective_scan")
+
+    def __call__(
+        self, x: Tensor, steps: Tensor, shared: Tensor, gate: Tensor, step: SharedInputs, cache: LayerCache
+    ) -> Tensor:
+        result: Tensor = self._scan(x, steps, shared, gate, self._params, step.states, cache.state)
         return result

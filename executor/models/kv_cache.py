@@ -36,7 +36,7 @@ class KVCache:
     different cache groups share memory. Where a value is a part of its key, both are one tensor.
 
     A block belongs to one group at a time; block n is entry n * factors[group] of its group's tensors (see `Layout`).
-    A layer that keeps a state per sequence has empty tensors, and a `LayerState` in `states`.
+    A layer that keeps a state per sequence has a `LayerState` in `states` and, without attention, empty tensors.
     In int8 and fp8 (float8_e4m3fn, float8_e5m2) each row of head_dim elements is stored divided by a scale of the row,
     of its head or of its layer.
     """
@@ -61,10 +61,10 @@ class KVCache:
     """On a CPU, the mappings that hold `memory`; `release` returns their pages to the system."""
 
     @cached_property
-    def layers(self) -> tuple[LayerCache | LayerState, ...]:
+    def layers(self) -> tuple[LayerCache, ...]:
         """Each layer's tensors in the form that kernels take."""
         kept = zip(self.keys, self.values, self.states or (None,) * len(self.keys), strict=True)
-        return tuple(state or LayerCache(k, v, self.scales(layer)) for layer, (k, v, state) in enumerate(kept))
+        return tuple(LayerCache(k, v, self.scales(layer), state) for layer, (k, v, state) in enumerate(kept))
 
     @property
     def num_groups(self) -> int:
@@ -125,7 +125,8 @@ def cache_groups(
     groups = tuple(msgspec.structs.replace(g, layers=tuple(own[each] for each in g.layers)) for g in found)
     if not spec.has_states:
         return groups
-    state = CacheGroup(kind="state", layers=tuple(index for index, cache in enumerate(caches) if cache is None))
+    kept = zip(caches, spec.own_states(tp_size), strict=True)
+    state = CacheGroup(kind="state", layers=tuple(i for i, (cache, own) in enumerate(kept) if own or cache is None))
     elements = Layout.of(spec, SINGLE, (*groups, state)).elements
     return (*groups, msgspec.structs.replace(state, pages=state_pages(spec, elements, block_size)))
 
@@ -136,10 +137,11 @@ def with_tables(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
 
 
 def group_of_layers(spec: ArchSpec, place: RankCoordinates, groups: Sequence[CacheGroup]) -> tuple[int, ...]:
-    """For each of a rank's layers the number of its cache group; a layer that reads another's cache has its group."""
+    """For each of a rank's layers the number of its cache group, of its attention's if it keeps a state too; a layer
+    that reads another's cache has its group."""
     if len(groups) == 1:
         return (0,) * len(place.layers(spec.num_layers))
-    numbers = {layer: number for number, group in enumerate(groups) for layer in group.layers}
+    numbers = {layer: number for number, group in reversed(list(enumerate(groups))) for layer in group.layers}
     sources = (spec.layers[layer].cache_of for layer in place.layers(spec.num_layers))
     own = zip(place.layers(spec.num_layers), sources, strict=True)
     return tuple(numbers[layer if source is None else source] for layer, source in own)
@@ -387,14 +389,13 @@ def _states(
     spec: ArchSpec, place: RankCoordinates, groups: Sequence[CacheGroup], pages: Tensor
 ) -> tuple[LayerState | None, ...]:
     """pages: [num_blocks, elements of a page] float32"""
-    caches = spec.own_caches(place.tp_size)
     found: list[LayerState | None] = []
-    for layer, places in zip(place.layers(spec.num_layers), state_layout(spec, place, groups).layers, strict=True):
+    for places in state_layout(spec, place, groups).layers:
         units = {
             name: KeptUnits(pages, torch.tensor(at.pages), torch.tensor(at.offsets), at.kept.shape[1:])
             for name, at in places.items()
         }
-        found.append(LayerState(units, torch.empty(0, 0, 0)) if caches[layer] is None else None)
+        found.append(LayerState(units, torch.empty(0, 0, 0)) if units else None)
     return tuple(found)
 
 

@@ -142,12 +142,12 @@ class CheckedWeights:
     def values(self, declared: Vector, prefix: str) -> Tensor:
         """This rank's part of a `Vector`, [size of the part] float32."""
         name, size, own = prefix + declared.name, size_of(declared.size), own_part(declared.size, self.place)
-        if not declared.is_row:
+        if declared.stored == (None,):
             return self.vector(name, size, take=own)
-        self._check(name, (1, size))
-        row = self._source.get(name, columns=own)[0].to(self.device, torch.float32)
-        self.nbytes += row.nbytes
-        return row
+        self._check(name, tuple(size if each is None else each for each in declared.stored))
+        values = self._floats(name).reshape(-1)[own or slice(None)].to(self.device, torch.float32)
+        self.nbytes += values.nbytes
+        return values
 
     def filters(self, declared: Convolve, prefix: str) -> tuple[Tensor, Tensor | None]:
         """This rank's part of a `Convolve`: weights [channels, width] and biases [channels], float32."""
@@ -176,6 +176,13 @@ class CheckedWeights:
         """Rows `take` of a [rows, columns] matrix in the model's dtype, not packed."""
         self._check(name, (rows, columns))
         tensor = self._floats(name, take).to(self.device, self.dtype)
+        self.nbytes += tensor.nbytes
+        return tensor
+
+    def exact_matrix(self, name: str, rows: int, columns: int, take: slice | None = None) -> Tensor:
+        """Rows `take` of a [rows, columns] matrix in float32. name: complete."""
+        self._check(name, (rows, columns))
+        tensor = self._floats(name, take).to(self.device, torch.float32)
         self.nbytes += tensor.nbytes
         return tensor
 

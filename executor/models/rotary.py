@@ -14,6 +14,8 @@ from headrace.executor.step.inputs import StepInputs
 def inverse_frequencies(rope: RopeSpec) -> Tensor:
     """[rotary_dim / 2] float32, radians per position; for `dynamic`, those of contexts up to the original length."""
     base = 1.0 / rope.theta ** (_exponents(rope))
+    if rope.kind == "none":
+        return torch.zeros_like(base)
     if rope.kind == "linear":
         return base / rope.factor
     if rope.kind == "llama3":

@@ -27,7 +27,12 @@ from headrace.kernels.cpu.program.program import ROW_COUNTS, Builder
 from headrace.kernels.cpu.program.ranks import rank_gather, rank_meet, rank_sum
 from headrace.kernels.cpu.program.run import GIVEN_ROW, Program, StepBuffers
 from headrace.kernels.cpu.recurrent.args import StateStepC
-from headrace.kernels.cpu.recurrent.states import write_convolve, write_scan
+from headrace.kernels.cpu.recurrent.states import (
+    write_convolve,
+    write_linear_attention,
+    write_scan,
+    write_selective_scan,
+)
 from headrace.kernels.cpu.runtime.collectives import OUTCOMES, GroupC, PeerC, declare
 from headrace.kernels.cpu.runtime.pointers import pointer
 from headrace.kernels.cpu.sampling.sampling import SampleBuffers
@@ -77,5 +82,7 @@ __all__ = [
     "why_no_latent_attention",
     "why_not_group",
     "write_convolve",
+    "write_linear_attention",
     "write_scan",
+    "write_selective_scan",
 ]

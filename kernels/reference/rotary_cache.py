@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headrace.kernels.reference.attention import CacheScales, PagedBatch
 from headrace.kernels.reference.rows import rms_norm, rotary, write_cache
+from headrace.kernels.reference.states import LayerState
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +34,15 @@ class Rotation:
 
 @dataclass(frozen=True, eq=False)
 class LayerCache:
-    """One layer's caches."""
+    """What one layer keeps between steps."""
 
     keys: Tensor
     """[num_blocks, num_kv_heads, block_size, head_dim]"""
     values: Tensor
     scales: CacheScales | None = None
     """Scales of an int8, float8_e4m3fn or float8_e5m2 cache."""
+    state: LayerState | None = None
+    """Of a layer that keeps a state per sequence; without attention its keys and values are empty."""
 
 
 def rotary_and_write(

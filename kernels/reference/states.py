@@ -220,13 +220,22 @@ def _by_head(values: Tensor, params: ScanParams) -> Tensor:
     return grouped.repeat_interleave(params.num_heads // params.num_groups, dim=1)
 
 
-def group_norm(x: Tensor, weight: Tensor, group: int, eps: float) -> Tensor:
-    """RMS norm of each run of `group` columns of x [num_tokens, columns]; weight [columns] float32."""
-    grouped = x.float().unflatten(1, (-1, group))
-    normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)
-    return (normed.flatten(1) * weight).to(x.dtype)
+GATES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"silu": F.silu, "sigmoid": torch.sigmoid})
+
+
+def gated_norm(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, group: int, eps: float, activation: str
+) -> Tensor:
+    """RMS norm of each run of `group` columns of x [num_tokens, columns], unless weight is None, times activation(gate)
+    [num_tokens, columns], unless that is None. weight: [columns] float32, or [group] if it serves all groups."""
+    result = x.float()
+    if weight is not None:
+        grouped = result.unflatten(1, (-1, group))
+        normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)
+        result = (normed * weight.view(-1, group)).flatten(1)
+    return (result if gate is None else result * GATES[activation](gate.float())).to(x.dtype)
 
 
 REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"convolve": convolve, "scan": scan, "group_norm": group_norm}
+    {"convolve": convolve, "scan": scan, "gated_norm": gated_norm}
 )

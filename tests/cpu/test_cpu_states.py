@@ -16,7 +16,8 @@ from headrace import kernels
 from headrace.kernels.cpu.ops import CpuOps
 from headrace.kernels.cpu.recurrent import args as mirrors
 from headrace.kernels.cpu.recurrent.states import StateOps
-from headrace.kernels.reference import states as reference
+from headrace.kernels.reference.linear_attention import LinearAttentionParams
+from headrace.kernels.reference.selective import SelectiveParams
 from headrace.kernels.reference.states import ConvolveParams, KeptUnits, LayerState, ScanParams, Snapshot, StateBatch
 
 MOST_DRAFTS = 4
@@ -30,7 +31,7 @@ class Case:
     op: str
     params: Any
     columns: tuple[int, ...]
-    """Of each input."""
+    """Of each input; 0: it is None."""
     units: int
     shape: tuple[int, ...]
     draft_elements: int
@@ -48,6 +49,10 @@ class Case:
     def inputs(self, num_tokens: int, seed: int = 0) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(seed)
         return tuple(torch.randn(num_tokens, size, generator=generator) for size in self.columns)
+
+    @property
+    def reference(self) -> Callable[..., Tensor]:
+        return kernels.choose_reference(self.op)
 
 
 def convolution(channels: int, width: int, *, gated: bool = False, silu: bool = False, bias: bool = False) -> Case:
@@ -73,6 +78,32 @@ def recurrence(heads: int, head_dim: int, size: int, groups: int, limits: tuple[
     return Case("scan", params, (mixed, heads, inner), heads, (head_dim, size), 6 + mixed + heads)
 
 
+def attention(
+    heads: int, key_heads: int, key_dim: int, value_dim: int, *, decays: int, correction: float = 0.0
+) -> Case:
+    """decays: columns of each head."""
+    params = LinearAttentionParams(
+        num_heads=heads,
+        num_key_heads=key_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        decay=-torch.rand(heads),
+        decay_bias=torch.randn(heads * decays) if decays else None,
+        correction=correction,
+        unit_keys=correction > 0,
+        scale=key_dim**-0.5,
+        first_draft_element=3,
+    )
+    columns = (sum(params.parts), heads * decays, heads if correction else 0)
+    return Case("linear_attention", params, columns, heads, (key_dim, value_dim), 3 + sum(columns))
+
+
+def selection(channels: int, size: int) -> Case:
+    params = SelectiveParams(-torch.rand(size, channels) * 4, torch.randn(channels))
+    columns = (channels, channels, 2 * size, channels)
+    return Case("selective_scan", params, columns, size, (channels,), 3 * channels + 2 * size)
+
+
 torch.manual_seed(0)
 CASES = {
     "LFM2's convolution": convolution(64, 3, gated=True),
@@ -80,6 +111,10 @@ CASES = {
     "two taps": convolution(20, 2),
     "a scan": recurrence(4, 16, 128, 1),
     "odd sizes, groups, limits": recurrence(6, 7, 20, 3, (0.01, 0.8)),
+    "a gated delta rule": attention(4, 2, 128, 128, decays=1, correction=1.0),
+    "of odd sizes, with decays of channels": attention(3, 3, 19, 21, decays=19, correction=2.0),
+    "of constant decays, without corrections": attention(4, 4, 32, 80, decays=0),
+    "a selective scan": selection(83, 16),
 }
 
 
@@ -111,7 +146,7 @@ def pages(number: int) -> Tensor:
 def run(case: Case, op: Callable[..., Tensor], state: LayerState, parts: Sequence[Part], inputs: Any) -> list[Tensor]:
     """One step; inputs: by sequence. Returns each part's rows."""
     tokens = [tuple(each[part.first : part.first + part.count] for each in inputs[part.sequence]) for part in parts]
-    given = [torch.cat(each) for each in zip(*tokens, strict=True)]
+    given = [torch.cat(each) if each[0].shape[1] else None for each in zip(*tokens, strict=True)]
     snapshots = [
         Snapshot(index, end, pages(number)) for index, part in enumerate(parts) for end, number in part.snapshots
     ]
@@ -153,7 +188,7 @@ def test_the_ops_equal_their_references(case: Case, ops: CpuOps, dtype: torch.dt
     ours, theirs = case.state(), case.state()
     found, wanted = (
         torch.cat(run(case, op, state, parts, inputs)).float()
-        for op, state in ((of(case, ops), ours), (getattr(reference, case.op), theirs))
+        for op, state in ((of(case, ops), ours), (case.reference, theirs))
     )
     bound = 2e-5 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
@@ -215,7 +250,8 @@ def test_accepted_drafts_are_replayed_and_others_leave_no_trace(
 
 def test_the_registry_offers_the_kernels_and_wide_convolutions_are_refused() -> None:
     cpu = {"device": torch.device("cpu"), "dtype": torch.float32}
-    assert [kernels.ops()[op].choose(**cpu).name for op in ("convolve", "scan")] == ["cpu_native"] * 2
+    served = ("convolve", "scan", "linear_attention", "selective_scan")
+    assert [kernels.ops()[op].choose(**cpu).name for op in served] == ["cpu_native"] * 4
     case = convolution(8, 17)
     with pytest.raises(ValueError, match="up to 16 inputs, not 17"):
         run(case, kernels.choose("convolve", **cpu), case.state(), [Part(0, 0, 1)], [case.inputs(1)])

@@ -49,14 +49,14 @@ def test_the_model_without_a_head_of_text_and_of_several_media() -> None:
     assert causal_architecture({"architectures": ["Gemma3Model"], "text_config": {"a": 1}}) == (
         "Gemma3ForConditionalGeneration"
     )
-    assert causal_architecture({"architectures": ["MambaModel"]}) is None
-    assert causal_architecture({"model_type": "mamba"}) is None, "which transformers may compute"
+    assert causal_architecture({"architectures": ["RwkvModel"]}) is None
+    assert causal_architecture({"model_type": "rwkv"}) is None, "which transformers may compute"
     assert causal_architecture({"architectures": ["InternVLChatModel"]}) is None, "a family has this name itself"
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ModelError, match=r"MambaForCausalLM is not supported; known: .*LlamaForCausalLM"):
-        spec_from_config({"architectures": ["MambaForCausalLM"]})
+    with pytest.raises(ModelError, match=r"RwkvForCausalLM is not supported; known: .*LlamaForCausalLM"):
+        spec_from_config({"architectures": ["RwkvForCausalLM"]})
     configs: tuple[dict[str, Any], ...] = ({}, {"architectures": []}, {"architectures": None})
     for nameless in configs:
         with pytest.raises(ModelError, match=r'neither "architectures" nor "model_type", which name the kind of'):

@@ -29,14 +29,19 @@ MODELS = {
     "short convolutions": RECURRENT["lfm2"],
     "short convolutions and experts": RECURRENT["lfm2_moe"],
     "recurrent": RECURRENT["mamba2"],
+    "gated delta rule": RECURRENT["qwen3_5"],
+    "delta rule by channel": RECURRENT["kimi_linear"],
+    "lightning": RECURRENT["minimax"],
+    "selective scans": RECURRENT["jamba"],
+    "attention beside recurrence": RECURRENT["falcon_h1"],
 }
-ASKED = ("latent", "latent and experts")
+ASKED = ("latent", "latent and experts", "delta rule by channel")
 """Models that take one form of latent attention, whatever the chunk, only with batch_invariant."""
 LENGTHS = (40, 1, 17, 33, 16, 50, 44)
 NEW_TOKENS = 10
 ENGINE: dict[str, Any] = {
     "dtype": "float32", "block_size": 8, "max_num_seqs": 7, "max_model_len": 64, "skip_tokenizer_init": True,
-    "in_process": True, "logprobs_mode": "raw_logits", "max_logprobs": -1, "num_gpu_blocks_override": 120,
+    "in_process": True, "logprobs_mode": "raw_logits", "max_logprobs": -1, "num_gpu_blocks_override": 240,
     "scheduler_cls": f"{PreemptingScheduler.__module__}:{PreemptingScheduler.__name__}",
 }  # fmt: skip
 PARAMS = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, logprobs=-1)

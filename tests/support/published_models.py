@@ -80,6 +80,14 @@ def _qwen(config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _exaone(config: dict[str, Any]) -> dict[str, Any]:
+    names = {
+        "num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps", "activation_function": "hidden_act"
+    }  # fmt: skip
+    found = _plain(config, embed_dropout=0.0, head_dim=config["head_dim"])
+    return {**found, **{own: found.pop(theirs) for own, theirs in names.items()}}
+
+
 def _minicpm(config: dict[str, Any]) -> dict[str, Any]:
     return _plain(
         config,
@@ -129,6 +137,12 @@ QWEN_NAMES = {
     "self_attn.o_proj": "attn.c_proj", "mlp.gate_proj": "mlp.w2", "mlp.up_proj": "mlp.w1",
     "mlp.down_proj": "mlp.c_proj", "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
 }  # fmt: skip
+EXAONE_NAMES = {
+    "model.layers": "transformer.h", "model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f",
+    "self_attn.o_proj": "attn.attention.out_proj", "self_attn": "attn.attention", "mlp.gate_proj": "mlp.c_fc_0",
+    "mlp.up_proj": "mlp.c_fc_1", "mlp.down_proj": "mlp.c_proj", "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+}  # fmt: skip
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 8**-0.5, "logits_scaling": 4.0
 }  # fmt: skip
@@ -165,6 +179,7 @@ PUBLISHED: dict[str, Published] = {
         mistral_params, lambda state: with_neighbouring_pairs(state, 8),
     ),
     "qwen": Published("QWenLMHeadModel", _twin("Qwen2"), QWEN_NAMES, _qwen, _fused("attn.c_attn", 1)),
+    "exaone": Published("ExaoneForCausalLM", _twin("Llama", num_key_value_heads=2), EXAONE_NAMES, _exaone),
     "minicpm": Published("MiniCPMForCausalLM", _twin("Granite", num_key_value_heads=2, **GRANITE), {}, _minicpm),
 }  # fmt: skip
 

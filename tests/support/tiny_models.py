@@ -259,12 +259,13 @@ def _randomise(model: Any, seed: int, embedding_std: float) -> None:
     model.tie_weights()
 
 
-def cache_groups_of(folder: Path, max_model_len: int) -> tuple[CacheGroup, ...]:
+def cache_groups_of(folder: Path, max_model_len: int, block_size: int = 16) -> tuple[CacheGroup, ...]:
     """The cache groups of a saved model, as the engine makes them."""
-    return cache_groups(spec_from_config(json.loads((folder / "config.json").read_text())), max_model_len)
+    spec = spec_from_config(json.loads((folder / "config.json").read_text()))
+    return cache_groups(spec, max_model_len, block_size=block_size)
 
 
 def blocks_of_one_request(folder: Path, engine: dict[str, Any]) -> int:
     """The blocks that a request of the engine's max_model_len holds at once."""
-    groups = cache_groups_of(folder, engine["max_model_len"])
+    groups = cache_groups_of(folder, engine["max_model_len"], engine["block_size"])
     return request_blocks(groups, engine["max_model_len"], engine["block_size"], engine["max_num_batched_tokens"])

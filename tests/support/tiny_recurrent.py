@@ -13,6 +13,21 @@ MAMBA2 = {
     "num_heads": 8, "head_dim": 8, "state_size": 16, "chunk_size": 16, "num_hidden_layers": 3, "intermediate_size": 64,
     "num_attention_heads": None, "num_key_value_heads": None,
 }  # fmt: skip
+DELTA = {
+    "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12, "full_attention_interval": 3,
+}  # fmt: skip
+DELTA_EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+}  # fmt: skip
+MAMBA = {
+    "state_size": 8,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": None,
+    "num_key_value_heads": None,
+}
+BESIDE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 16}
 
 
 def tiny(name: str, embedding_std: float = 0.2, **config: Any) -> TinyModel:
@@ -36,5 +51,60 @@ FAMILIES: dict[str, TinyModel] = {
     "mamba2": tiny("Mamba2", **MAMBA2, n_groups=2, time_step_limit=[0.0, 0.6]),
     "mamba2_one_group": tiny(
         "Mamba2", **MAMBA2, n_groups=1, tie_word_embeddings=True, use_bias=True, use_conv_bias=False, conv_kernel=3
+    ),
+    "qwen3_next": tiny("Qwen3Next", **DELTA, **DELTA_EXPERTS, mlp_only_layers=[1], attention_bias=True),
+    "qwen3_5": TinyModel("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", SMALL | DELTA | {"tie_word_embeddings": True}, 0.2),
+    "qwen3_5_moe": TinyModel(
+        "Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig",
+        SMALL | DELTA | DELTA_EXPERTS | {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 3}, 0.2,
+    ),
+    "granite_hybrid": tiny(
+        "GraniteMoeHybrid", **BESIDE, num_hidden_layers=4, num_local_experts=8, num_experts_per_tok=3,
+        shared_intermediate_size=40, layer_types=["mamba", "attention", "mamba", "mamba"], embedding_multiplier=6.0,
+        residual_multiplier=0.4, attention_multiplier=0.2, logits_scaling=4.0, mamba_n_groups=2,
+    ),
+    "granite_hybrid_dense": tiny(
+        "GraniteMoeHybrid", **BESIDE, num_hidden_layers=3, num_local_experts=0, shared_intermediate_size=40,
+        layer_types=["mamba", "mamba", "attention"], position_embedding_type="rope", mamba_proj_bias=True,
+    ),
+    "bamba": tiny("Bamba", **BESIDE, num_hidden_layers=3, attn_layer_indices=[1], time_step_limit=[0.0, 0.6]),
+    "nemotron_h": tiny(
+        "NemotronH", mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=16, head_dim=16,
+        layers_block_type=["mamba", "moe", "attention", "mlp", "mamba", "moe"], n_routed_experts=8,
+        num_experts_per_tok=3, moe_intermediate_size=32, moe_shared_expert_intermediate_size=40, n_group=2,
+        topk_group=1, routed_scaling_factor=1.5,
+    ),
+    "falcon_h1": tiny(
+        "FalconH1", **BESIDE, num_hidden_layers=2, mamba_d_ssm=64, mamba_n_groups=2, key_multiplier=0.4,
+        attention_in_multiplier=0.9, attention_out_multiplier=0.8, ssm_in_multiplier=1.2, ssm_out_multiplier=0.7,
+        ssm_multipliers=[0.9, 0.8, 0.7, 1.1, 0.6], mlp_multipliers=[0.8, 0.6], lm_head_multiplier=0.5,
+        embedding_multiplier=3.0,
+    ),
+    "falcon_h1_normed": tiny(
+        "FalconH1", **BESIDE, num_hidden_layers=2, mamba_d_ssm=64, mamba_n_groups=1, mamba_rms_norm=True,
+        mamba_norm_before_gate=False, projectors_bias=True, attention_bias=True, attention_in_multiplier=0.9,
+        attention_out_multiplier=0.8,
+    ),
+    "mamba": tiny("Mamba", **MAMBA, tie_word_embeddings=False),
+    "falcon_mamba": tiny("FalconMamba", **MAMBA, use_bias=True, use_conv_bias=False, conv_kernel=3, mixer_rms_eps=1e-3),
+    "jamba": tiny(
+        "Jamba", num_hidden_layers=4, attn_layer_period=3, attn_layer_offset=1, num_experts=8, num_experts_per_tok=3,
+        mamba_d_state=8, mamba_dt_rank=5, mamba_proj_bias=True,
+    ),
+    "kimi_linear": tiny(
+        "KimiLinear", num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_head_dim=8, linear_num_heads=4, kv_lora_rank=24, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16,
+        num_local_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, n_group=2, topk_group=1,
+        num_key_value_heads=4,
+    ),
+    "minimax": tiny(
+        "MiniMax", num_hidden_layers=3, layer_types=["linear_attention", "linear_attention", "full_attention"],
+        head_dim=8, num_local_experts=8, num_experts_per_tok=3, block_size=16, full_attn_alpha_factor=3.5,
+        linear_attn_alpha_factor=3.5, mlp_alpha_factor=3.5, full_attn_beta_factor=0.9, linear_attn_beta_factor=1.1,
+        mlp_beta_factor=0.8,
+    ),
+    "olmo_hybrid": tiny(
+        "OlmoHybrid", num_hidden_layers=4, linear_key_head_dim=8, linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     ),
 }  # fmt: skip

@@ -281,11 +281,11 @@ class Vector(Declared):
 
     name: str
     size: Dimension
-    is_row: bool = False
-    """Whether the checkpoint stores it as [1, size]."""
+    stored: tuple[int | None, ...] = (None,)
+    """Shape in the checkpoint, with None in the place of the size: (1, None) for [1, size]."""
 
     def weights(self) -> Iterator[Weight]:
-        yield Weight(self.name, (1, self.size) if self.is_row else (self.size,), "bias")
+        yield Weight(self.name, tuple(self.size if each is None else each for each in self.stored), "bias")
 
 
 Held = Mapping[str, Any]
@@ -333,14 +333,14 @@ class Ops(Protocol):
         to the scores for the choice of experts only, not for their weights."""
 
     def call(self, function: Callable[..., Value], *values: Any) -> Value:
-        """The result of any torch function of tensors. This op, `gathered` and `total` exist only where ops run
-        eagerly: a block that needs them gives the reason in `why_no_program`."""
+        """The result of any torch function of tensors. This op and `gathered` exist only where ops run eagerly: a
+        block that needs them gives the reason in `why_no_program`."""
 
     def gathered(self, x: Value) -> Value:
         """All-gather: the columns of all ranks side by side. x has this rank's columns."""
 
     def total(self, contributions: Sequence[Value]) -> Value:
-        """All-reduce: the contributions' sum over the ranks."""
+        """All-reduce: the contributions' sum over the ranks. A program sums one result of `linear`."""
 
 
 class Block:
@@ -440,6 +440,20 @@ class StateMixer(Mixer):
         return None
 
 
+@dataclass(frozen=True)
+class NoMixer(StateMixer):
+    """In a layer that is an FFN alone: nothing, and no norm before it."""
+
+    def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        return {}
+
+    def emit(self, ops: LayerOps, held: Held, x: Value) -> Sequence[Value]:
+        return []
+
+    def values_per_token(self, tp_size: int) -> int:
+        return 0
+
+
 class Stream:
     """A residual stream with more than one row of hidden values per token. Its `emit_layer` replaces the module's and
     surrounds both blocks of each layer. It runs op by op, undivided on each rank of a stage. Subclasses are frozen
@@ -506,7 +520,7 @@ class LayerDeclaration:
 
     @classmethod
     def of(cls, spec: ArchSpec, layer: LayerSpec) -> LayerDeclaration:
-        names, placement = spec.names, spec.norm_placement
+        names, placement = spec.names, layer.norm_placement or spec.norm_placement
         norms: dict[str, Norm] = {}
         if placement != "output":
             if layer.mixer_norm:
@@ -516,8 +530,9 @@ class LayerDeclaration:
         if placement in ("sandwich", "output"):
             norms["mixer_post"] = Norm.of(spec, names.attention_post_norm, spec.hidden_size)
             norms["ffn_post"] = Norm.of(spec, names.mlp_post_norm, spec.hidden_size)
-        if isinstance(layer.ffn, NoFfn):
-            norms = {key: norm for key, norm in norms.items() if not key.startswith("ffn")}
+        for block, part in ((layer.mixer, "mixer"), (layer.ffn, "ffn")):
+            if isinstance(block, NoMixer | NoFfn):
+                norms = {key: norm for key, norm in norms.items() if not key.startswith(part)}
         stream = {} if spec.stream is None else spec.stream.declare_layer(spec)
         return cls(layer.mixer.declare(spec), layer.ffn.declare(spec), norms, stream)
 
@@ -559,24 +574,24 @@ class LayerOps(Ops, Protocol):
 
 def emit_layer(spec: ArchSpec, layer: LayerSpec, held: LayerHeld, ops: LayerOps) -> None:
     """Emits a layer's ops in order."""
-    norms = held.norms
-    if spec.norm_placement == "post":  # the original transformer's order
+    norms, placement = held.norms, layer.norm_placement or spec.norm_placement
+    if placement == "post":  # the original transformer's order
         ops.add(layer.mixer.emit(ops, held.mixer, ops.stream()))
         ops.norm_stream(norms["mixer"])
         ops.add(layer.ffn.emit(ops, held.ffn, ops.stream()))
         ops.norm_stream(norms["ffn"])
         return
-    if spec.norm_placement == "normed":  # as in BLOOM with apply_residual_connection_post_layernorm
+    if placement == "normed":  # as in BLOOM with apply_residual_connection_post_layernorm
         for block, held_block, key in ((layer.mixer, held.mixer, "mixer"), (layer.ffn, held.ffn, "ffn")):
             ops.norm_stream(norms[key])
             ops.add(block.emit(ops, held_block, ops.stream()))
         return
-    if spec.norm_placement == "parallel":  # as in GPT-J; in a CPU program's last layer, the FFN's norm has fewer rows
+    if placement == "parallel":  # as in GPT-J; in a CPU program's last layer, the FFN's norm has fewer rows
         mixed = layer.mixer.emit(ops, held.mixer, ops.normed(norms["mixer"]))
         ops.add([*mixed, *layer.ffn.emit(ops, held.ffn, ops.normed(norms.get("ffn", norms["mixer"])))])
         return
     for block, held_block, key in ((layer.mixer, held.mixer, "mixer"), (layer.ffn, held.ffn, "ffn")):
-        if isinstance(block, NoFfn):
+        if isinstance(block, NoMixer | NoFfn):
             continue
         read = ops.normed(norms[key]) if key in norms else ops.stream()
         ops.add(block.emit(ops, held_block, read), norms.get(f"{key}_post"))

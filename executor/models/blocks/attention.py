@@ -21,6 +21,7 @@ from headrace.executor.models.blocks import (
     Vector,
     rounded_up,
 )
+from headrace.executor.models.blocks.gated_norm import Gate
 from headrace.ipc.failure import ModelError
 
 
@@ -51,6 +52,8 @@ class Attention(Mixer):
     """False: a token attends to the tokens after it too."""
     distance_bias: tuple[int, int, int] | None = None
     """num_buckets, most_distance and reach of a `DistanceBias`; None: there is none."""
+    gated: bool = False
+    """Whether the heads' results are multiplied by the sigmoid of a further projection of the layer's input."""
 
     @property
     def cache(self) -> TokenCache:
@@ -85,6 +88,9 @@ class Attention(Mixer):
             key_norm=head_norms.get("key_norm"),
         )
         found["output"] = Linear(((names.output, hidden),), queries, self.output_bias)
+        if self.gated:
+            found["gate"] = Linear(((names.query_gate, queries),), hidden, self.bias)
+            found["gating"] = Gate("sigmoid")
         return found
 
     def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
@@ -95,7 +101,11 @@ class Attention(Mixer):
             qkv = ops.norm(held["key_norm"], qkv, queries, queries + keys)
         if self.clip_qkv is not None:
             qkv = ops.call(_clipped, qkv, self.clip_qkv)
-        return [ops.product(held["output"], ops.mix(held["attend"], qkv))]
+        gate = ops.linear(held["gate"], x) if self.gated else None
+        attended = ops.mix(held["attend"], qkv)
+        if self.gated:
+            attended = ops.compute(held["gating"], attended, gate)
+        return [ops.product(held["output"], attended)]
 
     def for_ranks(self, tp_size: int, inner_block: int) -> Attention:
         """Pads key/value heads to a multiple of tp_size or, if they are fewer than ranks, to a divisor of it: then
@@ -129,8 +139,9 @@ class Attention(Mixer):
         return DistanceBias(name, num_buckets, most_distance, Axis(self.num_heads, groups=self.num_kv_heads), reach)
 
     def values_per_token(self, tp_size: int) -> int:
-        """Queries, keys and values, and attention's results."""
-        return 2 * (self.num_heads // tp_size + max(1, self.num_kv_heads // tp_size)) * self.head_dim
+        """Queries, keys and values, and attention's results; gates, and gated results."""
+        gates = 2 * self.num_heads // tp_size * self.gated
+        return (2 * (self.num_heads // tp_size + max(1, self.num_kv_heads // tp_size)) + gates) * self.head_dim
 
     def problem(self) -> str:
         for name in ("num_heads", "num_kv_heads", "head_dim"):

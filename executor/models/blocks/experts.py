@@ -53,8 +53,8 @@ class Experts(Ffn):
         each = [f"{names.experts}.{index}." for index in range(self.num_experts)]
         found: dict[str, Declared] = {"router": router, "experts": self._stack(spec, each, self.inner)}
         if self.correction != "no":
-            is_row = self.correction == "row"
-            found["correction"] = Vector(names.router_correction, self.num_experts, is_row=is_row)
+            stored = (1, None) if self.correction == "row" else (None,)
+            found["correction"] = Vector(names.router_correction, self.num_experts, stored)
         if self.shared_inner and not self.shared_gate:
             gate, up, down = (
                 f"{names.shared_expert}.{name}" for name in (names.expert_gate, names.expert_up, names.expert_down)
@@ -101,8 +101,3 @@ class Experts(Ffn):
         if not 1 <= self.routing.num_chosen <= self.num_experts:
             return f"{self.routing.num_chosen} of {self.num_experts} experts cannot be chosen for a token"
         return self.routing.groups.why_not(self.num_experts, self.routing.num_chosen)
-
-    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        if spec.norm_placement in ("post", "normed"):
-            return "the program adds experts' results to another stream than they read, and here both are one."
-        return ""

@@ -1,4 +1,4 @@
-"""Recurrent mixers: they keep a matrix per head, which every token decays and adds to."""
+"""Mamba 2's mixer: it keeps a matrix per head, which every token decays and adds to."""
 
 from __future__ import annotations
 
@@ -18,27 +18,9 @@ from headrace.executor.models.blocks import (
     Vector,
     Weight,
 )
+from headrace.executor.models.blocks.gated_norm import GatedNorm
 from headrace.executor.models.blocks.short_convolution import Convolve
 from headrace.ipc.failure import ModelError
-
-
-@dataclass(frozen=True)
-class GroupNorm(Declared):
-    """An RMS norm of each group of `group` neighbouring columns.
-
-    compute(x): [num_tokens, columns] -> the same, normed."""
-
-    eager_reader = "headrace.executor.models.eager_states:EagerGroupNorm"
-    program_reader = "headrace.executor.cpu.recurrent:CpuGroupNorm.read"
-
-    name: str
-    size: Axis
-    """Its unit is a whole number of groups."""
-    group: int
-    eps: float
-
-    def weights(self) -> Iterator[Weight]:
-        yield Weight(f"{self.name}.weight", (self.size,), "norm")
 
 
 @dataclass(frozen=True)
@@ -66,11 +48,6 @@ class Scan(Declared):
     step_limits: tuple[float, float] = (0.0, math.inf)
     """Range of time steps, to which they are clipped."""
 
-    @property
-    def convolved(self) -> int:
-        """Channels of x, B and C, which a convolution computes; its drafts' inputs are kept before the scan's."""
-        return self.num_heads * self.head_dim + 2 * self.num_groups * self.state_size
-
     def weights(self) -> Iterator[Weight]:
         for each in (self.decay, self.skip, self.step_bias):
             yield from each.weights()
@@ -92,6 +69,12 @@ class Ssd(StateMixer):
     """Whether the input and output projections have biases."""
     conv_bias: bool = True
     step_limits: tuple[float, float] = (0.0, math.inf)
+    output_bias: bool | None = None
+    """Whether the output projection has one; None: as the input's."""
+    normed: bool = True
+    """Whether the gated results are normed."""
+    at: str = "mixer"
+    """What the names of its weights begin with."""
 
     @property
     def inner(self) -> int:
@@ -108,13 +91,17 @@ class Ssd(StateMixer):
 
     def fused(self) -> tuple[Fused, ...]:
         """How checkpoints store the input projection and the convolution."""
-        mixed = tuple((f"mixer.in_{name}", size) for name, size in self._mixed)
-        projection = (("mixer.in_gate", self.inner), *mixed, ("mixer.in_steps", self.heads))
-        convolved = tuple((f"mixer.conv_{name}", size) for name, size in self._mixed)
-        return Fused("mixer.in_proj", projection), Fused("mixer.conv1d", convolved)
+        mixed = tuple((f"{self.at}.in_{name}", size) for name, size in self._mixed)
+        projection = ((f"{self.at}.in_gate", self.inner), *mixed, (f"{self.at}.in_steps", self.heads))
+        convolved = tuple((f"{self.at}.conv_{name}", size) for name, size in self._mixed)
+        return Fused(f"{self.at}.in_proj", projection), Fused(f"{self.at}.conv1d", convolved)
+
+    def _own_mixed(self, tp_size: int) -> int:
+        """Columns of x, B and C on one rank; with fewer groups than ranks, several have the same group."""
+        return self.inner // tp_size + 2 * max(1, self.groups // tp_size) * self.state_size
 
     def state(self, tp_size: int) -> tuple[Kept, ...]:
-        channels = (self.inner + 2 * self._shared) // tp_size
+        channels = self._own_mixed(tp_size)
         return (
             Kept("history", (self.conv_width - 1, channels), "float32"),
             Kept("state", (self.heads // tp_size, self.head_dim, self.state_size), "float32"),
@@ -122,19 +109,20 @@ class Ssd(StateMixer):
 
     def draft_elements(self, tp_size: int) -> int:
         """The convolution's inputs, then the recurrence's, with each head's time step."""
-        return (2 * (self.inner + 2 * self._shared) + self.heads) // tp_size
+        return 2 * self._own_mixed(tp_size) + self.heads // tp_size
 
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
-        hidden, heads = spec.hidden_size, Axis(self.heads, unit=self.heads // self.groups)
-        inner = Axis(self.inner, unit=self.inner // self.groups)
+        hidden, heads = spec.hidden_size, Axis(self.heads)
+        inner = Axis(self.inner, unit=self.head_dim)
         shared = Axis(self._shared, unit=self.state_size)
         axes = {"x": inner, "b": shared, "c": shared}
-        return {
-            "gate": Linear((("mixer.in_gate", inner),), hidden, self.bias),
-            "mixed": Linear(tuple((f"mixer.in_{name}", axis) for name, axis in axes.items()), hidden, self.bias),
-            "steps": Linear((("mixer.in_steps", heads),), hidden, self.bias),
+        output_bias = self.bias if self.output_bias is None else self.output_bias
+        found: dict[str, Declared] = {
+            "gate": Linear(((f"{self.at}.in_gate", inner),), hidden, self.bias),
+            "mixed": Linear(tuple((f"{self.at}.in_{name}", axis) for name, axis in axes.items()), hidden, self.bias),
+            "steps": Linear(((f"{self.at}.in_steps", heads),), hidden, self.bias),
             "convolve": Convolve(
-                tuple((f"mixer.conv_{name}", axis) for name, axis in axes.items()),
+                tuple((f"{self.at}.conv_{name}", axis) for name, axis in axes.items()),
                 self.conv_width,
                 self.conv_bias,
                 activation="silu",
@@ -144,31 +132,45 @@ class Ssd(StateMixer):
                 self.head_dim,
                 self.state_size,
                 self.groups,
-                decay=Vector("mixer.A_log", heads),
-                skip=Vector("mixer.D", heads),
-                step_bias=Vector("mixer.dt_bias", heads),
+                decay=Vector(f"{self.at}.A_log", heads),
+                skip=Vector(f"{self.at}.D", heads),
+                step_bias=Vector(f"{self.at}.dt_bias", heads),
                 step_limits=self.step_limits,
             ),
-            "norm": GroupNorm("mixer.norm", inner, self.inner // self.groups, self.norm_eps),
-            "output": Linear((("mixer.out_proj", hidden),), inner, self.bias),
+            "output": Linear(((f"{self.at}.out_proj", hidden),), inner, output_bias),
         }
+        if self.normed:
+            found["norm"] = GatedNorm(f"{self.at}.norm", inner, self.inner // self.groups, self.norm_eps)
+        return found
 
     def emit(self, ops: LayerOps, held: Held, x: Any) -> Sequence[Any]:
+        return [ops.product(held["output"], self.results(ops, held, x))]
+
+    def results(self, ops: LayerOps, held: Held, x: Any) -> Any:
+        """What the output projection reads."""
         mixed = ops.mix(held["convolve"], ops.linear(held["mixed"], x))
         scanned = ops.mix(held["scan"], mixed, ops.linear(held["steps"], x), ops.linear(held["gate"], x))
-        return [ops.product(held["output"], ops.compute(held["norm"], scanned))]
+        return ops.compute(held["norm"], scanned) if self.normed else scanned
 
     def for_ranks(self, tp_size: int, inner_block: int) -> Ssd:
-        """Ranks divide the groups of heads, since each is normed as a whole."""
-        if self.groups % tp_size:
+        """Ranks divide the groups of heads, since each is normed as a whole; or all have the only group, whose heads
+        they divide."""
+        divides = not self.groups % tp_size or self.groups == 1 or (not self.normed and not tp_size % self.groups)
+        if self.heads % tp_size or not divides:
             raise ModelError(
-                f"{self.groups} groups of heads cannot be divided among {tp_size} ranks: a rank computes whole groups"
+                f"{self.heads} heads in {self.groups} groups cannot be divided among {tp_size} ranks: a rank computes "
+                "whole groups, or a part of the only one"
             )
         return self
 
     def values_per_token(self, tp_size: int) -> int:
         """Projections, the convolution's and the recurrence's results."""
-        return (2 * (self.inner + 2 * self._shared) + 3 * self.inner + self.heads) // tp_size
+        return 2 * self._own_mixed(tp_size) + (3 * self.inner + self.heads) // tp_size
+
+    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
+        if not self.groups % tp_size or not self.normed:
+            return ""
+        return "the program norms whole groups of heads, and ranks have a part of the only one."
 
     def problem(self) -> str:
         sizes = ("heads", "head_dim", "state_size", "groups")

@@ -1,26 +1,15 @@
 """Mamba 2: recurrent layers alone, without attention and FFNs."""
 
-import math
-
 from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, WeightNames
 from headrace.executor.models.blocks import NoFfn
 from headrace.executor.models.blocks.recurrent import Ssd
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import activation, flag, integer, number
+from headrace.executor.models.families._config import flag, integer, number
+from headrace.executor.models.families._ssd import require_silu, step_limits
 from headrace.ipc.failure import ModelError
 
 DEFAULT_CONTEXT = 1 << 20
 """Its state has a fixed size, so nothing but the training limits the length; llama.cpp has the same number."""
-
-
-def _step_limits(config: Config) -> tuple[float, float]:
-    given = config.get("time_step_limit")
-    given = [0.0, math.inf] if given is None else given
-    # transformers writes infinity as {"__float__": "Infinity"}.
-    pair = [float(str(each.get("__float__"))) if isinstance(each, dict) else each for each in given]
-    if len(pair) != 2 or not all(isinstance(each, int | float) and not isinstance(each, bool) for each in pair):
-        raise ModelError(f"the config's time_step_limit must be two numbers, got {given!r:.80}")
-    return float(pair[0]), float(pair[1])
 
 
 def build(config: Config) -> ArchSpec:
@@ -31,8 +20,7 @@ def build(config: Config) -> ArchSpec:
             f"the config's {heads} heads of {head_dim} are {heads * head_dim} values, and expand times hidden_size "
             f"(intermediate_size) is {inner}"
         )
-    if activation(config, "hidden_act", "silu") != "silu":
-        raise ModelError(f"the config's hidden_act is {config['hidden_act']!r:.80}; silu is supported")
+    require_silu(config, "hidden_act")
     eps = number(config, "layer_norm_epsilon", 1e-5)
     mixer = Ssd(
         heads=heads,
@@ -43,7 +31,7 @@ def build(config: Config) -> ArchSpec:
         norm_eps=eps,
         bias=flag(config, "use_bias", False),
         conv_bias=flag(config, "use_conv_bias", True),
-        step_limits=_step_limits(config),
+        step_limits=step_limits(config),
     )
     return ArchSpec(
         architecture=config["architectures"][0],

@@ -17,6 +17,7 @@ ARCHITECTURES = (
     *("LlavaNextForConditionalGeneration", "LlavaNextVideoForConditionalGeneration"),
     *("LlavaOnevisionForConditionalGeneration", "Mistral3ForConditionalGeneration"),
     *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
+    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
     *("SmolVLMForConditionalGeneration", "VipLlavaForConditionalGeneration", "VoxtralForConditionalGeneration"),
 )
 QWEN = {

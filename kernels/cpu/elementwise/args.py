@@ -112,6 +112,29 @@ class CopyArgs(ctypes.Structure):
     )
 
 
+class GatedNormArgs(ctypes.Structure):
+    """Mirror of `GatedNormArgs` in elementwise.h."""
+
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("gate", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("input_stride", ctypes.c_int64),
+        ("gate_stride", ctypes.c_int64),
+        ("output_stride", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("weight_stride", ctypes.c_int64),
+        ("rows", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("input_type", ctypes.c_int32),
+        ("gate_type", ctypes.c_int32),
+        ("output_type", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+    )
+
+
 class SoftCapArgs(ctypes.Structure):
     """Mirror of `SoftCapArgs` in elementwise.h: the arguments of `hr_op_soft_cap`."""
 

@@ -185,6 +185,33 @@ void copy(const void* raw, const Step& step, int thread, int num_threads) {
                 static_cast<size_t>(args.row_bytes));
 }
 
+void gated_norm(const void* raw, const Step& step, int thread, int num_threads) {
+  const GatedNormArgs& args = *static_cast<const GatedNormArgs*>(raw);
+  alignas(64) float values[kMostRowValues];
+  alignas(64) float gates[kMostRowValues];
+  // Divided by groups, so that threads share even the one row of a decode step.
+  const int64_t groups = args.size / args.group, rows = step.rows(args.rows, 0);
+  const Range mine = split(rows * groups, thread, num_threads);
+  for (int64_t i = mine.begin; i < mine.end; ++i) {
+    const int64_t row = i / groups, group = i % groups, first = group * args.group, count = args.group;
+    const char* input = row_at(args.input, row, args.input_stride, args.input_type);
+    load_values(input + first * size_of(args.input_type), args.input_type, count, values);
+    if (args.weight != nullptr)
+      norm_values(NormKind::kRms, values, count, args.weight + group * args.weight_stride, nullptr, args.eps, values);
+    if (args.gate != nullptr) {
+      const char* gate = row_at(args.gate, row, args.gate_stride, args.gate_type);
+      load_values(gate + first * size_of(args.gate_type), args.gate_type, count, gates);
+      std::fill(gates + count, gates + (count + kLanes - 1) / kLanes * kLanes, 0.0f);
+      for (int64_t at = 0; at < count; at += kLanes) {
+        const Floats activated = activate(args.activation, load_floats(gates + at));
+        store_floats(values + at, load_floats(values + at) * activated);
+      }
+    }
+    char* output = row_at(args.output, row, args.output_stride, args.output_type);
+    store_values(values, args.output_type, count, output + first * size_of(args.output_type));
+  }
+}
+
 void soft_cap(const void* raw, const Step& step, int thread, int num_threads) {
   const SoftCapArgs& args = *static_cast<const SoftCapArgs*>(raw);
   const int64_t rows = step.rows(args.rows, args.num_rows);
@@ -225,6 +252,10 @@ HR_EXPORT void hr_op_gather(const void* args, const Step& step, int thread, int 
 
 HR_EXPORT void hr_op_copy(const void* args, const Step& step, int thread, int num_threads) {
   copy(args, step, thread, num_threads);
+}
+
+HR_EXPORT void hr_op_gated_norm(const void* args, const Step& step, int thread, int num_threads) {
+  gated_norm(args, step, thread, num_threads);
 }
 
 HR_EXPORT void hr_op_soft_cap(const void* args, const Step& step, int thread, int num_threads) {

@@ -119,12 +119,33 @@ struct SoftCapArgs {
   float cap;
 };
 
+// output = RMS norm of each group of columns * weight, unless weight is null, * activation(gate), unless gate is null
+struct GatedNormArgs {
+  const void* input;    // [rows, input_stride]
+  const void* gate;     // [rows, gate_stride] or null
+  const float* weight;  // [size], or [group] where weight_stride is 0; or null
+  void* output;         // [rows, output_stride]
+  int64_t input_stride;
+  int64_t gate_stride;
+  int64_t output_stride;
+  int64_t size;
+  int64_t group;          // columns
+  int64_t weight_stride;  // from a group's weights to those of the next
+  Rows rows;
+  Activation activation;
+  DType input_type;
+  DType gate_type;
+  DType output_type;
+  float eps;
+};
+
 void norm(const void* args, const Step& step, int thread, int num_threads);
 void activation_multiply(const void* args, const Step& step, int thread, int num_threads);
 void embedding(const void* args, const Step& step, int thread, int num_threads);
 void add(const void* args, const Step& step, int thread, int num_threads);
 void gather(const void* args, const Step& step, int thread, int num_threads);
 void copy(const void* args, const Step& step, int thread, int num_threads);
+void gated_norm(const void* args, const Step& step, int thread, int num_threads);
 void soft_cap(const void* args, const Step& step, int thread, int num_threads);
 
 }  // namespace headrace

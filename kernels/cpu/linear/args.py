@@ -11,7 +11,7 @@ import torch
 
 DTYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
-    {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5}
+    {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5, "sigmoid": 7}
 )
 GATED_ACTIVATIONS: Mapping[str, int] = MappingProxyType({**ACTIVATIONS, "clamped_silu": 6})
 """The activations of gated pairs of experts."""

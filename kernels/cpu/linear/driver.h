@@ -100,6 +100,7 @@ inline Floats activate(Activation activation, Floats value) {
       const Floats positive = larger(value, all_lanes(0.0f));
       return positive * positive;
     }
+    case Activation::kSigmoid: return 1.0f / (1.0f + exponential<true>(-value));
     default: return value;
   }
 }

@@ -23,6 +23,7 @@ from headrace.kernels.cpu.elementwise.args import (
     AddArgs,
     CopyArgs,
     EmbeddingArgs,
+    GatedNormArgs,
     GatherArgs,
     NormArgs,
     SoftCapArgs,
@@ -224,6 +225,46 @@ class Builder:
         )
         reads = (source, out) if add else (source,)
         self._add("norm", "hr_op_norm", args, reads, (out,), few=with_own_copies(args, "output", out), keep=(norm,))
+
+    def gated_norm(
+        self,
+        source: Buffer,
+        gate: Buffer | None,
+        weight: Tensor | None,
+        out: Buffer,
+        *,
+        group: int,
+        eps: float = 0.0,
+        activation: str = "none",
+    ) -> None:
+        """out = `reference.states.gated_norm` of source."""
+        gates = () if gate is None else (gate,)
+        columns = {each.columns for each in (source, out, *gates)}
+        require_same(columns, {source.columns}, "the columns of a gated norm", "those of its input")
+        require_same({each.rows for each in (out, *gates)}, {source.rows}, "the rows of a gated norm", "its input's")
+        if source.columns % group or group > MOST_ROW_VALUES:
+            raise ValueError(f"{source.columns} columns are not normed in groups of {group}.")
+        if weight is not None and len(weight) not in (group, source.columns):
+            raise ValueError(f"a gated norm of groups of {group} has {len(weight)} weights.")
+        args = GatedNormArgs(
+            input=source.address,
+            gate=None if gate is None else gate.address,
+            weight=address_of(weight),
+            output=out.address,
+            input_stride=source.stride,
+            gate_stride=0 if gate is None else gate.stride,
+            output_stride=out.stride,
+            size=source.columns,
+            group=group,
+            weight_stride=0 if weight is None or len(weight) == group else group,
+            rows=ROW_COUNTS[source.rows],
+            activation=ACTIVATIONS[activation],
+            input_type=source.type,
+            gate_type=source.type if gate is None else gate.type,
+            output_type=out.type,
+            eps=eps,
+        )
+        self._add("gated_norm", "hr_op_gated_norm", args, (source, *gates), (out,), keep=(weight,))
 
     def linear(
         self,

@@ -107,3 +107,58 @@ class ScanArgs(ctypes.Structure):
         ("most_step", ctypes.c_float),
         ("out_type", ctypes.c_int32),
     )
+
+
+class LinearAttentionArgs(ctypes.Structure):
+    """Mirror of `LinearAttentionArgs` in states.h: the arguments of `hr_op_linear_attention`."""
+
+    _fields_ = (
+        ("states", ctypes.c_void_p),
+        ("state", StateUnitsC),
+        ("drafted", DraftedC),
+        ("mixed", ctypes.c_void_p),
+        ("decays", ctypes.c_void_p),
+        ("rates", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("decay", ctypes.c_void_p),
+        ("decay_bias", ctypes.c_void_p),
+        ("mixed_stride", ctypes.c_int64),
+        ("decays_stride", ctypes.c_int64),
+        ("rates_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("num_key_heads", ctypes.c_int64),
+        ("key_dim", ctypes.c_int64),
+        ("value_dim", ctypes.c_int64),
+        ("decay_columns", ctypes.c_int64),
+        ("correction", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("unit_keys", ctypes.c_int32),
+        ("mixed_type", ctypes.c_int32),
+        ("out_type", ctypes.c_int32),
+    )
+
+
+class SelectiveArgs(ctypes.Structure):
+    """Mirror of `SelectiveArgs` in states.h: the arguments of `hr_op_selective_scan`."""
+
+    _fields_ = (
+        ("states", ctypes.c_void_p),
+        ("state", StateUnitsC),
+        ("drafted", DraftedC),
+        ("x", ctypes.c_void_p),
+        ("steps", ctypes.c_void_p),
+        ("shared", ctypes.c_void_p),
+        ("gate", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("decay", ctypes.c_void_p),
+        ("skip", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("steps_stride", ctypes.c_int64),
+        ("shared_stride", ctypes.c_int64),
+        ("gate_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        ("state_size", ctypes.c_int64),
+        ("out_type", ctypes.c_int32),
+    )

@@ -6,18 +6,6 @@
 namespace headrace {
 namespace {
 
-// Lanes [0, count) of a vector, count <= kLanes; lanes beyond are zeros.
-inline Floats load_lanes(const void* from, int64_t at, int count, DType type) {
-  if (count == kLanes) return load_vector(from, at, type);
-  Floats values = {};
-  for (int i = 0; i < count; ++i) values[i] = load_one(from, at + i, type);
-  return values;
-}
-inline void store_lanes(void* to, int64_t at, int count, DType type, Floats values) {
-  if (count == kLanes) return store_vector(to, at, type, values);
-  for (int i = 0; i < count; ++i) store_one(to, at + i, type, values[i]);
-}
-
 // A thread's channels of one sequence.
 struct Channels {
   const ConvolveArgs& args;

@@ -10,8 +10,6 @@ constexpr int kChunk = 32;   // tokens
 constexpr int kVectors = 4;  // of a row, in registers at a time
 constexpr int kRows = 2;     // of the state, in registers at a time
 
-inline int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
-
 // A thread's scratch.
 struct Room {
   float* state;   // [head_dim, padded state_size]
@@ -34,9 +32,6 @@ struct Room {
     return static_cast<int64_t>(sizeof(Floats)) * kChunk * kRows + 4 * (rows * columns + 2 * kChunk * (columns + rows));
   }
 };
-
-// ln(1 + e^x), which is x for large x.
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 struct Head {
   const ScanArgs& args;

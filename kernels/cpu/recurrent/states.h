@@ -125,10 +125,77 @@ struct ScanArgs {
   DType out_type;
 };
 
+// Arguments of hr_op_linear_attention: see reference.linear_attention.
+struct LinearAttentionArgs {
+  const StateStep* states;
+  StateUnits state;     // unit i: value head i, [key_dim, value_dim]
+  Drafted drafted;      // mixed, decays and rates
+  const void* mixed;    // [num_tokens, mixed_stride]: each key head's query, each one's key, each head's value
+  const float* decays;  // [num_tokens, decays_stride], or null: a head's decay is the same for all tokens
+  const float* rates;   // [num_tokens, rates_stride], or null: values are not corrected
+  void* out;            // [num_tokens, out_stride]
+  const float* decay;       // [num_heads], negative
+  const float* decay_bias;  // [num_heads * decay_columns]
+  int64_t mixed_stride, decays_stride, rates_stride, out_stride;  // elements
+  int64_t num_heads, num_key_heads, key_dim, value_dim;
+  int64_t decay_columns;  // of a head: 0, 1 or key_dim
+  float correction, scale;
+  int32_t unit_keys;
+  DType mixed_type;
+  DType out_type;
+};
+
+// Arguments of hr_op_selective_scan: see reference.selective.selective_scan.
+struct SelectiveArgs {
+  const StateStep* states;
+  StateUnits state;  // unit n: value n of the state of each channel, [channels]
+  Drafted drafted;   // x, steps, shared
+  const float* x;       // [num_tokens, x_stride]
+  const float* steps;   // [num_tokens, steps_stride]
+  const float* shared;  // [num_tokens, shared_stride]: B, then C
+  const float* gate;    // [num_tokens, gate_stride]
+  void* out;            // [num_tokens, out_stride]
+  const float* decay;   // [state_size, channels], negative
+  const float* skip;    // [channels]
+  int64_t x_stride, steps_stride, shared_stride, gate_stride, out_stride;  // elements
+  int64_t channels, state_size;
+  DType out_type;
+};
+
+// Bytes of thread scratch that hr_op_linear_attention needs.
+int64_t linear_attention_scratch_bytes(int64_t key_dim, int64_t value_dim);
+
 // Bytes of thread scratch that hr_op_scan needs.
 int64_t scan_scratch_bytes(int64_t head_dim, int64_t state_size);
 
 void convolve(const void* args, const Step& step, int thread, int num_threads);
 void scan(const void* args, const Step& step, int thread, int num_threads);
+void selective_scan(const void* args, const Step& step, int thread, int num_threads);
+void linear_attention(const void* args, const Step& step, int thread, int num_threads);
+
+inline int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
+// Lanes [0, count) of a vector, count <= kLanes; lanes beyond are zeros.
+inline Floats load_lanes(const void* from, int64_t at, int count, DType type) {
+  if (count == kLanes) return load_vector(from, at, type);
+  Floats values = {};
+  for (int i = 0; i < count; ++i) values[i] = load_one(from, at + i, type);
+  return values;
+}
+inline void store_lanes(void* to, int64_t at, int count, DType type, Floats values) {
+  if (count == kLanes) return store_vector(to, at, type, values);
+  for (int i = 0; i < count; ++i) store_one(to, at + i, type, values[i]);
+}
+
+// ln(1 + e^x), which is x for large x.
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+// The same: max(x, 0) + ln(1 + e^-|x|), whose logarithm is 2 artanh(y / (2 + y)) for y = e^-|x|, as a series.
+inline Floats softplus(Floats x) {
+  const Floats zero = {}, y = exponential<true>(-larger(x, -x)), s = y / (2.0f + y), square = s * s;
+  Floats sum = all_lanes(1.0f / 17.0f);
+  for (int odd = 15; odd >= 1; odd -= 2) sum = fused(sum, square, all_lanes(1.0f / static_cast<float>(odd)));
+  return larger(x, zero) + 2.0f * s * sum;
+}
 
 }  // namespace headrace

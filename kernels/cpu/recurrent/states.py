@@ -1,9 +1,9 @@
-"""Short convolutions and Mamba 2's recurrence on the CPU kernels, with the references' signatures and in programs."""
+"""Layers that keep a state per sequence, on the CPU kernels: with the references' signatures and in programs."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,14 +14,26 @@ from headrace.kernels.cpu.linear.linear import Runtime, runtime
 from headrace.kernels.cpu.ops import why_no_op
 from headrace.kernels.cpu.program.parts import Buffer
 from headrace.kernels.cpu.program.program import Builder
-from headrace.kernels.cpu.recurrent.args import ConvolveArgs, DraftedC, ScanArgs, StateStepC, StateUnitsC
+from headrace.kernels.cpu.recurrent.args import (
+    ConvolveArgs,
+    DraftedC,
+    LinearAttentionArgs,
+    ScanArgs,
+    SelectiveArgs,
+    StateStepC,
+    StateUnitsC,
+)
 from headrace.kernels.cpu.runtime.pointers import pointer
 from headrace.kernels.cpu.runtime.threads import Step
+from headrace.kernels.reference.linear_attention import LinearAttentionParams
+from headrace.kernels.reference.selective import SelectiveParams
 from headrace.kernels.reference.states import ConvolveParams, LayerState, ScanParams, StateBatch
 from headrace.kernels.registry import Version
 
 MOST_WIDTH = 16
 """`kMostConvolveWidth` in states.h."""
+MOST_VECTOR_BYTES = 64
+"""Of the widest vectors."""
 
 
 def write_convolve(
@@ -72,6 +84,70 @@ def scan_scratch_bytes(used: Runtime, params: ScanParams) -> int:
     return int(find(params.head_dim, params.state_size))
 
 
+def write_selective_scan(
+    builder: Builder,
+    inputs: Mapping[str, Buffer],
+    out: Buffer,
+    params: SelectiveParams,
+    states: StateStepC,
+    state: LayerState,
+) -> None:
+    """out = `reference.selective.selective_scan` of the inputs x, steps, shared and gate, for the sequences in `states`
+    of each step."""
+    args, kept = _selective_args(params, state)
+    size, channels = params.sizes
+    found = [inputs[name].columns for name in ("x", "steps", "shared", "gate")] + [out.columns]
+    if found != [channels, channels, 2 * size, channels, channels]:
+        raise ValueError(f"a selective scan of {channels} channels does not fit columns {found}.")
+    if {each.tensor.dtype for each in inputs.values()} != {torch.float32}:
+        raise ValueError("a selective scan reads float32.")
+    for name, each in inputs.items():
+        setattr(args, name, each.address)
+        setattr(args, f"{name}_stride", each.stride)
+    args.states, args.out = ctypes.addressof(states), out.address
+    args.out_stride, args.out_type = out.stride, out.type
+    builder.need_scratch(size * MOST_VECTOR_BYTES)
+    builder.op("hr_op_selective_scan", args, tuple(inputs.values()), (out,), keep=(kept, states, state))
+
+
+def write_linear_attention(
+    builder: Builder,
+    mixed: Buffer,
+    decays: Buffer | None,
+    rates: Buffer | None,
+    out: Buffer,
+    params: LinearAttentionParams,
+    states: StateStepC,
+    state: LayerState,
+) -> None:
+    """out = `reference.linear_attention`, for the sequences in `states` of each step."""
+    args, kept = _linear_attention_args(params, state)
+    given = {"decays": decays, "rates": rates}
+    found = [mixed.columns, out.columns, *(0 if each is None else each.columns for each in given.values())]
+    heads, values = params.num_heads, params.num_heads * params.value_dim
+    if found != [sum(params.parts), values, heads * args.decay_columns, heads if params.correction else 0]:
+        raise ValueError(f"linear attention of {heads} heads of {params.value_dim} does not fit columns {found}.")
+    args.states, args.mixed, args.out = ctypes.addressof(states), mixed.address, out.address
+    args.mixed_stride, args.mixed_type = mixed.stride, mixed.type
+    args.out_stride, args.out_type = out.stride, out.type
+    for name, each in given.items():
+        if each is not None:
+            if each.tensor.dtype != torch.float32:
+                raise ValueError(f"the {name} of linear attention are float32.")
+            setattr(args, name, each.address)
+            setattr(args, f"{name}_stride", each.stride)
+    builder.need_scratch(linear_attention_scratch_bytes(builder.runtime, params))
+    reads = (mixed, *(each for each in given.values() if each is not None))
+    builder.op("hr_op_linear_attention", args, reads, (out,), keep=(kept, states, state))
+
+
+def linear_attention_scratch_bytes(used: Runtime, params: LinearAttentionParams) -> int:
+    """Bytes of scratch that each thread needs."""
+    find = used.library.dll.hr_linear_attention_scratch_bytes
+    find.restype, find.argtypes = ctypes.c_int64, [ctypes.c_int64, ctypes.c_int64]
+    return int(find(params.key_dim, params.value_dim))
+
+
 class StateOps:
     """The ops on one runtime."""
 
@@ -102,6 +178,55 @@ class StateOps:
         self.runtime.pool.reserve(0, scan_scratch_bytes(self.runtime, params))
         self._run("hr_op_scan", args, batch, len(mixed))
         del kept
+        return out
+
+    def linear_attention(
+        self,
+        mixed: Tensor,
+        decays: Tensor | None,
+        rates: Tensor | None,
+        params: LinearAttentionParams,
+        batch: StateBatch,
+        state: LayerState,
+    ) -> Tensor:
+        """As `reference.linear_attention`."""
+        args, kept = _linear_attention_args(params, state)
+        mixed = mixed.contiguous()
+        out = torch.empty(len(mixed), params.num_heads * params.value_dim, dtype=mixed.dtype)
+        args.mixed, args.mixed_stride, args.mixed_type = pointer(mixed), mixed.stride(0), DTYPES[mixed.dtype]
+        args.out, args.out_stride, args.out_type = pointer(out), out.stride(0), DTYPES[out.dtype]
+        given = {"decays": decays, "rates": rates}
+        floats = {name: each.float().contiguous() for name, each in given.items() if each is not None}
+        for name, each in floats.items():
+            setattr(args, name, pointer(each))
+            setattr(args, f"{name}_stride", each.stride(0))
+        self.runtime.pool.reserve(0, linear_attention_scratch_bytes(self.runtime, params))
+        self._run("hr_op_linear_attention", args, batch, len(mixed))
+        del kept, floats  # until here
+        return out
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        steps: Tensor,
+        shared: Tensor,
+        gate: Tensor,
+        params: SelectiveParams,
+        batch: StateBatch,
+        state: LayerState,
+    ) -> Tensor:
+        """As `reference.selective.selective_scan`."""
+        args, kept = _selective_args(params, state)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        given = {"x": x, "steps": steps, "shared": shared, "gate": gate}
+        floats = {name: each.float().contiguous() for name, each in given.items()}
+        for name, each in floats.items():
+            setattr(args, name, pointer(each))
+            setattr(args, f"{name}_stride", each.stride(0))
+        args.out, args.out_stride, args.out_type = pointer(out), out.stride(0), DTYPES[out.dtype]
+        self.runtime.pool.reserve(0, params.sizes[0] * MOST_VECTOR_BYTES)
+        self._run("hr_op_selective_scan", args, batch, len(x))
+        del kept, floats  # until here
         return out
 
     def _run(self, op: str, args: Any, batch: StateBatch, num_tokens: int) -> None:
@@ -169,6 +294,39 @@ def _scan_args(params: ScanParams, state: LayerState) -> tuple[ScanArgs, object]
     return args, params
 
 
+def _linear_attention_args(params: LinearAttentionParams, state: LayerState) -> tuple[LinearAttentionArgs, object]:
+    bias = params.decay_bias
+    args = LinearAttentionArgs(
+        state=StateUnitsC.of(state.kept["state"]),
+        drafted=DraftedC.of(state.drafted, params.first_draft_element),
+        decay=pointer(params.decay),
+        decay_bias=None if bias is None else pointer(bias),
+        num_heads=params.num_heads,
+        num_key_heads=params.num_key_heads,
+        key_dim=params.key_dim,
+        value_dim=params.value_dim,
+        decay_columns=0 if bias is None else len(bias) // params.num_heads,
+        correction=params.correction,
+        scale=params.scale,
+        unit_keys=params.unit_keys,
+    )
+    return args, params
+
+
+def _selective_args(params: SelectiveParams, state: LayerState) -> tuple[SelectiveArgs, object]:
+    size, channels = params.sizes
+    decay = params.decay.contiguous()
+    args = SelectiveArgs(
+        state=StateUnitsC.of(state.kept["state"]),
+        drafted=DraftedC.of(state.drafted, channels),
+        decay=pointer(decay),
+        skip=pointer(params.skip),
+        channels=channels,
+        state_size=size,
+    )
+    return args, (decay, params)
+
+
 def _offer(op: str) -> Version:
     def serve(*args: Any) -> Any:
         found: Callable[..., Any] = getattr(StateOps(runtime()), op)
@@ -177,4 +335,4 @@ def _offer(op: str) -> Version:
     return Version(op, "cpu_native", serve, why_no_op)
 
 
-VERSIONS = tuple(_offer(op) for op in ("convolve", "scan"))
+VERSIONS = tuple(_offer(op) for op in ("convolve", "scan", "linear_attention", "selective_scan"))

@@ -1,0 +1,50 @@
+"""Gates: products with activated values of the same columns, after a norm of groups of columns or without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace.executor.models.blocks import Axis, Declared, Dimension, Weight, size_of
+
+GateActivation = Literal["silu", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class Gate(Declared):
+    """compute(x, gate): x * activation(gate), columns by columns."""
+
+    eager_reader = "headrace.executor.models.eager_states:EagerGate.read"
+    program_reader = "headrace.executor.cpu.recurrent:CpuGate.read"
+
+    activation: GateActivation
+
+    def weights(self) -> Iterator[Weight]:
+        return iter(())
+
+
+@dataclass(frozen=True)
+class GatedNorm(Declared):
+    """An RMS norm of each group of `group` neighbouring columns, whose result may be multiplied by activated gates.
+
+    compute(x): [num_tokens, columns] -> the same, normed; compute(x, gate): times activation(gate)."""
+
+    eager_reader = "headrace.executor.models.eager_states:EagerGatedNorm"
+    program_reader = "headrace.executor.cpu.recurrent:CpuGatedNorm.read"
+
+    name: str
+    size: Axis
+    """All columns of all ranks; a rank has a whole number of groups, or a part of the only one."""
+    group: int
+    eps: float
+    activation: GateActivation = "silu"
+    shared: bool = False
+    """Whether the weights of one group serve all."""
+
+    @property
+    def weight_size(self) -> Dimension:
+        return self.group if self.shared else self.size
+
+    def weights(self) -> Iterator[Weight]:
+        yield Weight(f"{self.name}.weight", (size_of(self.weight_size),), "norm")
