@@ -49,7 +49,13 @@ def scan_params(weights: CheckedWeights, declared: Scan, prefix: str) -> ScanPar
 
 def linear_attention_params(weights: CheckedWeights, declared: LinearAttention, prefix: str) -> LinearAttentionParams:
     size, place = weights.place.tp_size, weights.place
-    heads, key_heads = declared.num_heads // size, max(1, declared.num_key_heads // size)
+    heads, all_keys = declared.num_heads // size, declared.num_key_heads
+    key_heads = all_keys if declared.tiled else max(1, all_keys // size)
+    of_head = torch.arange(heads, device=weights.device)
+    if declared.tiled:
+        of_head = (of_head + place.tp_rank * heads) % all_keys
+    else:
+        of_head = of_head // (heads // key_heads)
     bias = None if declared.decay_bias is None else weights.values(declared.decay_bias, prefix)
     if declared.decay is None:
         own = Axis(declared.num_heads).own(place)
@@ -60,6 +66,7 @@ def linear_attention_params(weights: CheckedWeights, declared: LinearAttention, 
     return LinearAttentionParams(
         num_heads=heads,
         num_key_heads=key_heads,
+        key_of_head=of_head,
         key_dim=declared.key_dim,
         value_dim=declared.value_dim,
         decay=-decay,

@@ -26,7 +26,9 @@ class LinearAttentionParams:
     num_heads: int
     """Heads of values of this rank."""
     num_key_heads: int
-    """Heads of queries and keys of this rank; each serves as many neighbouring heads of values."""
+    """Heads of queries and keys of this rank."""
+    key_of_head: Tensor
+    """[num_heads] int64: the head of queries and keys that each head of values uses"""
     key_dim: int
     value_dim: int
     decay: Tensor
@@ -104,7 +106,7 @@ def _heads(mixed: Tensor, params: LinearAttentionParams) -> tuple[Tensor, Tensor
         heads = each.unflatten(1, (params.num_key_heads, params.key_dim))
         if params.unit_keys:
             heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + UNIT_EPS)
-        both.append(heads.repeat_interleave(params.num_heads // params.num_key_heads, dim=1))
+        both.append(heads[:, params.key_of_head])
     return both[0] * params.scale, both[1], value.unflatten(1, (params.num_heads, params.value_dim))
 
 

@@ -85,6 +85,7 @@ def attention(
     params = LinearAttentionParams(
         num_heads=heads,
         num_key_heads=key_heads,
+        key_of_head=torch.arange(heads) % key_heads,
         key_dim=key_dim,
         value_dim=value_dim,
         decay=-torch.rand(heads),

@@ -136,7 +136,7 @@ def _write_experts(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
     count = next(config[k] for k in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(k))
     writer.add_expert_count(count)
     writer.add_expert_used_count(config["num_experts_per_tok"])
-    if arch in ("qwen2moe", "qwen3moe", "glm4moe", "deepseek2", "dots1", "lfm2moe"):
+    if arch in ("qwen2moe", "qwen3moe", "glm4moe", "deepseek2", "dots1", "lfm2moe", "qwen3next", "qwen35moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     elif arch in ("gpt-oss", "minimax-m2", "llama4"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -145,7 +145,7 @@ def _write_experts(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
         _write_deepseek_experts(writer, config)
     elif renormalised != (arch not in ("qwen2moe", "olmoe")):  # written only if not the default
         writer.add_expert_weights_norm(renormalised)
-    if arch == "qwen2moe":
+    if arch in ("qwen2moe", "qwen3next", "qwen35moe"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if config.get("n_group"):
         writer.add_expert_group_count(config["n_group"])
@@ -260,6 +260,16 @@ def _lfm2_moe(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
+def _delta(writer: gguf.GGUFWriter, config: Config) -> None:
+    heads = config["linear_num_value_heads"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * heads)
+    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+
+
 def _mpt(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_max_alibi_bias(config["attn_config"]["alibi_bias_max"])
 
@@ -284,6 +294,9 @@ OWN: dict[str, Callable[[gguf.GGUFWriter, Config], None]] = {
     "minicpm": _minicpm,
     "minicpm3": _minicpm3,
     "mpt": _mpt,
+    "qwen35": _delta,
+    "qwen35moe": _delta,
+    "qwen3next": _delta,
     "olmo2": _window_of_layers,
     "phi3": _phi3,
     "phimoe": _phi3,

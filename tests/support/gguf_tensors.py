@@ -11,7 +11,7 @@ from gguf_keys import PERMUTED, first
 from torch import Tensor
 
 Config = Mapping[str, Any]
-OFFSET = ("gemma", "gemma2", "gemma3", "nemotron")
+OFFSET = ("gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qwen35moe")
 ALPHAS = {"alpha_p": "xielu.alpha_p", "alpha_n": "xielu.alpha_n", "beta": "xielu.beta", "eps": "xielu.eps"}
 BLOCKS = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.")
 
@@ -68,6 +68,8 @@ def _parts(arch: str, name: str, tensor: Tensor, config: Config) -> Iterator[tup
         yield f"{blk}ffn_down_exps.weight", tensor
     elif arch == "mamba2" and ".mixer." in name:
         yield from _mamba2(name, last, tensor, blk, config)
+    elif ".linear_attn." in name:
+        yield from _delta(arch, name, last, tensor, blk, config)
     elif arch == "lfm2moe" and ".experts." in name:
         yield name.removeprefix("model."), tensor
     elif last == "expert_bias":
@@ -91,6 +93,37 @@ def _mamba2(name: str, last: str, tensor: Tensor, blk: str, config: Config) -> I
         yield name, tensor.unflatten(0, (config["n_groups"], -1))
     else:
         yield name, tensor.squeeze(1) if tensor.ndim == 3 else tensor
+
+
+def _delta(arch: str, name: str, last: str, tensor: Tensor, blk: str, config: Config) -> Iterator[tuple[str, Tensor]]:
+    """Qwen 3 Next's projections become two, and Qwen 3.5's heads of values use those of keys in turn."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    columns = keys * config["linear_key_head_dim"]
+
+    def turned(tensor: Tensor) -> Tensor:
+        """tensor [heads * n, ...]"""
+        if arch == "qwen3next":
+            return tensor
+        return tensor.unflatten(0, (keys, heads // keys, -1)).transpose(0, 1).flatten(0, 2)
+
+    if name.endswith("in_proj_qkvz.weight"):
+        inner = heads // keys * config["linear_value_head_dim"]
+        sizes = (config["linear_key_head_dim"],) * 2 + (inner, inner)
+        *mixed, gate = (part.flatten(0, 1) for part in tensor.unflatten(0, (keys, -1)).split(sizes, dim=1))
+        yield f"{blk}attn_qkv.weight", torch.cat(mixed)
+        yield f"{blk}attn_gate.weight", gate
+    elif last == "A_log":
+        yield f"{blk}ssm_a", -turned(tensor).exp()
+    elif last == "dt_bias":
+        yield f"{blk}ssm_dt.bias", turned(tensor)
+    elif name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        yield name, torch.cat([tensor[: 2 * columns], turned(tensor[2 * columns :])])
+    elif name.endswith(("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight")):
+        yield name, turned(tensor)
+    elif name.endswith("out_proj.weight"):
+        yield name, turned(tensor.T).T
+    else:
+        yield name, tensor
 
 
 def _gpt_oss(start: str, last: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -138,7 +171,7 @@ def _permuted(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _adjusted(arch: str, name: str, tensor: Tensor, config: Config) -> Tensor:
-    if arch in OFFSET and name.endswith("norm.weight"):
+    if arch in OFFSET and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return tensor + 1
     if arch == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
         return tensor.T

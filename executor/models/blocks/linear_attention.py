@@ -45,6 +45,8 @@ class LinearAttention(Declared):
     """The largest share of a correction (the delta rule); 0: values are added as they are."""
     unit_keys: bool = False
     """Whether queries and keys are divided by their lengths."""
+    tiled: bool = False
+    """Whether heads of values use those of keys in turn, each rank having all of these; else neighbours share one."""
     convolved: bool = True
     """Whether a convolution computes `mixed`; its drafts' inputs are kept before these."""
 
@@ -94,6 +96,8 @@ class DeltaRule(StateMixer):
     """Inner size of the projections to decays and gates, where each is a product of two matrices; 0: it is one."""
     gate: GateActivation = "silu"
     at: str = "linear_attn"
+    tiled: bool = False
+    """Whether heads of values use those of keys in turn, as in GGUF files, instead of neighbours sharing one."""
     names: DeltaNames = DeltaNames()
 
     decay_shape: tuple[int | None, ...] = (None,)
@@ -107,7 +111,7 @@ class DeltaRule(StateMixer):
 
     def _own_mixed(self, tp_size: int) -> int:
         """Columns of queries, keys and values on one rank; with fewer key heads than ranks, several have the same."""
-        keys = max(1, self.key_heads // tp_size) * self.key_dim
+        keys = self.key_dim * (self.key_heads if self.tiled else max(1, self.key_heads // tp_size))
         return 2 * keys + self.heads * self.value_dim // tp_size
 
     @property
@@ -116,8 +120,8 @@ class DeltaRule(StateMixer):
 
     def state(self, tp_size: int) -> tuple[Kept, ...]:
         return (
-            Kept("history", (self.conv_width - 1, self._own_mixed(tp_size)), "sequence", "float32"),
-            Kept("state", (self.heads // tp_size, self.key_dim, self.value_dim), "sequence", "float32"),
+            Kept("history", (self.conv_width - 1, self._own_mixed(tp_size)), "float32"),
+            Kept("state", (self.heads // tp_size, self.key_dim, self.value_dim), "float32"),
         )
 
     def draft_elements(self, tp_size: int) -> int:
@@ -126,7 +130,8 @@ class DeltaRule(StateMixer):
 
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
         at, names, hidden, heads = f"{self.at}.", self.names, spec.hidden_size, Axis(self.heads)
-        keys = Axis(self.key_heads * self.key_dim, unit=self.key_dim)
+        columns = self.key_heads * self.key_dim
+        keys = Axis(columns, unit=columns if self.tiled else self.key_dim)
         values = Axis(self.heads * self.value_dim, unit=self.value_dim)
         decays = Axis(self._decays, unit=self._decays // self.heads)
         axes, mixed = (keys, keys, values), (names.query, names.key, names.value)
@@ -145,6 +150,7 @@ class DeltaRule(StateMixer):
                 decay_bias=Vector(at + names.decay_bias, decays),
                 correction=self.correction,
                 unit_keys=True,
+                tiled=self.tiled,
             ),
             "norm": GatedNorm(at + names.norm, values, self.value_dim, self.norm_eps, self.gate, shared=True),
             "output": Linear(((at + names.output, hidden),), values),
@@ -166,7 +172,8 @@ class DeltaRule(StateMixer):
 
     def for_ranks(self, tp_size: int, inner_block: int) -> DeltaRule:
         """Ranks divide the heads of values, and those of keys or copies of them."""
-        if self.heads % tp_size or (self.key_heads % tp_size and tp_size % self.key_heads):
+        divides = self.tiled or not self.key_heads % tp_size or not tp_size % self.key_heads
+        if self.heads % tp_size or not divides:
             raise ModelError(
                 f"{self.heads} heads of values and {self.key_heads} of keys cannot be divided among {tp_size} ranks; "
                 "choose a divisor of both"
@@ -210,7 +217,7 @@ class Lightning(StateMixer):
         )
 
     def state(self, tp_size: int) -> tuple[Kept, ...]:
-        return (Kept("state", (self.heads // tp_size, self.head_dim, self.head_dim), "sequence", "float32"),)
+        return (Kept("state", (self.heads // tp_size, self.head_dim, self.head_dim), "float32"),)
 
     def draft_elements(self, tp_size: int) -> int:
         return 3 * self.inner // tp_size

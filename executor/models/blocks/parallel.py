@@ -54,8 +54,8 @@ class Parallel(Mixer):
         return [*attended, ops.product(recurrent["output"], results)]
 
     def for_ranks(self, tp_size: int, inner_block: int) -> Parallel:
-        attention, recurrent = (each.for_ranks(tp_size, inner_block) for each in (self.attention, self.recurrent))
-        return replace(self, attention=attention, recurrent=recurrent)
+        attention = self.attention.for_ranks(tp_size, inner_block)
+        return replace(self, attention=attention, recurrent=self.recurrent.for_ranks(tp_size, inner_block))
 
     def values_per_token(self, tp_size: int) -> int:
         return self.attention.values_per_token(tp_size) + self.recurrent.values_per_token(tp_size)

@@ -149,7 +149,8 @@ _COMPUTED = """
     ssm_state_size state_size swiglu_alpha swiglu_limit text_config tie_embedding tie_word_embeddings tied_embeddings
     time_step_limit time_step_rank topk_group topk_method truncate type use_alibi use_bias use_biases
     use_bidirectional_attention use_conv_bias use_expert_bias use_parallel_residual use_post_norm use_qk_norm
-    use_qkv_bias use_sliding_window v_head_dim vocab_size vocab_size_per_layer_input word_embed_proj_dim yarn
+    use_qkv_bias use_sliding_window v_head_dim value_heads_in_turn vocab_size vocab_size_per_layer_input
+    word_embed_proj_dim yarn
 """
 COMPUTED = frozenset(_COMPUTED.split())
 """Keys with which some family computes: where another does not read one, its value must be none of effect."""

@@ -15,7 +15,6 @@ from headrace.executor.models.blocks.recurrent import Ssd
 from headrace.executor.models.families import Config, Family, NotNativeError
 from headrace.executor.models.families._config import (
     activation,
-    biases,
     corrected_routing,
     flag,
     integer,
@@ -108,13 +107,15 @@ def _mamba(config: Config) -> Ssd:
 
 def _attention(config: Config) -> Attention:
     heads, head_dim = integer(config, "num_attention_heads", 32), integer(config, "head_dim", 128)
+    bias = flag(config, "attention_bias", False)
     return Attention(
         heads,
         integer(config, "num_key_value_heads", heads),
         head_dim,
         head_dim**-0.5,
         rope=None,
-        **biases(config, "attention_bias", False),
+        bias=bias,
+        output_bias=bias,
     )
 
 

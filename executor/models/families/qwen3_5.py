@@ -1,21 +1,14 @@
 """Qwen 3.5, dense and with experts: Qwen 3 Next's layers with projections of their own."""
 
-from headrace.executor.models.arch import ArchSpec, Fused
-from headrace.executor.models.blocks.linear_attention import DeltaRule
+from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import dense
-from headrace.executor.models.families.qwen3_next import hybrid, mixture
-
-
-def _projections(mixer: DeltaRule) -> list[Fused]:
-    at, keys, values = mixer.at, mixer.key_heads * mixer.key_dim, mixer.heads * mixer.value_dim
-    mixed = ((f"{at}.in_q", keys), (f"{at}.in_k", keys), (f"{at}.in_v", values))
-    return [Fused(f"{at}.in_proj_qkv", mixed)]
+from headrace.executor.models.families.qwen3_next import by_part, hybrid, mixture
 
 
 def build(config: Config) -> ArchSpec:
     has_experts = "Moe" in config["architectures"][0]
-    return hybrid(config, mixture(config, renormalise=True) if has_experts else dense(config), _projections)
+    return hybrid(config, mixture(config, renormalise=True) if has_experts else dense(config), by_part)
 
 
 _EQUAL = "of text, an image's time, height and width are one position"

@@ -57,6 +57,7 @@ def delta_rule(config: Config, **fields: object) -> DeltaRule:
         key_dim=integer(config, "linear_key_head_dim", 128),
         value_dim=integer(config, "linear_value_head_dim", 128),
         conv_width=integer(config, "linear_conv_kernel_dim", 4),
+        tiled=flag(config, "value_heads_in_turn", False),
         **({"norm_eps": number(config, "rms_norm_eps", 1e-6)} | fields),  # type: ignore[arg-type]
     )
 
@@ -106,19 +107,25 @@ def mixture(config: Config, *, renormalise: bool) -> Experts:
     )
 
 
-def _of_key_heads(mixer: DeltaRule) -> list[Fused]:
-    """The projections by key head."""
+def by_part(mixer: DeltaRule) -> list[Fused]:
+    """The projection to queries, keys and values, one after the other."""
+    at, keys, values = mixer.at, mixer.key_heads * mixer.key_dim, mixer.heads * mixer.value_dim
+    return [Fused(f"{at}.in_proj_qkv", ((f"{at}.in_q", keys), (f"{at}.in_k", keys), (f"{at}.in_v", values)))]
+
+
+def _by_key_head(mixer: DeltaRule) -> list[Fused]:
+    """The projections by key head, or as GGUF files have them."""
     at, values = mixer.at, mixer.heads // mixer.key_heads
     keys, inner = mixer.key_dim, values * mixer.value_dim
     mixed = ((f"{at}.in_q", keys), (f"{at}.in_k", keys), (f"{at}.in_v", inner), (f"{at}.in_proj_z", inner))
     rates = ((f"{at}.in_proj_b", values), (f"{at}.in_proj_a", values))
     groups = mixer.key_heads
-    return [Fused(f"{at}.in_proj_qkvz", mixed, groups), Fused(f"{at}.in_proj_ba", rates, groups)]
+    return [Fused(f"{at}.in_proj_qkvz", mixed, groups), Fused(f"{at}.in_proj_ba", rates, groups), *by_part(mixer)]
 
 
 def build(config: Config) -> ArchSpec:
     ffn = sparse_layers(config, mixture(config, renormalise=flag(config, "norm_topk_prob", True)))
-    return hybrid(config, ffn, _of_key_heads)
+    return hybrid(config, ffn, _by_key_head)
 
 
 FAMILY = Family(("Qwen3NextForCausalLM",), build)

@@ -120,6 +120,7 @@ class LinearAttentionArgs(ctypes.Structure):
         ("decays", ctypes.c_void_p),
         ("rates", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("key_of_head", ctypes.c_void_p),
         ("decay", ctypes.c_void_p),
         ("decay_bias", ctypes.c_void_p),
         ("mixed_stride", ctypes.c_int64),

@@ -55,7 +55,7 @@ struct LinearHead {
   // Prepares the inputs [begin, begin + count) of a sequence.
   void prepare(const StateSequence& sequence, int64_t begin, int64_t count) {
     const int64_t keys = args.num_key_heads * args.key_dim, values = args.num_heads * args.value_dim;
-    const int64_t key_head = head / (args.num_heads / args.num_key_heads);
+    const int64_t key_head = args.key_of_head[head];
     for (int64_t i = 0; i < count; ++i) {
       const int64_t input = begin + i, token = sequence.first + input - sequence.replayed;
       const void* mixed;

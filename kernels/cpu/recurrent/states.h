@@ -134,8 +134,9 @@ struct LinearAttentionArgs {
   const float* decays;  // [num_tokens, decays_stride], or null: a head's decay is the same for all tokens
   const float* rates;   // [num_tokens, rates_stride], or null: values are not corrected
   void* out;            // [num_tokens, out_stride]
-  const float* decay;       // [num_heads], negative
-  const float* decay_bias;  // [num_heads * decay_columns]
+  const int64_t* key_of_head;  // [num_heads]
+  const float* decay;          // [num_heads], negative
+  const float* decay_bias;     // [num_heads * decay_columns]
   int64_t mixed_stride, decays_stride, rates_stride, out_stride;  // elements
   int64_t num_heads, num_key_heads, key_dim, value_dim;
   int64_t decay_columns;  // of a head: 0, 1 or key_dim

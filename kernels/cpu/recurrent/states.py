@@ -299,6 +299,7 @@ def _linear_attention_args(params: LinearAttentionParams, state: LayerState) -> 
     args = LinearAttentionArgs(
         state=StateUnitsC.of(state.kept["state"]),
         drafted=DraftedC.of(state.drafted, params.first_draft_element),
+        key_of_head=pointer(params.key_of_head),
         decay=pointer(params.decay),
         decay_bias=None if bias is None else pointer(bias),
         num_heads=params.num_heads,

@@ -29,6 +29,8 @@ from headrace.executor.checkpoints.weights import (
 from headrace.ipc.failure import ModelError
 
 UNQUANTISED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+PLAIN_NORM = "linear_attn.norm.weight"
+"""A norm to whose weights nothing is added."""
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -206,7 +208,7 @@ class GGUFWeights(WeightSource):
         return np.arange(num_rows).reshape(heads, num_rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
     def _is_offset(self, name: str) -> bool:
-        return self._offset_norms and name.endswith("norm.weight")
+        return self._offset_norms and name.endswith("norm.weight") and not name.endswith(PLAIN_NORM)
 
     def _restored(self, name: str, tensor: Tensor) -> Tensor:
         if name.endswith(".A_log"):  # stored as -exp of it

@@ -60,6 +60,27 @@ def _mamba2(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _delta(fields: Fields, config: Config) -> dict[str, Any]:
+    """Qwen 3 Next's linear attention."""
+    heads, inner = fields.count("ssm.time_step_rank", most=MOST["num_attention_heads"]), fields.count("ssm.inner_size")
+    return {
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": inner // heads,
+        "linear_num_key_heads": fields.count("ssm.group_count", most=MOST["num_attention_heads"]),
+        "linear_key_head_dim": fields.count("ssm.state_size"),
+        "linear_conv_kernel_dim": fields.count("ssm.conv_kernel"),
+        "full_attention_interval": fields.count("full_attention_interval", 4),
+        "shared_expert_intermediate_size": fields.integer("expert_shared_feed_forward_length", 0),
+    }
+
+
+def _delta_in_turn(fields: Fields, config: Config) -> dict[str, Any]:
+    """Qwen 3.5's, whose heads of values the converter reorders."""
+    return {**_delta(fields, config), "value_heads_in_turn": True}
+
+
+_QWEN = {"offset_norms": True, "some_attend": True}
+_QWEN_EXPERTS = {**_QWEN, "is_mixture": True, "always_renormalises": True}
 RECURRENT: Mapping[str, GGUFArchitecture] = MappingProxyType(
     {
         "lfm2": GGUFArchitecture("Lfm2ForCausalLM", "lfm2", extra=_lfm2_dense, some_attend=True),
@@ -73,5 +94,10 @@ RECURRENT: Mapping[str, GGUFArchitecture] = MappingProxyType(
             some_attend=True,
         ),
         "mamba2": GGUFArchitecture("Mamba2ForCausalLM", "mamba2", whole=_mamba2),
+        "qwen3next": GGUFArchitecture("Qwen3NextForCausalLM", "qwen3_next", extra=_delta, **_QWEN_EXPERTS),
+        "qwen35": GGUFArchitecture("Qwen3_5ForCausalLM", "qwen3_5_text", extra=_delta_in_turn, **_QWEN),
+        "qwen35moe": GGUFArchitecture(
+            "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", extra=_delta_in_turn, **_QWEN_EXPERTS
+        ),
     }
 )
