@@ -79,8 +79,8 @@ def _delta_in_turn(fields: Fields, config: Config) -> dict[str, Any]:
     return {**_delta(fields, config), "value_heads_in_turn": True}
 
 
-_QWEN = {"offset_norms": True, "some_attend": True}
-_QWEN_EXPERTS = {**_QWEN, "is_mixture": True, "always_renormalises": True}
+_QWEN: dict[str, Any] = {"offset_norms": True, "some_attend": True}
+_QWEN_EXPERTS: dict[str, Any] = {**_QWEN, "is_mixture": True, "always_renormalises": True}
 RECURRENT: Mapping[str, GGUFArchitecture] = MappingProxyType(
     {
         "lfm2": GGUFArchitecture("Lfm2ForCausalLM", "lfm2", extra=_lfm2_dense, some_attend=True),
