@@ -116,6 +116,12 @@ DOCUMENTED: dict[str, str] = {
     "*test_require_mm_embeds": "images, audio and video in prompts",
     "*test_sleep.py::test_sleep_mode": "names begin with `vllm:` in Python, and with `--metrics-prefix`",
     "*test_wait_timeout_completes_requests": "names begin with `vllm:` in Python, and with `--metrics-prefix`",
+    "*test_trace_replay_params.py*": "`trace_decode_token_ids`, `prompt_logprob_token_ids`",
+    "there is no /weight_checker here": "`POST /weight_checker`",
+    "*test_weight_checker.py*": "`POST /weight_checker`",
+    " data_parallel_external_lb=True is refused": "options for unsupported features",
+    "what the engine decided is in `engine`": "| `create_engine_config()` |",
+    " has no logits processors to read them": "| `extra_args`, `vllm_xargs` |",
     " is refused: multimodal input is not supported": "images, audio and video in prompts",
 }
 """Patterns of a case, or of its message, and the row of docs/coming-from-vllm.md that says what is otherwise."""
@@ -160,6 +166,11 @@ ELSEWHERE: dict[str, str] = {
     "No module named 'openai_harmony'": "it needs openai-harmony",
     "*test_engine_metrics": WORDS,
     "LLMEngine has no '_llm'": "it replaces vLLM's engine by a mock",
+    "*test_rejects_custom_logitsprocs*": "it compares with a text of vLLM's inside",
+    "*test_mm_prefix_lm_raises_batched_tokens_floor": "it replaces a method inside vLLM",
+    "*test_head_dtype.py*": "it computes with a class inside vLLM",
+    "*test_async_scheduling.py*": "the adapter has not what it asks of vLLM's test runner",
+    "*test_namespace_tool_separator.py*": "the demo model does not call",
     "*test_remote_vllm_server.py*": "it tests the server of vLLM's own tests",
 }
 """Patterns of a case, or of its message, and why it cannot run or be judged here."""

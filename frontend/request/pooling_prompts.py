@@ -98,7 +98,7 @@ def check_pooling(prompt: Prompt, params: PoolingParams, welcome: Welcome) -> Po
     if len(prompt.token_ids or ()) > welcome.max_model_len:
         raise InvalidRequestError(
             f"the prompt has {len(prompt.token_ids or ())} tokens, and max_model_len is {welcome.max_model_len} (the "
-            f"model's maximum context length is {welcome.max_model_len} tokens): shorten the prompt, or let "
-            "truncate_prompt_tokens=-1 truncate it"
+            f"model's maximum context length is {welcome.max_model_len} tokens). Please reduce the length of the "
+            "prompt, or let truncate_prompt_tokens=-1 truncate it"
         )
     return task if prompt.second_text is None else msgspec.structs.replace(task, second_text=prompt.second_text)

@@ -310,8 +310,8 @@ def check_request(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> i
     if room < 1:
         raise InvalidRequestError(
             f"the prompt has {len(token_ids)} tokens, and max_model_len is {welcome.max_model_len} for the prompt and "
-            f"its output together (the model's maximum context length is {welcome.max_model_len} tokens): shorten the "
-            f"prompt to {welcome.max_model_len - 1} tokens or fewer"
+            f"its output together (the model's maximum context length is {welcome.max_model_len} tokens). Please "
+            f"reduce the length of the prompt to {welcome.max_model_len - 1} tokens or fewer"
         )
     check_token_rules(params, welcome)
     if params.stop_strings and welcome.tokenizer is None:

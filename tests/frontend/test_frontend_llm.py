@@ -129,7 +129,7 @@ def test_logprobs_have_vllms_form(llm: LLM, core: MemoryCore) -> None:
         ([[1, True]], {}, r"prompt_token_ids\[1\] is True"),
         ([[1, 2.5]], {}, r"prompt_token_ids\[1\] is 2.5"),
         ([[1], [3] * 300], {}, r"prompts\[1\]: the prompt has 300 tokens, and max_model_len is 256"),
-        ([[3] * 256], {}, "shorten the prompt to 255 tokens"),
+        ([[3] * 256], {}, "Please reduce the length of the prompt to 255 tokens"),
         (5, {}, "a prompt is a string"),
         ([None], {}, "a prompt is a string"),
         ({"text": "x"}, {}, "a field 'text'"),
