@@ -287,11 +287,11 @@ class EngineOptions(TypedDict, total=False):
     enable_log_requests: bool | None
     disable_log_requests: bool | None
     disable_uvicorn_access_log: bool | None
-    log_config_file: None
     log_error_stack: bool | None
     logging_config: Mapping[str, Any] | None
     middleware: Sequence[Any] | None
     disable_frontend_multiprocessing: bool | None
+    log_config_file: None
     max_log_len: None
     tokens_only: bool | None
     offload_backend: str | None

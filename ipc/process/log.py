@@ -19,10 +19,14 @@ import queue
 import select
 import sys
 import threading
+from pathlib import Path
 from typing import Any, TextIO
+
+from headrace.ipc.failure import OptionError
 
 LEVEL_VARIABLE = "HEADRACE_LOG_LEVEL"
 FORMAT_VARIABLE = "HEADRACE_LOG_FORMAT"
+CONFIG_VARIABLE = "HEADRACE_LOG_CONFIG"
 FORMATS = ("text", "json")
 FIELDS = "fields"
 """The attribute of a log record whose dict is added to its JSON."""
@@ -36,7 +40,11 @@ DRAIN_S = 1.0
 
 def set_up_logging(process: str, default_level: str) -> None:
     """Log lines look like `INFO 2026-01-31 12:00:00.123 server: message`, in local time, or are JSON objects.
-    HEADRACE_LOG_LEVEL sets the lowest level, HEADRACE_LOG_FORMAT the form: text or json."""
+    HEADRACE_LOG_LEVEL sets the lowest level, HEADRACE_LOG_FORMAT the form: text or json. In the place of all that,
+    HEADRACE_LOG_CONFIG names a JSON file for logging.config.dictConfig. Raises OptionError if that cannot be used."""
+    if path := os.environ.get(CONFIG_VARIABLE):
+        _configure(path)
+        return
     asked = os.environ.get(LEVEL_VARIABLE, "").upper()
     form = os.environ.get(FORMAT_VARIABLE, "").lower()
     handler = logging.StreamHandler(_CurrentStderr())
@@ -46,6 +54,19 @@ def set_up_logging(process: str, default_level: str) -> None:
         if given and given not in known:
             words = ", ".join(known).lower()
             logging.getLogger(__name__).warning("%s=%s is unknown; allowed: %s", variable, printable(given), words)
+
+
+def _configure(path: str) -> None:
+    import logging.config
+
+    try:
+        config = json.loads(Path(path).read_text())
+        logging.config.dictConfig({"version": 1, "disable_existing_loggers": False, **config})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        why = error if error.__cause__ is None else f"{error}: {error.__cause__}"
+        raise OptionError(
+            f"log_config_file={printable(path)}: {why}; it must be a JSON object as logging.config.dictConfig takes it"
+        ) from error
 
 
 class TextFormatter(logging.Formatter):

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import socket
+from pathlib import Path
 
 import pytest
 from http_server import ask, engine_of, serving
@@ -157,4 +158,43 @@ def test_a_level_that_is_none_is_told_and_the_default_counts(monkeypatch: pytest
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
-    assert records == ["HEADRACE_LOG_LEVEL=CHATTY is none of debug, info, warning, error, critical"]
+    assert records == ["HEADRACE_LOG_LEVEL=CHATTY is unknown; allowed: debug, info, warning, error, critical"]
+
+
+def test_a_file_configures_the_log_in_the_place_of_the_options(tmp_path: Path) -> None:
+    of_log = "headrace.ipc.process.log"
+    config = {
+        "formatters": {
+            "lines": {"()": f"{of_log}.TextFormatter", "process": "mine"},
+            "objects": {"()": f"{of_log}.JsonFormatter", "process": "mine"},
+        },
+        "handlers": {
+            "shown": {"class": "logging.StreamHandler", "formatter": "lines", "stream": "ext://sys.stderr"},
+            "kept": {"class": "logging.FileHandler", "formatter": "objects", "filename": str(tmp_path / "log")},
+        },
+        "root": {"level": "INFO", "handlers": ["shown", "kept"]},
+    }
+    file = tmp_path / "log.json"
+    file.write_text(json.dumps(config))
+    with serving("--log-config-file", str(file)) as server:
+        assert " mine: ready: " in server.log
+    told = [json.loads(line)["message"] for line in (tmp_path / "log").read_text().splitlines()]
+    assert any(message.startswith("ready: ") for message in told)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"root": {"handlers": ["none"]}}', '{"version": 7}', None])
+def test_a_log_configuration_that_cannot_be_used_is_told(
+    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "log.json"
+    if content is not None:
+        file.write_text(content)
+    monkeypatch.setenv("HEADRACE_LOG_CONFIG", str(file))
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        with pytest.raises(OptionError, match=r"log_config_file=.*dictConfig takes it"):
+            set_up_logging("test", "INFO")
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)

@@ -31,7 +31,7 @@ from headrace.frontend.http.process.ranks import Ranks, ranks_of, why_fixed
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import Ready
 from headrace.ipc.process.child import heeded_signals
-from headrace.ipc.process.log import FORMAT_VARIABLE, LEVEL_VARIABLE, protect_stderr, set_up_logging
+from headrace.ipc.process.log import CONFIG_VARIABLE, FORMAT_VARIABLE, LEVEL_VARIABLE, protect_stderr, set_up_logging
 from headrace.ipc.process.private_files import warn_of_open_secret
 from headrace.ipc.transport.keys import VARIABLE as KEYS_VARIABLE
 from headrace.ipc.transport.keys import use_own_keys
@@ -114,10 +114,10 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
 def _launch(engine_options: Options, options: ServeOptions) -> int:
     warning = take_vllm_variables(os.environ)
     options = with_environment(options, os.environ)
-    if options.log_level is not None:
-        os.environ[LEVEL_VARIABLE] = options.log_level  # for this process and those that it starts
-    if options.log_format is not None:
-        os.environ[FORMAT_VARIABLE] = options.log_format
+    config = None if options.log_config_file is None else os.path.abspath(options.log_config_file)
+    of_log = {LEVEL_VARIABLE: options.log_level, FORMAT_VARIABLE: options.log_format, CONFIG_VARIABLE: config}
+    # For this process and those that it starts.
+    os.environ.update({name: value for name, value in of_log.items() if value is not None})
     set_up_server_logging()
     if warning:
         logging.getLogger(__name__).warning("%s", warning)

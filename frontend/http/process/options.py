@@ -13,7 +13,7 @@ from headrace.core.options.values import option_specs, read_options
 from headrace.frontend.fleet.options import ENGINES, HEARTBEAT_TIMEOUT_S, HeartbeatTimeout
 from headrace.frontend.text.chat_template import ContentFormat
 from headrace.ipc.failure import OptionError
-from headrace.ipc.process.log import FORMAT_VARIABLE, LEVEL_VARIABLE
+from headrace.ipc.process.log import CONFIG_VARIABLE, FORMAT_VARIABLE, LEVEL_VARIABLE
 
 ADDRESS, SECURITY, LIMITS, CHAT, STORED, OBSERVED = (
     "Server address",
@@ -430,6 +430,16 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             default_text="the environment's HEADRACE_LOG_FORMAT, else text",
         ),
     ] = None
+    log_config_file: Annotated[
+        str | None,
+        Option(
+            OBSERVED,
+            "JSON file with a configuration for Python's logging.config.dictConfig, in the place of log_level and "
+            "log_format, for server and engine; as it may name any class, it must be your own",
+            "file",
+            default_text="the environment's HEADRACE_LOG_CONFIG, else its VLLM_LOGGING_CONFIG_PATH, else none",
+        ),
+    ] = None
     log_stats_interval: Annotated[
         float | None,
         Option(
@@ -453,6 +463,7 @@ _VARIABLES = {
     "host": "HEADRACE_HOST",
     "log_level": LEVEL_VARIABLE,
     "log_format": FORMAT_VARIABLE,
+    "log_config_file": CONFIG_VARIABLE,
     "log_stats_interval": "HEADRACE_LOG_STATS_INTERVAL",
 }
 
@@ -466,7 +477,7 @@ def with_environment(options: ServeOptions, environment: Mapping[str, str]) -> S
     return msgspec.structs.replace(options, **{name: getattr(found, name) for name in given})
 
 
-_WITHOUT_HTTP = ("log_level", "log_format")
+_WITHOUT_HTTP = ("log_level", "log_format", "log_config_file")
 _ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^/?#\s]+")
 _HOST = re.compile(r"\*|(\*?\.)?[^\s/:@*\[\]?#]+|\[?[0-9a-fA-F:.]+\]?")
 _OF_ROUTER = ("max_migrations", "heartbeat_timeout", "progress_timeout")
